@@ -1,0 +1,66 @@
+"""What can go wrong with tensors, by what the caller can do about it.
+
+    DataplaneError
+        ManifestError            a layout that cannot travel: the publisher must change it
+        TransferFailed           bytes did not arrive: retryable under a new epoch
+            StaleSession         the other side speaks of another epoch
+            PeerLost             the other side died or stopped answering
+            DeadlineExceeded     the wait ran out
+            DigestMismatch       what arrived is not what was sent: names the tensor and both digests
+        NotExportable            this memory cannot be shared with another process: use staging
+        Unsupported              the transport cannot serve this engine: says which can
+
+Errors carry their fields; messages say what was found, what was expected and what to do.
+"""
+
+
+class DataplaneError(Exception):
+    """Root of the data plane's errors."""
+
+
+class ManifestError(DataplaneError):
+    """A layout or digest table that cannot travel, or is not one."""
+
+
+class TransferFailed(DataplaneError):
+    """Bytes did not arrive. Everything may be sent again under a new epoch."""
+
+
+class StaleSession(TransferFailed):
+    """The other side speaks of another epoch than this session's."""
+
+    def __init__(self, found: int, expected: int) -> None:
+        self.found = found
+        self.expected = expected
+        super().__init__(f"the peer speaks of epoch {found}, this session is of epoch {expected}")
+
+
+class PeerLost(TransferFailed):
+    """The other side died or closed the session before the end."""
+
+
+class DeadlineExceeded(TransferFailed):
+    """A wait ran out."""
+
+    def __init__(self, waiting_for: str, seconds: float) -> None:
+        self.waiting_for = waiting_for
+        self.seconds = seconds
+        super().__init__(f"waited {seconds:.1f} s for {waiting_for}")
+
+
+class DigestMismatch(TransferFailed):
+    """What arrived is not what the manifest's digest table says."""
+
+    def __init__(self, tensor: str, found: str, expected: str) -> None:
+        self.tensor = tensor
+        self.found = found
+        self.expected = expected
+        super().__init__(f"tensor {tensor!r} arrived with digest {found}, its digest table says {expected}")
+
+
+class NotExportable(DataplaneError):
+    """This memory cannot be opened by another process."""
+
+
+class Unsupported(DataplaneError):
+    """The transport cannot serve this engine; the message says which one can."""

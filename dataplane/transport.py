@@ -1,0 +1,168 @@
+"""The seam between rounds and bytes: what every transport does, for the side that sends and the side that receives.
+
+One `Sender` serves all receivers of one transport in one epoch; one `Receiver` serves one engine. Both are used
+from one thread, every wait has a deadline (seconds from the call), and `close` may be called at any time, twice too.
+The contract that all of them satisfy is tests/dataplane/transport_contract.py.
+
+Order of calls, sender:    offer -> ready -> (send)* in bucket order -> finish -> close
+Order of calls, receiver:  receive -> close
+
+A receiver that fails is dropped and named in `Sender.failed`; the others are served to the end. A collective transport
+cannot drop one: it names all of them, and the round is driven again under a new epoch.
+
+Ownership of slots: `send(index, slot)` hands the bytes of `slot` to the receivers until `reclaim(index)` returns; only
+then may the caller write to that slot again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+
+from .manifest import BucketSpec, DigestTable, Manifest, TensorSpec
+
+
+class Session(msgspec.Struct, frozen=True):
+    """What both sides of a transfer agree on before a byte moves."""
+
+    channel: str
+    epoch: int
+    version: int
+    manifest: Manifest
+    table: DigestTable
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """One engine as the sender sees it."""
+
+    engine: str
+    tp: int
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a sender's half can be reached; carried to the receivers by the control plane, read only here."""
+
+    address: str
+    group: str = ""
+    backend: str = ""
+    world_size: int = 0
+
+
+class Slot(Protocol):
+    """A staging buffer that outlives rounds. `memory` is a 1-D uint8 tensor of its whole capacity."""
+
+    @property
+    def memory(self) -> torch.Tensor: ...
+
+    @property
+    def exported(self) -> bytes:
+        """How another process opens this memory: a fixed struct (handles.py), never a pickle."""
+        ...
+
+
+class Sender(Protocol):
+    """The trainer's half."""
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Engines that will not get every bucket, with the reason. Grows only."""
+        ...
+
+    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+        """Open this half for `peers` and say where. Returns at once; receivers may come from now on."""
+        ...
+
+    def ready(self, deadline_s: float) -> None:
+        """Wait until every peer has come, or is in `failed`. Raises `TransferFailed` when none is left."""
+        ...
+
+    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+        """Hand bucket `index`, packed in `slot`, to every peer. Raises `TransferFailed` when none is left."""
+        ...
+
+    def reclaim(self, index: int, deadline_s: float) -> None:
+        """Wait until no peer reads bucket `index` any more."""
+        ...
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until every peer has confirmed the last bucket, or is in `failed`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything that belongs to this epoch. Never raises for a peer's sake."""
+        ...
+
+
+class SharedBucket(msgspec.Struct, frozen=True):
+    """A bucket in memory that the engine's workers can map by themselves, already checked against its digests."""
+
+    index: int
+    spec: BucketSpec
+    tensors: tuple[TensorSpec, ...]
+    payload: str
+    """What SGLang's update_weights_from_tensor takes for one rank: base64 of the one pickle that SGLang demands."""
+
+
+class EngineServer(Protocol):
+    """What a receiver asks of the inference server it loads. Implemented by engine_agent over HTTP.
+
+    Every call blocks until the server has answered and raises `TransferFailed` on anything but success.
+    """
+
+    @property
+    def tp(self) -> int: ...
+
+    def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
+        """update_weights_from_tensor, load_format ``flattened_bucket``; the same payload for every rank."""
+        ...
+
+    def join_group(self, address: Address, rank_offset: int, deadline_s: float) -> None:
+        """init_weights_update_group; blocks until the whole group has formed."""
+        ...
+
+    def load_broadcast(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        """update_weights_from_distributed, load_format ``flattened_bucket``; blocks until the broadcast arrived."""
+        ...
+
+    def leave_group(self, group: str, deadline_s: float) -> None:
+        """destroy_weights_update_group; no error when the server is not in it."""
+        ...
+
+    def load_checkpoint(self, path: str, deadline_s: float) -> None:
+        """update_weights_from_disk."""
+        ...
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What a receiver took."""
+
+    bytes: int
+    buckets: int
+    checked: bool
+    """Every byte was compared with the digest table before the server saw it."""
+
+
+class Receiver(Protocol):
+    """The engine agent's half."""
+
+    @property
+    def touched(self) -> bool:
+        """The server was asked to change weights at least once: from now on a failure leaves it DIRTY."""
+        ...
+
+    def receive(
+        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+    ) -> Receipt:
+        """Take every bucket and load it into `server`. Raises `TransferFailed`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what belongs to the last session; memory and groups that outlive rounds stay until `shutdown`."""
+        ...
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
+        ...
