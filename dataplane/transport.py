@@ -96,14 +96,34 @@ class Sender(Protocol):
         ...
 
 
+class HostMemory(msgspec.Struct, frozen=True):
+    """Shared memory as torch's file_system sharing names it: what `rebuild_storage_filename` takes."""
+
+    manager: bytes
+    handle: bytes
+    nbytes: int
+
+
+class CudaMemory(msgspec.Struct, frozen=True):
+    """Device memory exported by CUDA IPC: what torch's `rebuild_cuda_tensor` takes, as plain fields."""
+
+    device_uuid: str
+    handle: bytes
+    storage_nbytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
 class SharedBucket(msgspec.Struct, frozen=True):
-    """A bucket in memory that the engine's workers can map by themselves, already checked against its digests."""
+    """A bucket in memory that the engine's workers can map by themselves."""
 
     index: int
     spec: BucketSpec
     tensors: tuple[TensorSpec, ...]
-    payload: str
-    """What SGLang's update_weights_from_tensor takes for one rank: base64 of the one pickle that SGLang demands."""
+    memory: HostMemory | CudaMemory
 
 
 class EngineServer(Protocol):
@@ -116,7 +136,7 @@ class EngineServer(Protocol):
     def tp(self) -> int: ...
 
     def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
-        """update_weights_from_tensor, load_format ``flattened_bucket``; the same payload for every rank."""
+        """update_weights_from_tensor, load_format ``flattened_bucket``; every rank maps the same memory."""
         ...
 
     def join_group(self, address: Address, rank_offset: int, deadline_s: float) -> None:
