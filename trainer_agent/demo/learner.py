@@ -1,0 +1,99 @@
+"""One policy-gradient step on real Megatron ranks: forward, backward, gradient reduction, clipping, Adam.
+
+Every rank of the group calls the same methods in the same order with the same samples; Megatron does the rest. Import
+after `megatron_cpu.install()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+
+from . import checkpoint
+from .model import build, load
+from .task import PROMPT_TOKENS, Sample, advantages, reward
+
+
+class Learner:
+    """The policy, its optimizer and this rank's place in the tensor-parallel group."""
+
+    def __init__(self, folder: Path, learning_rate: float, seed: int) -> None:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+        model_parallel_cuda_manual_seed(seed)
+        shape = checkpoint.TINY
+        policy = build(shape)
+        load(policy, checkpoint.read(folder), shape)
+        config = policy.config
+        plan = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        self.model = DistributedDataParallel(config, plan, Float16Module(config, policy))
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=learning_rate,
+                weight_decay=0.0,
+                clip_grad=1.0,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+            ),
+            [self.model],
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        self._run = get_forward_backward_func()
+
+    def learn(self, samples: Sequence[Sample]) -> float:
+        """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping."""
+        tokens = torch.tensor([(*sample.prompt, *sample.response) for sample in samples])
+        weights = torch.tensor(advantages([reward(sample.response) for sample in samples]))
+        self.model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._run(
+            forward_step_func=partial(_forward, weights),
+            data_iterator=iter([tokens]),
+            model=self.model,
+            num_microbatches=1,
+            seq_length=tokens.shape[1] - 1,
+            micro_batch_size=len(samples),
+            forward_only=False,
+        )
+        applied, norm, _ = self._optimizer.step()
+        if not applied:
+            raise ArithmeticError("the optimizer skipped its step: the gradient was not finite")
+        return float(norm)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the vocabulary's logits."""
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        with torch.no_grad():
+            return self.model(tokens, positions, None)
+
+
+def join(deadline_s: float) -> None:
+    """Form the group of all ranks, from the environment that the launcher set."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=deadline_s))
+
+
+def _forward(
+    weights: torch.Tensor, batches: Iterator[torch.Tensor], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    tokens = next(batches)
+    positions = torch.arange(tokens.shape[1] - 1).expand(tokens.shape[0], -1)
+    surprise = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    return surprise, partial(_policy_loss, weights)
+
+
+def _policy_loss(weights: torch.Tensor, surprise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Surprise is minus the log-probability of each token: less of it where a response beat its group."""
+    responses = surprise[:, PROMPT_TOKENS - 1 :].float()
+    loss = (weights.unsqueeze(1) * responses).mean()
+    return loss, {"loss": loss.detach()}

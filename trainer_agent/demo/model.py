@@ -1,0 +1,108 @@
+"""The policy as Megatron-core trains it: built for a tensor-parallel group, loaded from the Hugging Face folder.
+
+The only code of the demo that knows Megatron's model; `learner.py` trains it. Import after `megatron_cpu.install()`.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+
+from .checkpoint import Shape
+
+
+def build(shape: Shape) -> GPTModel:
+    """This rank's part of the policy, bfloat16 and not yet loaded."""
+    config = TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_groups,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        autocast_dtype=torch.bfloat16,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        # What follows chooses the code paths that exist without a GPU.
+        use_cpu_initialization=True,
+        transformer_impl="local",
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        vocab_size=shape.vocabulary,
+        max_sequence_length=shape.positions,
+        position_embedding_type="rope",
+        rotary_base=int(shape.rope_theta),
+        share_embeddings_and_output_weights=False,
+    )
+
+
+def load(model: GPTModel, weights: Mapping[str, torch.Tensor], shape: Shape) -> None:
+    """Fill this rank's parameters from Hugging Face tensors. Raises `KeyError` for a parameter without a counterpart."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            full = from_hf(name, weights, shape)
+            if getattr(parameter, "tensor_model_parallel", False):
+                parts = [piece.chunk(ranks, parameter.partition_dim)[rank] for piece in full]
+            else:
+                parts = list(full)
+            parameter.copy_(torch.cat(parts))
+
+
+def from_hf(name: str, weights: Mapping[str, torch.Tensor], shape: Shape) -> tuple[torch.Tensor, ...]:
+    """The Hugging Face tensors that make up one Megatron parameter, each to be cut by rank and then stacked."""
+    if name in _WHOLE:
+        return (weights[_WHOLE[name]],)
+    _, _, index, local = name.split(".", 3)
+    layer = f"model.layers.{index}."
+    match local:
+        case "self_attention.linear_qkv.weight":
+            return (_interleave(weights, layer + "self_attn.", shape),)
+        case "mlp.linear_fc1.weight":
+            return weights[layer + "mlp.gate_proj.weight"], weights[layer + "mlp.up_proj.weight"]
+        case _:
+            return (weights[layer + _IN_LAYER[local]],)
+
+
+def _interleave(weights: Mapping[str, torch.Tensor], prefix: str, shape: Shape) -> torch.Tensor:
+    """Megatron keeps, group after group, the queries of a group, its key and its value."""
+    rows = [weights[f"{prefix}{part}_proj.weight"].view(shape.kv_groups, -1, shape.hidden) for part in "qkv"]
+    return torch.cat(rows, dim=1).reshape(-1, shape.hidden)
+
+
+_WHOLE = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_IN_LAYER = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
