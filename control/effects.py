@@ -1,0 +1,226 @@
+"""What the coordinator asks of the world, and what it wants written down.
+
+Effects are carried out in the order in which they were returned, and that order is part of the contract: nothing that
+depends on a record is in a tuple before the driver has answered `Persisted` for it. So no message leaves that a power
+cut could make untrue.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .events import Peer, Token
+from .ids import AgentId, Channel, Epoch, RequestId, Version
+from .messages import Code, Hint, Outcome, Role, RoundDone, ToAgent
+from .states import RoundState
+
+# -- records: what survives a restart ----------------------------------------------------------------------------------
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
+    """Root of what is made durable. Writing the same record twice is the same as writing it once."""
+
+
+class EpochTaken(Record, frozen=True):
+    """`epoch` belongs to `holder` from now on; every lower one is refused for ever."""
+
+    channel: Channel
+    epoch: Epoch
+    holder: AgentId
+    version: Version
+    redrive: bool = False
+    """The epoch re-drives engines of a running round; otherwise it begins a lease."""
+
+
+class Committed(Record, frozen=True):
+    """`version` is what the channel serves from now on."""
+
+    channel: Channel
+    epoch: Epoch
+    version: Version
+    manifest: str
+    table: str
+    request: RequestId
+    """The `Publish` that asked for it: asked again after a restart, it is answered as committed."""
+    engines: tuple[AgentId, ...]
+    """Who holds it, verified."""
+
+
+class RoundClosed(Record, frozen=True):
+    """How a round ended: the answer that the same `Publish` gets from now on."""
+
+    request: RequestId
+    done: RoundDone
+
+
+class Probe(Record, frozen=True):
+    """Nothing new; shows whether the journal takes writes again."""
+
+
+AnyRecord = EpochTaken | Committed | RoundClosed | Probe
+
+# -- observations: what happened, for logs and metrics -----------------------------------------------------------------
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """Root of what is told to logs and metrics. Carries no secrets and changes nothing."""
+
+
+class AgentJoined(Observation, frozen=True):
+    """An agent said `Hello` on a new connection or in a new incarnation."""
+
+    agent: AgentId
+    role: Role
+    channel: Channel
+    incarnation: str
+    returning: bool
+    """The incarnation was known: only its connection is new."""
+
+
+class AgentLeft(Observation, frozen=True):
+    """An agent said `Bye`, fell silent or was replaced."""
+
+    agent: AgentId
+    role: Role
+    channel: Channel
+    reason: str
+
+
+class LeaseGranted(Observation, frozen=True):
+    """A trainer may publish."""
+
+    channel: Channel
+    holder: AgentId
+    epoch: Epoch
+    version: Version
+
+
+class LeaseEnded(Observation, frozen=True):
+    """The channel is free again."""
+
+    channel: Channel
+    holder: AgentId
+    epoch: Epoch
+    reason: str
+
+
+class StateEntered(Observation, frozen=True):
+    """A round went on to `state`; it spent `seconds` in `left`."""
+
+    channel: Channel
+    version: Version
+    epoch: Epoch
+    left: RoundState
+    state: RoundState
+    seconds: float
+
+
+class EngineFailed(Observation, frozen=True):
+    """An engine did not keep up with its round."""
+
+    channel: Channel
+    engine: AgentId
+    version: Version
+    epoch: Epoch
+    step: str
+    reason: str
+
+
+class Redriven(Observation, frozen=True):
+    """These engines are sent everything again under a new epoch."""
+
+    channel: Channel
+    version: Version
+    epoch: Epoch
+    engines: tuple[AgentId, ...]
+
+
+class RoundEnded(Observation, frozen=True):
+    """A round is over; `done` is what the trainer is told."""
+
+    channel: Channel
+    outcome: Outcome
+    done: RoundDone
+
+
+class ReadinessChanged(Observation, frozen=True):
+    """An engine entered or left the ready list."""
+
+    channel: Channel
+    engine: AgentId
+    ready: bool
+    reason: str
+
+
+class Refusal(Observation, frozen=True):
+    """A message changed nothing."""
+
+    agent: str
+    message: str
+    code: Code
+    reason: str
+
+
+class JournalChanged(Observation, frozen=True):
+    """The journal stopped or began to take writes."""
+
+    writable: bool
+    reason: str
+
+
+AnyObservation = (
+    AgentJoined
+    | AgentLeft
+    | LeaseGranted
+    | LeaseEnded
+    | StateEntered
+    | EngineFailed
+    | Redriven
+    | RoundEnded
+    | ReadinessChanged
+    | Refusal
+    | JournalChanged
+)
+
+# -- effects -------------------------------------------------------------------------------------------------------------
+
+
+class Effect(msgspec.Struct, frozen=True, kw_only=True):
+    """Root of the effects."""
+
+
+class Persist(Effect, frozen=True):
+    """Make `record` durable, then say `Persisted(token)`, or `PersistFailed(token)`."""
+
+    token: Token
+    record: AnyRecord
+
+
+class SendTo(Effect, frozen=True):
+    """Send to one connection. If it is gone, say `PeerLost` and go on."""
+
+    peer: Peer
+    message: ToAgent
+    blob: bytes | None = None
+
+
+class PublishHint(Effect, frozen=True):
+    """Tell whoever listens; nobody may."""
+
+    hint: Hint
+
+
+class Evict(Effect, frozen=True):
+    """Forget the connection: what still arrives from it is answered as from a stranger."""
+
+    peer: Peer
+    reason: str
+
+
+class Observe(Effect, frozen=True):
+    """For logs and metrics."""
+
+    what: AnyObservation
+
+
+AnyEffect = Persist | SendTo | PublishHint | Evict | Observe

@@ -1,0 +1,130 @@
+"""The states of a round and of an engine in it, and every legal move, as data. Decides nothing.
+
+PROTOCOL.md draws its diagrams from these tables; a test compares.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Final, TypeVar
+
+from .errors import IllegalMove
+
+
+class RoundState(enum.StrEnum):
+    """Where the round of a channel stands. Every state but IDLE has a deadline."""
+
+    IDLE = "idle"
+    """No round. Engines serve what they hold."""
+    PREPARING = "preparing"
+    """Engines compare the manifest with their servers, while they serve."""
+    PAUSING = "pausing"
+    """Engines stop generating. No weight has changed."""
+    OFFERING = "offering"
+    """Every engine of the transfer is paused; the trainer opens its half of the transports."""
+    TRANSFERRING = "transferring"
+    """Bytes travel. An engine that fails from now on may hold mixed weights."""
+    VERIFYING = "verifying"
+    """The trainer's half is over; engines compare what they hold with the digest table."""
+    COMMITTING = "committing"
+    """Enough engines are verified; the version is on its way to disk. No engine knows yet."""
+    RESUMING = "resuming"
+    """The version is durable and cannot be taken back. Verified engines are told until they serve it."""
+    ABORTING = "aborting"
+    """The round came to nothing. Clean engines resume the old version, others stay paused."""
+
+
+class EnginePhase(enum.StrEnum):
+    """Where one engine of a round stands."""
+
+    PREPARING = "preparing"
+    """Was sent `Prepare`."""
+    PREPARED = "prepared"
+    """Fits the manifest; still serves."""
+    PAUSING = "pausing"
+    """Was sent `Pause`."""
+    PAUSED = "paused"
+    """Generates nothing; holds its old weights."""
+    TRANSFERRING = "transferring"
+    """Was sent `Transfer`; its weights may be mixed."""
+    TRANSFERRED = "transferred"
+    """Loaded every bucket; not compared yet."""
+    VERIFIED = "verified"
+    """Holds exactly the new version; paused, labelled with the old one."""
+    BROKEN = "broken"
+    """Failed in the transfer; may be sent everything again."""
+    RESUMING = "resuming"
+    """Was sent `Commit`."""
+    LEAVING = "leaving"
+    """Was sent `Abort`."""
+    SERVING = "serving"
+    """Serves the new version."""
+    LEFT = "left"
+    """Serves the old version again."""
+    QUARANTINED = "quarantined"
+    """Does not serve before a complete verified transfer."""
+    LOST = "lost"
+    """Stopped answering."""
+
+
+ROUND_MOVES: Final[Mapping[RoundState, frozenset[RoundState]]] = {
+    RoundState.IDLE: frozenset({RoundState.PREPARING}),
+    RoundState.PREPARING: frozenset({RoundState.PAUSING, RoundState.COMMITTING, RoundState.ABORTING}),
+    RoundState.PAUSING: frozenset({RoundState.OFFERING, RoundState.ABORTING}),
+    RoundState.OFFERING: frozenset({RoundState.TRANSFERRING, RoundState.COMMITTING, RoundState.ABORTING}),
+    RoundState.TRANSFERRING: frozenset({RoundState.VERIFYING, RoundState.ABORTING}),
+    RoundState.VERIFYING: frozenset({RoundState.OFFERING, RoundState.COMMITTING, RoundState.ABORTING}),
+    RoundState.COMMITTING: frozenset({RoundState.RESUMING, RoundState.ABORTING}),
+    RoundState.RESUMING: frozenset({RoundState.IDLE}),
+    RoundState.ABORTING: frozenset({RoundState.IDLE}),
+}
+"""PREPARING -> COMMITTING: a channel without engines. VERIFYING -> OFFERING: a re-drive. OFFERING -> COMMITTING: a
+re-drive that could not begin. There is no way from RESUMING to ABORTING: what is durable rolls forward."""
+
+ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
+    EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED, EnginePhase.LEAVING, EnginePhase.LOST}),
+    EnginePhase.PREPARED: frozenset({EnginePhase.PAUSING, EnginePhase.LEAVING, EnginePhase.LOST}),
+    EnginePhase.PAUSING: frozenset({EnginePhase.PAUSED, EnginePhase.LEAVING, EnginePhase.LOST}),
+    EnginePhase.PAUSED: frozenset({EnginePhase.TRANSFERRING, EnginePhase.LEAVING, EnginePhase.LOST}),
+    EnginePhase.TRANSFERRING: frozenset(
+        {
+            EnginePhase.TRANSFERRED,
+            EnginePhase.VERIFIED,
+            EnginePhase.BROKEN,
+            EnginePhase.LEAVING,
+            EnginePhase.LOST,
+        }
+    ),
+    EnginePhase.TRANSFERRED: frozenset(
+        {EnginePhase.VERIFIED, EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST}
+    ),
+    EnginePhase.VERIFIED: frozenset({EnginePhase.RESUMING, EnginePhase.LEAVING, EnginePhase.LOST}),
+    EnginePhase.BROKEN: frozenset({EnginePhase.TRANSFERRING, EnginePhase.LEAVING, EnginePhase.LOST}),
+    EnginePhase.RESUMING: frozenset({EnginePhase.SERVING, EnginePhase.QUARANTINED, EnginePhase.LOST}),
+    EnginePhase.LEAVING: frozenset({EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST}),
+    EnginePhase.SERVING: frozenset(),
+    EnginePhase.LEFT: frozenset(),
+    EnginePhase.QUARANTINED: frozenset(),
+    EnginePhase.LOST: frozenset(),
+}
+
+SETTLED: Final = frozenset({EnginePhase.SERVING, EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST})
+"""Phases from which an engine does not hold up the end of its round."""
+
+_State = TypeVar("_State", RoundState, EnginePhase)
+
+
+def move(machine: str, table: Mapping[_State, frozenset[_State]], found: _State, wanted: _State) -> _State:
+    """The state `wanted`, if `table` allows to go there from `found`. Raises `IllegalMove` otherwise."""
+    if wanted not in table[found]:
+        raise IllegalMove(machine, found.value, f"a move to {wanted.value}")
+    return wanted
+
+
+def diagram(table: Mapping[_State, frozenset[_State]]) -> str:
+    """The table as a Mermaid state diagram, in the order of the enum."""
+    lines = ["stateDiagram-v2"]
+    for source, targets in table.items():
+        lines.extend(f"    {source.name} --> {target.name}" for target in type(source) if target in targets)
+    return "\n".join(lines)
