@@ -1,0 +1,69 @@
+"""Runs the unmodified SGLang HTTP server on a machine without a GPU: `python -m weightbus.engine_agent.cpu_server`.
+
+For demos and tests. Dense bf16 models (Qwen3, Llama) only. This process becomes the server (exec), so its process id
+is the server's; start it in a process group of its own and end the group, because the server's workers are children
+that rename themselves. Ready when ``GET /health_generate`` answers 200, 20 to 60 seconds later.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_SHIM = Path(__file__).with_name("cpu_shim")
+
+_FLAGS = (
+    "--device=cpu",
+    "--attention-backend=torch_native",
+    "--cuda-graph-backend-decode=disabled",
+    "--cuda-graph-backend-prefill=disabled",
+    "--mem-fraction-static=0.05",
+    "--max-total-tokens=4096",
+    "--sleep-on-idle",  # otherwise an idle server keeps one core busy
+)
+
+
+def command(model_path: str, port: int, tp: int, extra: Sequence[str]) -> list[str]:
+    """The server's command line; a flag in `extra` overrides ours, as the last one given counts."""
+    flags = [flag for flag in _FLAGS if flag != "--sleep-on-idle" or "--no-sleep-on-idle" not in extra]
+    rest = [flag for flag in extra if flag != "--no-sleep-on-idle"]
+    head = [sys.executable, "-m", "sglang.launch_server", "--model-path", model_path, "--host=127.0.0.1"]
+    return [*head, f"--port={port}", f"--tp-size={tp}", *flags, *rest]
+
+
+def environment(environ: Mapping[str, str], tp: int, cores: Sequence[int]) -> dict[str, str]:
+    """`environ` plus what a CPU server needs. `cores` are shared out among the `tp` workers."""
+    path = [str(_SHIM), environ.get("PYTHONPATH", "")]
+    return {
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": _binding(tp, cores),
+        **environ,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(part for part in path if part),
+    }
+
+
+def _binding(tp: int, cores: Sequence[int]) -> str:
+    """One list of cores for each worker, split by ``|``. More workers than cores share them in turn."""
+    if tp >= len(cores):
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+    share = len(cores) // tp
+    return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(tp))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Become the server. Flags that are not ours go to SGLang as they are."""
+    parser = argparse.ArgumentParser(prog="weightbus.engine_agent.cpu_server", description=__doc__)
+    parser.add_argument("--model-path", required=True, help="checkpoint folder in Hugging Face form")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tp-size", "--tp", type=int, default=1, help="tensor-parallel workers")
+    known, extra = parser.parse_known_args(argv)
+    env = environment(os.environ, known.tp_size, sorted(os.sched_getaffinity(0)))
+    os.execve(sys.executable, command(known.model_path, known.port, known.tp_size, extra), env)  # noqa: S606
+
+
+if __name__ == "__main__":
+    main()
