@@ -1,0 +1,77 @@
+"""Who may change a channel: at most one trainer, under an epoch that only grows. Pure; verdicts carry their reason.
+
+A lease is a courtesy that keeps trainers from wasting work. What keeps a former holder from changing anything is the
+epoch: whoever receives a message compares it, whatever the clock says.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .ids import AgentId, Epoch, Incarnation, Version
+from .messages import Code
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to publish one version of a channel."""
+
+    holder: AgentId
+    incarnation: Incarnation
+    epoch: Epoch
+    """Rises when engines are re-driven; the holder learns it from `Send`."""
+    first_epoch: Epoch
+    """As granted."""
+    version: Version
+    granted_at: float
+    heard_at: float
+
+    def expires_at(self, lease_s: float) -> float:
+        """When the lease ends if the holder stays silent."""
+        return self.heard_at + lease_s
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """An answer and why. `code` is set when the answer is no."""
+
+    code: Code | None
+    reason: str = ""
+    retry_after_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Nothing speaks against it."""
+        return self.code is None
+
+
+YES = Verdict(None)
+
+
+def may_acquire(
+    lease: Lease | None, agent: AgentId, incarnation: Incarnation, *, in_round: bool, now: float, lease_s: float
+) -> Verdict:
+    """Whether `agent` may take the channel. Its own unused lease does not stand in its way; a running round does."""
+    if lease is None and not in_round:
+        return YES
+    if lease is None:
+        return Verdict(Code.LEASE_HELD, "the last round is still coming to its end", 1.0)
+    mine = lease.holder == agent and lease.incarnation == incarnation
+    if mine and not in_round:
+        return YES
+    if mine:
+        return Verdict(Code.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it")
+    remaining = max(0.0, lease.expires_at(lease_s) - now)
+    reason = f"{lease.holder} holds the channel at epoch {lease.epoch} for version {lease.version}"
+    return Verdict(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))
+
+
+def may_use(lease: Lease | None, agent: AgentId, incarnation: Incarnation, epoch: Epoch, highest: Epoch) -> Verdict:
+    """Whether `agent` may act under `epoch`, where `highest` is the highest epoch ever taken in the channel."""
+    if epoch > highest:
+        return Verdict(Code.NOT_ALLOWED, f"epoch {epoch} was never granted; the highest is {highest}")
+    if lease is None:
+        return Verdict(Code.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")
+    if lease.holder != agent or lease.incarnation != incarnation:
+        return Verdict(Code.STALE_EPOCH, f"{lease.holder} has been granted epoch {lease.epoch} since; acquire again")
+    if epoch != lease.epoch:
+        return Verdict(Code.STALE_EPOCH, f"found epoch {epoch}, expected {lease.epoch}; acquire again")
+    return YES
