@@ -1,0 +1,79 @@
+# pyright: basic
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
+# ruff: noqa: ANN001, ANN202, D103, PLR0914
+# A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
+"""The sums of ``mix64x2`` on a GPU: one launch per bucket, over a table of segments. Imported only where memory is on one.
+
+A segment is a run of at most `SEGMENT_WORDS` words of one tensor. Every word is put together from the two aligned 8-byte
+granules that hold it, so tensors may begin at any byte, and no load leaves a granule that holds at least one byte of the
+tensor (granules never straddle an allocation).
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+SEGMENT_WORDS = 16 * 1024
+BLOCK = 2048
+
+_PHI = tl.constexpr(0x9E3779B97F4A7C15)
+_LANE_B = tl.constexpr(0xD6E8FEB86659FD93)
+_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
+_MIX_2 = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def _sum_segments(memory, table, lanes, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    row = table + tl.program_id(0) * 4
+    address = memory.to(tl.int64) + tl.load(row)
+    position = tl.load(row + 1)
+    nbytes = tl.load(row + 2)
+    tensor = tl.load(row + 3)
+    skip = address % 8
+    granules = (address - skip).to(tl.pointer_type(tl.uint64))
+    shift = (skip * 8).to(tl.uint64)
+    reach = tl.where(skip > 0, skip, -8 * WORDS)
+    sum_a = tl.zeros((BLOCK,), dtype=tl.uint64)
+    sum_b = tl.zeros((BLOCK,), dtype=tl.uint64)
+    for at in range(0, WORDS, BLOCK):
+        index = at + tl.arange(0, BLOCK).to(tl.int64)
+        left = nbytes - index * 8
+        inside = left > 0
+        low = tl.load(granules + index, mask=inside, other=0)
+        high = tl.load(granules + index + 1, mask=left + reach > 8, other=0)
+        word = low >> shift
+        word = tl.where(skip > 0, word | (high << ((64 - shift) & 63)), word)
+        extra = (tl.maximum(8 - left, 0) * 8).to(tl.uint64)
+        word = tl.where(extra > 0, (word << (extra & 63)) >> (extra & 63), word)
+        x = word + (position + index + 1).to(tl.uint64) * _PHI
+        x = (x ^ (x >> 30)) * _MIX_1
+        x = (x ^ (x >> 27)) * _MIX_2
+        x = x ^ (x >> 31)
+        y = x * _LANE_B
+        y = y ^ (y >> 32)
+        sum_a += tl.where(inside, x, 0)
+        sum_b += tl.where(inside, y, 0)
+    tl.atomic_add(lanes + tensor * 2, tl.sum(sum_a).to(tl.int64))
+    tl.atomic_add(lanes + tensor * 2 + 1, tl.sum(sum_b).to(tl.int64))
+
+
+def segments(bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Rows of (first byte, first word within the tensor, bytes, tensor), each within one tensor."""
+    sizes = np.diff(bounds)
+    pieces = -(-sizes // (SEGMENT_WORDS * 8))
+    tensor = np.repeat(np.arange(len(sizes)), pieces)
+    piece = np.arange(len(tensor)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    skipped = piece * SEGMENT_WORDS * 8
+    nbytes = np.minimum(sizes[tensor] - skipped, SEGMENT_WORDS * 8)
+    return np.stack([bounds[:-1][tensor] + skipped, piece * SEGMENT_WORDS, nbytes, tensor], axis=1).astype(np.int64)
+
+
+def accumulate(memory: torch.Tensor, bounds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Both lanes of every tensor, as `integrity` defines them; waits for the kernel."""
+    table = torch.from_numpy(segments(bounds)).to(memory.device)
+    lanes = torch.zeros((len(bounds) - 1, 2), dtype=torch.int64, device=memory.device)
+    with torch.cuda.device_of(memory):
+        _sum_segments[(len(table),)](memory, table, lanes, WORDS=SEGMENT_WORDS, BLOCK=BLOCK, num_warps=8)
+    return np.ascontiguousarray(lanes.cpu().numpy().view(np.uint64).T)
