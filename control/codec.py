@@ -1,0 +1,132 @@
+"""Messages to frames and back: the only place that knows what a frame looks like.
+
+A message is two frames, or three when its type carries a blob::
+
+    b"WB" | protocol number (1 byte) | direction (1 byte)
+    msgpack map, tagged by "type"
+    blob                                                    (`PutBlob`, `BlobPage`, `Status`)
+
+Decoding raises nothing but the `ProtocolError` family, whatever the bytes. Encoding refuses, at the sender, what the
+other side would refuse: a value out of bounds is found where the traceback is useful.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Generic, TypeVar, cast, get_args
+
+import msgspec
+
+from .errors import Malformed, Oversize, ProtocolError, UnknownMessage, WrongProtocol
+from .messages import PROTOCOL, BlobPage, Hint, Message, PutBlob, Sent, Status, ToAgent, ToCoordinator
+
+MAGIC: Final = b"WB"
+MAX_FRAME_BYTES: Final = 1 << 20
+"""For payload and blob alike. The sockets are told the same number, so that libzmq cuts larger frames by itself."""
+
+MAX_PROSE: Final = 2048
+"""Characters of a `Text` field (ids.py). Longer reasons are cut to it, so that no failure is lost for being wordy."""
+
+CARRIES_BLOB: Final[frozenset[type[Message]]] = frozenset({PutBlob, BlobPage, Status})
+
+Frames = list[bytes]
+M = TypeVar("M", bound=Message)
+
+
+class _Tag(msgspec.Struct):
+    """Just enough of a message to name its type, for the error."""
+
+    type: str
+
+
+_TAG: Final = msgspec.msgpack.Decoder(_Tag)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+class Wire(Generic[M]):
+    """One direction of the control plane: the union of messages that travel in it, and their frames."""
+
+    def __init__(self, mark: bytes, union: object) -> None:
+        members = cast("tuple[type[M], ...]", get_args(union) or (union,))
+        self.members: Final = members
+        self._header: Final = MAGIC + bytes((PROTOCOL,)) + mark
+        self._tags: Final = frozenset(member.__struct_config__.tag for member in members)
+        self._decoder: Final[msgspec.msgpack.Decoder[M]] = msgspec.msgpack.Decoder(cast("type[M]", union))
+
+    def encode(self, message: M, blob: bytes | None = None) -> Frames:
+        """Frames of `message`; raises the `ProtocolError` that the receiver would have raised."""
+        try:
+            payload = _ENCODER.encode(_cut_prose(message))
+        except (ValueError, OverflowError) as problem:  # a lone surrogate; an integer above 64 bits
+            raise Malformed(f"{type(message).__name__} cannot be encoded: {problem}") from problem
+        frames = [self._header, payload] if blob is None else [self._header, payload, blob]
+        self.decode(frames)
+        return frames
+
+    def decode(self, frames: Sequence[bytes]) -> tuple[M, bytes | None]:
+        """The message in `frames` and its blob, if its type carries one."""
+        if not 2 <= len(frames) <= 3:
+            raise Malformed(f"{len(frames)} frames, expected a header, a payload and at most one blob")
+        self._check_header(frames[0])
+        for name, frame in zip(("payload", "blob"), frames[1:], strict=False):
+            if len(frame) > MAX_FRAME_BYTES:
+                raise Oversize(name, len(frame), MAX_FRAME_BYTES)
+        message = self._decode_payload(frames[1])
+        blob = frames[2] if len(frames) == 3 else None
+        if (blob is not None) != (type(message) in CARRIES_BLOB):
+            problem = "lacks its blob frame" if blob is None else "carries a blob frame that it must not have"
+            raise Malformed(f"{type(message).__name__} {problem}")
+        return message, blob
+
+    def _check_header(self, header: bytes) -> None:
+        if header == self._header:
+            return
+        if len(header) != len(self._header) or not header.startswith(MAGIC):
+            raise Malformed(f"first frame {header[:16]!r} is not a header, expected {self._header!r}")
+        if header[2] != PROTOCOL:
+            raise WrongProtocol(header[2], PROTOCOL)
+        raise Malformed(f"header says direction {header[3:]!r}, this socket takes {self._header[3:]!r}")
+
+    def _decode_payload(self, payload: bytes) -> M:
+        try:
+            return self._decoder.decode(payload)
+        # msgspec's errors and UnicodeDecodeError (bad UTF-8) are ValueErrors; deep nesting is a RecursionError.
+        except (ValueError, RecursionError) as problem:
+            raise self._explain(payload, problem) from problem
+
+    def _explain(self, payload: bytes, problem: Exception) -> ProtocolError:
+        try:
+            tag = _TAG.decode(payload).type
+        except (ValueError, RecursionError):
+            return Malformed(f"payload of {len(payload)} bytes is not a message: {problem}")
+        if tag not in self._tags:
+            return UnknownMessage(tag[:64])
+        return Malformed(f"{tag}: {problem}")
+
+
+def clip(text: str, limit: int = MAX_PROSE) -> str:
+    """`text`, cut in the middle if it is longer than a `Text` field may be: both ends usually tell the most."""
+    if len(text) <= limit:
+        return text
+    mark = f" ... ({len(text) - limit} characters cut) ... "
+    half = (limit - len(mark)) // 2
+    return text[:half] + mark + text[-half:]
+
+
+def _cut_prose(message: M) -> M:
+    """`message` with reasons short enough to travel. Nothing but prose meant for people is ever cut."""
+    reason: object = getattr(message, "reason", "")
+    changes: dict[str, Any] = {}
+    if isinstance(reason, str) and len(reason) > MAX_PROSE:
+        changes["reason"] = clip(reason)
+    if isinstance(message, Sent) and any(len(why) > MAX_PROSE for why in message.failed.values()):
+        changes["failed"] = {engine: clip(why) for engine, why in message.failed.items()}
+    return msgspec.structs.replace(message, **changes) if changes else message
+
+
+TO_COORDINATOR: Final[Wire[ToCoordinator]] = Wire(b">", ToCoordinator)
+"""What agents send."""
+TO_AGENT: Final[Wire[ToAgent]] = Wire(b"<", ToAgent)
+"""What the coordinator sends to one agent."""
+HINT: Final[Wire[Hint]] = Wire(b"!", Hint)
+"""What the coordinator tells whoever listens."""
