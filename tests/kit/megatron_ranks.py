@@ -1,0 +1,187 @@
+"""The program of one rank: exports every case of its world size, then what the tests need to judge it.
+
+    python tests/kit/megatron_ranks.py RANK WORLD RENDEZVOUS_FILE OUT
+
+Rank 0 writes ``OUT/<case>.safetensors`` (the served tensors), the last rank ``OUT/<case>.logits.safetensors``, and every rank
+``OUT/rank<r>.json`` with what it was told where a refusal was expected.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron_models import Layout, build, fill, hf_config, logits, start
+from safetensors.torch import save_file
+from torch import nn
+from weightbus.dataplane.manifest import Manifest
+from weightbus.trainer_agent import megatron_cpu
+from weightbus.trainer_agent.assembly import DTYPES
+from weightbus.trainer_agent.megatron import MegatronSource
+from weightbus.trainer_agent.source import AssemblyFailed, SourceError
+
+TOKENS = torch.arange(24).view(2, 12) * 10
+
+
+class Case(NamedTuple):
+    """One model in one layout. Cases with equal `content` must export equal bytes."""
+
+    world: int
+    layout: Layout
+    content: str = "qwen3"
+    fused_norms: bool = False
+    wrapped: bool = False
+    dtype: torch.dtype | None = None
+    bucket_bytes: int = 1 << 14
+
+
+CONTENTS: dict[str, dict[str, Any]] = {
+    "qwen3": hf_config(),
+    "qwen3-tied": hf_config(tie_word_embeddings=True),
+    "qwen3-2-groups": hf_config(num_key_value_heads=2),
+    "qwen2": hf_config("Qwen2ForCausalLM"),
+    "llama": hf_config("LlamaForCausalLM"),
+    "llama-biases": hf_config("LlamaForCausalLM", attention_bias=True, mlp_bias=True),
+}
+
+CASES: dict[str, Case] = {
+    "replicas": Case(2, Layout()),
+    "tp2": Case(2, Layout(tp=2)),
+    "tp2-fused-norms": Case(2, Layout(tp=2), fused_norms=True),
+    "tp2-wrapped": Case(2, Layout(tp=2), wrapped=True),
+    "tp2-tiny-buckets": Case(2, Layout(tp=2), bucket_bytes=1),
+    "tp2-one-bucket": Case(2, Layout(tp=2), bucket_bytes=1 << 30),
+    "pp2": Case(2, Layout(pp=2)),
+    "pp2-vpp2": Case(2, Layout(pp=2, vpp=2)),
+    "tied-replicas": Case(2, Layout(), "qwen3-tied"),
+    "tied-pp2": Case(2, Layout(pp=2), "qwen3-tied"),
+    "2-groups-tp2": Case(2, Layout(tp=2), "qwen3-2-groups"),
+    "qwen2-tp2": Case(2, Layout(tp=2), "qwen2"),
+    "llama-tp2": Case(2, Layout(tp=2), "llama"),
+    "llama-biases-tp2": Case(2, Layout(tp=2), "llama-biases"),
+    "bfloat16-tp2": Case(2, Layout(tp=2), "llama", dtype=torch.bfloat16),
+    "tp2-replicas": Case(4, Layout(tp=2)),
+    "tp2-pp2": Case(4, Layout(tp=2, pp=2)),
+    "tp4": Case(4, Layout(tp=4)),
+    "tied-tp2-pp2-vpp2": Case(4, Layout(tp=2, pp=2, vpp=2), "qwen3-tied"),
+    "2-groups-tp4": Case(4, Layout(tp=4), "qwen3-2-groups"),
+    "llama-biases-tp2-pp2": Case(4, Layout(tp=2, pp=2), "llama-biases"),
+}
+
+
+def export(source: MegatronSource, bucket_bytes: int) -> dict[str, torch.Tensor]:
+    """All served tensors, on the root, through buckets of `bucket_bytes`."""
+    manifest = Manifest.of(source.model, source.tensors(), bucket_bytes)
+    tensors: dict[str, torch.Tensor] = {}
+    for index, bucket in enumerate(manifest.buckets):
+        out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8) if source.root else None
+        source.assemble(manifest, index, out)
+        if out is None:
+            continue
+        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+            tensors[spec.name] = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+    return tensors
+
+
+def run_case(name: str, case: Case, out: Path) -> None:
+    """Export one case and compute its logits."""
+    start(case.layout)
+    hf = CONTENTS[case.content]
+    chunks = build(hf, case.layout, fused_norms=case.fused_norms)
+    fill(chunks)
+    served = [_wrap(chunk) for chunk in chunks] if case.wrapped else chunks
+    source = MegatronSource(served, hf_config=hf, dtype=case.dtype, timeout_s=60.0)
+    tensors = export(source, case.bucket_bytes)
+    if source.root:
+        save_file(tensors, out / f"{name}.safetensors")
+    found = logits(chunks, TOKENS)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        save_file({"logits": found}, out / f"{name}.logits.safetensors")
+    for size in (0, 10, 1016, 1017, 5000):
+        blob = bytes(range(256)) * 20
+        assert source.agree(blob[:size] if source.root else None) == blob[:size]
+    source.close()
+
+
+def _wrap(chunk: nn.Module) -> nn.Module:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    return DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
+
+
+def refusals() -> dict[str, str]:
+    """What every rank is told when the model on one of them, or on all, cannot be served."""
+    told: dict[str, str] = {}
+
+    def attempt(what: str, chunks: list[nn.Module], hf: dict[str, Any]) -> None:
+        try:
+            MegatronSource(chunks, hf_config=hf, timeout_s=60.0).close()
+        except SourceError as error:
+            told[what] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+
+    layout = Layout(pp=2)
+    start(layout)
+    hf = CONTENTS["qwen3"]
+    chunks = build(hf, layout)
+    attempt("another ffn", chunks, hf | {"intermediate_size": 128})
+    attempt("another vocabulary", chunks, hf | {"vocab_size": 300})
+    attempt("tied", chunks, hf | {"tie_word_embeddings": True})
+    attempt("another family", chunks, hf | {"architectures": ["GPT2LMHeadModel"]})
+    attempt("different configs", chunks, hf | {"dtype": "bfloat16" if dist.get_rank() else "float32"})
+    attempt("one stage missing", chunks if dist.get_rank() == 0 else build(hf, layout)[:0], hf)
+    if dist.get_rank() == 1:
+        chunks[0].decoder.register_buffer("counts", torch.zeros(3))
+    attempt("a buffer on rank 1", chunks, hf)
+    chunks = build(hf, layout)
+    if dist.get_rank() == 1:
+        chunks[0].decoder.layers[1].mlp.adapter = nn.Linear(4, 4)
+    attempt("an adapter on rank 1", chunks, hf)
+    chunks = build(hf, layout, num_moe_experts=2, moe_router_topk=1, moe_ffn_hidden_size=96)
+    attempt("experts", chunks, hf)
+    return told
+
+
+def lose_a_peer() -> dict[str, str]:
+    """What rank 0 is told, and when, after rank 1 left in the middle of a version."""
+    layout = Layout(tp=2)
+    start(layout)
+    source = MegatronSource(build(CONTENTS["qwen3"], layout), hf_config=CONTENTS["qwen3"], timeout_s=60.0)
+    manifest = Manifest.of(source.model, source.tensors(), 1 << 14)
+    if not source.root:
+        source.assemble(manifest, 0, None)
+        return {}
+    source.assemble(manifest, 0, torch.empty(manifest.buckets[0].nbytes, dtype=torch.uint8))
+    began = time.monotonic()
+    try:
+        source.assemble(manifest, 1, torch.empty(manifest.buckets[1].nbytes, dtype=torch.uint8))
+    except AssemblyFailed as error:
+        return {"lost peer": f"AssemblyFailed: {error}", "lost peer seconds": str(time.monotonic() - began)}
+    return {}
+
+
+def main() -> None:
+    """Run everything that a world of this size is asked for."""
+    rank, world, rendezvous, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    megatron_cpu.install()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+    )
+    for name, case in CASES.items():
+        if case.world == world and (len(sys.argv) < 6 or name in sys.argv[5:]):
+            began = time.monotonic()
+            run_case(name, case, out)
+            print(rank, name, f"{time.monotonic() - began:.2f} s", flush=True)
+    told = refusals() | lose_a_peer() if world == 2 and len(sys.argv) < 6 else {}
+    (out / f"rank{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

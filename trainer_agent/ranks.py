@@ -1,0 +1,119 @@
+"""The ranks of one source, and how they speak to each other: small messages on gloo, whatever the weights are on.
+
+The groups are our own, so that nothing here meets the training loop's collectives, and every wait in them ends after
+the timeout. No pickles: what travels is bytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from .source import AssemblyFailed
+
+_HEADER_BYTES: Final = 8
+_PAGE_BYTES: Final = 1024
+"""A blob that fits here with its length is broadcast as one message."""
+
+
+class Ranks:
+    """All ranks of a source; rank 0 is the root."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        """Open a control group over the ranks of `group` (default: all). Collective."""
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._groups: list[dist.ProcessGroup] = []
+        self.global_ranks: tuple[int, ...] = tuple(
+            range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+        )
+        control = self._open(self.global_ranks, "gloo")
+        if control is None:
+            raise ValueError(f"rank {dist.get_rank()} is not in the group {self.global_ranks} of the source it builds")
+        self._control = control
+        self.rank: int = self.global_ranks.index(dist.get_rank())
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """What every rank passed, by rank. Collective."""
+        size = torch.tensor([len(blob)])
+        sizes = [torch.zeros_like(size) for _ in self.global_ranks]
+        try:
+            dist.all_gather(sizes, size, group=self._control)
+            lengths = [int(each) for each in sizes]
+            page = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+            page[: len(blob)] = _tensor(blob)
+            pages = [torch.zeros_like(page) for _ in lengths]
+            dist.all_gather(pages, page, group=self._control)
+        except RuntimeError as error:
+            raise self._broken("every rank to describe its part of the model", error) from error
+        return [_bytes(each[:length]) for each, length in zip(pages, lengths, strict=True)]
+
+    def broadcast(self, blob: bytes | None) -> bytes:
+        """The root's `blob`, on every rank. Collective; None everywhere but on the root."""
+        if (blob is not None) != (self.rank == 0):
+            raise ValueError(f"rank {self.rank}: the root, and only the root, gives what is agreed")
+        page = torch.zeros(_PAGE_BYTES, dtype=torch.uint8)
+        if blob is not None:
+            head = len(blob).to_bytes(_HEADER_BYTES, "little") + blob[: _PAGE_BYTES - _HEADER_BYTES]
+            page[: len(head)] = _tensor(head)
+        try:
+            dist.broadcast(page, src=self.global_ranks[0], group=self._control)
+            size = int.from_bytes(_bytes(page[:_HEADER_BYTES]), "little")
+            first = _bytes(page[_HEADER_BYTES : _HEADER_BYTES + size])
+            if len(first) == size:
+                return first
+            rest = torch.zeros(size - len(first), dtype=torch.uint8)
+            if blob is not None:
+                rest.copy_(_tensor(blob[len(first) :]))
+            dist.broadcast(rest, src=self.global_ranks[0], group=self._control)
+        except RuntimeError as error:
+            raise self._broken("the root's decision", error) from error
+        return first + _bytes(rest)
+
+    def subgroup(self, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
+        """A group of `ranks` that moves tensors of `device`; None on the others. Collective over all ranks."""
+        if device.type != "cuda":
+            return self._control if self.rank in ranks else None
+        group = self._open([self.global_ranks[rank] for rank in ranks], "nccl")
+        if group is not None:
+            # NCCL connects at the first call, which every member must make; a bucket concerns only some of them.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return group
+
+    def close(self) -> None:
+        """Let go of every group. Collective."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _open(self, members: Sequence[int], backend: str) -> dist.ProcessGroup | None:
+        """A new group; None on ranks outside it. All ranks of the source call it in the same order."""
+        whole_world = len(self.global_ranks) == dist.get_world_size()
+        if not whole_world and dist.get_rank() not in members:
+            return None
+        # Without local synchronisation torch wants every rank of the world here; with it, every member only, but
+        # then the group's name is a hash of its ranks and its keys in the store outlive it.
+        group = dist.new_group(
+            list(members), timeout=self._timeout, backend=backend, use_local_synchronization=not whole_world
+        )
+        if not isinstance(group, dist.ProcessGroup):
+            return None  # torch's NON_GROUP_MEMBER, an int
+        self._groups.append(group)
+        return group
+
+    def _broken(self, waiting_for: str, error: RuntimeError) -> AssemblyFailed:
+        return AssemblyFailed(
+            f"rank {self.rank} waited for {waiting_for}, and a peer failed or took more than "
+            f"{self._timeout.total_seconds():.0f} s ({error}): find the rank that failed first"
+        )
+
+
+def _tensor(blob: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.zeros(0, dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()

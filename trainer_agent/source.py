@@ -1,0 +1,91 @@
+"""Where weights come from: the seam between a training framework and the rounds of the trainer agent.
+
+A `Source` turns the live parameters of a group of training ranks into Hugging Face tensors, packed into the buckets
+of a manifest. It decides nothing about versions, engines or transports, and never sees the control plane.
+
+    SourceError
+        UnsupportedModel     the served model, or a feature of the trained one, has no rule here
+        UnknownParameter     a parameter that no rule names: nothing is skipped in silence
+        LayoutMismatch       the trained model is not the one that the Hugging Face config describes
+        RanksDisagree        the ranks of the group do not hold parts of one model
+        AssemblyFailed       a collective broke off: the source cannot be used again, build a new one
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from weightbus.dataplane.manifest import Manifest, TensorSpec
+
+
+class SourceError(Exception):
+    """Root of the errors of a source."""
+
+
+class UnsupportedModel(SourceError):
+    """The served model, or a feature of the trained one, has no rule here."""
+
+
+class UnknownParameter(SourceError):
+    """A parameter that no rule names."""
+
+    def __init__(self, name: str, shape: Sequence[int], detail: str, advice: str) -> None:
+        self.name = name
+        self.shape = tuple(shape)
+        super().__init__(f"no rule names the parameter {name!r} {self.shape} ({detail}): {advice}")
+
+
+class LayoutMismatch(SourceError):
+    """The trained model is not the one that the Hugging Face config describes."""
+
+
+class RanksDisagree(SourceError):
+    """The ranks of the group do not hold parts of one model."""
+
+
+class AssemblyFailed(SourceError):
+    """A collective broke off. Its group may still hold half of a message, so the source cannot be used again."""
+
+
+class Source(Protocol):
+    """The live weights of one model, spread over the ranks of one group.
+
+    Every rank of the group holds a source and makes the same calls in the same order; `tensors` and `assemble` have
+    the same arguments everywhere, but for `out`. Parameters are read where they are, at the moment of the call: a
+    caller that steps the optimizer between two buckets packs two versions.
+    """
+
+    @property
+    def model(self) -> str:
+        """Architecture as the served checkpoint's config names it, for example ``Qwen3ForCausalLM``."""
+        ...
+
+    @property
+    def root(self) -> bool:
+        """This rank assembles the buckets and speaks for the group. True on exactly one rank."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are, and where `assemble` wants `out` to be."""
+        ...
+
+    def tensors(self) -> Sequence[TensorSpec]:
+        """What is served, by Hugging Face names: identical and in the same order on every rank."""
+        ...
+
+    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
+        """Pack bucket `index` of `manifest` into the first bytes of `out` (uint8, root only, None elsewhere).
+
+        Collective. On a GPU the bytes are complete in the order of the current stream. Raises `LayoutMismatch` when
+        the manifest names other tensors than `tensors`, and `AssemblyFailed` when a peer failed or was too slow.
+        """
+        ...
+
+    def agree(self, blob: bytes | None) -> bytes:
+        """Hand the root's `blob` to every rank and return it; the others pass None. Collective.
+
+        Raises `AssemblyFailed` when the root died or said nothing for the source's timeout.
+        """
+        ...
