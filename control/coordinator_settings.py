@@ -1,0 +1,85 @@
+"""What the coordinator can be told. `settings.py` reads it; limits.py is what its machine receives of it."""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .limits import Limits
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Wait = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class LogLevel(enum.StrEnum):
+    """What is worth a line."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(enum.StrEnum):
+    """How a line looks."""
+
+    AUTO = "auto"
+    """For people on a terminal, JSON elsewhere."""
+    HUMAN = "human"
+    JSON = "json"
+
+
+class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ``weightbus coordinator``, section ``[coordinator]``."""
+
+    bind: Annotated[str, Meta(description="address of the bus; anything but the loopback needs keys")] = "127.0.0.1"
+    router_port: Annotated[Port, Meta(description="commands (ROUTER)")] = 5750
+    pub_port: Annotated[Port, Meta(description="hints (PUB)")] = 5751
+    http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
+    http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5752
+    journal: Annotated[Path, Meta(description="SQLite file; on a local disk, never on NFS")] = Path(
+        "weightbus-journal.sqlite"
+    )
+    keys: Annotated[Path | None, Meta(description="folder made by `weightbus keygen`: turns CURVE on")] = None
+
+    heartbeat_s: Annotated[Wait, Meta(description="how often agents say that they are alive")] = 1.0
+    silence_s: Annotated[Wait, Meta(description="an agent silent for so long is lost")] = 10.0
+    takeover_s: Annotated[Wait, Meta(description="a name silent for so long may be taken by a new process")] = 3.0
+    lease_s: Annotated[Wait, Meta(description="a trainer silent for so long loses its lease")] = 10.0
+    publish_s: Annotated[Wait, Meta(description="a lease under which nothing is published for so long ends")] = 1800.0
+    prepare_s: Annotated[Wait, Meta(description="deadline of the phase")] = 60.0
+    pause_s: Annotated[Wait, Meta(description="deadline of the phase")] = 60.0
+    offer_s: Annotated[Wait, Meta(description="deadline for the trainer to open its transports")] = 60.0
+    verify_s: Annotated[Wait, Meta(description="deadline of the phase")] = 300.0
+    commit_s: Annotated[Wait, Meta(description="how long a version waits for a journal that fails")] = 30.0
+    resume_s: Annotated[Wait, Meta(description="deadline of the phase")] = 120.0
+    abort_s: Annotated[Wait, Meta(description="deadline of the phase")] = 60.0
+
+    log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.INFO
+    log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
+
+    def __post_init__(self) -> None:
+        if self.silence_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"silence_s = {self.silence_s:g} is less than two heartbeats of {self.heartbeat_s:g} s: one late"
+                " heartbeat would lose an agent; raise silence_s or lower heartbeat_s"
+            )
+        for name in ("bind", "http_bind"):
+            _check_address(name, getattr(self, name))
+
+    def limits(self) -> Limits:
+        """What of this the machine receives; bounds that are not settings keep their defaults."""
+        names = {field.name for field in msgspec.structs.fields(Limits)}
+        return Limits(**{name: value for name, value in msgspec.structs.asdict(self).items() if name in names})
+
+
+def _check_address(name: str, text: str) -> None:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError as problem:
+        raise ValueError(f"{name} = {text!r} is not an IP address; write 0.0.0.0 to listen everywhere") from problem
