@@ -114,4 +114,5 @@ def write(folder: Path, seed: int, shape: Shape = TINY) -> Path:
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of the checkpoint in `folder`, by Hugging Face name."""
-    return load_file(folder / "model.safetensors")
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return weights

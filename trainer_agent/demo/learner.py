@@ -1,12 +1,12 @@
 """One policy-gradient step on real Megatron ranks: forward, backward, gradient reduction, clipping, Adam.
 
-Every rank of the group calls the same methods in the same order with the same samples; Megatron does the rest. Import
+Every rank of the group calls the same methods in the same order with the same tokens; Megatron does the rest. Import
 after `megatron_cpu.install()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,13 @@ from megatron.core.transformer.module import Float16Module
 
 from . import checkpoint
 from .model import build, load
-from .task import PROMPT_TOKENS, Sample, advantages, reward
+from .task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
 
 
 class Learner:
     """The policy, its optimizer and this rank's place in the tensor-parallel group."""
 
-    def __init__(self, folder: Path, learning_rate: float, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int) -> None:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
         model_parallel_cuda_manual_seed(seed)
         shape = checkpoint.TINY
@@ -40,7 +40,7 @@ class Learner:
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=learning_rate,
+                lr=LEARNING_RATE,
                 weight_decay=0.0,
                 clip_grad=1.0,
                 bf16=True,
@@ -51,10 +51,13 @@ class Learner:
         config.finalize_model_grads_func = finalize_model_grads
         self._run = get_forward_backward_func()
 
-    def learn(self, samples: Sequence[Sample]) -> float:
-        """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping."""
-        tokens = torch.tensor([(*sample.prompt, *sample.response) for sample in samples])
-        weights = torch.tensor(advantages([reward(sample.response) for sample in samples]))
+    def learn(self, tokens: torch.Tensor) -> float:
+        """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping.
+
+        `tokens` holds a prompt and its response in each row, groups together.
+        """
+        rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
+        weights = torch.tensor(advantages(rewards))
         self.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._run(
@@ -63,19 +66,13 @@ class Learner:
             model=self.model,
             num_microbatches=1,
             seq_length=tokens.shape[1] - 1,
-            micro_batch_size=len(samples),
+            micro_batch_size=tokens.shape[0],
             forward_only=False,
         )
         applied, norm, _ = self._optimizer.step()
         if not applied:
             raise ArithmeticError("the optimizer skipped its step: the gradient was not finite")
         return float(norm)
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the vocabulary's logits."""
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        with torch.no_grad():
-            return self.model(tokens, positions, None)
 
 
 def join(deadline_s: float) -> None:

@@ -6,12 +6,13 @@ The only code of the demo that knows Megatron's model; `learner.py` trains it. I
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
 
+from ..megatron_cpu import CONFIG
 from .checkpoint import Shape
 
 
@@ -28,7 +29,7 @@ def build(shape: Shape) -> GPTModel:
         normalization="RMSNorm",
         qk_layernorm=True,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=functional.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -37,15 +38,7 @@ def build(shape: Shape) -> GPTModel:
         pipeline_dtype=torch.bfloat16,
         autocast_dtype=torch.bfloat16,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        # What follows chooses the code paths that exist without a GPU.
-        use_cpu_initialization=True,
-        transformer_impl="local",
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        masked_softmax_fusion=False,
+        **CONFIG,
     )
     return GPTModel(
         config=config,
@@ -59,7 +52,7 @@ def build(shape: Shape) -> GPTModel:
 
 
 def load(model: GPTModel, weights: Mapping[str, torch.Tensor], shape: Shape) -> None:
-    """Fill this rank's parameters from Hugging Face tensors. Raises `KeyError` for a parameter without a counterpart."""
+    """Fill this rank's parameters from Hugging Face tensors. Raises `KeyError` for one without a counterpart."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     with torch.no_grad():

@@ -1,0 +1,91 @@
+# Everything a person or CI does here, by name. `make` alone lists it.
+# Needs Python 3.11 to 3.13, make and a compiler; the rest is installed into .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+.DEFAULT_GOAL := help
+.ONESHELL:
+
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := control dataplane trainer_agent engine_agent
+PINS := $(wildcard requirements/*.txt)
+INSTALLED := $(VENV)/.installed
+LINKED := $(VENV)/.linked
+
+# make demo SYNC=off TRANSPORT=disk ROUNDS=15
+SYNC ?= on
+TRANSPORT ?= local
+ROUNDS ?= 20
+DEMO_ARGS ?=
+# make unit ARGS="-k lease -x"
+ARGS ?=
+# Passed to every pip install, for example an index that holds CPU builds of torch.
+PIP_ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE := 1
+export OMP_NUM_THREADS ?= 1
+
+##@ Start here
+
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: env ## Train a toy policy with real Megatron ranks and two real SGLang servers (SYNC=off to compare)
+	@exec $(BIN)/weightbus demo --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) $(DEMO_ARGS)
+
+env: $(INSTALLED) ## Install the pinned environment and the project into .venv
+	@# An editable install is a folder of links: made anew when a file appeared or went.
+	files=$$(find $(PACKAGES) pyproject.toml -name __pycache__ -prune -o -type f -print | LC_ALL=C sort)
+	if [ "$$files" != "$$(cat $(LINKED) 2>/dev/null)" ] || [ pyproject.toml -nt $(LINKED) ] || [ ! -d build ]; then
+		rm -rf build/__editable__*
+		$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation \
+			--config-settings editable_mode=strict --editable . 
+		printf '%s\n' "$$files" > $(LINKED)
+	fi
+
+$(INSTALLED): $(PINS)
+	@python=$$(requirements/find-python)
+	started=$$SECONDS
+	echo "env: installing into $(VENV) with $$($$python --version) (about 600 MB to fetch, 3 GB installed)"
+	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) --constraint requirements/constraints.txt \
+		$(foreach part,base engine-cpu trainer dev,--requirement requirements/$(part).txt)
+	$(BIN)/python -m pip install --quiet --no-compile $(PIP_ARGS) --no-deps --requirement requirements/engine-cpu-bare.txt
+	touch $(INSTALLED)
+	echo "env: ready after $$((SECONDS - started)) s"
+
+##@ Checks
+
+test: lint types ## Everything that CI checks
+	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+lint: env ## Format, style, import directions, spelling
+	@$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+types: env ## mypy and pyright, both strict
+	@$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+unit: env ## Tests that start no server and no training rank
+	@$(BIN)/python -m pytest -m "not real and not gpu" --numprocesses 2 $(ARGS)
+
+real: env ## Tests with real SGLang servers and real Megatron ranks
+	@$(BIN)/python -m pytest -m "real and not gpu" $(ARGS)
+
+##@ Packages
+
+build: env ## The wheel, in dist/
+	@rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	ls -l dist
+
+clean: ## Remove everything that make made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+.PHONY: help demo env test lint types unit real build clean

@@ -1,0 +1,115 @@
+"""What the training program reports of each round, and the verdict over a whole run. Plain data, no torch.
+
+Rank 0 appends one JSON line a round to a file that the demo follows; a line is complete when it ends in a newline.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+RISE: Final = 0.2
+"""How much the reward must have gained at the end of a run that publishes; without new weights it moves by 0.03."""
+ROUNDS_TO_RISE: Final = 15
+"""Shorter runs are not expected to show it."""
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One round: what the engines generated, what was learned from it, and what was published then."""
+
+    number: int
+    reward: float
+    """Mean over the responses, which came from the weights that the round before had published."""
+    version: int
+    """Published at the end of the round; 0 while nothing is."""
+    responses: int
+    mismatched: int
+    """Responses whose label is not that of the version published last."""
+    mixed: int
+    """Responses that began under one label and ended under another."""
+    lag: dict[str, int]
+    """Per engine: committed version minus its own, after the round."""
+    seconds: dict[str, float]
+    """By phase: generate, train, publish, and of publish: assemble, pause, transfer, verify, resume."""
+    nbytes: int = 0
+    """Moved to engines, all of them together."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run in the numbers of its last line."""
+
+    rounds: int
+    engines: int
+    reward_first: float
+    reward_last: float
+    mismatched: int
+    mixed: int
+    complaint: str
+    """Why the run failed; empty when it did not."""
+
+    @property
+    def line(self) -> str:
+        """The machine-readable last line."""
+        return (
+            f"demo: rounds={self.rounds} engines={self.engines} reward_first={self.reward_first:.3f} "
+            f"reward_last={self.reward_last:.3f} mismatched_versions={self.mismatched} mixed={self.mixed}"
+        )
+
+
+def verdict(rounds: Sequence[Round], engines: int, *, expected_rounds: int, published: bool) -> Verdict:
+    """Judge a run. Raises `ValueError` when there is no round to judge."""
+    if not rounds:
+        raise ValueError("the trainer ended before its first round: its log says why")
+    mismatched = sum(each.mismatched for each in rounds)
+    mixed = sum(each.mixed for each in rounds)
+    gain = rounds[-1].reward - rounds[0].reward
+    if len(rounds) != expected_rounds:
+        complaint = f"{len(rounds)} rounds were done, expected {expected_rounds}"
+    elif mismatched:
+        complaint = f"{mismatched} responses came from another version than the published one"
+    elif mixed:
+        complaint = f"{mixed} responses came from two versions"
+    elif any(lag for each in rounds for lag in each.lag.values()):
+        complaint = "an engine lagged behind the committed version"
+    elif published and len(rounds) >= ROUNDS_TO_RISE and gain < RISE:
+        complaint = f"the reward gained {gain:.3f} with weights published, expected at least {RISE}"
+    elif not published and abs(gain) >= RISE:
+        complaint = f"the reward moved by {gain:.3f} although no weights were published"
+    else:
+        complaint = ""
+    return Verdict(
+        rounds=len(rounds),
+        engines=engines,
+        reward_first=rounds[0].reward,
+        reward_last=rounds[-1].reward,
+        mismatched=mismatched,
+        mixed=mixed,
+        complaint=complaint,
+    )
+
+
+def append(path: Path, each: Round) -> None:
+    """Report one round."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(each) + b"\n")
+
+
+class Follower:
+    """Reads the rounds that were appended since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+
+    def new(self) -> Iterator[Round]:
+        """Rounds not seen before; a line still being written is left for the next look."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._at += len(line)
+                yield msgspec.json.decode(line, type=Round)

@@ -1,0 +1,233 @@
+"""Starts the coordinator, the servers, their sidecars and the trainer; follows the rounds; judges; stops everything.
+
+Programs are started by name, as a person would: the trainer's side imports nothing of the engines'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import httpx
+import msgspec
+
+from . import checkpoint
+from .processes import Program, ProgramEnded, Programs
+from .records import Follower, Round, verdict
+from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, Sync
+from .view import View
+
+START_S: Final = 180.0
+"""How long the servers may take to start; two of them take 20 to 60 s on two cores."""
+ROUND_S: Final = 120.0
+"""How long a round may take, the trainer's own start included."""
+_POLL_S: Final = 0.1
+
+
+class DemoFailed(Exception):
+    """The demo could not be carried through; the message says where to look."""
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """Every port of the demo, all on the loopback."""
+
+    commands: int
+    hints: int
+    status: int
+    ranks: int
+    servers: tuple[int, ...]
+    sidecars: tuple[int, ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Ports:
+        """Name `4 + 2 * ENGINES` ports."""
+        commands, hints, status, ranks, *agents = numbers
+        servers, sidecars = tuple(agents[:ENGINES]), tuple(agents[ENGINES:])
+        return cls(commands, hints, status, ranks, servers, sidecars)
+
+    @property
+    def coordinator(self) -> str:
+        """Where agents speak to the coordinator."""
+        return f"tcp://127.0.0.1:{self.commands}"
+
+
+def choose_ports(base: int) -> Ports:
+    """Consecutive ports from `base`, or free ones when it is 0."""
+    count = 4 + 2 * ENGINES
+    if base:
+        return Ports.of(range(base, base + count))
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return Ports.of([each.getsockname()[1] for each in sockets])
+
+
+class Demo:
+    """One run."""
+
+    def __init__(self, settings: DemoSettings, folder: Path, programs: Programs, view: View) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._programs = programs
+        self._view = view
+        self._ports = choose_ports(settings.port_base)
+
+    def run(self) -> bool:
+        """Everything from the first process to the last line. True when all went well."""
+        weights = checkpoint.write(self._folder / "checkpoint", self._settings.seed)
+        self._start_services(weights)
+        rounds = self._follow(self._start_ranks(weights))
+        result = verdict(
+            rounds,
+            ENGINES,
+            expected_rounds=self._settings.rounds,
+            published=self._settings.sync is Sync.ON,
+        )
+        self._programs.end()
+        self._view.table(rounds, result)
+        self._view.last(result.line)
+        return not result.complaint
+
+    def _start_services(self, weights: Path) -> None:
+        ports = self._ports
+        self._weightbus(
+            "coordinator",
+            *("coordinator", "--commands-port", str(ports.commands), "--hints-port", str(ports.hints)),
+            *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite")),
+        )
+        for index, port in enumerate(ports.servers):
+            module = "weightbus.engine_agent.cpu_server"
+            arguments = ("--model-path", str(weights), "--port", str(port), "--skip-tokenizer-init")
+            self._programs.start(f"server{index}", [sys.executable, "-m", module, *arguments])
+        self._view.say(f"logs are in {self._folder / 'logs'}")
+        with self._view.awaiting("starting the coordinator"):
+            self._wait(f"http://127.0.0.1:{ports.status}/healthz", START_S)
+        with self._view.awaiting(f"starting {ENGINES} SGLang servers on the CPU (20 to 60 s)"):
+            for index, port in enumerate(ports.servers):
+                self._wait(f"http://127.0.0.1:{port}/health_generate", START_S)
+                self._view.say(f"server{index} generates")
+        for index, (server, http) in enumerate(zip(ports.servers, ports.sidecars, strict=True)):
+            self._weightbus(
+                f"engine-agent{index}",
+                *("engine-agent", "--name", f"e{index}", "--channel", CHANNEL, "--coordinator", ports.coordinator),
+                *("--server", f"http://127.0.0.1:{server}", "--http-port", str(http)),
+            )
+        with self._view.awaiting("starting their sidecars"):
+            for http in ports.sidecars:
+                self._wait(f"http://127.0.0.1:{http}/readyz", START_S)
+
+    def _start_ranks(self, weights: Path) -> list[Program]:
+        self._view.say(f"starting {RANKS} Megatron ranks, tensor parallel")
+        plan = {
+            "checkpoint": str(weights),
+            "progress": str(self._folder / "progress.jsonl"),
+            "rounds": self._settings.rounds,
+            "seed": self._settings.seed,
+            "publish": self._settings.sync is Sync.ON,
+            "channel": CHANNEL,
+            "coordinator": self._ports.coordinator,
+            "status_url": f"http://127.0.0.1:{self._ports.status}/status",
+            "engines": ENGINES,
+            "transport": self._settings.transport.value,
+            "runtime_dir": str(self._folder / "run"),
+        }
+        argument = msgspec.json.encode(plan).decode()
+        group = {
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._ports.ranks),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "weightbus.trainer_agent.demo.rank", argument]
+        return [
+            self._programs.start(f"rank{rank}", command, group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(RANKS)
+        ]
+
+    def _weightbus(self, name: str, *arguments: str) -> None:
+        self._programs.start(name, [sys.executable, "-m", "weightbus.control.cli", *arguments])
+
+    def _wait(self, url: str, deadline_s: float) -> None:
+        """Until `url` answers 200. Raises as soon as any program ended."""
+
+        def answers() -> bool:
+            try:
+                return httpx.get(url, timeout=10.0, trust_env=False).is_success
+            except httpx.TransportError:  # not listening yet
+                return False
+
+        self._poll(answers, deadline_s, url)
+
+    def _follow(self, ranks: Sequence[Program]) -> list[Round]:
+        follower = Follower(self._folder / "progress.jsonl")
+        rounds: list[Round] = []
+
+        def moved() -> bool:
+            ended = all(rank.process.poll() is not None for rank in ranks)
+            fresh = list(follower.new())
+            for each in fresh:
+                self._view.round(each, self._settings.rounds)
+            rounds.extend(fresh)
+            return bool(fresh) or ended
+
+        while any(rank.process.poll() is None for rank in ranks):
+            self._poll(moved, ROUND_S, "the next round", may_end=ranks)
+        moved()
+        self._programs.check(may_end=ranks)
+        return rounds
+
+    def _poll(self, done: Callable[[], bool], deadline_s: float, what: str, may_end: Sequence[Program] = ()) -> None:
+        until = time.monotonic() + deadline_s
+        while not done():
+            self._programs.check(may_end)
+            if time.monotonic() >= until:
+                raise DemoFailed(f"waited {deadline_s:.0f} s for {what}")
+            time.sleep(_POLL_S)
+
+
+def run(settings: DemoSettings) -> int:
+    """Run the demo; the exit status."""
+    view = View(as_json=settings.json)
+    folder = Path(tempfile.mkdtemp(prefix="weightbus-demo-"))
+    (folder / "logs").mkdir()
+    good = False
+    try:
+        with _ending_on_signals(), Programs(folder / "logs") as programs:
+            good = Demo(settings, folder, programs, view).run()
+    except (DemoFailed, ProgramEnded, ValueError) as error:
+        view.last(f"demo: failed: {error}")
+    except KeyboardInterrupt:
+        view.last("demo: interrupted")
+        return 130
+    finally:
+        if good and not settings.keep_logs:
+            shutil.rmtree(folder)
+        else:
+            print(f"demo: logs are in {folder / 'logs'}", file=sys.stderr)  # noqa: T201 - the last line stays last
+    return 0 if good else 1
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the demo as Ctrl-C does: by unwinding, so that everything it started ends too."""
+
+    def unwind(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

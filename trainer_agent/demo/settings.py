@@ -1,0 +1,33 @@
+"""The flags of ``weightbus demo``."""
+
+import enum
+from typing import Annotated, Final
+
+import msgspec
+
+from weightbus.control.messages import TransportKind
+
+ENGINES: Final = 2
+RANKS: Final = 2
+CHANNEL: Final = "demo"
+
+
+class Sync(enum.StrEnum):
+    """Whether what was learned is published."""
+
+    ON = "on"
+    OFF = "off"
+
+
+class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the demo runs."""
+
+    rounds: Annotated[int, msgspec.Meta(ge=1, le=1000, description="rounds of generate, learn, publish")] = 20
+    transport: Annotated[TransportKind, msgspec.Meta(description="how the weights travel")] = TransportKind.LOCAL
+    sync: Annotated[Sync, msgspec.Meta(description="off: train, but publish nothing; the reward stays flat")] = Sync.ON
+    seed: Annotated[int, msgspec.Meta(ge=0, description="of the first weights and of the prompts")] = 1
+    port_base: Annotated[
+        int, msgspec.Meta(ge=0, le=65000, description="first of eight ports on the loopback; 0: whichever are free")
+    ] = 0
+    keep_logs: Annotated[bool, msgspec.Meta(description="keep logs and checkpoint after a run that went well")] = False
+    json: Annotated[bool, msgspec.Meta(description="print every round as a line of JSON instead of a table")] = False

@@ -1,0 +1,79 @@
+"""What a person sees of the demo: which step it is at, a line for each round, a table at the end.
+
+On a terminal a spinner shows what is awaited; elsewhere every step is a line, so that a log of it reads well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from .records import Round, Verdict
+
+PHASES: Final = ("generate", "train", "publish", "assemble", "pause", "transfer", "verify", "resume")
+
+
+class View:
+    """Prints to standard output; nothing else of the demo does."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._json = as_json
+        self._console = Console(highlight=False)
+        self._started = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """A line of the story."""
+        if not self._json:
+            self._console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/dim]  {text}", soft_wrap=True)
+
+    @contextmanager
+    def awaiting(self, text: str) -> Iterator[None]:
+        """Show `text` for as long as the block takes."""
+        if self._json:
+            yield
+        elif self._console.is_terminal:
+            with self._console.status(text):
+                yield
+        else:
+            self.say(text)
+            yield
+
+    def round(self, each: Round, of: int) -> None:
+        """A round is over."""
+        if self._json:
+            self.last(msgspec.json.encode(each).decode())
+            return
+        bar = "#" * round(each.reward * 30)
+        seconds = " ".join(f"{name} {each.seconds.get(name, 0.0):.2f} s" for name in PHASES[:3])
+        self.say(f"round {each.number:2}/{of}  version {each.version:2}  reward {each.reward:.3f} {bar:30}  {seconds}")
+
+    def table(self, rounds: Sequence[Round], verdict: Verdict) -> None:
+        """The whole run."""
+        if self._json:
+            return
+        table = Table(title="Every round: what the engines earned, then what was published", title_justify="left")
+        for name in ("round", "reward", "version", "lag", "kB", *PHASES):
+            table.add_column(name, justify="right")
+        for each in rounds:
+            table.add_row(*_cells(each))
+        console = self._console if self._console.is_terminal else Console(highlight=False, width=140)
+        console.print(table)
+        if verdict.complaint:
+            self.say(f"[red]failed: {verdict.complaint}[/red]")
+        self.say(f"reward first {verdict.reward_first:.3f}, last {verdict.reward_last:.3f}")
+
+    def last(self, line: str) -> None:
+        """A line as it is, never wrapped or coloured."""
+        self._console.print(line, markup=False, soft_wrap=True, highlight=False)
+
+
+def _cells(each: Round) -> list[str]:
+    lag = " ".join(f"{name}:{lag}" for name, lag in sorted(each.lag.items()))
+    seconds = [f"{each.seconds[name]:.3f}" if name in each.seconds else "-" for name in PHASES]
+    return [str(each.number), f"{each.reward:.3f}", str(each.version), lag, f"{each.nbytes / 1e3:.0f}", *seconds]
