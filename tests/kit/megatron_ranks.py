@@ -143,7 +143,7 @@ def refusals() -> dict[str, str]:
     if dist.get_rank() == 1:
         chunks[0].decoder.layers[1].mlp.adapter = nn.Linear(4, 4)
     attempt("an adapter on rank 1", chunks, hf)
-    chunks = build(hf, layout, num_moe_experts=2, moe_router_topk=1, moe_ffn_hidden_size=96)
+    chunks = build(hf, layout, num_moe_experts=2, moe_router_topk=2, moe_ffn_hidden_size=96)
     attempt("experts", chunks, hf)
     return told
 
