@@ -1,0 +1,66 @@
+"""What can go wrong between the engine agent and its server, by whose fault it is.
+
+    EngineAgentError
+        UnknownDialect      this SGLang version was never checked: name a dialect by hand, or pin a known version
+        UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
+        StateUnreadable     the state folder holds something this version did not write
+        ServerError         (also a TransferFailed) the server did not do what it was asked
+            ServerUnreachable   no connection, or it broke before an answer came
+            ServerSilent        no answer within the deadline; what was asked may still happen
+            ServerRefused       the server answered and said no
+            WrongWeights        the server said yes, and its live weights are not the ones that were sent
+"""
+
+from weightbus.dataplane.errors import TransferFailed
+
+
+class EngineAgentError(Exception):
+    """Root of the engine agent's errors."""
+
+
+class UnknownDialect(EngineAgentError):
+    """The server speaks a version of SGLang's HTTP interface that was never checked."""
+
+    def __init__(self, version: str, known: str) -> None:
+        self.version = version
+        super().__init__(
+            f"SGLang {version!r} is not a version this agent knows ({known}): run one of those, or name the nearest "
+            "with --dialect after trying a round on a server that nobody uses"
+        )
+
+
+class UnfitManifest(EngineAgentError):
+    """The manifest does not fit the server. Nothing was sent to the server."""
+
+
+class StateUnreadable(EngineAgentError):
+    """The state folder holds something that this version did not write."""
+
+
+class ServerError(EngineAgentError, TransferFailed):
+    """The server did not do what it was asked."""
+
+    def __init__(self, call: str, reason: str) -> None:
+        self.call = call
+        self.reason = reason
+        super().__init__(f"{call}: {reason}")
+
+
+class ServerUnreachable(ServerError):
+    """No connection, or it broke before an answer came."""
+
+
+class ServerSilent(ServerError):
+    """No answer within the deadline. What was asked may still be carried out."""
+
+
+class ServerRefused(ServerError):
+    """The server answered, and did not do it."""
+
+    def __init__(self, call: str, status: int, reason: str) -> None:
+        self.status = status
+        super().__init__(call, f"HTTP {status}, {reason}")
+
+
+class WrongWeights(ServerError):
+    """The server's live weights are not the ones that were sent."""

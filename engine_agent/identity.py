@@ -1,0 +1,119 @@
+"""What a server is, and which life of it this is: two launches must never be taken for one.
+
+A server that restarted holds its launch weights under its old address. SGLang does not say when it was started, so the
+identity is made of what differs between two launches: the random seed it drew and the times its start took, and, where
+the agent sees its processes, the process id and start time behind the port.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+_PROC: Final = Path("/proc")
+_LISTEN: Final = "0A"
+_START_FIELD: Final = 19
+"""``starttime`` in /proc/PID/stat, counted after the command's closing parenthesis."""
+
+
+class ServerFacts(msgspec.Struct, frozen=True):
+    """What one launch of a server is. `label` and `model_path` as they were when read."""
+
+    identity: str
+    version: str
+    tp: int
+    pp: int
+    dp: int
+    device: str
+    dtype: str
+    """As asked for at launch: ``auto`` means the checkpoint's."""
+    model_path: str
+    architectures: tuple[str, ...]
+    speculative: str
+    quantization: str
+    label: str
+
+
+def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object], url: str) -> ServerFacts:
+    """Read the answers of /server_info and /model_info. Replicas under attention data parallelism count as one."""
+    dp = 1 if server_info.get("enable_dp_attention") else _integer(server_info, "dp_size")
+    architectures = model_info.get("architectures")
+    return ServerFacts(
+        identity=_identity(server_info, url),
+        version=str(server_info.get("version", "")),
+        tp=_integer(server_info, "tp_size"),
+        pp=_integer(server_info, "pp_size"),
+        dp=dp,
+        device=str(server_info.get("device") or "cuda"),
+        dtype=str(server_info.get("dtype") or "auto"),
+        model_path=str(model_info.get("model_path") or server_info.get("model_path") or ""),
+        architectures=tuple(str(name) for name in _sequence(architectures)),
+        speculative=str(server_info.get("speculative_algorithm") or ""),
+        quantization=str(server_info.get("quantization") or ""),
+        label=str(model_info.get("weight_version", "")),
+    )
+
+
+def _sequence(value: object) -> list[object]:
+    return list(value) if isinstance(value, list | tuple) else []  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+def _integer(info: Mapping[str, object], key: str) -> int:
+    value = info.get(key, 1)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _identity(server_info: Mapping[str, object], url: str) -> str:
+    seen = {key: server_info.get(key) for key in ("random_seed", "startup_time", "version")}
+    process = listener(url)
+    content = msgspec.json.encode([seen, process], order="deterministic")
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def listener(url: str) -> tuple[int, int] | None:
+    """Process id and start time of whoever listens on `url`'s port on this machine, if this process can see it."""
+    parts = urlsplit(url)
+    if parts.hostname not in {"127.0.0.1", "localhost", "::1"} or parts.port is None:
+        return None
+    sockets = set(_listening(parts.port))
+    if not sockets:
+        return None
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit() and _holds(folder, sockets):
+            started = start_time(int(folder.name))
+            return None if started is None else (int(folder.name), started)
+    return None
+
+
+def start_time(pid: int) -> int | None:
+    """When process `pid` started, in clock ticks since boot; None when there is no such process."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[_START_FIELD])
+
+
+def _listening(port: int) -> Iterator[str]:
+    """Inodes of the sockets that listen on `port`."""
+    for table in ("net/tcp", "net/tcp6"):
+        try:
+            lines = (_PROC / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]
+
+
+def _holds(folder: Path, sockets: set[str]) -> bool:
+    try:
+        links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
+    except OSError:  # it ended meanwhile, or belongs to somebody else
+        return False
+    return any(found[1] in sockets for link in links if (found := re.match(r"socket:\[(\d+)\]$", link)))

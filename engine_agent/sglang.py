@@ -1,0 +1,207 @@
+"""One SGLang server over HTTP: what it is, and everything the agent asks of it.
+
+Nothing here decides: it makes calls in the order in which it is told, each with its own deadline, and keeps the two
+facts that only the caller of the server can know: whether a weight-update session is open, and whether any weight may
+have changed (`touched`).
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.transport import Address, SharedBucket
+
+from .dialects import Dialect, dialect_of
+from .errors import ServerError, ServerRefused
+from .identity import ServerFacts, facts_of
+from .payload import LOAD_FORMAT, serialized
+from .wire import Keys, Wire
+
+CALL_S: Final = 30.0
+"""For calls that only change a flag. The server answers them at once unless its scheduler is stuck."""
+_FLUSH_STEP_S: Final = 0.1
+
+
+class SGLangServer:
+    """Implements `weightbus.dataplane.transport.EngineServer`, and the rest of what a round needs.
+
+    `connect` must come first. One thread makes the calls; `alive` and `label` may come from another.
+    """
+
+    def __init__(self, url: str, keys: Keys | None = None, dialect: str = "") -> None:
+        self.url = url
+        self._wire = Wire(url, keys or Keys())
+        self._override = dialect
+        self._facts: ServerFacts | None = None
+        self._dialect: Dialect | None = None
+        self._session = False
+        self._touched = False
+        self._groups: set[str] = set()
+
+    # -- what it is
+
+    def connect(self, deadline_s: float = CALL_S) -> ServerFacts:
+        """Read what the server is, and choose the dialect. Raises `UnknownDialect` or `ServerError`."""
+        facts = facts_of(self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s), self.url)
+        self._dialect = dialect_of(facts.version, self._override)
+        if self._facts is not None and self._facts.identity != facts.identity:
+            self._session, self._touched = False, False
+            self._groups.clear()
+        self._facts = facts
+        return facts
+
+    @property
+    def facts(self) -> ServerFacts:
+        """What `connect` read last."""
+        if self._facts is None:
+            raise ServerError("/server_info", "not read yet: connect first")
+        return self._facts
+
+    @property
+    def dialect(self) -> Dialect:
+        """How this server's version speaks."""
+        if self._dialect is None:
+            raise ServerError("/server_info", "not read yet: connect first")
+        return self._dialect
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks: how many payloads a call carries."""
+        return self.facts.tp
+
+    @property
+    def touched(self) -> bool:
+        """A call that changes weights has been made since `untouched`."""
+        return self._touched
+
+    def untouched(self) -> None:
+        """Forget earlier updates: a new transfer begins."""
+        self._touched = False
+
+    def label(self, deadline_s: float = CALL_S) -> str:
+        """The server's ``weight_version``. Answered without its scheduler, so it does not prove that it generates."""
+        return str(self._wire.get("/model_info", deadline_s).get("weight_version", ""))
+
+    def alive(self, deadline_s: float = CALL_S) -> None:
+        """Raise `ServerError` unless the HTTP side answers."""
+        self._wire.alive("/health", deadline_s)
+
+    def checksums(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
+        """By rank: the digest of every live parameter under SGLang's own names."""
+        answer = self._wire.admin("/weights_checker", {"action": "checksum"}, deadline_s)
+        ranks = answer.get("ranks")
+        if not isinstance(ranks, list):
+            raise ServerRefused("/weights_checker", 200, "no list of ranks in the answer")
+        return [_checksums_of(rank) for rank in ranks]  # pyright: ignore[reportUnknownVariableType]
+
+    # -- pausing and labelling
+
+    def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
+        """pause_generation: when it returns, whatever is asked next finds the server paused."""
+        self._wire.admin("/pause_generation", {"mode": mode}, deadline_s)
+
+    def resume(self, deadline_s: float = CALL_S) -> None:
+        """continue_generation. Harmless when nothing is paused."""
+        self._wire.admin("/continue_generation", {"torch_empty_cache": False}, deadline_s)
+
+    def flush(self, deadline_s: float = CALL_S) -> None:
+        """flush_cache until it succeeds: it is refused while a request runs, and a retract takes its time."""
+        until = time.monotonic() + deadline_s
+        while True:
+            try:
+                return self._wire.post("/flush_cache", max(until - time.monotonic(), 0.001))
+            except ServerRefused:
+                if time.monotonic() + _FLUSH_STEP_S >= until:
+                    raise
+                time.sleep(_FLUSH_STEP_S)
+
+    def set_label(self, label: str, deadline_s: float = CALL_S) -> None:
+        """update_weight_version, without aborting requests (its default would)."""
+        body = {"new_version": label, "abort_all_requests": False}
+        self._wire.admin("/update_weight_version", body, deadline_s)
+
+    # -- weights
+
+    def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
+        """update_weights_from_tensor with a bucket that every rank maps by itself."""
+        body = {
+            "serialized_named_tensors": serialized(bucket, self.tp),
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,
+        }
+        self._update("/update_weights_from_tensor", body, deadline_s)
+
+    def load_broadcast(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        """update_weights_from_distributed; the group's rank 0 broadcasts the packed tensors meanwhile."""
+        body = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+            "group_name": group,
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,
+        }
+        self._update("/update_weights_from_distributed", body, deadline_s)
+
+    def load_checkpoint(self, path: str, deadline_s: float) -> None:
+        """update_weights_from_disk. Needs no session. The server must see `path` under the same name."""
+        self._touched = True
+        self._wire.admin("/update_weights_from_disk", {"model_path": path, "flush_cache": False}, deadline_s)
+
+    def join_group(self, address: Address, rank_offset: int, deadline_s: float) -> None:
+        """init_weights_update_group. Stops the server's scheduler until the whole group has come."""
+        host, _, port = address.address.removeprefix("tcp://").rpartition(":")
+        body = {
+            "master_address": host,
+            "master_port": int(port),
+            "rank_offset": rank_offset,
+            "world_size": address.world_size,
+            "group_name": address.group,
+            "backend": address.backend,
+        }
+        self._wire.admin("/init_weights_update_group", body, deadline_s)
+        self._groups.add(address.group)
+
+    def leave_group(self, group: str, deadline_s: float) -> None:
+        """destroy_weights_update_group; no error when the server is not in it (an agent before us may have left it)."""
+        self._groups.discard(group)
+        try:
+            self._wire.admin("/destroy_weights_update_group", {"group_name": group}, deadline_s)
+        except ServerRefused as refused:
+            if refused.status != 400:  # noqa: PLR2004 - what the server says of a group it does not know
+                raise
+
+    def end_update(self, deadline_s: float = CALL_S) -> None:
+        """Close the session, if one is open. Says nothing about whether the updates in it worked."""
+        if self._session:
+            self._session = False
+            self._wire.admin("/end_weight_update", {}, deadline_s)
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._wire.close()
+
+    def _update(self, path: str, body: dict[str, object], deadline_s: float) -> None:
+        started = time.monotonic()
+        self._begin_update(deadline_s)
+        self._touched = True
+        self._wire.admin(path, body, max(deadline_s - (time.monotonic() - started), 0.001))
+
+    def _begin_update(self, deadline_s: float) -> None:
+        """Open a session where the dialect has them. One left open by an agent that died is closed first."""
+        if self._session or not self.dialect.sessions:
+            return
+        try:
+            self._wire.admin("/begin_weight_update", {}, min(deadline_s, CALL_S))
+        except ServerRefused:
+            self._wire.admin("/end_weight_update", {}, min(deadline_s, CALL_S))
+            self._wire.admin("/begin_weight_update", {}, min(deadline_s, CALL_S))
+        self._session = True
+
+
+def _checksums_of(rank: object) -> dict[str, str]:
+    found: object = rank.get("checksums") if isinstance(rank, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    if not isinstance(found, dict):
+        raise ServerRefused("/weights_checker", 200, "a rank without checksums in the answer")
+    return {str(name): str(value) for name, value in found.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

@@ -1,0 +1,111 @@
+"""One HTTP call to the server: deadline, keys, and an error that says what happened without repeating the payload."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import httpx
+import msgspec
+
+from .errors import ServerRefused, ServerSilent, ServerUnreachable
+
+MAX_REASON: Final = 400
+"""SGLang puts the whole body it was sent into a validation error: a bucket's worth of base64."""
+
+_CONNECT_S: Final = 5.0
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """What the server asks for. With an admin key set, admin endpoints take only that one, and others only the first."""
+
+    api: str = ""
+    admin: str = ""
+
+    def header(self, *, admin: bool) -> dict[str, str]:
+        """The header for one kind of endpoint. A server with only an API key takes it everywhere."""
+        key = (self.admin or self.api) if admin else self.api
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+class Wire:
+    """Calls one server. May be used from several threads."""
+
+    def __init__(self, url: str, keys: Keys) -> None:
+        self.url = url.rstrip("/")
+        self._keys = keys
+        # No proxy from the environment: the server is near, and its payloads are nobody else's business.
+        self._client = httpx.Client(base_url=self.url, trust_env=False)
+
+    def get(self, path: str, deadline_s: float) -> dict[str, object]:
+        """The JSON object at `path`, by GET with the API key."""
+        return _object(path, self._call("GET", path, None, deadline_s, admin=False))
+
+    def alive(self, path: str, deadline_s: float) -> None:
+        """GET `path` and take any answer but 200 for a failure."""
+        self._call("GET", path, None, deadline_s, admin=False)
+
+    def admin(self, path: str, body: Mapping[str, object], deadline_s: float) -> dict[str, object]:
+        """POST `body` with the admin key. An answer that says ``success: false`` is a failure whatever its status."""
+        response = self._call("POST", path, body, deadline_s, admin=True)
+        answer = _object(path, response)
+        if answer.get("success", True) is not True:
+            raise ServerRefused(path, response.status_code, _reason(response))
+        return answer
+
+    def post(self, path: str, deadline_s: float) -> None:
+        """POST without a body, admin key; the answer's content does not matter."""
+        self._call("POST", path, None, deadline_s, admin=True)
+
+    def close(self) -> None:
+        """Drop the connections."""
+        self._client.close()
+
+    def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
+    ) -> httpx.Response:
+        started = time.monotonic()
+        limit = httpx.Timeout(max(deadline_s, 0.001), connect=max(min(deadline_s, _CONNECT_S), 0.001))
+        try:
+            response = self._client.request(
+                method, path, json=body, headers=self._keys.header(admin=admin), timeout=limit
+            )
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise ServerUnreachable(path, f"no connection to {self.url}: {error or type(error).__name__}") from error
+        except httpx.TimeoutException as error:
+            waited = time.monotonic() - started
+            raise ServerSilent(path, f"no answer in {waited:.1f} s; it may still be carried out") from error
+        except httpx.HTTPError as error:
+            why = str(error)[:MAX_REASON] or type(error).__name__
+            raise ServerUnreachable(path, f"the connection broke before an answer came ({why})") from error
+        if response.status_code != httpx.codes.OK:
+            raise ServerRefused(path, response.status_code, _reason(response))
+        return response
+
+
+def _object(path: str, response: httpx.Response) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(response.content, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise ServerRefused(path, response.status_code, "expected a JSON object in answer") from error
+
+
+def _reason(response: httpx.Response) -> str:
+    """The server's own sentence, if it has one. Never its ``detail``, in which it repeats what it was sent."""
+    try:
+        content: object = json.loads(response.content)
+    except ValueError:
+        return _short(response.text)
+    if isinstance(content, dict):
+        for key in ("message", "error"):
+            value: object = content.get(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            if isinstance(value, dict):
+                value = value.get("message")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            if isinstance(value, str):
+                return _short(value)
+    return "no reason given"
+
+
+def _short(text: str) -> str:
+    words = [word if len(word) < 120 else f"{word[:20]}[{len(word)} characters]" for word in text.split()]
+    return " ".join(words)[:MAX_REASON] or "no reason given"
