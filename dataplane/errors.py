@@ -8,6 +8,7 @@
             DeadlineExceeded     the wait ran out
             DigestMismatch       what arrived is not what was sent: names the tensor and both digests
         NotExportable            this memory cannot be shared with another process: use staging
+        OutOfSharedMemory        the host has no room for a staging buffer: says how much is asked and free
         Unsupported              the transport cannot serve this engine: says which can
 
 Errors carry their fields; messages say what was found, what was expected and what to do.
@@ -60,6 +61,18 @@ class DigestMismatch(TransferFailed):
 
 class NotExportable(DataplaneError):
     """This memory cannot be opened by another process."""
+
+
+class OutOfSharedMemory(DataplaneError):
+    """The host has no room for a staging buffer."""
+
+    def __init__(self, asked: int, free: int) -> None:
+        self.asked = asked
+        self.free = free
+        super().__init__(
+            f"a staging buffer needs {asked} bytes of /dev/shm, {free} are free: enlarge it (docker: --shm-size), "
+            "publish with smaller buckets, or choose the disk transport"
+        )
 
 
 class Unsupported(DataplaneError):

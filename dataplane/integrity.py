@@ -13,6 +13,7 @@ who wants a collision: the peers of a transfer are trusted, the path between the
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -40,8 +41,8 @@ _Bounds = npt.NDArray[np.int64]
 def digest_tensors(memory: torch.Tensor, offsets: Sequence[int]) -> bytes:
     """Digests of the tensors packed in `memory` (1-D, uint8), concatenated, 16 bytes each.
 
-    `offsets` holds where each tensor begins and, last, where the last one ends (`Manifest.offsets_of`). On a GPU this is
-    one kernel on the current stream, and the call returns when it has run.
+    `offsets` holds where each tensor begins and, last, where the last one ends (`Manifest.offsets_of`). On a GPU this
+    is one kernel on the current stream, and the call returns when it has run.
     """
     bounds = np.asarray(offsets, dtype=np.int64)
     if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
@@ -118,7 +119,7 @@ def _accumulate_repacked(data: npt.NDArray[np.uint8], bounds: _Bounds, lanes: _W
         del group[1:]
 
     edges: list[int] = bounds.tolist()
-    for at, (start, end) in enumerate(zip(edges, edges[1:], strict=False)):
+    for at, (start, end) in enumerate(pairwise(edges)):
         words = (end - start + 7) // 8
         if group[-1] + words > _REPACK_WORDS:
             flush(at)

@@ -1,12 +1,12 @@
 # pyright: basic
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
-# ruff: noqa: ANN001, ANN202, D103, PLR0914
+# ruff: noqa: ANN001, ANN202
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
-"""The sums of ``mix64x2`` on a GPU: one launch per bucket, over a table of segments. Imported only where memory is on one.
+"""The sums of ``mix64x2`` on a GPU: one launch per bucket, over a table of segments. Imported only when needed.
 
-A segment is a run of at most `SEGMENT_WORDS` words of one tensor. Every word is put together from the two aligned 8-byte
-granules that hold it, so tensors may begin at any byte, and no load leaves a granule that holds at least one byte of the
-tensor (granules never straddle an allocation).
+A segment is a run of at most `SEGMENT_WORDS` words of one tensor. Every word is put together from the two aligned
+8-byte granules that hold it, so tensors may begin at any byte, and every granule that is read holds at least one byte
+of the tensor (granules never straddle an allocation).
 """
 
 import numpy as np

@@ -1,0 +1,9 @@
+"""The data plane: what a version consists of, and how its bytes get from a trainer into engines. Knows no policy.
+
+manifest      layouts, buckets, digest tables: pure data
+integrity     digests of tensors, on CPU and GPU
+staging       the buffers in which buckets are packed; segments, handles: how they are named to other processes
+transport     the seam: Sender, Receiver, EngineServer
+local, distributed, disk     the three transports; transports picks one by name
+errors        what can go wrong, by what the caller can do
+"""

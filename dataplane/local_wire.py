@@ -1,0 +1,176 @@
+"""What the two halves of the local transport say to each other over a Unix SEQPACKET socket.
+
+One message is one packet: msgpack, tagged by ``type``, bounded by `MAX_PACKET`. Tensors never travel here, only the
+names of the memory they lie in. Both ends insist on the same user id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from typing import Annotated, Final, Self, TypeVar
+
+import msgspec
+
+from .deadline import Deadline
+from .errors import DeadlineExceeded, PeerLost
+
+MAX_PACKET: Final = 16 * 1024
+_Text = Annotated[str, msgspec.Meta(max_length=2048)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class Hello(_Message, frozen=True, tag=True):
+    """Receiver, first: who it is and which epoch it was told to take."""
+
+    channel: _Text
+    epoch: _Count
+    engine: _Text
+
+
+class Welcome(_Message, frozen=True, tag=True):
+    """Sender: the receiver takes part."""
+
+    epoch: _Count
+
+
+class Refused(_Message, frozen=True, tag=True):
+    """Sender: the receiver does not take part. `epoch` is the sender's."""
+
+    epoch: _Count
+    reason: _Text
+
+
+class BucketReady(_Message, frozen=True, tag=True):
+    """Sender: bucket `index` lies in `handle` (handles.py) until the receiver is done with it."""
+
+    index: _Count
+    generation: _Count
+    """Counts the buckets this sender ever announced; `BucketDone` repeats it."""
+    handle: bytes
+
+
+class BucketDone(_Message, frozen=True, tag=True):
+    """Receiver: it will not read the memory of bucket `index` any more."""
+
+    index: _Count
+    generation: _Count
+
+
+class Finished(_Message, frozen=True, tag=True):
+    """Receiver: every bucket was loaded."""
+
+
+class Failed(_Message, frozen=True, tag=True):
+    """Either side: it gives up."""
+
+    reason: _Text
+
+
+ToReceiver = Welcome | Refused | BucketReady | Failed
+ToSender = Hello | BucketDone | Finished | Failed
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_TO_RECEIVER: Final = msgspec.msgpack.Decoder(ToReceiver)
+_TO_SENDER: Final = msgspec.msgpack.Decoder(ToSender)
+
+
+def failed(reason: object) -> Failed:
+    """A `Failed` whose reason fits."""
+    return Failed(reason=str(reason)[:2048])
+
+
+class Connection:
+    """One end of an established socket. Sends never block: a peer that does not read its few messages is lost."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        sock.setblocking(False)
+
+    @classmethod
+    def connect(cls, path: str, deadline: Deadline) -> Self:
+        """Connect to a sender. Raises `PeerLost` when nobody of our user listens there."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.settimeout(max(deadline.left(), 0.001))
+            sock.connect(path)
+            connection = cls(sock)
+            connection.check_user()
+        except OSError as error:
+            sock.close()
+            raise PeerLost(f"the sender's socket {path} does not answer: {error}") from error
+        except PeerLost:
+            sock.close()
+            raise
+        return connection
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def check_user(self) -> int:
+        """The peer's PID. Raises `PeerLost` when it belongs to another user."""
+        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _ = struct.unpack("3i", raw)
+        if uid != os.getuid():
+            raise PeerLost(f"process {pid} belongs to user {uid}, expected {os.getuid()}: run both sides as one user")
+        return int(pid)
+
+    def send(self, message: ToReceiver | ToSender) -> None:
+        """Raises `PeerLost` when the peer is gone or has stopped reading."""
+        try:
+            self._socket.send(_ENCODER.encode(message), socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise PeerLost(f"the peer cannot be reached: {error}") from error
+
+    def from_receiver(self) -> ToSender | None:
+        """The next message, or None when there is none yet. Raises `PeerLost`."""
+        packet = self._packet()
+        return None if packet is None else _decode(_TO_SENDER, packet)
+
+    def from_sender(self, deadline: Deadline, waiting_for: str) -> ToReceiver:
+        """Wait for the next message. Raises `PeerLost`, `DeadlineExceeded`."""
+        self._socket.settimeout(deadline.check(waiting_for))
+        try:
+            packet = self._packet()
+        finally:
+            self._socket.setblocking(False)
+        if packet is None:
+            raise DeadlineExceeded(waiting_for, deadline.seconds)
+        return _decode(_TO_RECEIVER, packet)
+
+    def _packet(self) -> bytes | None:
+        try:
+            packet = self._socket.recv(MAX_PACKET + 1)
+        except (BlockingIOError, TimeoutError):
+            return None
+        except OSError as error:
+            raise PeerLost(f"the connection broke: {error}") from error
+        if not packet:
+            raise PeerLost("the peer closed the connection before the end of the session")
+        if len(packet) > MAX_PACKET:
+            raise PeerLost(f"the peer sent a packet of more than {MAX_PACKET} bytes")
+        return packet
+
+    def close(self) -> None:
+        """Twice is fine."""
+        with contextlib.suppress(OSError):  # the peer may have closed first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+_T = TypeVar("_T")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], packet: bytes) -> _T:
+    try:
+        message: _T = decoder.decode(packet)
+    except (ValueError, RecursionError) as error:
+        raise PeerLost(f"the peer sent what is not a message: {error}") from error
+    return message

@@ -1,0 +1,73 @@
+"""Picks a transport by its name on the control plane: ``local``, ``distributed`` or ``disk``."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from .errors import Unsupported
+from .local import LocalSender
+from .local_receiver import LocalReceiver
+from .transport import Receiver, Sender
+
+KINDS: Final = ("local", "distributed", "disk")
+
+
+def default_runtime_dir() -> Path:
+    """Where sockets go unless the settings say otherwise: short, and this user's alone."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base, "weightbus") if base else Path(tempfile.gettempdir(), f"weightbus-{os.getuid()}")
+
+
+def sender(
+    kind: str,
+    *,
+    channel: str,
+    runtime_dir: Path | None = None,
+    device: torch.device | str = "cpu",
+    host: str = "127.0.0.1",
+    checkpoint_dir: Path | None = None,
+    hf_config_dir: Path | None = None,
+) -> Sender:
+    """The trainer's half of transport `kind`; nothing is opened before `offer`.
+
+    `host` is the address under which engines reach this machine (distributed), `checkpoint_dir` a folder that both
+    sides see, `hf_config_dir` where config.json and the tokenizer of every checkpoint are copied from (disk). Raises
+    `Unsupported` when the kind is unknown or lacks what it needs.
+    """
+    match kind:
+        case "local":
+            return LocalSender(runtime_dir or default_runtime_dir(), channel)
+        case "distributed":
+            from .distributed import DistributedSender  # noqa: PLC0415  costs the import of torch.distributed
+
+            return DistributedSender(host, channel, torch.device(device))
+        case "disk":
+            from .disk import DiskSender  # noqa: PLC0415  beside its sibling
+
+            if checkpoint_dir is None:
+                raise Unsupported("the disk transport needs checkpoint_dir, a folder that trainer and engines both see")
+            return DiskSender(checkpoint_dir, channel, hf_config_dir)
+        case _:
+            raise Unsupported(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
+
+
+def receiver(kind: str, *, runtime_dir: Path | None = None) -> Receiver:
+    """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them."""
+    match kind:
+        case "local":
+            return LocalReceiver(runtime_dir or default_runtime_dir())
+        case "distributed":
+            from .distributed import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
+
+            return DistributedReceiver()
+        case "disk":
+            from .disk import DiskReceiver  # noqa: PLC0415  beside its sibling
+
+            return DiskReceiver()
+        case _:
+            raise Unsupported(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
