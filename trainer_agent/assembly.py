@@ -13,6 +13,7 @@ the bucket.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Final
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from weightbus.dataplane.manifest import ITEM_BYTES, Manifest, TensorSpec
 
-from .naming import Piece
+from .pieces import Piece
 from .source import AssemblyFailed, LayoutMismatch, RanksDisagree
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -57,10 +58,8 @@ Holdings = Mapping[int, Sequence[tuple[int, Piece]]]
 
 
 def plan(manifest: Manifest, holdings: Holdings) -> tuple[BucketPlan, ...]:
-    """Lay out every bucket of `manifest`.
-
-    Raises `RanksDisagree` unless the pieces cover every tensor of the manifest as often as it has elements.
-    """
+    """Lay out every bucket of `manifest`. Raises `RanksDisagree` unless every tensor is held completely."""
+    check_coverage(manifest.tensors, holdings)
     held: dict[str, list[tuple[int, int, Piece]]] = {}
     for rank in sorted(holdings):
         for parameter, piece in holdings[rank]:
@@ -70,9 +69,7 @@ def plan(manifest: Manifest, holdings: Holdings) -> tuple[BucketPlan, ...]:
         parcels: dict[int, list[Placement]] = {}
         sizes: dict[int, int] = {}
         for target, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
-            contributions = held.get(target.name, [])
-            check_coverage(target, [piece for _, _, piece in contributions])
-            for rank, parameter, piece in contributions:
+            for rank, parameter, piece in held[target.name]:
                 start = sizes.get(rank, 0)
                 parcels.setdefault(rank, []).append(Placement(parameter, piece, target, start, at))
                 sizes[rank] = start + piece.size * ITEM_BYTES[target.dtype]
@@ -81,14 +78,21 @@ def plan(manifest: Manifest, holdings: Holdings) -> tuple[BucketPlan, ...]:
     return tuple(buckets)
 
 
-def check_coverage(target: TensorSpec, pieces: Sequence[Piece]) -> None:
-    """Raise `RanksDisagree` unless `pieces` have as many elements as `target`; shards of one rule never overlap."""
-    found, expected = sum(piece.size for piece in pieces), prod(target.shape)
-    if found != expected:
-        raise RanksDisagree(
-            f"the ranks hold {found} elements of {target.name!r}, {expected} are served: "
-            f"build the source on every rank, with all of its model chunks"
-        )
+def check_coverage(served: Sequence[TensorSpec], holdings: Holdings) -> None:
+    """Raise `RanksDisagree` unless what is read has as many elements of each served tensor as the tensor has.
+
+    Shards of one parameter never overlap (pieces.py) and each is read from one rank, so the numbers prove it.
+    """
+    found: dict[str, int] = {}
+    for pieces in holdings.values():
+        for _, piece in pieces:
+            found[piece.tensor] = found.get(piece.tensor, 0) + piece.size
+    for spec in served:
+        if found.get(spec.name, 0) != prod(spec.shape):
+            raise RanksDisagree(
+                f"the ranks hold {found.get(spec.name, 0)} elements of {spec.name!r}, {prod(spec.shape)} are served: "
+                f"build the source on every rank, with all of its model chunks"
+            )
 
 
 def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:
@@ -136,7 +140,12 @@ class Assembler:
     """Executes the plan of one manifest on one rank."""
 
     def __init__(
-        self, buckets: Sequence[BucketPlan], parameters: Sequence[torch.Tensor], rank: int, root: int, exchange: Exchange | None
+        self,
+        buckets: Sequence[BucketPlan],
+        parameters: Sequence[torch.Tensor],
+        rank: int,
+        root: int,
+        exchange: Exchange | None,
     ) -> None:
         """`exchange` may be None where this rank neither sends nor receives."""
         self._buckets = tuple(buckets)
@@ -159,13 +168,14 @@ class Assembler:
 
     def _contribute(self, parcel: Sequence[Placement], nbytes: int, device: torch.device) -> None:
         memory = self._memory(nbytes, device)
-        torch._foreach_copy_([_in_parcel(memory, place) for place in parcel], self._in_parameters(parcel))  # noqa: SLF001  # one call for all pieces; it has no public name
+        _copy_all([_in_parcel(memory, place) for place in parcel], self._in_parameters(parcel))
         self._link().send(memory)
 
     def _gather(self, bucket: BucketPlan, out: torch.Tensor, device: torch.device) -> None:
         peers = {rank: size for rank, size in bucket.parcel_bytes.items() if rank != self._root}
         memory = self._memory(sum(peers.values()), device)
-        parcels = dict(zip(peers, memory.split(list(peers.values())), strict=True)) if peers else {}
+        starts = accumulate(peers.values(), initial=0)
+        parcels = {rank: memory[start : start + peers[rank]] for rank, start in zip(peers, starts, strict=False)}
         if parcels:
             self._link().receive(parcels)
         own = bucket.parcels.get(self._root, ())
@@ -174,7 +184,7 @@ class Assembler:
         for rank, parcel in parcels.items():
             sources.extend(_in_parcel(parcel, place) for place in bucket.parcels[rank])
             targets.extend(_in_bucket(out, place) for place in bucket.parcels[rank])
-        torch._foreach_copy_(targets, sources)  # noqa: SLF001  # one call for all pieces; it has no public name
+        _copy_all(targets, sources)
 
     def _in_parameters(self, parcel: Sequence[Placement]) -> list[torch.Tensor]:
         return [_blocks(self._parameters[place.parameter], place.piece) for place in parcel]
@@ -193,6 +203,11 @@ class Assembler:
         if self._rank != self._root:
             return bucket.parcel_bytes.get(self._rank, 0)
         return sum(size for rank, size in bucket.parcel_bytes.items() if rank != self._root)
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy, and cast where dtypes differ, in one call; torch has no public name for it."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def _blocks(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:

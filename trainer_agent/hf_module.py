@@ -10,7 +10,7 @@ from torch import nn
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 
 from .assembly import Assembler, check_manifest, plan
-from .naming import Piece
+from .pieces import Piece
 from .source import UnsupportedModel
 
 

@@ -5,9 +5,9 @@ group holds what. Names and boxes come from naming.py, movement from assembly.py
 construction, whatever it cannot map: a parameter without a rule, a feature that changes what the weights mean, a model
 that is not the one of the Hugging Face config.
 
-Groups are read from the model itself, so that nothing here depends on megatron's global state (which is asked only when a
-model carries no groups). Copies of a parameter - data and context parallelism, tied embeddings of two pipeline stages,
-norms on every tensor rank - are read from the lowest rank that holds them.
+Groups are read from the model itself, so that nothing here depends on megatron's global state (which is asked only
+when a model carries no groups). Copies of a parameter - data and context parallelism, tied embeddings of two pipeline
+stages, norms on every tensor rank - are read from the lowest rank that holds them.
 """
 
 from __future__ import annotations
@@ -25,34 +25,16 @@ from torch import nn
 
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 
-from .assembly import DTYPES, Assembler, Exchange, check_coverage, check_manifest, plan
-from .naming import Dense, Piece, advice_for, pieces, rule_for, served_tensors
+from .assembly import DTYPES, Assembler, Exchange, Holdings, check_coverage, check_manifest, plan
+from .naming import Dense, advice_for, rule_for, served_tensors
 from .ranks import Ranks
-from .source import LayoutMismatch, RanksDisagree, SourceError, UnknownParameter, UnsupportedModel
+from .roster import Refusal, Roster, Shard, check, encode, holdings
+from .source import LayoutMismatch, SourceError, UnknownParameter, UnsupportedModel
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
 """How long a rank waits for another: longer than a round, because the leader answers for the engines meanwhile."""
 
 _LAYER: Final = re.compile(r"^decoder\.layers\.(\d+)\.")
-
-
-class Shard(msgspec.Struct, frozen=True):
-    """One local parameter, by its global name."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-class Roster(msgspec.Struct, frozen=True):
-    """What one rank tells the others at construction."""
-
-    error: str
-    """Why this rank cannot serve; empty when it can."""
-    model: Dense | None = None
-    dtype: str = ""
-    tp_rank: int = 0
-    tp_ranks: int = 1
-    shards: tuple[Shard, ...] = ()
 
 
 class _Chunk(Protocol):
@@ -88,16 +70,11 @@ class MegatronSource:
         """
         self._ranks = Ranks(group, timeout_s)
         self._parameters: list[torch.Tensor] = []
-        own = self._describe(model_chunks, hf_config, dtype)
-        rosters = self._ranks.gather(msgspec.msgpack.encode(_roster_of(own)))
-        if isinstance(own, SourceError):
-            raise own
-        self._roster = own
-        self._rosters = [msgspec.msgpack.decode(blob, type=Roster) for blob in rosters]
-        _check_rosters(self._rosters)
-        self._model = cast("Dense", own.model)
-        self._tensors = served_tensors(self._model, own.dtype)
-        self._holdings = _holdings(self._rosters, self._tensors, self._model)
+        try:
+            self._model, self._tensors, self._holdings = self._settle(model_chunks, hf_config, dtype)
+        except SourceError:
+            self._ranks.close()  # every rank raises, so every rank comes here
+            raise
         self._exchange = self._open_exchange()
         self._planned: tuple[Manifest, Assembler] | None = None
 
@@ -127,7 +104,8 @@ class MegatronSource:
             raise ValueError(f"rank {self._ranks.rank}: the root, and only the root, gives a buffer")
         if out is not None and (out.dtype != torch.uint8 or out.numel() < nbytes or out.device != self.device):
             raise ValueError(
-                f"the buffer is {out.dtype} [{out.numel()}] on {out.device}, bucket {index} takes {nbytes} bytes on {self.device}"
+                f"the buffer is {out.dtype} [{out.numel()}] on {out.device}, "
+                f"bucket {index} takes {nbytes} bytes (uint8) on {self.device}"
             )
         self._assembler(manifest).run(index, out, self.device)
 
@@ -154,70 +132,48 @@ class MegatronSource:
         group = self._ranks.subgroup(holders, self.device)
         return None if group is None else Exchange(group, self._ranks.global_ranks, 0)
 
-    def _describe(
-        self, chunks: nn.Module | Sequence[nn.Module], hf_config: Path | str | Mapping[str, object], dtype: torch.dtype | None
-    ) -> Roster | SourceError:
-        """This rank's roster, or why there is none: an exception here would leave the other ranks waiting."""
+    def _settle(
+        self,
+        chunks: nn.Module | Sequence[nn.Module],
+        hf_config: Path | str | Mapping[str, object],
+        dtype: torch.dtype | None,
+    ) -> tuple[Dense, tuple[TensorSpec, ...], Holdings]:
+        """What is served, and from where. A rank that cannot serve says so before it raises: the others wait for it."""
         try:
-            unwrapped = [_unwrap(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
-            if not unwrapped:
-                return UnsupportedModel("no model chunks: pass the model of this rank")
-            model = Dense.parse(_read_config(hf_config))
-            tp_rank, tp_ranks = _tensor_parallel(unwrapped[0])
-            shards: list[Shard] = []
-            for chunk in unwrapped:
-                _check_chunk(cast("_Chunk", chunk), model)
-                for name, parameter in _parameters_of(chunk):
-                    shards.append(Shard(name, tuple(parameter.shape)))
-                    self._parameters.append(parameter)
-            served = _served_dtype(dtype, model, self._parameters)
-            specs = {spec.name: spec for spec in served_tensors(model, served)}
-            for shard in shards:
-                pieces(shard.name, shard.shape, tp_rank, tp_ranks, specs, model)
-            return Roster("", model, served, tp_rank, tp_ranks, tuple(shards))
+            own = self._describe(chunks, hf_config, dtype)
         except SourceError as error:
-            return error
+            self._ranks.gather(encode(Refusal(f"{type(error).__name__}: {error}")))
+            raise
+        rosters = check(self._ranks.gather(encode(own)))
+        tensors = served_tensors(own.model, own.dtype)
+        held = holdings(rosters, tensors)
+        check_coverage(tensors, held)
+        return own.model, tensors, held
 
-
-def _roster_of(own: Roster | SourceError) -> Roster:
-    return own if isinstance(own, Roster) else Roster(f"{type(own).__name__}: {own}")
-
-
-def _check_rosters(rosters: Sequence[Roster]) -> None:
-    for rank, roster in enumerate(rosters):
-        if roster.error:
-            raise RanksDisagree(f"rank {rank} cannot serve its part: {roster.error}")
-    first = rosters[0]
-    for rank, roster in enumerate(rosters):
-        if (roster.model, roster.dtype, roster.tp_ranks) != (first.model, first.dtype, first.tp_ranks):
-            raise RanksDisagree(
-                f"rank {rank} serves {roster.model} as {roster.dtype} at TP {roster.tp_ranks}, "
-                f"rank 0 {first.model} as {first.dtype} at TP {first.tp_ranks}: give every rank the same config and dtype"
-            )
-
-
-def _holdings(
-    rosters: Sequence[Roster], tensors: Sequence[TensorSpec], model: Dense
-) -> dict[int, tuple[tuple[int, Piece], ...]]:
-    """What is read from each rank: of every shard that several ranks hold, the lowest rank's."""
-    specs = {spec.name: spec for spec in tensors}
-    holdings: dict[int, tuple[tuple[int, Piece], ...]] = {}
-    of_tensor: dict[str, list[Piece]] = {}
-    claimed: set[tuple[str, int, int]] = set()
-    for rank, roster in enumerate(rosters):
-        mine: list[tuple[int, Piece]] = []
-        for index, shard in enumerate(roster.shards):
-            for piece in pieces(shard.name, shard.shape, roster.tp_rank, roster.tp_ranks, specs, model):
-                key = (piece.tensor, piece.served_row, piece.column)
-                if key not in claimed:
-                    claimed.add(key)
-                    mine.append((index, piece))
-                    of_tensor.setdefault(piece.tensor, []).append(piece)
-        if mine:
-            holdings[rank] = tuple(mine)
-    for spec in tensors:
-        check_coverage(spec, of_tensor.get(spec.name, []))
-    return holdings
+    def _describe(
+        self,
+        chunks: nn.Module | Sequence[nn.Module],
+        hf_config: Path | str | Mapping[str, object],
+        dtype: torch.dtype | None,
+    ) -> Roster:
+        """Find and check every parameter of this rank."""
+        unwrapped = [_unwrap(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
+        if not unwrapped:
+            raise UnsupportedModel("no model chunks: pass the model of this rank")
+        model = Dense.parse(_read_config(hf_config))
+        tp_rank, tp_ranks = _tensor_parallel(unwrapped[0])
+        shards: list[Shard] = []
+        for chunk in unwrapped:
+            _check_chunk(cast("_Chunk", chunk), model)
+            for name, parameter in _parameters_of(chunk):
+                shards.append(Shard(name, tuple(parameter.shape)))
+                self._parameters.append(parameter)
+        served = _served_dtype(dtype, model, self._parameters)
+        roster = Roster(model, served, tp_rank, tp_ranks, tuple(shards))
+        specs = {spec.name: spec for spec in served_tensors(model, served)}
+        for shard in shards:
+            roster.pieces_of(shard, specs)
+        return roster
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
@@ -265,17 +221,19 @@ def _global_name(chunk: nn.Module, local: str) -> str:
     layer = chunk.get_submodule(match[0].removesuffix("."))
     number = getattr(layer, "layer_number", None)
     if not isinstance(number, int):
-        raise UnsupportedModel(f"{match[0]!r} ({type(layer).__name__}) has no layer_number: a Megatron-core decoder has")
+        raise UnsupportedModel(
+            f"{match[0]!r} ({type(layer).__name__}) has no layer_number: a Megatron-core decoder has"
+        )
     return f"decoder.layers.{number - 1}.{local[match.end() :]}"
 
 
 def _tensor_parallel(chunk: nn.Module) -> tuple[int, int]:
-    groups = getattr(chunk, "pg_collection", None)
-    group = getattr(groups, "tp", None)
-    if group is None:
-        from megatron.core import parallel_state  # noqa: PLC0415  # only models built before process group collections need it
+    group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
+    if not isinstance(group, dist.ProcessGroup):
+        # Imported here: only models built before process group collections need it.
+        from megatron.core import parallel_state  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
-        group = parallel_state.get_tensor_model_parallel_group()
+        group = cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
     return dist.get_rank(group), dist.get_world_size(group)
 
 

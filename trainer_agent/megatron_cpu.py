@@ -1,9 +1,9 @@
 """Lets real, unmodified megatron-core train on CPU ranks over gloo: for the demo, tests and laptops.
 
 Megatron-core names CUDA in three ways, and each gets one answer. Calls such as ``torch.cuda.current_device()`` become
-their CPU counterparts or do nothing; ``device="cuda"`` in a factory call and ``.cuda()`` mean the CPU, by a torch function mode;
-the random number tracker keeps CPU states. No file of Megatron is touched. Works with megatron-core 0.16 to 0.19 and
-its local layer specs (Transformer Engine needs a GPU). Nothing in the data path depends on this module.
+their CPU counterparts or do nothing; ``device="cuda"`` in a factory call and ``.cuda()`` mean the CPU, by a torch
+function mode; the random number tracker keeps CPU states. No file of Megatron is touched. Works with megatron-core
+0.16 to 0.19 and its local layer specs (Transformer Engine needs a GPU). No data path depends on this module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,8 +26,8 @@ CONFIG: Final[Mapping[str, object]] = {
     "apply_rope_fusion": False,
     "transformer_impl": "local",
 }
-"""What a TransformerConfig must say on the CPU: the fused kernels are CUDA's. With CPU initialisation one seed gives every
-tensor-parallel layout shards of the same weights."""
+"""What a TransformerConfig must say on the CPU: the fused kernels are CUDA's. With CPU initialisation one seed gives
+every tensor-parallel layout shards of the same weights."""
 
 _CPU: Final = torch.device("cpu")
 _active: list[TorchFunctionMode] = []
@@ -38,10 +38,12 @@ def install() -> None:
     if _active:
         return
     if torch.cuda.is_available():
-        raise RuntimeError("this process has a GPU: the CPU shim would hide it; set CUDA_VISIBLE_DEVICES= to train on the CPU")
+        raise RuntimeError(
+            "this process has a GPU: the CPU shim would hide it; set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # read by the decorators that the import below runs into
     # First, because it imports torch._dynamo, which wants to find every function of torch.cuda where it belongs.
-    from megatron.core.tensor_parallel import random  # noqa: PLC0415
+    from megatron.core.tensor_parallel import random  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # asserted by Megatron for tensor parallelism
     for name, replacement in _replacements().items():
@@ -49,10 +51,11 @@ def install() -> None:
     torch.cuda.nvtx.range_push = _does_nothing()
     torch.cuda.nvtx.range_pop = _does_nothing()
     mode = _CudaMeansCpu()
-    mode.__enter__()
+    mode.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     _active.append(mode)
-    random._get_cuda_rng_state = _rng_state  # noqa: SLF001  # its one door to CUDA's generator
-    random._set_cuda_rng_state = _set_rng_state  # noqa: SLF001
+    # Its only doors to CUDA's generator.
+    random._get_cuda_rng_state = _rng_state  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    random._set_cuda_rng_state = _set_rng_state  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 class _Immediate:
@@ -63,7 +66,7 @@ class _Immediate:
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         """Take what CUDA's would take."""
 
-    def __enter__(self) -> _Immediate:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -95,10 +98,10 @@ class _Event(_Immediate):
 class _CudaMeansCpu(TorchFunctionMode):
     """Every request for CUDA memory is answered with CPU memory."""
 
-    def __torch_function__(  # noqa: PLW3201  # torch's own protocol
+    def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Iterable[type],  # noqa: ARG002
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
@@ -135,8 +138,9 @@ def _set_rng_state(state: torch.Tensor, *_args: object, **_kwargs: object) -> No
     torch.set_rng_state(state)
 
 
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))  # torch.manual_seed calls torch.cuda.manual_seed, which is this
+def _seeder() -> Callable[[int], object]:
+    """Not torch.manual_seed, which would call torch.cuda.manual_seed, which is this."""
+    return lambda seed: torch.default_generator.manual_seed(int(seed))
 
 
 def _does_nothing() -> Callable[..., None]:
@@ -159,9 +163,9 @@ def _replacements() -> dict[str, object]:
         "Event": _Event,
         "current_stream": _gives(_Stream()),
         "default_stream": _gives(_Stream()),
-        "stream": lambda _stream: contextlib.nullcontext(),
-        "manual_seed": lambda seed: _seed(seed),
-        "manual_seed_all": lambda seed: _seed(seed),
+        "stream": _gives(contextlib.nullcontext()),
+        "manual_seed": _seeder(),
+        "manual_seed_all": _seeder(),
         "get_rng_state": _rng_state,
         "set_rng_state": _set_rng_state,
         "is_current_stream_capturing": _gives(False),

@@ -6,7 +6,7 @@ the timeout. No pickles: what travels is bytes.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from .source import AssemblyFailed
+
+# torch leaves parts of its collectives untyped.
+# pyright: reportUnknownMemberType=false
 
 _HEADER_BYTES: Final = 8
 _PAGE_BYTES: Final = 1024
@@ -25,7 +28,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         """Open a control group over the ranks of `group` (default: all). Collective."""
-        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._timeout = dt.timedelta(seconds=timeout_s)
         self._groups: list[dist.ProcessGroup] = []
         self.global_ranks: tuple[int, ...] = tuple(
             range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)

@@ -176,7 +176,7 @@ def fill(chunks: Sequence[nn.Module], seed: int = 0) -> None:
             if cut:
                 stride = 2 if "linear_fc1" in name else 1
                 parts = full.chunk(ranks * stride, dim)
-                full = torch.cat(parts[rank :: ranks], dim)
+                full = torch.cat(parts[rank::ranks], dim)
             with torch.no_grad():
                 parameter.copy_(full)
 
