@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+
 from weightbus.control.coordinator_settings import CoordinatorSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -50,7 +51,7 @@ def test_what_has_no_authentication_stays_on_the_loopback(services: dict[str, Se
 
 
 def test_listening_off_the_loopback_comes_with_keys(services: dict[str, Service]) -> None:
-    """The bus leaves the container's loopback only with CURVE, and keys are mounted where the coordinator may not write."""
+    """The bus leaves the container's loopback only with CURVE, and the keys are mounted read-only."""
     environment = services["coordinator"]["environment"]
     folder = environment["WEIGHTBUS_COORDINATOR_KEYS"]
     assert environment["WEIGHTBUS_COORDINATOR_BIND"] == "0.0.0.0"
