@@ -1,0 +1,165 @@
+"""CURVE key files: how they are written, read and looked up. Nothing here makes keys; bus.py does (libzmq).
+
+One folder, made by ``weightbus keygen``::
+
+    coordinator.key  coordinator.pub      the coordinator's; agents are given the .pub
+    agents/NAME.key  agents/NAME.pub      one pair for each agent; the coordinator needs only the .pub files
+
+A file is comment lines (they hold spaces) and one line of 40 characters, a key in Z85. Secret files that others can
+read are refused. The .pub files in ``agents/`` *are* the allow-list: adding or removing one takes effect within a
+second, also on connections that stand already.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import re
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from .errors import PeerKeyError
+from .ids import NAME_PATTERN
+
+COORDINATOR: Final = "coordinator"
+AGENTS: Final = "agents"
+_Z85: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_RELOAD_S: Final = 1.0
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """A CURVE key pair, both halves in Z85."""
+
+    public: str
+    secret: str
+
+
+class CurveFiles(msgspec.Struct, frozen=True):
+    """What an agent needs to speak to a coordinator that uses keys."""
+
+    secret: Path
+    """Its own secret key."""
+    coordinator: Path
+    """The coordinator's public key."""
+
+    @classmethod
+    def of(cls, folder: Path, agent: str) -> CurveFiles:
+        """The files of `agent` in a folder that ``weightbus keygen`` made."""
+        return cls(folder / AGENTS / f"{agent}.key", folder / f"{COORDINATOR}.pub")
+
+
+class Written(enum.Enum):
+    """What `write_pair` found to do."""
+
+    CREATED = "created"
+    KEPT = "kept"
+    """Both files were there and belong together; neither was touched."""
+    COMPLETED = "completed"
+    """Only the secret was there; its public half was written beside it."""
+
+
+def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: Callable[[str], str]) -> Written:
+    """Write ``NAME.key`` (0600) and ``NAME.pub``. Nothing that exists is ever overwritten."""
+    if not re.match(NAME_PATTERN, name):
+        raise PeerKeyError(folder / name, "not a name", f"names match {NAME_PATTERN}")
+    secret_path, public_path = folder / f"{name}.key", folder / f"{name}.pub"
+    if secret_path.exists():
+        public = public_of(read_secret(secret_path))
+        if not public_path.exists():
+            _write_public(public_path, name, public)
+            return Written.COMPLETED
+        if read_public(public_path) == public:
+            return Written.KEPT
+        raise PeerKeyError(public_path, f"does not belong to {secret_path}", "remove the one that is wrong, run again")
+    if public_path.exists():
+        advice = f"its secret may be on another machine; remove {public_path.name} to make a new pair"
+        raise PeerKeyError(secret_path, f"missing, though {public_path.name} exists", advice)
+    pair = make()
+    folder.mkdir(parents=True, exist_ok=True)
+    comment = f"# weightbus secret key of {name}. Only for that machine; never in an image or an environment variable."
+    _write_new(secret_path, f"{comment}\n{pair.secret}\n", 0o600)
+    _write_public(public_path, name, pair.public)
+    return Written.CREATED
+
+
+def read_public(path: Path) -> str:
+    """The key in a .pub file."""
+    return _read(path)
+
+
+def read_secret(path: Path) -> str:
+    """The key in a .key file, which nobody else may be able to read."""
+    key = _read(path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise PeerKeyError(path, f"others may read it (mode {mode:04o})", f"run: chmod 600 {path}, or make a new pair")
+    return key
+
+
+class AllowList:
+    """Public keys of the agents that may connect, by name; follows its folder. Safe to ask from any thread."""
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder = folder
+        self._clock = clock
+        self._stamp: tuple[tuple[str, int, int], ...] | None = None
+        self._names: dict[str, str] = {}
+        self._checked_at = float("-inf")
+
+    def agent_of(self, public: str, *, fresh: bool = False) -> str | None:
+        """The agent that `public` belongs to; None for a stranger. `fresh` looks at the folder in any case."""
+        now = self._clock()
+        if fresh or now - self._checked_at >= _RELOAD_S:
+            self._checked_at = now
+            self._names = self._reload()
+        return self._names.get(public)
+
+    def _reload(self) -> dict[str, str]:
+        try:
+            files = sorted(self.folder.glob("*.pub"))
+            stats = [path.stat() for path in files]
+        except OSError:
+            return {}  # no folder, no friends: fail closed
+        stamp = tuple((path.name, s.st_mtime_ns, s.st_ino) for path, s in zip(files, stats, strict=True))
+        if stamp == self._stamp:
+            return self._names
+        self._stamp = stamp
+        names: dict[str, str] = {}
+        for path in files:
+            try:
+                names[read_public(path)] = path.stem
+            except PeerKeyError:
+                continue  # half-written or not a key: it lets nobody in
+        return names
+
+
+def _read(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="ascii")
+    except OSError as problem:
+        advice = "make it with `weightbus keygen`, or copy it from where it was made"
+        raise PeerKeyError(path, f"cannot be read: {problem.strerror}", advice) from problem
+    except ValueError as problem:
+        raise PeerKeyError(path, "is not text", "make a new pair with `weightbus keygen`") from problem
+    keys = [line for line in text.splitlines() if line and " " not in line]
+    if len(keys) != 1 or not _Z85.fullmatch(keys[0]):
+        raise PeerKeyError(path, "does not hold one key of 40 characters", "make a new pair with `weightbus keygen`")
+    return keys[0]
+
+
+def _write_public(path: Path, name: str, public: str) -> None:
+    _write_new(path, f"# weightbus public key of {name}.\n{public}\n", 0o644)
+
+
+def _write_new(path: Path, text: str, mode: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except OSError as problem:
+        raise PeerKeyError(path, f"cannot be written: {problem.strerror}", "choose another folder") from problem
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(text)

@@ -1,0 +1,101 @@
+"""What the coordinator's loop and an agent's client need of a bus. bus.py does it with ZeroMQ, memory_bus.py without.
+
+A bus loses messages when connections break, and says so where it can; it never doubles or reorders those of one
+connection. Whoever needs more repeats its request until it is answered.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from .errors import ProtocolError
+from .events import Peer
+from .messages import Hint, ToAgent, ToCoordinator
+
+
+class Delivery(enum.Enum):
+    """What became of a message to an agent."""
+
+    SENT = "sent"
+    """Given to the connection. It may still be lost with it."""
+    QUEUED = "queued"
+    """The peer is slow; kept in order, within bounds."""
+    GONE = "gone"
+    """The connection is no more, or has been slow for too long. Nothing of its queue is kept."""
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A message came in."""
+
+    peer: Peer
+    message: ToCoordinator
+    blob: bytes | None = None
+    principal: str = ""
+    """The agent whose key the connection uses; empty where no keys are used."""
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """Something came in that is not a message for this side. It may be answered, not trusted.
+
+    For `WrongProtocol` any answer will do: its header tells the peer which number is spoken here.
+    """
+
+    peer: Peer
+    error: ProtocolError
+    principal: str = ""
+
+
+class CoordinatorBus(Protocol):
+    """The coordinator's side. One thread owns it; only `wake` may be called from another, or from a signal handler."""
+
+    def poll(self, timeout_s: float) -> Sequence[Received | Rejected]:
+        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        ...
+
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
+        """Send without ever waiting."""
+        ...
+
+    def forget(self, peer: Peer) -> None:
+        """Drop what is queued for `peer`."""
+        ...
+
+    def hint(self, hint: Hint) -> None:
+        """Tell whoever listens; nobody may."""
+        ...
+
+    def wake(self) -> None:
+        """End the running `poll`, or the next one."""
+        ...
+
+    def close(self) -> None:
+        """Release the sockets; within a second."""
+        ...
+
+
+class AgentLink(Protocol):
+    """An agent's side: one connection at a time. One thread owns it; only `wake` may be called from another."""
+
+    def open(self) -> None:
+        """Connect anew, dropping the connection there was. Does not wait for it to stand."""
+        ...
+
+    def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:
+        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        ...
+
+    def send(self, message: ToCoordinator, blob: bytes | None = None) -> bool:
+        """Send without waiting; False when it cannot go now (not connected, or too much is under way)."""
+        ...
+
+    def wake(self) -> None:
+        """End the running `poll`, or the next one."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connection; what was sent just before gets a moment to leave."""
+        ...
