@@ -22,6 +22,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A command without an answer is sent again after so long, then after twice as long, and so on..."""
     retry_max_s: float = 8.0
     """... up to this."""
+    grace_s: float = 5.0
+    """How much longer the coordinator waits than it told an agent to: the agent's own account is worth more."""
     prepare_s: float = 60.0
     pause_s: float = 60.0
     offer_s: float = 60.0
@@ -36,4 +38,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Answers remembered by request key."""
     blob_bytes: int = 512 * 1024 * 1024
     """Memory for manifests and digest tables."""
+    forget_s: float = 3600.0
+    """How long a lost engine stays in the status document."""
+    max_channels: int = 64
     max_agents: int = 4096

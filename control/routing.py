@@ -24,8 +24,10 @@ def objection(kind: TransportKind, trainer: TrainerInfo, engine: EngineInfo) -> 
         return f"pp={engine.pp}: SGLang joins a group only without pipeline stages"
     if kind is TransportKind.LOCAL and trainer.host != engine.host:
         return "trainer and engine are on different hosts"
-    if kind is TransportKind.LOCAL and trainer.device != engine.device:
-        return f"trainer on {trainer.device}, engine on {engine.device}"
+    if kind is TransportKind.LOCAL and (trainer.device, engine.device) == ("cuda", "cpu"):
+        return "an engine without a GPU cannot open the trainer's device memory"
+    if kind is TransportKind.DISTRIBUTED and trainer.device != engine.device:
+        return f"trainer on {trainer.device}, engine on {engine.device}: no common collective backend"
     return ""
 
 

@@ -6,7 +6,7 @@ PROTOCOL.md draws its diagrams from these tables; a test compares.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
 from .errors import IllegalMove
@@ -115,10 +115,16 @@ SETTLED: Final = frozenset({EnginePhase.SERVING, EnginePhase.LEFT, EnginePhase.Q
 _State = TypeVar("_State", RoundState, EnginePhase)
 
 
-def move(machine: str, table: Mapping[_State, frozenset[_State]], found: _State, wanted: _State) -> _State:
+def move(
+    machine: str,
+    table: Mapping[_State, frozenset[_State]],
+    found: _State,
+    wanted: _State,
+    story: Sequence[str] = (),
+) -> _State:
     """The state `wanted`, if `table` allows to go there from `found`. Raises `IllegalMove` otherwise."""
     if wanted not in table[found]:
-        raise IllegalMove(machine, found.value, f"a move to {wanted.value}")
+        raise IllegalMove(machine, found.value, f"a move to {wanted.value}", story)
     return wanted
 
 

@@ -1,0 +1,510 @@
+"""The coordinator: `handle(event, now)` returns what is to be done about it, in order. Pure.
+
+It knows who speaks, whether their role allows it, which channel is meant and which answers were given before; channels
+decide the rest. No clock, no socket, no disk, no log in here: the driver is server.py.
+
+One record is written at a time. Until the driver says how that went, further events wait in line: whatever an answer
+or a command depends on is durable before it leaves.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from typing import Final, assert_never
+
+import msgspec
+
+from . import status
+from .blobs import Blobs
+from .channel import Answer, Channel, ChannelRecord, Out, Restored, Tell
+from .effects import (
+    AgentJoined,
+    AgentLeft,
+    AnyEffect,
+    AnyObservation,
+    AnyRecord,
+    Evict,
+    JournalChanged,
+    LeaseGranted,
+    Observe,
+    Persist,
+    Probe,
+    PublishHint,
+    ReadinessChanged,
+    Refusal,
+    RoundEnded,
+    SendTo,
+    StateEntered,
+)
+from .errors import IllegalMove, InvariantBroken
+from .events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, StopRequested, Tick, Token
+from .ids import AgentId, RequestId
+from .ids import Channel as ChannelId
+from .lease import Verdict
+from .limits import Limits
+from .membership import Agent, Membership
+from .messages import (
+    PROTOCOL,
+    Abandon,
+    Ack,
+    Acquire,
+    Alive,
+    BlobPage,
+    Bye,
+    Code,
+    EngineMessage,
+    Failed,
+    GetBlob,
+    GetStatus,
+    Granted,
+    Heartbeat,
+    Hello,
+    Hint,
+    Offered,
+    Paused,
+    Prepared,
+    Publish,
+    PutBlob,
+    Refused,
+    Release,
+    Role,
+    Sent,
+    Serving,
+    Status,
+    ToAgent,
+    ToCoordinator,
+    TrainerMessage,
+    Transferred,
+    Verified,
+    Welcome,
+)
+from .states import RoundState
+
+HEARTBEAT_KEY: Final = RequestId("heartbeat")
+"""Heartbeats carry no key; this one stands in the `Refused` that tells a stranger to say `Hello`."""
+
+_ANY: Final = frozenset(Role)
+_TRAINER: Final = frozenset({Role.TRAINER})
+_ENGINE: Final = frozenset({Role.ENGINE})
+ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
+    Hello: _ANY,
+    Heartbeat: _ANY,
+    Bye: _ANY,
+    GetBlob: frozenset({Role.TRAINER, Role.ENGINE}),
+    GetStatus: _ANY,
+    Acquire: _TRAINER,
+    Release: _TRAINER,
+    PutBlob: _TRAINER,
+    Publish: _TRAINER,
+    Offered: _TRAINER,
+    Sent: _TRAINER,
+    Abandon: _TRAINER,
+    Prepared: _ENGINE,
+    Paused: _ENGINE,
+    Transferred: _ENGINE,
+    Verified: _ENGINE,
+    Serving: _ENGINE,
+    Failed: _ENGINE,
+}
+"""Who may say what. A message type without a row fails a test."""
+
+
+class _Silent(msgspec.Struct, frozen=True):
+    agent: AgentId
+
+
+class _ChannelTick(msgspec.Struct, frozen=True):
+    channel: ChannelId
+
+
+class _ChannelStop(msgspec.Struct, frozen=True):
+    channel: ChannelId
+
+
+_Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
+
+
+class Coordinator:
+    """The machine. Drive it from one thread; carry out every effect in order before the next event."""
+
+    def __init__(self, limits: Limits, boot: int, restored: Mapping[ChannelId, Restored] | None = None) -> None:
+        self.boot = boot
+        self.limits = limits
+        self.members = Membership(limits)
+        self.blobs = Blobs(limits.blob_bytes)
+        self.channels = {name: Channel(name, limits, known) for name, known in (restored or {}).items()}
+        self.read_only = False
+        self.stopping = False
+        self._waiting: deque[_Work] = deque()
+        self._writing: tuple[Persist, ChannelId | None] | None = None
+        self._effects: list[AnyEffect] = []
+        self._answers: OrderedDict[tuple[AgentId, RequestId], Ack | Granted] = OrderedDict()
+        self._tokens = 0
+        self._hints = 0
+        self._probe_at: float | None = None
+
+    # -- the door --------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: AnyEvent, now: float) -> tuple[AnyEffect, ...]:
+        """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on a token it did not give out."""
+        if isinstance(event, Persisted | PersistFailed):
+            self._written(event, now)
+        else:
+            self._waiting.append(event)
+        while self._waiting and self._writing is None:
+            self._work(self._waiting.popleft(), now)
+        effects, self._effects = tuple(self._effects), []
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due; None when nothing is waited for."""
+        times = [channel.next_deadline() for channel in self.channels.values()]
+        times += [self.members.next_deadline(), self._probe_at]
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a requested stop is complete: no round, nothing being written."""
+        idle = all(channel.round is None for channel in self.channels.values())
+        return self.stopping and idle and self._writing is None and not self._waiting
+
+    def status(self, now: float) -> status.StatusView:
+        """What may be known of the whole."""
+        return status.StatusView(
+            boot=self.boot,
+            read_only=self.read_only,
+            stopping=self.stopping,
+            agents=len(self.members),
+            blob_bytes=self.blobs.held_bytes,
+            channels=status.describe(self.channels.values(), self.members, self.limits.lease_s, now),
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantBroken` unless everything agrees with everything else."""
+        self.members.check()
+        self.blobs.check()
+        for channel in self.channels.values():
+            channel.check()
+        if self._effects:
+            raise InvariantBroken("effects were left behind")
+
+    # -- work ------------------------------------------------------------------------------------------------------------
+
+    def _work(self, work: _Work, now: float) -> None:
+        match work:
+            case MessageReceived():
+                self._received(work, now)
+            case PeerLost():
+                self.members.disconnect(work.peer)
+            case Tick():
+                self._tick(now)
+            case StopRequested():
+                self.stopping = True
+                self._waiting.extend(_ChannelStop(name) for name in self.channels)
+            case _Silent():
+                agent = self.members.get(work.agent)
+                if agent and now >= agent.heard_at + self.limits.silence_s:
+                    self._leave(agent, f"was silent for {now - agent.heard_at:.1f} s", now)
+            case _ChannelTick():
+                self.channels[work.channel].tick(now)
+                self._flush(self.channels[work.channel], now)
+            case _ChannelStop():
+                self.channels[work.channel].stop(now)
+                self._flush(self.channels[work.channel], now)
+            case Persisted() | PersistFailed():
+                raise InvariantBroken("the journal's answers do not wait in line")
+            case _:
+                assert_never(work)
+
+    def _tick(self, now: float) -> None:
+        self._waiting.extend(_Silent(agent.name) for agent in self.members.silent(now))
+        self._waiting.extend(_ChannelTick(name) for name in self.channels)
+        if self._probe_at is not None and now >= self._probe_at:
+            self._probe_at = now + self.limits.probe_s
+            self._persist(Probe(), None)
+
+    def _written(self, event: Persisted | PersistFailed, now: float) -> None:
+        if self._writing is None or self._writing[0].token != event.token:
+            expected = self._writing[0].token if self._writing else "none"
+            raise IllegalMove("coordinator", f"writing {expected}", f"{type(event).__name__}({event.token})")
+        (persist, name), self._writing = self._writing, None
+        channel = self.channels[name] if name is not None else None
+        failed = event.reason if isinstance(event, PersistFailed) else None
+        self._note_journal(failed, now)
+        record = persist.record
+        if channel and not isinstance(record, Probe):
+            if failed is None:
+                channel.persisted(record, now)
+            else:
+                channel.not_persisted(record, f"the journal cannot be written: {failed}", now)
+            self._flush(channel, now)
+
+    def _note_journal(self, failed: str | None, now: float) -> None:
+        if (failed is not None) is not self.read_only:
+            self.read_only = failed is not None
+            self._observe(JournalChanged(writable=not self.read_only, reason=failed or ""))
+        self._probe_at = now + self.limits.probe_s if self.read_only else None
+
+    def _persist(self, record: AnyRecord, channel: ChannelId | None) -> None:
+        if self._writing:
+            raise InvariantBroken(f"{record} was to be written while {self._writing[0].record} still is")
+        self._tokens += 1
+        persist = Persist(token=Token(self._tokens), record=record)
+        self._writing = (persist, channel)
+        self._effects.append(persist)
+
+    # -- messages --------------------------------------------------------------------------------------------------------
+
+    def _received(self, event: MessageReceived, now: float) -> None:
+        message, peer = event.message, event.peer
+        if isinstance(message, Hello):
+            self._hello(message, event, now)
+            return
+        agent = self.members.heard(peer, now)
+        if agent is None:
+            if not isinstance(message, Bye):
+                self._refuse(peer, "?", message, Verdict(Code.UNKNOWN_AGENT, "say Hello first"))
+            return
+        if agent.role not in ALLOWED[type(message)]:
+            self._refuse(peer, agent.name, message, Verdict(Code.NOT_ALLOWED, f"not for the role {agent.role.value}"))
+            return
+        match message:
+            case Heartbeat():
+                self._heartbeat(agent, message, peer, now)
+            case Bye():
+                self._leave(agent, f"said Bye: {message.reason}", now)
+            case GetBlob():
+                self._get_blob(agent, message, peer)
+            case GetStatus():
+                self._send(peer, Status(request=message.request), status.encode(self.status(now)))
+            case PutBlob():
+                blob = event.blob if event.blob is not None else b""
+                self._answer(peer, agent, message, self.blobs.put(message.digest, message.page, message.pages, blob))
+            case Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
+                self._from_engine(agent, message, peer, now)
+            case _:
+                self._from_trainer(agent, message, peer, now)
+
+    def _hello(self, message: Hello, event: MessageReceived, now: float) -> None:
+        peer = event.peer
+        verdict = self._may_join(message, event)
+        if verdict is None:
+            verdict = self.members.verdict(message, peer, now)
+        if not verdict.ok:
+            self._refuse(peer, message.agent, message, verdict)
+            return
+        before = self.members.get(message.agent)
+        returning = before is not None and before.incarnation == message.incarnation
+        if before and not returning:
+            self._leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
+        elif before and before.peer and before.peer != peer:
+            self._effects.append(Evict(peer=before.peer, reason="came back on another connection"))
+        self.members.join(message, peer, now)
+        agent = self.members.get(message.agent)
+        assert agent is not None  # noqa: S101  # just joined
+        channel = self._channel(message.channel)
+        self._send(
+            peer,
+            Welcome(
+                request=message.request,
+                boot=self.boot,
+                epoch=channel.epoch,
+                committed=channel.committed,
+                heartbeat_s=self.limits.heartbeat_s,
+                silence_s=self.limits.silence_s,
+            ),
+        )
+        note = AgentJoined(
+            agent=agent.name,
+            role=agent.role,
+            channel=agent.channel,
+            incarnation=agent.incarnation,
+            returning=returning,
+        )
+        self._observe(note)
+        if agent.role is Role.ENGINE:
+            channel.engine_joined(agent, now)
+        elif agent.role is Role.TRAINER:
+            channel.trainer_heard(agent, now)
+            channel.trainer_joined(agent, now)
+        self._flush(channel, now)
+
+    def _may_join(self, message: Hello, event: MessageReceived) -> Verdict | None:
+        """What speaks against a `Hello` by itself; None when nothing does."""
+        if message.protocol != PROTOCOL:
+            older = "agent" if message.protocol < PROTOCOL else "coordinator"
+            reason = f"found protocol {message.protocol}, expected {PROTOCOL}: upgrade the {older}"
+            return Verdict(Code.PROTOCOL_MISMATCH, reason)
+        if event.principal and event.principal != message.agent:
+            return Verdict(Code.NOT_ALLOWED, f"the connection's key is {event.principal!r}'s, not {message.agent!r}'s")
+        if (message.engine is not None) is not (message.role is Role.ENGINE):
+            return Verdict(Code.NOT_ALLOWED, "engines, and nobody else, describe an engine in Hello")
+        if (message.trainer is not None) is not (message.role is Role.TRAINER):
+            return Verdict(Code.NOT_ALLOWED, "trainers, and nobody else, describe a trainer in Hello")
+        seated = self.members.on(event.peer)
+        if seated and seated.name != message.agent:
+            return Verdict(Code.NOT_ALLOWED, f"this connection is {seated.name!r}'s: one connection, one agent")
+        known = self.members.get(message.agent)
+        same = known is not None and known.incarnation == message.incarnation
+        if known and same and (known.role, known.channel) != (message.role, message.channel):
+            return Verdict(Code.NOT_ALLOWED, f"{message.agent!r} is {known.role.value} of channel {known.channel!r}")
+        if message.channel not in self.channels and len(self.channels) >= self.limits.max_channels:
+            return Verdict(Code.NOT_ALLOWED, f"{len(self.channels)} channels are here, no more are taken")
+        return None
+
+    def _heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
+        self._send(peer, Alive(seq=message.seq, boot=self.boot))
+        channel = self._channel(agent.channel)
+        if agent.role is Role.TRAINER:
+            channel.trainer_heard(agent, now)
+        elif agent.role is Role.ENGINE:
+            channel.engine_heard(agent.name, message, now)
+            self._flush(channel, now)
+
+    def _get_blob(self, agent: Agent, message: GetBlob, peer: Peer) -> None:
+        found = self.blobs.page(message.digest, message.page)
+        if found is None:
+            reason = f"page {message.page} of blob {message.digest[:12]} is not here"
+            self._refuse(peer, agent.name, message, Verdict(Code.UNKNOWN_BLOB, reason))
+            return
+        blob, pages = found
+        answer = BlobPage(request=message.request, digest=message.digest, page=message.page, pages=pages)
+        self._send(peer, answer, blob)
+
+    def _from_engine(self, agent: Agent, message: EngineMessage, peer: Peer, now: float) -> None:
+        channel = self._channel(agent.channel)
+        verdict = self._meant_for(agent, message) or channel.engine_answered(agent.name, message, now)
+        channel.story.append(f"{now:.3f} {agent.name} {type(message).__name__} epoch {message.epoch}")
+        self._answer(peer, agent, message, verdict)
+        self._flush(channel, now)
+
+    def _from_trainer(self, agent: Agent, message: TrainerMessage, peer: Peer, now: float) -> None:
+        channel = self._channel(agent.channel)
+        channel.trainer_heard(agent, now)
+        known = self._answers.get((agent.name, message.request))
+        if known:
+            self._send(peer, known)
+            if isinstance(message, Publish):
+                channel.repeat_done(agent, message, now)
+        else:
+            channel.story.append(f"{now:.3f} {agent.name} {type(message).__name__}")
+            verdict = self._meant_for(agent, message) or self._ask(channel, agent, message, now)
+            if not verdict.ok or not isinstance(message, Acquire):
+                self._answer(peer, agent, message, verdict)
+        self.blobs.pin(digest for channel in self.channels.values() for digest in channel.pinned())
+        self._flush(channel, now)
+
+    def _ask(self, channel: Channel, agent: Agent, message: TrainerMessage, now: float) -> Verdict:
+        if isinstance(message, Acquire | Publish):
+            if self.stopping:
+                return Verdict(Code.SHUTTING_DOWN, "the coordinator is stopping", 5.0)
+            if self.read_only:
+                return Verdict(Code.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s)
+        match message:
+            case Acquire():
+                return channel.acquire(agent, message, now)
+            case Release():
+                return channel.release(agent, message)
+            case Publish():
+                missing = next((d for d in (message.manifest, message.table) if d not in self.blobs), "")
+                return channel.publish(agent, message, missing, now)
+            case Offered():
+                return channel.offered(agent, message, now)
+            case Sent():
+                return channel.sent(agent, message, now)
+            case Abandon():
+                return channel.abandon(agent, message, now)
+            case PutBlob():
+                raise InvariantBroken("blobs do not reach channels", channel.story)
+            case _:
+                assert_never(message)
+
+    # -- small things ----------------------------------------------------------------------------------------------------
+
+    def _meant_for(self, agent: Agent, message: EngineMessage | TrainerMessage) -> Verdict | None:
+        if isinstance(message, PutBlob) or message.channel == agent.channel:
+            return None
+        return Verdict(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {message.channel!r}")
+
+    def _channel(self, name: ChannelId) -> Channel:
+        if name not in self.channels:
+            self.channels[name] = Channel(name, self.limits, Restored())
+        return self.channels[name]
+
+    def _leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> None:
+        self.members.remove(agent.name)
+        if evict and agent.peer:
+            self._effects.append(Evict(peer=agent.peer, reason=reason))
+        self._observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))
+        channel = self._channel(agent.channel)
+        if agent.role is Role.ENGINE:
+            channel.engine_lost(agent.name, reason, now)
+        elif agent.role is Role.TRAINER:
+            channel.trainer_lost(agent, reason, now)
+        self._flush(channel, now)
+
+    def _answer(self, peer: Peer, agent: Agent, message: ToCoordinator, verdict: Verdict) -> None:
+        if not verdict.ok:
+            self._refuse(peer, agent.name, message, verdict)
+        elif not isinstance(message, Heartbeat | Bye):
+            ack = Ack(request=message.request)
+            if isinstance(message, Publish | Release | Offered | Sent | Abandon):
+                self._remember(agent.name, ack)
+            self._send(peer, ack)
+
+    def _remember(self, agent: AgentId, answer: Ack | Granted) -> None:
+        self._answers[agent, answer.request] = answer
+        while len(self._answers) > self.limits.answers:
+            self._answers.popitem(last=False)
+
+    def _refuse(self, peer: Peer, agent: str, message: ToCoordinator, verdict: Verdict) -> None:
+        code = verdict.code or Code.NOT_ALLOWED
+        request = HEARTBEAT_KEY if isinstance(message, Heartbeat | Bye) else message.request
+        refused = Refused(request=request, code=code, reason=verdict.reason, retry_after_s=verdict.retry_after_s)
+        self._send(peer, refused)
+        self._observe(Refusal(agent=agent, message=type(message).__name__, code=code, reason=verdict.reason))
+
+    def _send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
+        self._effects.append(SendTo(peer=peer, message=message, blob=blob))
+
+    def _observe(self, what: AnyObservation) -> None:
+        self._effects.append(Observe(what=what))
+
+    def _flush(self, channel: Channel, now: float) -> None:
+        for out in channel.flush(now):
+            self._put(channel, out)
+
+    def _put(self, channel: Channel, out: Out) -> None:
+        match out:
+            case Tell() | Answer():
+                if isinstance(out, Answer) and isinstance(out.message, Granted):
+                    self._remember(out.agent, out.message)
+                agent = self.members.get(out.agent)
+                if agent and agent.peer:
+                    self._send(agent.peer, out.message)
+            case ChannelRecord():
+                self._persist(out, channel.name)
+            case _:
+                channel.story.append(str(out))
+                self._observe(out)
+                self._hint(channel, out)
+
+    def _hint(self, channel: Channel, what: AnyObservation) -> None:
+        match what:
+            case LeaseGranted():
+                event = "granted"
+            case StateEntered() if what.state is RoundState.RESUMING:
+                event = "committed"
+            case RoundEnded():
+                event = f"round_{what.outcome.value}"
+            case ReadinessChanged():
+                event = "ready" if what.ready else "not_ready"
+            case _:
+                return
+        self._hints += 1
+        version = channel.committed.version if channel.committed else None
+        hint = Hint(
+            seq=self._hints, boot=self.boot, channel=channel.name, event=event, version=version, epoch=channel.epoch
+        )
+        self._effects.append(PublishHint(hint=hint))

@@ -1,0 +1,76 @@
+"""What the coordinator knows of one engine between rounds, and whether it is ready to serve. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from .ids import AgentId, Epoch, Incarnation, RequestId
+from .lease import YES, Verdict
+from .membership import Agent
+from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held
+from .round import Member
+from .states import EnginePhase
+
+KEYS = 32
+"""Request keys remembered per engine, to tell a repeated answer from a new one."""
+
+_GENERATES = (None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT)
+
+
+class Engine(msgspec.Struct, kw_only=True):
+    """One engine of a channel."""
+
+    name: AgentId
+    incarnation: Incarnation
+    info: EngineInfo
+    health: EngineHealth
+    held: Held | None
+    serving: bool = False
+    """It said so, and nothing since speaks against it."""
+    alive: bool = True
+    lost_at: float = 0.0
+    reason: str = ""
+    last_epoch: Epoch = Epoch(0)
+    keys: deque[RequestId] = msgspec.field(default_factory=lambda: deque[RequestId](maxlen=KEYS))
+
+    @classmethod
+    def of(cls, agent: Agent) -> Engine:
+        """An engine as it described itself."""
+        if agent.engine is None:
+            raise ValueError(f"{agent.name} is no engine")
+        info = agent.engine
+        return cls(name=agent.name, incarnation=agent.incarnation, info=info, health=info.health, held=info.held)
+
+    def as_info(self) -> EngineInfo:
+        """The description with what is known today."""
+        return msgspec.structs.replace(self.info, health=self.health, held=self.held)
+
+    def absorb(self, message: EngineMessage, member: Member, committed: Held | None) -> None:
+        """Take over what an answer to a round says of the engine."""
+        self.reason = member.reason
+        if isinstance(message, Failed):
+            self.health = message.health
+        if member.phase in (EnginePhase.SERVING, EnginePhase.LEFT):
+            self.health, self.serving = EngineHealth.CLEAN, True
+        elif member.phase not in _GENERATES:
+            self.serving = False
+        if member.phase is EnginePhase.SERVING:
+            self.held, self.reason = committed, ""
+
+
+def readiness(engine: Engine, phase: EnginePhase | None, committed: Held | None) -> Verdict:
+    """Whether requests may be sent to the engine, and why not."""
+    if not engine.alive:
+        return Verdict(Code.NOT_ALLOWED, engine.reason or "not here")
+    if engine.health is not EngineHealth.CLEAN:
+        return Verdict(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
+    if phase not in _GENERATES:
+        return Verdict(Code.NOT_ALLOWED, f"in a round: {phase.value if phase else ''}")
+    if committed and engine.held != committed:
+        found = f"version {engine.held.version}" if engine.held else "the weights of its launch"
+        return Verdict(Code.NOT_ALLOWED, f"holds {found}, committed is {committed.version}")
+    if not engine.serving and phase in (None, EnginePhase.PREPARING, EnginePhase.PREPARED):
+        return Verdict(Code.NOT_ALLOWED, engine.reason or "has not said yet that it serves")
+    return YES

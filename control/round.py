@@ -1,0 +1,634 @@
+"""One round: a version on its way into the engines of a channel, or back out of them. Pure.
+
+The round decides; it sends nothing by itself. Commands go to `Duties`, which repeats them until they are answered.
+What it needs of its channel stands in `wants`: a new epoch or the commit made durable, or to be closed. Nothing of the
+new version is told to an engine before `committed` was called, and after that there is no way back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, assert_never
+
+import msgspec
+
+from .duties import Duties
+from .effects import AnyObservation, EngineFailed, Redriven, StateEntered
+from .ids import AgentId, Channel, Epoch, Version
+from .limits import Limits
+from .messages import (
+    Abort,
+    Commit,
+    EngineHealth,
+    EngineInfo,
+    EngineMessage,
+    EngineReport,
+    Failed,
+    Offer,
+    Outcome,
+    Pause,
+    Paused,
+    Prepare,
+    Prepared,
+    Publish,
+    Receiver,
+    RoundDone,
+    Send,
+    Serving,
+    Step,
+    TrainerInfo,
+    Transfer,
+    Transferred,
+    TransportKind,
+    Verified,
+)
+from .routing import choose
+from .states import ENGINE_MOVES, ROUND_MOVES, SETTLED, EnginePhase, RoundState, move
+
+_UNTOUCHED: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.PAUSING, EnginePhase.PAUSED)
+_HOPEFUL: Final = (
+    *_UNTOUCHED,
+    EnginePhase.TRANSFERRING,
+    EnginePhase.TRANSFERRED,
+    EnginePhase.VERIFIED,
+    EnginePhase.BROKEN,
+)
+_BEFORE_COMMIT: Final = frozenset(RoundState) - {
+    RoundState.IDLE,
+    RoundState.COMMITTING,
+    RoundState.RESUMING,
+    RoundState.ABORTING,
+}
+_CLOCK: Final[Mapping[RoundState, str]] = {
+    RoundState.PREPARING: "prepare",
+    RoundState.PAUSING: "pause",
+    RoundState.OFFERING: "transfer",
+    RoundState.TRANSFERRING: "transfer",
+    RoundState.VERIFYING: "verify",
+    RoundState.COMMITTING: "commit",
+    RoundState.RESUMING: "resume",
+    RoundState.ABORTING: "abort",
+}
+"""Under which name the seconds of a state are reported."""
+
+
+class Want(enum.Enum):
+    """What a round needs of its channel before it can go on."""
+
+    EPOCH = "a new epoch, durable, to drive broken engines again"
+    COMMIT = "the version made durable"
+    CLOSE = "to be closed and reported"
+
+
+class Member(msgspec.Struct, kw_only=True):
+    """One engine of the round."""
+
+    name: AgentId
+    info: EngineInfo
+    phase: EnginePhase
+    epoch: Epoch
+    transport: TransportKind | None
+    health: EngineHealth
+    reason: str = ""
+    seconds: dict[str, float] = {}
+    bytes: int = 0
+    buckets: int = 0
+    verified_by: str = ""
+    rank_offset: int = 0
+    give_up_at: float | None = None
+    """The trainer said that it could not serve this engine: how long its own account is waited for."""
+
+
+class Round:
+    """The machine of one round, from `Publish` to `RoundDone`."""
+
+    def __init__(
+        self,
+        publish: Publish,
+        holder: AgentId,
+        trainer: TrainerInfo,
+        engines: Mapping[AgentId, EngineInfo],
+        *,
+        limits: Limits,
+        duties: Duties,
+        story: deque[str],
+        now: float,
+    ) -> None:
+        self.publish = publish
+        self.holder = holder
+        self.channel: Channel = publish.channel
+        self.version: Version = publish.version
+        self.epoch: Epoch = publish.epoch
+        self.state = RoundState.IDLE
+        self.wants: Want | None = None
+        self.outcome: Outcome | None = None
+        self.reason = ""
+        self.members: dict[AgentId, Member] = {}
+        self.notes: list[AnyObservation] = []
+        self._limits = limits
+        self._duties = duties
+        self._story = story
+        self._began_at = now
+        self._since = now
+        self._deadline = now
+        self._commit_until = now
+        self._seconds: dict[str, float] = {}
+        self._redrives_left = publish.policy.redrives
+        self._trainer_gone = False
+        self._sent = False
+        self._sent_once = False
+        for name, info in engines.items():
+            route = choose(trainer, info)
+            self.members[name] = Member(
+                name=name,
+                info=info,
+                phase=EnginePhase.PREPARING if route.transport else EnginePhase.LEFT,
+                epoch=self.epoch,
+                transport=route.transport,
+                health=info.health,
+                reason="" if route.transport else route.reason,
+                seconds={},
+            )
+
+    # -- what happens to it ----------------------------------------------------------------------------------------
+
+    def start(self, now: float) -> None:
+        """Send `Prepare` to every engine that has a transport. Without any engine the version commits at once."""
+        self._enter(RoundState.PREPARING, now, self._limits.prepare_s + self._limits.grace_s)
+        for member in self._in(EnginePhase.PREPARING):
+            prepare = Prepare(
+                channel=self.channel,
+                epoch=member.epoch,
+                version=self.version,
+                manifest=self.publish.manifest,
+                table=self.publish.table,
+                transport=member.transport or TransportKind.DISK,
+                policy=self.publish.policy,
+                deadline_s=self._limits.prepare_s,
+            )
+            self._duties.assign(member.name, prepare, now)
+        self._advance(now)
+
+    def answered(self, name: AgentId, message: EngineMessage, now: float) -> None:
+        """An engine of the round answered at its current epoch. Answers that come too late change nothing."""
+        member = self.members[name]
+        match message:
+            case Prepared():
+                self._step(member, EnginePhase.PREPARING, EnginePhase.PREPARED, "prepare", message.seconds)
+            case Paused():
+                self._step(member, EnginePhase.PAUSING, EnginePhase.PAUSED, "pause", message.seconds)
+            case Transferred():
+                if self._step(member, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, "transfer", message.seconds):
+                    member.bytes, member.buckets = message.bytes, message.buckets
+            case Verified():
+                self._verified(member, message, now)
+            case Serving():
+                self._serving(member, message, now)
+            case Failed():
+                self._failed(member, message, now)
+            case _:
+                assert_never(message)
+        self._advance(now)
+
+    def offered(self, epoch: Epoch, offers: tuple[Offer, ...], now: float) -> None:
+        """The trainer's half stands: the engines of the last `Send` may come."""
+        if self.state is not RoundState.OFFERING or epoch != self.epoch:
+            return
+        self._duties.drop(self.holder)
+        by_kind = {offer.transport: offer for offer in offers}
+        self._enter(RoundState.TRANSFERRING, now, self.publish.policy.transfer_timeout_s + self._limits.grace_s)
+        for member in self._in(EnginePhase.PAUSED, EnginePhase.BROKEN):
+            offer = by_kind.get(member.transport) if member.transport else None
+            if offer is None:
+                self._leave(member, f"the trainer made no {member.transport} offer", now)
+                continue
+            self._move(member, EnginePhase.TRANSFERRING)
+            member.epoch, member.give_up_at = self.epoch, None
+            self._duties.assign(member.name, self._transfer(member, offer), now)
+        self._advance(now)
+
+    def sent(self, epoch: Epoch, failed: Mapping[str, str], now: float) -> None:
+        """The trainer's half of the transfer is over. Engines in `failed` get a little time to speak for themselves."""
+        if self.state is not RoundState.TRANSFERRING or epoch != self.epoch:
+            return
+        self._sent = self._sent_once = True
+        for member in self._in(EnginePhase.TRANSFERRING):
+            if member.name in failed:
+                member.reason = f"the trainer could not serve it: {failed[member.name]}"
+                member.give_up_at = now + self._limits.grace_s
+        self._advance(now)
+
+    def lost(self, name: AgentId, reason: str, now: float) -> None:
+        """An engine is gone, or another incarnation has its name. It no longer holds up the round."""
+        member = self.members.get(name)
+        if member is None or member.phase in SETTLED:
+            return
+        self._note_failure(member, reason)
+        self._move(member, EnginePhase.LOST)
+        self._duties.drop(name)
+        self._advance(now)
+
+    def trainer_lost(self, reason: str, now: float) -> None:
+        """The lease is gone. Before the bytes are across that ends the round; afterwards it can do without."""
+        if self._trainer_gone:
+            return
+        self._trainer_gone = True
+        self._duties.drop(self.holder)
+        if self.state in (RoundState.PREPARING, RoundState.PAUSING):
+            self._abort(reason, now)
+        elif self.state in (RoundState.OFFERING, RoundState.TRANSFERRING):
+            self._give_up_transfer(reason, now)
+        self._advance(now)
+
+    def abandon(self, reason: str, now: float) -> None:
+        """Somebody in charge wants the round to end. What is being made durable goes through nevertheless."""
+        if self.state in _BEFORE_COMMIT:
+            self._abort(reason, now)
+            self._advance(now)
+
+    def epoch_taken(self, epoch: Epoch, now: float) -> None:
+        """`epoch` is durable: send everything again to the engines that broke."""
+        self.wants = None
+        self.epoch = epoch
+        broken = tuple(member.name for member in self._in(EnginePhase.BROKEN))
+        self.notes.append(Redriven(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
+        self._offer(now)
+        self._advance(now)
+
+    def epoch_refused(self, reason: str, now: float) -> None:
+        """The journal took no new epoch: finish without the engines that broke."""
+        self.wants = None
+        self._redrives_left = 0
+        self.reason = reason
+        self._advance(now)
+
+    def committed(self, now: float) -> None:
+        """The version is durable: from here the round only rolls forward."""
+        self.wants = None
+        self.outcome = Outcome.COMMITTED
+        self._enter(RoundState.RESUMING, now, self._limits.resume_s + self._limits.grace_s)
+        for member in self._in(EnginePhase.VERIFIED):
+            self._move(member, EnginePhase.RESUMING)
+            commit = Commit(
+                channel=self.channel,
+                epoch=member.epoch,
+                version=self.version,
+                table=self.publish.table,
+                flush=self.publish.policy.flush,
+                deadline_s=self._limits.resume_s,
+            )
+            self._duties.assign(member.name, commit, now)
+        self._advance(now)
+
+    def commit_refused(self, reason: str, now: float) -> None:
+        """The journal did not take the commit. It is asked again until `commit_s` is over; then the round is aborted."""
+        self.wants = None
+        self.reason = reason
+        if now >= self._commit_until:
+            self._abort(f"the version could not be made durable: {reason}", now)
+            self._advance(now)
+        else:
+            self._deadline = min(self._commit_until, now + self._limits.probe_s)
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        for member in self._in(EnginePhase.TRANSFERRING):
+            if member.give_up_at is not None and now >= member.give_up_at:
+                self._note_failure(member, member.reason)
+                self._move(member, EnginePhase.BROKEN)
+                self._duties.drop(member.name)
+        if now >= self._deadline and self.wants is None:
+            self._timeout(now)
+        self._advance(now)
+
+    # -- what it says of itself --------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        if self.wants is Want.CLOSE:
+            return None
+        times = [m.give_up_at for m in self._in(EnginePhase.TRANSFERRING) if m.give_up_at is not None]
+        return min([self._deadline, *times])
+
+    def age_s(self, now: float) -> float:
+        """How long the round has been running."""
+        return now - self._began_at
+
+    def done(self, now: float) -> RoundDone:
+        """The report for the trainer."""
+        seconds = {**self._seconds, "total": now - self._began_at}
+        reports = tuple(self._report(member) for member in self.members.values())
+        return RoundDone(
+            channel=self.channel,
+            epoch=self.publish.epoch,
+            version=self.version,
+            outcome=self.outcome or Outcome.ABORTED,
+            reason=self.reason,
+            engines=reports,
+            seconds=seconds,
+        )
+
+    def verified(self) -> tuple[AgentId, ...]:
+        """Who holds the version, verified."""
+        return tuple(member.name for member in self._in(EnginePhase.VERIFIED))
+
+    def check(self) -> tuple[str, ...]:
+        """What is wrong with the round, if anything."""
+        wrong: list[str] = []
+        phases = {member.phase for member in self.members.values()}
+        durable = self.state is RoundState.RESUMING
+        if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not durable:
+            wrong.append(f"an engine was told of version {self.version} in {self.state}, before it was durable")
+        if self.state in (RoundState.PREPARING, RoundState.PAUSING) and EnginePhase.TRANSFERRING in phases:
+            wrong.append(f"an engine takes weights in {self.state}")
+        if self.state is RoundState.TRANSFERRING and phases & set(_UNTOUCHED) - {EnginePhase.PAUSED}:
+            wrong.append("weights travel while an engine is not paused")
+        if durable and self.outcome is not Outcome.COMMITTED:
+            wrong.append("resuming a version that was not committed")
+        if durable and phases & set(_HOPEFUL):
+            wrong.append("an engine was forgotten at the commit")
+        if any(member.epoch > self.epoch for member in self.members.values()):
+            wrong.append("an engine is ahead of its round's epoch")
+        return tuple(wrong)
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def _step(self, member: Member, found: EnginePhase, wanted: EnginePhase, clock: str, seconds: float) -> bool:
+        if member.phase is not found:
+            return False
+        self._move(member, wanted)
+        member.seconds[clock] = seconds
+        self._duties.drop(member.name)
+        return True
+
+    def _verified(self, member: Member, message: Verified, now: float) -> None:
+        if member.phase not in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
+            return
+        if message.version != self.version or message.table != self.publish.table:
+            member.health = EngineHealth.DIRTY
+            found = f"version {message.version}, table {message.table[:12]}"
+            self._break(member, f"verified {found}; expected {self.version}, {self.publish.table[:12]}", now)
+            return
+        self._move(member, EnginePhase.VERIFIED)
+        member.seconds["verify"] = message.seconds
+        member.verified_by = message.verified_by
+        self._duties.drop(member.name)
+
+    def _serving(self, member: Member, message: Serving, now: float) -> None:
+        if member.phase is EnginePhase.RESUMING:
+            right = message.version == self.version
+            self._move(member, EnginePhase.SERVING if right else EnginePhase.QUARANTINED)
+            member.health = EngineHealth.CLEAN if right else EngineHealth.PENDING
+            if not right:
+                self._note_failure(member, f"serves version {message.version} after the commit of {self.version}")
+        elif member.phase is EnginePhase.LEAVING:
+            self._move(member, EnginePhase.LEFT)
+            member.health = EngineHealth.CLEAN
+        else:
+            if member.phase in (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING):
+                self._leave(member, "it resumed by itself", now)
+            return
+        member.seconds["resume"], member.seconds["paused"] = message.seconds, message.paused_s
+        self._duties.drop(member.name)
+
+    def _failed(self, member: Member, message: Failed, now: float) -> None:
+        reason = f"{message.step.value}: {message.reason}"
+        if member.phase in SETTLED:
+            return
+        member.health = message.health
+        if member.phase is EnginePhase.RESUMING:
+            self._note_failure(member, reason)
+            self._move(member, EnginePhase.QUARANTINED)
+            self._duties.drop(member.name)
+        elif member.phase is EnginePhase.LEAVING:
+            if message.health is EngineHealth.CLEAN and message.step is not Step.RESUME:
+                return  # crossed with our Abort, which it has yet to answer
+            member.reason = member.reason or reason
+            self._move(member, EnginePhase.QUARANTINED)
+            self._duties.drop(member.name)
+        elif member.phase in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
+            self._break(member, reason, now)
+        elif member.phase is not EnginePhase.BROKEN:
+            self._leave(member, reason, now)
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        """Go on as long as nothing has to be waited for."""
+        before = None
+        while before is not self.state and self.wants is None:
+            before = self.state
+            self._advance_once(now)
+
+    def _advance_once(self, now: float) -> None:
+        match self.state:
+            case RoundState.PREPARING if not self.members and not self.publish.policy.min_engines:
+                self._commit(now)
+            case RoundState.PREPARING if not self._in(EnginePhase.PREPARING) and self._enough(now):
+                self._pause(now)
+            case RoundState.PAUSING if not self._in(EnginePhase.PAUSING) and self._enough(now):
+                self._offer(now)
+            case RoundState.OFFERING if not self._in(EnginePhase.PAUSED, EnginePhase.BROKEN):
+                self._give_up_transfer("no engine is left to send to", now)
+            case RoundState.TRANSFERRING if self._enough(now):
+                if self._sent and not self._in(EnginePhase.TRANSFERRING):
+                    self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
+            case RoundState.VERIFYING if not self._in(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+                self._conclude(now)
+            case RoundState.RESUMING | RoundState.ABORTING if all(m.phase in SETTLED for m in self.members.values()):
+                self.wants = Want.CLOSE
+            case _:
+                pass
+
+    def _enough(self, now: float) -> bool:
+        """Whether the version can still reach as many engines as its policy asks for; aborts when not."""
+        needed = max(1, self.publish.policy.min_engines)
+        left = len(self._in(*_HOPEFUL))
+        if left >= needed:
+            return True
+        why = "; ".join(f"{m.name}: {m.reason}" for m in self.members.values() if m.reason)
+        self._abort(f"{left} engines can take the version, {needed} are needed ({why or 'none joined'})", now)
+        return False
+
+    def _pause(self, now: float) -> None:
+        self._enter(RoundState.PAUSING, now, self._limits.pause_s + self._limits.grace_s)
+        for member in self._in(EnginePhase.PREPARED):
+            self._move(member, EnginePhase.PAUSING)
+            pause = Pause(
+                channel=self.channel,
+                epoch=member.epoch,
+                mode=self.publish.policy.pause,
+                lease_s=self._limits.lease_s,
+                deadline_s=self._limits.pause_s,
+            )
+            self._duties.assign(member.name, pause, now)
+
+    def _offer(self, now: float) -> None:
+        self._enter(RoundState.OFFERING, now, self._limits.offer_s + self._limits.grace_s)
+        self._sent = False
+        receivers: list[Receiver] = []
+        rank = 1
+        for member in self._in(EnginePhase.PAUSED, EnginePhase.BROKEN):
+            if member.transport is TransportKind.DISTRIBUTED:
+                member.rank_offset = rank
+                rank += member.info.tp
+            transport = member.transport or TransportKind.DISK
+            receivers.append(Receiver(engine=member.name, transport=transport, tp=member.info.tp, url=member.info.url))
+        send = Send(
+            channel=self.channel,
+            epoch=self.epoch,
+            version=self.version,
+            receivers=tuple(receivers),
+            deadline_s=self.publish.policy.transfer_timeout_s,
+        )
+        self._duties.assign(self.holder, send, now)
+
+    def _transfer(self, member: Member, offer: Offer) -> Transfer:
+        return Transfer(
+            channel=self.channel,
+            epoch=self.epoch,
+            version=self.version,
+            manifest=self.publish.manifest,
+            table=self.publish.table,
+            offer=offer,
+            rank_offset=member.rank_offset,
+            deadline_s=self.publish.policy.transfer_timeout_s,
+        )
+
+    def _conclude(self, now: float) -> None:
+        broken = self._in(EnginePhase.BROKEN)
+        if broken and self._redrives_left and not self._trainer_gone:
+            self._redrives_left -= 1
+            self.wants = Want.EPOCH
+            return
+        for member in broken:
+            self._leave(member, member.reason, now)
+        if self._enough(now):
+            self._commit(now)
+
+    def _commit(self, now: float) -> None:
+        self._enter(RoundState.COMMITTING, now, self._limits.commit_s)
+        self._commit_until = self._deadline
+        self.wants = Want.COMMIT
+
+    def _give_up_transfer(self, reason: str, now: float) -> None:
+        """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
+        verified = self._in(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
+        if not self._sent_once or len(verified) < max(1, self.publish.policy.min_engines):
+            self._abort(reason, now)
+            return
+        self._redrives_left = 0
+        self.reason = reason
+        self._duties.drop(self.holder)
+        for member in self._in(EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.BROKEN):
+            self._leave(member, reason, now)
+        if self.state is RoundState.OFFERING:
+            self._commit(now)
+        else:
+            self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
+
+    def _abort(self, reason: str, now: float) -> None:
+        self.outcome = Outcome.ABORTED
+        self.reason = reason
+        self.wants = None
+        self._duties.drop(self.holder)
+        self._enter(RoundState.ABORTING, now, self._limits.abort_s + self._limits.grace_s)
+        for member in self._in(*_HOPEFUL):
+            self._leave(member, member.reason, now, told=reason)
+
+    def _timeout(self, now: float) -> None:
+        waited = f"no answer within {now - self._since:.0f} s"
+        match self.state:
+            case RoundState.PREPARING | RoundState.PAUSING:
+                for member in self._in(EnginePhase.PREPARING, EnginePhase.PAUSING):
+                    self._leave(member, f"{member.phase.value}: {waited}", now)
+            case RoundState.OFFERING:
+                self._give_up_transfer(f"the trainer offered nothing: {waited}", now)
+            case RoundState.TRANSFERRING:
+                for member in self._in(EnginePhase.TRANSFERRING):
+                    self._leave(member, f"transfer: {waited}", now)
+                self._sent = self._sent_once = True
+            case RoundState.VERIFYING:
+                for member in self._in(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+                    self._leave(member, f"verify: {waited}", now)
+            case RoundState.COMMITTING:
+                self.wants = Want.COMMIT
+            case RoundState.RESUMING | RoundState.ABORTING:
+                for member in self._in(EnginePhase.RESUMING, EnginePhase.LEAVING):
+                    member.reason = member.reason or f"{member.phase.value}: {waited}; it is told until it answers"
+                self.wants = Want.CLOSE
+            case RoundState.IDLE:
+                pass
+            case _:
+                assert_never(self.state)
+
+    def _break(self, member: Member, reason: str, now: float) -> None:
+        del now
+        self._note_failure(member, reason)
+        self._move(member, EnginePhase.BROKEN)
+        self._duties.drop(member.name)
+
+    def _leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
+        """Take an engine out of the round: it resumes if it is clean, and stays paused otherwise."""
+        if reason and reason != member.reason:
+            self._note_failure(member, reason)
+        self._move(member, EnginePhase.LEAVING)
+        abort = Abort(channel=self.channel, epoch=member.epoch, reason=told or reason, deadline_s=self._limits.abort_s)
+        self._duties.assign(member.name, abort, now)
+
+    # -- small things ----------------------------------------------------------------------------------------------------
+
+    def _in(self, *phases: EnginePhase) -> list[Member]:
+        return [member for member in self.members.values() if member.phase in phases]
+
+    def _move(self, member: Member, phase: EnginePhase) -> None:
+        member.phase = move(f"engine {member.name}", ENGINE_MOVES, member.phase, phase, self._story)
+
+    def _enter(self, state: RoundState, now: float, wait_s: float) -> None:
+        left = self.state
+        self.state = move(f"round {self.version}", ROUND_MOVES, left, state, self._story)
+        spent = now - self._since
+        if clock := _CLOCK.get(left):
+            self._seconds[clock] = self._seconds.get(clock, 0.0) + spent
+        self._since, self._deadline = now, now + wait_s
+        note = StateEntered(
+            channel=self.channel, version=self.version, epoch=self.epoch, left=left, state=state, seconds=spent
+        )
+        self.notes.append(note)
+
+    def _note_failure(self, member: Member, reason: str) -> None:
+        member.reason = reason
+        note = EngineFailed(
+            channel=self.channel,
+            engine=member.name,
+            version=self.version,
+            epoch=member.epoch,
+            step=member.phase.value,
+            reason=reason,
+        )
+        self.notes.append(note)
+
+    def _report(self, member: Member) -> EngineReport:
+        outcome = _outcome(member)
+        held = member.info.held.version if member.info.held else None
+        return EngineReport(
+            engine=member.name,
+            outcome=outcome,
+            transport=member.transport,
+            version=self.version if outcome is Outcome.COMMITTED else held if outcome is Outcome.ABORTED else None,
+            bytes=member.bytes,
+            buckets=member.buckets,
+            seconds=dict(member.seconds),
+            verified_by=member.verified_by,
+            reason=member.reason,
+        )
+
+
+def _outcome(member: Member) -> Outcome:
+    if member.phase is EnginePhase.SERVING:
+        return Outcome.COMMITTED
+    if member.phase is EnginePhase.LEFT:
+        return Outcome.ABORTED
+    return Outcome.LOST if member.phase is EnginePhase.LOST else Outcome.QUARANTINED

@@ -1,0 +1,166 @@
+"""The status document: what an operator, a router or a test may know, as JSON. A pure function of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from .channel import Channel
+from .engines import Engine, readiness
+from .ids import AgentId
+from .membership import Membership
+from .messages import EngineHealth, Held, TransportKind
+from .states import RoundState
+
+_ENCODER: Final = msgspec.json.Encoder(decimal_format="number")
+
+
+class HeldStatus(msgspec.Struct, frozen=True):
+    """A committed version."""
+
+    version: int
+    manifest: str
+    table: str
+    epoch: int
+
+
+class LeaseView(msgspec.Struct, frozen=True):
+    """Who may change a channel."""
+
+    holder: str
+    epoch: int
+    version: int
+    remaining_s: float
+
+
+class RoundView(msgspec.Struct, frozen=True):
+    """A running round; state ``idle`` and no version when there is none."""
+
+    state: RoundState
+    version: int | None = None
+    epoch: int = 0
+    age_s: float = 0.0
+    engines: dict[str, str] = {}
+    """Engine -> its phase."""
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """One engine, alive or lost."""
+
+    url: str
+    state: str
+    """``lost``, ``dirty``, ``pending``, ``paused``, ``serving``, or its phase in the running round."""
+    version: int | None
+    lag: int
+    """Committed version minus its own. 0 while nothing is committed; all of it for an engine without a version."""
+    ready: bool
+    reason: str
+    """Why it is not ready."""
+    last_seen_s: float | None
+    incarnation: str
+    server_version: str
+    tp: int
+    pp: int
+    dp: int
+    device: str
+    transports: tuple[TransportKind, ...]
+
+
+class ChannelView(msgspec.Struct, frozen=True):
+    """One channel."""
+
+    epoch: int
+    committed: HeldStatus | None
+    lease: LeaseView | None
+    round: RoundView
+    engines: dict[str, EngineView]
+    ready: tuple[str, ...]
+    """URLs that requests may be sent to."""
+
+
+class StatusView(msgspec.Struct, frozen=True):
+    """The whole document."""
+
+    boot: int
+    read_only: bool
+    stopping: bool
+    agents: int
+    blob_bytes: int
+    channels: dict[str, ChannelView]
+
+
+def encode(view: StatusView) -> bytes:
+    """JSON, keys in a fixed order."""
+    return _ENCODER.encode(view)
+
+
+def describe(channels: Iterable[Channel], members: Membership, lease_s: float, now: float) -> dict[str, ChannelView]:
+    """Every channel, by name."""
+    return {channel.name: _channel(channel, members, lease_s, now) for channel in channels}
+
+
+def _channel(channel: Channel, members: Membership, lease_s: float, now: float) -> ChannelView:
+    engines = {str(e.name): _engine(e, channel, members, now) for e in channel.engines.values()}
+    lease, round_ = channel.lease, channel.round
+    return ChannelView(
+        epoch=channel.epoch,
+        committed=_held(channel.committed, channel.committed_epoch),
+        lease=LeaseView(lease.holder, lease.epoch, lease.version, max(0.0, lease.expires_at(lease_s) - now))
+        if lease
+        else None,
+        round=RoundView(
+            round_.state,
+            round_.version,
+            round_.epoch,
+            round_.age_s(now),
+            {str(m.name): m.phase.value for m in round_.members.values()},
+        )
+        if round_
+        else RoundView(RoundState.IDLE),
+        engines=engines,
+        ready=tuple(engine.url for engine in engines.values() if engine.ready),
+    )
+
+
+def _held(held: Held | None, epoch: int) -> HeldStatus | None:
+    return HeldStatus(held.version, held.manifest, held.table, epoch) if held else None
+
+
+def _engine(engine: Engine, channel: Channel, members: Membership, now: float) -> EngineView:
+    verdict = readiness(engine, channel.phase(engine.name), channel.committed)
+    version = engine.held.version if engine.held else None
+    info = engine.info
+    return EngineView(
+        url=info.url,
+        state=_state(engine, channel),
+        version=version,
+        lag=max(0, channel.committed.version - (version or 0)) if channel.committed else 0,
+        ready=verdict.ok,
+        reason=verdict.reason,
+        last_seen_s=_last_seen(engine.name, members, now),
+        incarnation=engine.incarnation,
+        server_version=info.server_version,
+        tp=info.tp,
+        pp=info.pp,
+        dp=info.dp,
+        device=info.device,
+        transports=info.transports,
+    )
+
+
+def _state(engine: Engine, channel: Channel) -> str:
+    phase = channel.phase(engine.name)
+    if not engine.alive:
+        return "lost"
+    if phase is not None:
+        return phase.value
+    if engine.health is not EngineHealth.CLEAN:
+        return engine.health.value
+    return "serving" if engine.serving else "paused"
+
+
+def _last_seen(name: AgentId, members: Membership, now: float) -> float | None:
+    agent = members.get(name)
+    return max(0.0, now - agent.heard_at) if agent else None
