@@ -1,0 +1,250 @@
+"""What survives a restart: one SQLite file, written by the coordinator's thread alone.
+
+WAL with synchronous=FULL: one fsync per record, and a record is durable when `write` returns. Heartbeats and anything
+else that can be asked again never come here. The file belongs on a local disk: SQLite's locks do not hold on NFS.
+
+Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (answers to finished rounds, kept
+for a while), `event` (append-only audit of grants, commits and ended rounds; read by people, never by us).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+import msgspec
+
+from .channel import ANSWERS, Restored
+from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from .errors import JournalCorrupt, JournalError, JournalUnwritable
+from .ids import Channel, Digest, Epoch, RequestId, Version
+from .messages import Held, RoundDone
+
+SCHEMA: Final = 1
+REPLY_TTL_S: Final = 24 * 3600.0
+"""A trainer that asks about a round after a day is told what is committed, not how its round went."""
+EVENTS: Final = 10_000
+"""Audit rows kept."""
+_BUSY_S: Final = 2.0
+
+_TABLES: Final = """
+CREATE TABLE meta (
+    only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
+    schema INTEGER NOT NULL,
+    boot INTEGER NOT NULL,
+    probed INTEGER NOT NULL
+) STRICT;
+CREATE TABLE channel (
+    name TEXT PRIMARY KEY,
+    epoch INTEGER NOT NULL,
+    committed_version INTEGER,
+    committed_epoch INTEGER,
+    manifest TEXT,
+    digest_table TEXT,
+    CHECK (committed_epoch IS NULL OR committed_epoch <= epoch)
+) STRICT;
+CREATE TABLE reply (
+    request TEXT PRIMARY KEY,
+    channel TEXT NOT NULL,
+    answer BLOB NOT NULL,
+    written_at REAL NOT NULL
+) STRICT;
+CREATE TABLE event (
+    id INTEGER PRIMARY KEY,
+    written_at REAL NOT NULL,
+    boot INTEGER NOT NULL,
+    channel TEXT NOT NULL,
+    record TEXT NOT NULL
+) STRICT;
+"""
+
+_ENCODE_ANSWER: Final = msgspec.msgpack.Encoder()
+_DECODE_ANSWER: Final = msgspec.msgpack.Decoder(RoundDone)
+_ENCODE_EVENT: Final = msgspec.json.Encoder()
+
+
+class Journal(Protocol):
+    """What the driver asks of a journal."""
+
+    @property
+    def boot(self) -> int: ...
+
+    def write(self, record: AnyRecord) -> None:
+        """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
+        ...
+
+    def restore(self) -> Mapping[Channel, Restored]:
+        """Every channel as it was last written."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SqliteJournal:
+    """The journal of one coordinator."""
+
+    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
+        """Open or create the file, check it, and count this boot, durably.
+
+        Raises `JournalCorrupt` for a file that cannot be trusted, `JournalError` for one that cannot be used.
+        """
+        self._path = path
+        self._wall_clock = wall_clock
+        self.boot = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise JournalError(path, f"cannot be opened ({error})", "is the folder there, and ours to write?") from error
+        try:
+            self._open()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _open(self) -> None:
+        try:
+            self._claim()
+            self._check_pages()
+            with self._transaction():
+                self._adopt_schema()
+                self._db.execute("UPDATE meta SET boot = boot + 1")
+            (self.boot,) = self._db.execute("SELECT boot FROM meta").fetchone()
+        except JournalUnwritable as error:
+            raise JournalError(self._path, error.problem, error.advice) from error
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):
+                advice = "is another coordinator running on it? one file serves one coordinator"
+                raise JournalError(self._path, str(error), advice) from error
+            raise JournalCorrupt(self._path, str(error), _RESTORE) from error
+
+    def _claim(self) -> None:
+        """Take the file for this process alone: a second coordinator on it would grant the same epochs."""
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        (mode,) = self._db.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise JournalError(self._path, f"journal mode is {mode!r}, expected 'wal'", "put it on a local disk")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("PRAGMA foreign_keys = ON")
+
+    def _check_pages(self) -> None:
+        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise JournalCorrupt(self._path, f"quick_check found {found!r}", _RESTORE)
+
+    def _adopt_schema(self) -> None:
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            for statement in filter(str.strip, _TABLES.split(";")):
+                self._db.execute(statement)
+            self._db.execute("INSERT INTO meta VALUES (1, ?, 0, 0)", (SCHEMA,))
+        (found,) = self._db.execute("SELECT schema FROM meta").fetchone()
+        if found != SCHEMA:
+            advice = "start the release that wrote it, or another journal"
+            raise JournalError(self._path, f"schema {found}, this release reads {SCHEMA}", advice)
+
+    def write(self, record: AnyRecord) -> None:
+        """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
+        with self._transaction():
+            match record:
+                case EpochTaken():
+                    self._db.execute(
+                        "INSERT INTO channel (name, epoch) VALUES (?, ?)"
+                        " ON CONFLICT (name) DO UPDATE SET epoch = max(epoch, excluded.epoch)",
+                        (record.channel, record.epoch),
+                    )
+                case Committed():
+                    self._commit(record)
+                case RoundClosed():
+                    self._remember(record)
+                case Probe():
+                    self._db.execute("UPDATE meta SET probed = probed + 1")
+            if not isinstance(record, Probe):
+                self._audit(record)
+
+    def restore(self) -> Mapping[Channel, Restored]:
+        """Every channel as it was last written. Raises `JournalCorrupt`."""
+        answers: dict[str, dict[RequestId, RoundDone]] = {}
+        oldest = self._wall_clock() - REPLY_TTL_S
+        rows = self._db.execute(
+            "SELECT request, channel, answer FROM reply WHERE written_at >= ? ORDER BY written_at DESC LIMIT ?",
+            (oldest, ANSWERS),
+        )
+        for request, channel, answer in reversed(rows.fetchall()):
+            try:
+                answers.setdefault(channel, {})[RequestId(request)] = _DECODE_ANSWER.decode(answer)
+            except ValueError as error:
+                raise JournalCorrupt(self._path, f"the answer to {request!r} is unreadable ({error})", _RESTORE) from error
+        rows = self._db.execute("SELECT name, epoch, committed_version, committed_epoch, manifest, digest_table FROM channel")
+        return {Channel(row[0]): _restored(row, answers.get(row[0], {})) for row in rows}
+
+    def audit(self) -> list[dict[str, object]]:
+        """The audit trail, oldest first."""
+        rows = self._db.execute("SELECT record FROM event ORDER BY id")
+        return [cast("dict[str, object]", msgspec.json.decode(row[0])) for row in rows]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+    def _commit(self, record: Committed) -> None:
+        changed = self._db.execute(
+            "UPDATE channel SET committed_version = ?1, committed_epoch = ?2, manifest = ?3, digest_table = ?4"
+            " WHERE name = ?5 AND epoch >= ?2 AND (committed_version IS NULL OR committed_version < ?1"
+            " OR (committed_version = ?1 AND digest_table = ?4))",
+            (record.version, record.epoch, record.manifest, record.table, record.channel),
+        ).rowcount
+        if changed != 1:
+            problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
+            raise JournalCorrupt(self._path, problem, "this is a bug: keep the file and report it")
+
+    def _remember(self, record: RoundClosed) -> None:
+        now = self._wall_clock()
+        self._db.execute(
+            "INSERT OR REPLACE INTO reply VALUES (?, ?, ?, ?)",
+            (record.request, record.done.channel, _ENCODE_ANSWER.encode(record.done), now),
+        )
+        self._db.execute("DELETE FROM reply WHERE written_at < ?", (now - REPLY_TTL_S,))
+
+    def _audit(self, record: EpochTaken | Committed | RoundClosed) -> None:
+        channel = record.done.channel if isinstance(record, RoundClosed) else record.channel
+        row = (self._wall_clock(), self.boot, channel, _ENCODE_EVENT.encode(record).decode())
+        at = self._db.execute("INSERT INTO event (written_at, boot, channel, record) VALUES (?, ?, ?, ?)", row).lastrowid
+        self._db.execute("DELETE FROM event WHERE id <= ?", ((at or 0) - EVENTS,))
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                # after SQLITE_FULL or SQLITE_IOERR SQLite may have rolled back by itself
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+        except sqlite3.OperationalError as error:
+            code = getattr(error, "sqlite_errorname", "")
+            advice = "free room on the disk; writing is tried again by itself"
+            raise JournalUnwritable(self._path, f"cannot be written ({code}: {error})", advice) from error
+        except sqlite3.DatabaseError as error:
+            raise JournalCorrupt(self._path, str(error), _RESTORE) from error
+
+
+_RESTORE: Final = "restore it from a backup; beginning anew would forget which version is committed"
+
+_Row = tuple[str, int, int | None, int | None, str | None, str | None]
+
+
+def _restored(row: _Row, answers: Mapping[RequestId, RoundDone]) -> Restored:
+    _, epoch, version, committed_epoch, manifest, table = row
+    held = None
+    if version is not None and manifest is not None and table is not None:
+        held = Held(version=Version(version), manifest=Digest(manifest), table=Digest(table))
+    return Restored(
+        epoch=Epoch(epoch), committed=held, committed_epoch=Epoch(committed_epoch or 0), answers=answers
+    )
