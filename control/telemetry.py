@@ -1,0 +1,168 @@
+"""Every metric there is, declared once: name, kind, labels, meaning. And how log lines look.
+
+`METRICS` is what the table in README is made of (`markdown_table`). Label values come from names that the protocol
+bounds (channels, agents, enums), never from free text, so that their number stays small.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+from typing import Final, Never
+
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from .errors import InvariantBroken
+
+
+class Kind(enum.StrEnum):
+    """Prometheus types."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+class Side(enum.StrEnum):
+    """Which process reports a metric."""
+
+    COORDINATOR = "coordinator"
+    ENGINE = "engine agent"
+    TRAINER = "trainer agent"
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One metric, as it is exposed."""
+
+    name: str
+    kind: Kind
+    side: Side
+    labels: tuple[str, ...]
+    help: str
+
+
+METRICS: list[Metric] = []
+_SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+def _declare(side: Side, kind: Kind, name: str, labels: str, meaning: str) -> Metric:
+    metric = Metric(f"weightbus_{name}", kind, side, tuple(labels.split()), meaning)
+    METRICS.append(metric)
+    return metric
+
+
+_C, _E, _T = Side.COORDINATOR, Side.ENGINE, Side.TRAINER
+_GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
+
+COMMITTED_VERSION = _declare(_C, _GAUGE, "committed_version", "channel", "version that is durable; it never goes back")
+ENGINE_VERSION = _declare(_C, _GAUGE, "engine_version", "channel engine", "verified version it serves; -1 for none")
+ENGINE_LAG = _declare(_C, _GAUGE, "engine_version_lag", "channel engine", "committed version minus the engine's")
+ENGINE_READY = _declare(_C, _GAUGE, "engine_ready", "channel engine", "1 while it is in the ready list")
+ENGINES_QUARANTINED = _declare(_C, _GAUGE, "engines_quarantined", "channel", "engines that must not serve")
+AGENTS_CONNECTED = _declare(_C, _GAUGE, "agents_connected", "channel role", "agents heard of within silence_s")
+LEASE_INFO = _declare(_C, _GAUGE, "lease_info", "channel holder", "1 for who may publish now")
+EPOCH = _declare(_C, _GAUGE, "epoch", "channel", "highest epoch granted; lower ones are refused")
+ROUNDS = _declare(_C, _COUNTER, "rounds_total", "channel outcome", "rounds by how they ended")
+ENGINE_ROUNDS = _declare(_C, _COUNTER, "engine_rounds_total", "channel engine outcome", "an engine's part in rounds")
+ROUND_SECONDS = _declare(_C, _HISTOGRAM, "round_seconds", "channel phase", "a round's time by phase, and in total")
+PAUSE_SECONDS = _declare(_C, _HISTOGRAM, "pause_seconds", "channel", "how long an engine generated nothing")
+TRANSFER_BYTES = _declare(_C, _COUNTER, "transfer_bytes_total", "channel transport", "bytes loaded into engines")
+TRANSFER_BUCKETS = _declare(_C, _COUNTER, "transfer_buckets_total", "channel transport", "buckets loaded into engines")
+REFUSED = _declare(_C, _COUNTER, "messages_refused_total", "code", "messages that changed nothing, by reason")
+JOURNAL_WRITABLE = _declare(_C, _GAUGE, "journal_writable", "", "0 while nothing can be made durable")
+JOURNAL_SECONDS = _declare(_C, _HISTOGRAM, "journal_write_seconds", "", "time to make one record durable")
+BOOT = _declare(_C, _GAUGE, "coordinator_boot", "", "grows by one with every start")
+
+SERVER_UP = _declare(_E, _GAUGE, "sidecar_server_up", "", "1 while the server answers")
+SERVER_PAUSED = _declare(_E, _GAUGE, "sidecar_server_paused", "", "1 while the sidecar holds its server paused")
+SIDECAR_VERSION = _declare(_E, _GAUGE, "sidecar_version", "", "verified version the server is labelled with; -1: none")
+SIDECAR_HEALTH = _declare(_E, _GAUGE, "sidecar_health", "health", "1 for what the server holds: clean, pending, dirty")
+SIDECAR_CONNECTED = _declare(_E, _GAUGE, "sidecar_connected", "", "1 while the coordinator answers")
+CALL_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_call_seconds", "call", "HTTP calls to the server")
+CALL_FAILURES = _declare(_E, _COUNTER, "sidecar_call_failures_total", "call", "HTTP calls that failed")
+STEP_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_step_seconds", "step", "the engine's time by step of a round")
+STEP_FAILURES = _declare(_E, _COUNTER, "sidecar_step_failures_total", "step", "steps of a round that failed")
+
+PUBLISHED_VERSION = _declare(_T, _GAUGE, "trainer_published_version", "channel", "last version that was committed")
+PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "trainer_publish_seconds", "channel phase", "the trainer's time by phase")
+PUBLISHES = _declare(_T, _COUNTER, "trainer_publishes_total", "channel outcome", "publications by how they ended")
+SENT_BYTES = _declare(_T, _COUNTER, "trainer_sent_bytes_total", "channel transport", "bytes given to a transport")
+
+
+class Meters:
+    """The metrics of one process, in a registry of their own. Safe to use from any thread."""
+
+    def __init__(self, side: Side) -> None:
+        self.registry = CollectorRegistry()
+        self._side = side
+        self._gauges = {m.name: self._gauge(m) for m in METRICS if m.side is side and m.kind is Kind.GAUGE}
+        self._counters = {m.name: self._counter(m) for m in METRICS if m.side is side and m.kind is Kind.COUNTER}
+        self._histograms = {m.name: self._histogram(m) for m in METRICS if m.side is side and m.kind is Kind.HISTOGRAM}
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """A gauge's value from now on."""
+        gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
+        (gauge.labels(**labels) if labels else gauge).set(value)
+
+    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        """Raise a counter."""
+        counter = self._counters.get(metric.name) or self._misused(metric, Kind.COUNTER)
+        (counter.labels(**labels) if labels else counter).inc(amount)
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """One more sample of a histogram."""
+        histogram = self._histograms.get(metric.name) or self._misused(metric, Kind.HISTOGRAM)
+        (histogram.labels(**labels) if labels else histogram).observe(value)
+
+    def clear(self, metric: Metric) -> None:
+        """Forget every label of a gauge: whoever sets it again decides what is still there."""
+        gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
+        gauge.clear()
+
+    def _gauge(self, metric: Metric) -> Gauge:
+        return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=_SECONDS)
+
+    def _misused(self, metric: Metric, used_as: Kind) -> Never:
+        raise InvariantBroken(
+            f"{metric.name} is a {metric.kind} of the {metric.side}, used as {used_as} of {self._side}"
+        )
+
+
+def markdown_table() -> str:
+    """`METRICS` for README, one row each, in the order of the file."""
+    rows = ["| metric | type | labels | reported by | meaning |", "| --- | --- | --- | --- | --- |"]
+    for each in METRICS:
+        labels = ", ".join(f"`{label}`" for label in each.labels)
+        rows.append(f"| `{each.name}` | {each.kind} | {labels} | {each.side} | {each.help} |")
+    return "\n".join(rows) + "\n"
+
+
+def configure_logging(level: str = "info", style: str = "auto") -> None:
+    """Send log lines to standard error: for people on a terminal, JSON elsewhere, or as `style` says."""
+    human = style == "human" or (style == "auto" and sys.stderr.isatty())
+    numeric = logging.getLevelNamesMapping()[level.upper()]
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *(() if human else (structlog.processors.dict_tracebacks,)),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(numeric),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(stream=sys.stderr, level=max(numeric, logging.WARNING), force=True)
