@@ -1,0 +1,149 @@
+"""The rules of CONTRIBUTING.md that a machine can check, read off the syntax trees of the working tree."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("control", "dataplane", "trainer_agent", "engine_agent")
+MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+FORBIDDEN_WORDS = {"utils", "util", "common", "manager", "helper", "helpers", "base", "misc"}
+ROOT_ENTRIES = {
+    *FOLDERS,
+    "deploy",
+    "tests",
+    "requirements",
+    "pyproject.toml",
+    "Makefile",
+    "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "LICENSE",
+    "SECURITY.md",
+}
+LONGEST_MODULE = 500
+MAY_BE_LONGER = {"control/messages.py"}
+"""All messages of a boundary stand in one file, with their comments."""
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Every absolute module that `path` imports, wherever in the file, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert node.module
+            yield node.lineno, node.module
+
+
+def importers(*roots: str) -> dict[str, list[int]]:
+    """Which modules import one of `roots` or something below, and where."""
+    found: dict[str, list[int]] = {}
+    for path in MODULES:
+        lines = [line for line, name in imported(path) if name.split(".")[0] in roots]
+        if lines:
+            found[relative(path)] = lines
+    return found
+
+
+def test_the_modules_are_found() -> None:
+    """The checks below look at something: every folder has modules."""
+    assert {relative(path).split("/")[0] for path in MODULES} == set(FOLDERS)
+
+
+def test_only_the_bus_speaks_zeromq() -> None:
+    """Sockets live behind one module; everything else can be tested without them."""
+    assert set(importers("zmq")) <= {"control/bus.py", "control/keys.py"}
+
+
+def test_only_megatron_files_and_the_demo_import_megatron() -> None:
+    """The trainer agent works without Megatron where another source is used."""
+    for name in importers("megatron"):
+        assert name.startswith(("trainer_agent/megatron", "trainer_agent/demo/")), name
+
+
+def test_nothing_imports_sglang() -> None:
+    """Servers are spoken to over HTTP, so that any installed version will do."""
+    assert importers("sglang") == {}
+
+
+def test_no_pickle_but_the_one_that_sglang_asks_for() -> None:
+    """Nothing on the network can make an agent run code."""
+    assert set(importers(*PICKLES)) <= {"engine_agent/payload.py"}
+
+
+@pytest.mark.parametrize(
+    "word", ["eval", "exec", "recv_pyobj", "send_pyobj", "all_gather_object", "broadcast_object_list"]
+)
+def test_nothing_is_evaluated_or_unpickled_in_passing(word: str) -> None:
+    """The calls that read code or pickles from elsewhere are not made; torch.load neither without weights_only."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+                assert called != word or (isinstance(owner, ast.Name) and owner.id == "model"), (
+                    f"{relative(path)}:{node.lineno} calls {word}"
+                )
+
+
+def test_the_coordinator_has_no_tensors() -> None:
+    """control/ runs where there is no torch."""
+    assert not [
+        name for name in importers("torch", "numpy", "safetensors", "transformers") if name.startswith("control/")
+    ]
+
+
+def test_modules_are_imported_by_one_name() -> None:
+    """A bare `import control` would load the module a second time, from the working folder."""
+    assert importers(*FOLDERS) == {}
+
+
+def test_inside_a_folder_imports_are_relative() -> None:
+    """`weightbus.` in an import always means that a boundary is crossed."""
+    for path in MODULES:
+        own = f"weightbus.{relative(path).split('/')[0]}"
+        for line, name in imported(path):
+            assert not f"{name}.".startswith(f"{own}."), f"{relative(path)}:{line} imports its own {own}"
+
+
+def test_the_import_contracts_hold() -> None:
+    """The arrows of ARCHITECTURE.md: import-linter's contracts in pyproject.toml."""
+    lint = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_tree_is_the_mandated_one() -> None:
+    """The top level holds four packages, deploy, tests, pins and documents, and nothing else."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    if listed.returncode:
+        pytest.fail(f"the tree is not a git checkout: {listed.stderr}")
+    top = {line.split("/")[0] for line in listed.stdout.splitlines()}
+    assert {name for name in top if not name.startswith(".")} <= ROOT_ENTRIES
+
+
+def test_deploy_holds_no_python() -> None:
+    """What is deployed is the wheel."""
+    assert list((ROOT / "deploy").rglob("*.py")) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_a_module_says_what_it_owns_and_stays_readable(path: Path) -> None:
+    """Every module has a docstring, a name that says something, and at most 500 lines."""
+    text = path.read_text(encoding="utf-8")
+    assert ast.get_docstring(ast.parse(text)), "no docstring"
+    assert len(text.splitlines()) <= LONGEST_MODULE or relative(path) in MAY_BE_LONGER
+    assert path.stem not in FORBIDDEN_WORDS
