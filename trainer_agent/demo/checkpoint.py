@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  # a bare PathLike
 
 from .task import PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY
 

@@ -4,6 +4,9 @@ Every rank of the group calls the same methods in the same order with the same t
 after `megatron_cpu.install()`.
 """
 
+# Megatron is typed in part, and generously: what it returns is unknown to a strict reader.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -69,7 +72,8 @@ class Learner:
             micro_batch_size=tokens.shape[0],
             forward_only=False,
         )
-        applied, norm, _ = self._optimizer.step()
+        outcome = self._optimizer.step()
+        applied, norm = (outcome[0], outcome[1]) if outcome else (False, 0.0)
         if not applied:
             raise ArithmeticError("the optimizer skipped its step: the gradient was not finite")
         return float(norm)

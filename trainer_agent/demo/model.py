@@ -3,13 +3,17 @@
 The only code of the demo that knows Megatron's model; `learner.py` trains it. Import after `megatron_cpu.install()`.
 """
 
+# Megatron is typed in part, and generously: what it returns is unknown to a strict reader.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch.nn import functional
 
 from ..megatron_cpu import CONFIG
@@ -38,11 +42,11 @@ def build(shape: Shape) -> GPTModel:
         pipeline_dtype=torch.bfloat16,
         autocast_dtype=torch.bfloat16,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        **CONFIG,
+        **cast("dict[str, Any]", CONFIG),
     )
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=False),
+        transformer_layer_spec=cast("ModuleSpec", get_gpt_decoder_block_spec(config, use_transformer_engine=False)),
         vocab_size=shape.vocabulary,
         max_sequence_length=shape.positions,
         position_embedding_type="rope",
@@ -59,7 +63,8 @@ def load(model: GPTModel, weights: Mapping[str, torch.Tensor], shape: Shape) -> 
         for name, parameter in model.named_parameters():
             full = from_hf(name, weights, shape)
             if getattr(parameter, "tensor_model_parallel", False):
-                parts = [piece.chunk(ranks, parameter.partition_dim)[rank] for piece in full]
+                dim = int(getattr(parameter, "partition_dim", 0))
+                parts = [piece.chunk(ranks, dim)[rank] for piece in full]
             else:
                 parts = list(full)
             parameter.copy_(torch.cat(parts))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -54,7 +54,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Generator[None]:
         """Add the time inside to `name`."""
         started = time.perf_counter()
         yield
@@ -134,7 +134,16 @@ def _share(tokens: torch.Tensor | None) -> torch.Tensor:
 
 def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
     source = MegatronSource(learner.model, hf_config=plan.checkpoint, timeout_s=PATIENCE_S)
-    return TrainerAgent.connect(source, channel=plan.channel, coordinator=plan.coordinator)
+    return TrainerAgent.connect(
+        source,
+        channel=plan.channel,
+        coordinator=plan.coordinator,
+        transport=plan.transport,
+        runtime_dir=Path(plan.runtime_dir),
+        checkpoint_dir=Path(plan.runtime_dir) / "checkpoints",
+        hf_config_dir=Path(plan.checkpoint),
+        round_timeout_s=PATIENCE_S,
+    )
 
 
 def main(argument: str) -> None:

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -40,8 +40,8 @@ class DemoFailed(Exception):
 class Ports(msgspec.Struct, frozen=True):
     """Every port of the demo, all on the loopback."""
 
-    commands: int
-    hints: int
+    router: int
+    pub: int
     status: int
     ranks: int
     servers: tuple[int, ...]
@@ -50,14 +50,14 @@ class Ports(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Ports:
         """Name `4 + 2 * ENGINES` ports."""
-        commands, hints, status, ranks, *agents = numbers
+        router, pub, status, ranks, *agents = numbers
         servers, sidecars = tuple(agents[:ENGINES]), tuple(agents[ENGINES:])
-        return cls(commands, hints, status, ranks, servers, sidecars)
+        return cls(router, pub, status, ranks, servers, sidecars)
 
     @property
     def coordinator(self) -> str:
         """Where agents speak to the coordinator."""
-        return f"tcp://127.0.0.1:{self.commands}"
+        return f"tcp://127.0.0.1:{self.router}"
 
 
 def choose_ports(base: int) -> Ports:
@@ -102,7 +102,7 @@ class Demo:
         ports = self._ports
         self._weightbus(
             "coordinator",
-            *("coordinator", "--commands-port", str(ports.commands), "--hints-port", str(ports.hints)),
+            *("coordinator", "--router-port", str(ports.router), "--pub-port", str(ports.pub)),
             *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite")),
         )
         for index, port in enumerate(ports.servers):
@@ -200,7 +200,8 @@ def run(settings: DemoSettings) -> int:
     """Run the demo; the exit status."""
     view = View(as_json=settings.json)
     folder = Path(tempfile.mkdtemp(prefix="weightbus-demo-"))
-    (folder / "logs").mkdir()
+    for name in ("logs", "run"):
+        (folder / name).mkdir()
     good = False
     try:
         with _ending_on_signals(), Programs(folder / "logs") as programs:
@@ -219,7 +220,7 @@ def run(settings: DemoSettings) -> int:
 
 
 @contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
+def _ending_on_signals() -> Generator[None]:
     """SIGTERM and SIGHUP end the demo as Ctrl-C does: by unwinding, so that everything it started ends too."""
 
     def unwind(_number: int, _frame: FrameType | None) -> None:

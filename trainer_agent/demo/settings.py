@@ -7,6 +7,7 @@ import msgspec
 
 from weightbus.control.messages import TransportKind
 
+SECTION: Final = "demo"
 ENGINES: Final = 2
 RANKS: Final = 2
 CHANNEL: Final = "demo"

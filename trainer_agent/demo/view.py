@@ -6,7 +6,7 @@ On a terminal a spinner shows what is awaited; elsewhere every step is a line, s
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -33,7 +33,7 @@ class View:
             self._console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/dim]  {text}", soft_wrap=True)
 
     @contextmanager
-    def awaiting(self, text: str) -> Iterator[None]:
+    def awaiting(self, text: str) -> Generator[None]:
         """Show `text` for as long as the block takes."""
         if self._json:
             yield
