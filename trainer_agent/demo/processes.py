@@ -90,6 +90,8 @@ class Programs:
                 until = time.monotonic() + grace_s
                 while (groups := self._left(groups)) and time.monotonic() < until:
                     time.sleep(0.05)
+            for program in self._running:
+                program.process.poll()  # a zombie is no longer among the living, and still ours to reap
             self._running.clear()
 
     def _left(self, groups: Sequence[int]) -> list[int]:

@@ -1,0 +1,34 @@
+"""The policy before training is one checkpoint for both sides."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from weightbus.trainer_agent.demo import checkpoint
+
+
+def test_a_seed_names_the_bits(tmp_path: Path) -> None:
+    """Engines and ranks that read the same seed hold the same weights."""
+    first = checkpoint.read(checkpoint.write(tmp_path / "a", 1))
+    again = checkpoint.read(checkpoint.write(tmp_path / "b", 1))
+    other = checkpoint.read(checkpoint.write(tmp_path / "c", 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_it_is_complete_and_bfloat16(tmp_path: Path) -> None:
+    """Every tensor that the config implies is there, in the dtype that is served."""
+    weights = checkpoint.read(checkpoint.write(tmp_path, 1))
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == checkpoint.tensors(checkpoint.TINY)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def test_the_config_describes_the_tensors(tmp_path: Path) -> None:
+    """What a server builds from config.json has the shapes of the file beside it."""
+    checkpoint.write(tmp_path, 1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rows, columns = checkpoint.tensors(checkpoint.TINY)["model.layers.0.self_attn.q_proj.weight"]
+    assert rows == config["num_attention_heads"] * config["head_dim"]
+    assert columns == config["hidden_size"]
+    assert config["architectures"] == ["Qwen3ForCausalLM"]

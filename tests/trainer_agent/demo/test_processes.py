@@ -1,0 +1,109 @@
+"""Nothing that the demo starts outlives it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from weightbus.trainer_agent.demo.processes import ProgramEnded, Programs
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    """Poll until `condition` holds."""
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until, "deadline"
+        time.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    """No process, or one that only waits to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def test_workers_end_with_their_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that ignores SIGTERM is killed, with the workers whose parent never told us of them."""
+    monkeypatch.setattr("weightbus.trainer_agent.demo.processes.GRACE_S", 0.2)
+    with Programs(tmp_path) as programs:
+        stubborn = programs.start("stubborn", [sys.executable, "-c", STUBBORN])
+        eventually(lambda: stubborn.log.read_text().endswith("\n"))
+        worker = int(stubborn.log.read_text())
+        assert not gone(worker)
+    assert gone(stubborn.process.pid)
+    assert gone(worker)
+
+
+def test_programs_end_when_the_block_fails(tmp_path: Path) -> None:
+    """An error in the demo leaves no program behind."""
+    with pytest.raises(RuntimeError, match="on purpose"), Programs(tmp_path) as programs:
+        sleeper = programs.start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"])
+        raise RuntimeError("on purpose")
+    assert gone(sleeper.process.pid)
+
+
+def test_a_program_that_ends_is_named_with_its_log(tmp_path: Path) -> None:
+    """The reader of the error need not look for the log."""
+    with Programs(tmp_path) as programs:
+        short = programs.start("short", [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"])
+        short.process.wait(10)
+        with pytest.raises(ProgramEnded, match=r"(?s)short ended with status 3.*the reason"):
+            programs.check()
+
+
+def test_a_program_that_may_end_must_end_well(tmp_path: Path) -> None:
+    """The trainer's ranks end by themselves; only a failure is an error."""
+    with Programs(tmp_path) as programs:
+        well = programs.start("well", [sys.executable, "-c", "pass"])
+        well.process.wait(10)
+        programs.check(may_end=[well])
+        with pytest.raises(ProgramEnded, match="well ended with status 0"):
+            programs.check()
+
+
+def test_a_signal_is_named(tmp_path: Path) -> None:
+    """A killed server reads differently from one that failed."""
+    with Programs(tmp_path) as programs:
+        killed = programs.start("killed", [sys.executable, "-c", "import time; time.sleep(600)"])
+        os.kill(killed.process.pid, signal.SIGKILL)
+        killed.process.wait(10)
+        with pytest.raises(ProgramEnded, match="killed was ended by signal 9"):
+            programs.check()
+
+
+def test_environment_is_added_to_ours(tmp_path: Path) -> None:
+    """A program finds our PATH and what it was given."""
+    with Programs(tmp_path) as programs:
+        script = "import os; print(os.environ['GIVEN'], 'PATH' in os.environ)"
+        program = programs.start("env", [sys.executable, "-c", script], {"GIVEN": "yes"})
+        assert program.process.wait(10) == 0
+        assert program.log.read_text() == "yes True\n"
+
+
+def test_programs_have_groups_of_their_own(tmp_path: Path) -> None:
+    """Ctrl-C on the terminal reaches the demo alone, which then ends them in order."""
+    with Programs(tmp_path) as programs:
+        sleeper = programs.start("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"])
+        listed = subprocess.run(
+            ["ps", "-o", "pgid=", "-p", str(sleeper.process.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+        assert int(listed.stdout) == sleeper.process.pid

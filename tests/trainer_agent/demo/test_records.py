@@ -1,0 +1,83 @@
+"""What the demo concludes, and what it prints last."""
+
+from pathlib import Path
+
+import pytest
+
+from weightbus.trainer_agent.demo.records import Follower, Round, append, verdict
+
+
+def round_of(number: int, reward: float, *, mismatched: int = 0, mixed: int = 0, lag: int = 0) -> Round:
+    return Round(
+        number=number,
+        reward=reward,
+        version=number,
+        responses=64,
+        mismatched=mismatched,
+        mixed=mixed,
+        lag={"e0": 0, "e1": lag},
+        seconds={"generate": 0.5},
+        nbytes=1000,
+    )
+
+
+def run_of(count: int, gain: float) -> list[Round]:
+    return [round_of(number, 0.25 + gain * (number - 1) / (count - 1)) for number in range(1, count + 1)]
+
+
+def test_the_last_line_is_exact() -> None:
+    """Scripts read it: the keys, their order and nothing else."""
+    result = verdict(run_of(20, 0.7), 2, expected_rounds=20, published=True)
+    assert result.complaint == ""
+    assert result.line == (
+        "demo: rounds=20 engines=2 reward_first=0.250 reward_last=0.950 mismatched_versions=0 mixed=0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rounds", "expected", "published", "words"),
+    [
+        (run_of(20, 0.01), 20, True, "gained"),
+        (run_of(20, 0.7), 20, False, "although no weights"),
+        (run_of(15, 0.7), 20, True, "expected 20"),
+        ([*run_of(19, 0.7), round_of(20, 0.95, mismatched=1)], 20, True, "another version"),
+        ([*run_of(19, 0.7), round_of(20, 0.95, mixed=1)], 20, True, "two versions"),
+        ([*run_of(19, 0.7), round_of(20, 0.95, lag=1)], 20, True, "lagged"),
+    ],
+)
+def test_every_broken_promise_is_a_complaint(rounds: list[Round], expected: int, published: bool, words: str) -> None:
+    """A demo that shows less than it claims fails and says what was missing."""
+    assert words in verdict(rounds, 2, expected_rounds=expected, published=published).complaint
+
+
+def test_a_flat_reward_is_right_when_nothing_is_published() -> None:
+    """Without new weights the engines cannot get better."""
+    assert verdict(run_of(20, 0.02), 2, expected_rounds=20, published=False).complaint == ""
+
+
+def test_a_short_run_need_not_rise() -> None:
+    """Three rounds show that weights move, not that a policy learns."""
+    assert verdict(run_of(3, 0.0), 2, expected_rounds=3, published=True).complaint == ""
+
+
+def test_no_round_is_an_error() -> None:
+    """There is nothing to print a first reward from."""
+    with pytest.raises(ValueError, match="before its first round"):
+        verdict([], 2, expected_rounds=20, published=True)
+
+
+def test_a_follower_reads_each_round_once_and_whole(tmp_path: Path) -> None:
+    """A line that is still being written is read when it is complete."""
+    path = tmp_path / "progress.jsonl"
+    follower = Follower(path)
+    assert list(follower.new()) == []
+    append(path, round_of(1, 0.25))
+    assert list(follower.new()) == [round_of(1, 0.25)]
+    whole = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(whole[:20])
+    assert list(follower.new()) == []
+    with path.open("ab") as file:
+        file.write(whole[20:])
+    assert list(follower.new()) == [round_of(1, 0.25)]
+    assert list(follower.new()) == []
