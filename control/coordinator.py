@@ -17,13 +17,15 @@ import msgspec
 
 from . import status
 from .blobs import Blobs
-from .channel import Answer, Channel, ChannelRecord, Out, Restored, Tell
+from .channel import Answer, Channel, Out, Restored, Tell
 from .effects import (
     AgentJoined,
     AgentLeft,
     AnyEffect,
     AnyObservation,
     AnyRecord,
+    Committed,
+    EpochTaken,
     Evict,
     JournalChanged,
     LeaseGranted,
@@ -33,6 +35,7 @@ from .effects import (
     PublishHint,
     ReadinessChanged,
     Refusal,
+    RoundClosed,
     RoundEnded,
     SendTo,
     StateEntered,
@@ -483,7 +486,7 @@ class Coordinator:
                 agent = self.members.get(out.agent)
                 if agent and agent.peer:
                     self._send(agent.peer, out.message)
-            case ChannelRecord():
+            case EpochTaken() | Committed() | RoundClosed():
                 self._persist(out, channel.name)
             case _:
                 channel.story.append(str(out))

@@ -319,6 +319,8 @@ class Round:
     def done(self, now: float) -> RoundDone:
         """The report for the trainer."""
         seconds = {**self._seconds, "total": now - self._began_at}
+        if clock := _CLOCK.get(self.state):
+            seconds[clock] = seconds.get(clock, 0.0) + now - self._since
         reports = tuple(self._report(member) for member in self.members.values())
         return RoundDone(
             channel=self.channel,
