@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import nn
@@ -23,11 +24,12 @@ class HFModuleSource:
         Raises `UnsupportedModel` for fused experts, which checkpoints name otherwise than modules do.
         """
         self._model = model or type(module).__name__
-        self._parameters = list(_unshared(module))
+        named = _unshared(module)
         self._tensors = tuple(
             TensorSpec(name, str(dtype or tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in self._parameters
+            for name, tensor in named
         )
+        self._parameters = [_rows(tensor) for _, tensor in named]
         self._planned: tuple[Manifest, Assembler] | None = None
 
     @property
@@ -43,7 +45,7 @@ class HFModuleSource:
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self._parameters[0][1].device
+        return self._parameters[0].device
 
     def tensors(self) -> Sequence[TensorSpec]:
         """What is served, in the module's order."""
@@ -56,8 +58,7 @@ class HFModuleSource:
         if self._planned is None or self._planned[0] is not manifest:
             check_manifest(manifest, self._tensors)
             pieces = [(number, _whole(spec)) for number, spec in enumerate(self._tensors)]
-            parameters = [tensor for _, tensor in self._parameters]
-            self._planned = (manifest, Assembler(plan(manifest, {0: pieces}), parameters, 0, 0, None))
+            self._planned = (manifest, Assembler(plan(manifest, {0: pieces}), self._parameters, 0, 0, None))
         self._planned[1].run(index, out, self.device)
 
     def agree(self, blob: bytes | None) -> bytes:
@@ -70,10 +71,7 @@ class HFModuleSource:
 def _whole(spec: TensorSpec) -> Piece:
     """All of a tensor, as rows of whatever the other dimensions hold."""
     rows = spec.shape[0] if spec.shape else 1
-    columns = 1
-    for size in spec.shape[1:]:
-        columns *= size
-    return Piece(spec.name, 0, 0, rows, columns)
+    return Piece(spec.name, 0, 0, rows, prod(spec.shape[1:]))
 
 
 def _unshared(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -82,10 +80,10 @@ def _unshared(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     for name, tensor in module.state_dict(keep_vars=True).items():
         if "experts." in name and name.endswith(("gate_up_proj", "down_proj")) and tensor.dim() == 3:
             raise UnsupportedModel(f"{name!r} holds all experts in one tensor, checkpoints name each: not served yet")
-        named.setdefault(id(tensor), (name, _rows(tensor.detach())))
+        named.setdefault(id(tensor), (name, tensor.detach()))
     return list(named.values())
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of two dimensions at most: pieces have rows and columns."""
-    return tensor if tensor.dim() <= 2 else tensor.view(tensor.shape[0], -1)
+    """A view of one or two dimensions: pieces have rows and columns."""
+    return tensor if tensor.dim() in {1, 2} else tensor.view(tensor.shape[0] if tensor.dim() else 1, -1)

@@ -61,6 +61,10 @@ class Dense(msgspec.Struct, frozen=True):
         heads = _size(config, "num_attention_heads")
         hidden = _size(config, "hidden_size")
 
+        groups = _size(config, "num_key_value_heads", heads)
+        if heads % groups:
+            raise LayoutMismatch(f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}")
+
         def switch(value: bool | str) -> bool:
             return bool(config.get(value, False)) if isinstance(value, str) else value
 
@@ -70,7 +74,7 @@ class Dense(msgspec.Struct, frozen=True):
             hidden=hidden,
             ffn=_size(config, "intermediate_size"),
             heads=heads,
-            groups=_size(config, "num_key_value_heads", heads),
+            groups=groups,
             head_dim=_size(config, "head_dim", hidden // heads),
             vocab=_size(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", False)),

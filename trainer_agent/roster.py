@@ -85,4 +85,4 @@ def holdings(rosters: Sequence[Roster], tensors: Sequence[TensorSpec]) -> dict[i
 
 
 def _agreed(roster: Roster) -> dict[str, object]:
-    return {"dtype": roster.dtype, "tp": roster.tp_ranks, **msgspec.structs.asdict(roster.model)}
+    return {**msgspec.structs.asdict(roster.model), "dtype": roster.dtype, "tp": roster.tp_ranks}

@@ -4,45 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron_cases import PADDED_VOCABULARY, VOCABULARY, Layout
 from torch import nn
+
 from weightbus.trainer_agent import megatron_cpu
-
-VOCABULARY = 250
-PADDED_VOCABULARY = 256
-
-
-class Layout(NamedTuple):
-    """How a model is spread over ranks; what is left over is data parallelism."""
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-
-
-def hf_config(architecture: str = "Qwen3ForCausalLM", **changes: object) -> dict[str, Any]:
-    """The Hugging Face config of a tiny model."""
-    config: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": architecture.removesuffix("ForCausalLM").lower(),
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 16 if architecture != "Qwen2ForCausalLM" else 8,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "dtype": "float32",
-    }
-    return config | changes
 
 
 def start(layout: Layout) -> None:

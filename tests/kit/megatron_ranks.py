@@ -13,66 +13,20 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_models import Layout, build, fill, hf_config, logits, start
+from megatron_cases import CASES, CONTENTS, TOKENS, Case, Layout
+from megatron_models import build, fill, logits, start
 from safetensors.torch import save_file
 from torch import nn
+
 from weightbus.dataplane.manifest import Manifest
 from weightbus.trainer_agent import megatron_cpu
 from weightbus.trainer_agent.assembly import DTYPES
 from weightbus.trainer_agent.megatron import MegatronSource
 from weightbus.trainer_agent.source import AssemblyFailed, SourceError
-
-TOKENS = torch.arange(24).view(2, 12) * 10
-
-
-class Case(NamedTuple):
-    """One model in one layout. Cases with equal `content` must export equal bytes."""
-
-    world: int
-    layout: Layout
-    content: str = "qwen3"
-    fused_norms: bool = False
-    wrapped: bool = False
-    dtype: torch.dtype | None = None
-    bucket_bytes: int = 1 << 14
-
-
-CONTENTS: dict[str, dict[str, Any]] = {
-    "qwen3": hf_config(),
-    "qwen3-tied": hf_config(tie_word_embeddings=True),
-    "qwen3-2-groups": hf_config(num_key_value_heads=2),
-    "qwen2": hf_config("Qwen2ForCausalLM"),
-    "llama": hf_config("LlamaForCausalLM"),
-    "llama-biases": hf_config("LlamaForCausalLM", attention_bias=True, mlp_bias=True),
-}
-
-CASES: dict[str, Case] = {
-    "replicas": Case(2, Layout()),
-    "tp2": Case(2, Layout(tp=2)),
-    "tp2-fused-norms": Case(2, Layout(tp=2), fused_norms=True),
-    "tp2-wrapped": Case(2, Layout(tp=2), wrapped=True),
-    "tp2-tiny-buckets": Case(2, Layout(tp=2), bucket_bytes=1),
-    "tp2-one-bucket": Case(2, Layout(tp=2), bucket_bytes=1 << 30),
-    "pp2": Case(2, Layout(pp=2)),
-    "pp2-vpp2": Case(2, Layout(pp=2, vpp=2)),
-    "tied-replicas": Case(2, Layout(), "qwen3-tied"),
-    "tied-pp2": Case(2, Layout(pp=2), "qwen3-tied"),
-    "2-groups-tp2": Case(2, Layout(tp=2), "qwen3-2-groups"),
-    "qwen2-tp2": Case(2, Layout(tp=2), "qwen2"),
-    "llama-tp2": Case(2, Layout(tp=2), "llama"),
-    "llama-biases-tp2": Case(2, Layout(tp=2), "llama-biases"),
-    "bfloat16-tp2": Case(2, Layout(tp=2), "llama", dtype=torch.bfloat16),
-    "tp2-replicas": Case(4, Layout(tp=2)),
-    "tp2-pp2": Case(4, Layout(tp=2, pp=2)),
-    "tp4": Case(4, Layout(tp=4)),
-    "tied-tp2-pp2-vpp2": Case(4, Layout(tp=2, pp=2, vpp=2), "qwen3-tied"),
-    "2-groups-tp4": Case(4, Layout(tp=4), "qwen3-2-groups"),
-    "llama-biases-tp2-pp2": Case(4, Layout(tp=2, pp=2), "llama-biases"),
-}
 
 
 def export(source: MegatronSource, bucket_bytes: int) -> dict[str, torch.Tensor]:
@@ -96,11 +50,11 @@ def run_case(name: str, case: Case, out: Path) -> None:
     chunks = build(hf, case.layout, fused_norms=case.fused_norms)
     fill(chunks)
     served = [_wrap(chunk) for chunk in chunks] if case.wrapped else chunks
-    source = MegatronSource(served, hf_config=hf, dtype=case.dtype, timeout_s=60.0)
+    source = MegatronSource(served, hf_config=hf, dtype=DTYPES[case.dtype] if case.dtype else None, timeout_s=60.0)
     tensors = export(source, case.bucket_bytes)
     if source.root:
         save_file(tensors, out / f"{name}.safetensors")
-    found = logits(chunks, TOKENS)
+    found = logits(chunks, torch.tensor(TOKENS))
     if dist.get_rank() == dist.get_world_size() - 1:
         save_file({"logits": found}, out / f"{name}.logits.safetensors")
     for size in (0, 10, 1016, 1017, 5000):
