@@ -113,7 +113,7 @@ class Channel:
         self._holder: tuple[AgentId, Incarnation] | None = None
         self._ready: dict[AgentId, bool] = {}
 
-    # -- trainers --------------------------------------------------------------------------------------------------------
+    # -- trainers ---------------------------------------------------------------------------------------------------
 
     def acquire(self, agent: Agent, message: Acquire, now: float) -> Verdict:
         """Ask for the lease. When nothing speaks against it, the answer follows once the epoch is durable."""
@@ -147,7 +147,7 @@ class Channel:
     def publish(self, agent: Agent, message: Publish, missing: str, now: float) -> Verdict:
         """Begin the round. `missing` names a blob that has to be put first."""
         if message.request in self._answers or self._is_committed(message):
-            self.repeat_done(agent, message, now)
+            self.repeat_done(agent, message)
             return YES
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
         if not verdict.ok:
@@ -174,7 +174,7 @@ class Channel:
         self.round.start(now)
         return YES
 
-    def repeat_done(self, agent: Agent, message: Publish, now: float) -> None:
+    def repeat_done(self, agent: Agent, message: Publish) -> None:
         """Answer a `Publish` whose round is over."""
         done = self._answers.get(message.request)
         if done is None and self._is_committed(message) and self.round is None:
@@ -234,7 +234,7 @@ class Channel:
             if self.round:
                 self.round.trainer_lost(f"trainer {agent.name} {reason}", now)
 
-    # -- engines ---------------------------------------------------------------------------------------------------------
+    # -- engines ----------------------------------------------------------------------------------------------------
 
     def engine_joined(self, agent: Agent, now: float) -> None:
         """An engine said `Hello`: go on with its round where it stands, or settle what it is to do."""
@@ -280,7 +280,7 @@ class Channel:
             engine.last_epoch = message.epoch
         return verdict
 
-    # -- the journal's answers -------------------------------------------------------------------------------------------
+    # -- the journal's answers --------------------------------------------------------------------------------------
 
     def persisted(self, record: ChannelRecord, now: float) -> None:
         """`record` is durable: do what depended on it."""
@@ -322,7 +322,7 @@ class Channel:
             case RoundClosed():
                 self._close(record, now)  # only the memory of the answer is at stake, not the version
 
-    # -- time ------------------------------------------------------------------------------------------------------------
+    # -- time -------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Time has passed."""
@@ -366,14 +366,15 @@ class Channel:
             self.round.notes.clear()
         self._note_readiness()
         tells = [Tell(agent, command) for agent, command in self._duties.due(now)]
-        out = [o for o in self.out if not isinstance(o, ChannelRecord)] + tells
+        out: list[Out] = [o for o in self.out if not isinstance(o, ChannelRecord)]
+        out.extend(tells)
         out.extend(o for o in self.out if isinstance(o, ChannelRecord))
         self.out.clear()
         if self.round and (record := self._wanted(self.round, now)):
             out.append(record)
         return out
 
-    # -- small things ----------------------------------------------------------------------------------------------------
+    # -- small things -----------------------------------------------------------------------------------------------
 
     def pinned(self) -> set[str]:
         """Blobs that are needed."""

@@ -147,10 +147,10 @@ class Coordinator:
         self._hints = 0
         self._probe_at: float | None = None
 
-    # -- the door --------------------------------------------------------------------------------------------------------
+    # -- the door ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: AnyEvent, now: float) -> tuple[AnyEffect, ...]:
-        """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on a token it did not give out."""
+        """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on a token not given out."""
         if isinstance(event, Persisted | PersistFailed):
             self._written(event, now)
         else:
@@ -192,7 +192,7 @@ class Coordinator:
         if self._effects:
             raise InvariantBroken("effects were left behind")
 
-    # -- work ------------------------------------------------------------------------------------------------------------
+    # -- work -------------------------------------------------------------------------------------------------------
 
     def _work(self, work: _Work, now: float) -> None:
         match work:
@@ -257,7 +257,7 @@ class Coordinator:
         self._writing = (persist, channel)
         self._effects.append(persist)
 
-    # -- messages --------------------------------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------------------------
 
     def _received(self, event: MessageReceived, now: float) -> None:
         message, peer = event.message, event.peer
@@ -305,7 +305,7 @@ class Coordinator:
             self._effects.append(Evict(peer=before.peer, reason="came back on another connection"))
         self.members.join(message, peer, now)
         agent = self.members.get(message.agent)
-        assert agent is not None  # noqa: S101  # just joined
+        assert agent is not None  # just joined
         channel = self._channel(message.channel)
         self._send(
             peer,
@@ -389,7 +389,7 @@ class Coordinator:
         if known:
             self._send(peer, known)
             if isinstance(message, Publish):
-                channel.repeat_done(agent, message, now)
+                channel.repeat_done(agent, message)
         else:
             channel.story.append(f"{now:.3f} {agent.name} {type(message).__name__}")
             verdict = self._meant_for(agent, message) or self._ask(channel, agent, message, now)
@@ -423,7 +423,7 @@ class Coordinator:
             case _:
                 assert_never(message)
 
-    # -- small things ----------------------------------------------------------------------------------------------------
+    # -- small things -----------------------------------------------------------------------------------------------
 
     def _meant_for(self, agent: Agent, message: EngineMessage | TrainerMessage) -> Verdict | None:
         if isinstance(message, PutBlob) or message.channel == agent.channel:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import msgspec
 
 from .events import Peer, Token
-from .ids import AgentId, Channel, Epoch, RequestId, Version
+from .ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from .messages import Code, Hint, Outcome, Role, RoundDone, ToAgent
 from .states import RoundState
 
-# -- records: what survives a restart ----------------------------------------------------------------------------------
+# -- records: what survives a restart -------------------------------------------------------------------------------
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
@@ -38,8 +38,8 @@ class Committed(Record, frozen=True):
     channel: Channel
     epoch: Epoch
     version: Version
-    manifest: str
-    table: str
+    manifest: Digest
+    table: Digest
     request: RequestId
     """The `Publish` that asked for it: asked again after a restart, it is answered as committed."""
     engines: tuple[AgentId, ...]
@@ -59,7 +59,7 @@ class Probe(Record, frozen=True):
 
 AnyRecord = EpochTaken | Committed | RoundClosed | Probe
 
-# -- observations: what happened, for logs and metrics -----------------------------------------------------------------
+# -- observations: what happened, for logs and metrics --------------------------------------------------------------
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,7 +182,7 @@ AnyObservation = (
     | JournalChanged
 )
 
-# -- effects -------------------------------------------------------------------------------------------------------------
+# -- effects --------------------------------------------------------------------------------------------------------
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,9 +8,9 @@ import msgspec
 
 from .ids import AgentId, Epoch, Incarnation, RequestId
 from .lease import YES, Verdict
+from .member import Member
 from .membership import Agent
 from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held
-from .round import Member
 from .states import EnginePhase
 
 KEYS = 32

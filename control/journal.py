@@ -71,7 +71,9 @@ class Journal(Protocol):
     """What the driver asks of a journal."""
 
     @property
-    def boot(self) -> int: ...
+    def boot(self) -> int:
+        """How often a coordinator was started on this journal."""
+        ...
 
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
@@ -81,7 +83,9 @@ class Journal(Protocol):
         """Every channel as it was last written."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of the file."""
+        ...
 
 
 class SqliteJournal:
@@ -99,7 +103,7 @@ class SqliteJournal:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
         except (OSError, sqlite3.Error) as error:
-            raise JournalError(path, f"cannot be opened ({error})", "is the folder there, and ours to write?") from error
+            raise JournalError(path, f"cannot be opened ({error})", "is the folder ours to write?") from error
         try:
             self._open()
         except BaseException:
@@ -177,8 +181,12 @@ class SqliteJournal:
             try:
                 answers.setdefault(channel, {})[RequestId(request)] = _DECODE_ANSWER.decode(answer)
             except ValueError as error:
-                raise JournalCorrupt(self._path, f"the answer to {request!r} is unreadable ({error})", _RESTORE) from error
-        rows = self._db.execute("SELECT name, epoch, committed_version, committed_epoch, manifest, digest_table FROM channel")
+                raise JournalCorrupt(
+                    self._path, f"the answer to {request!r} is unreadable ({error})", _RESTORE
+                ) from error
+        rows = self._db.execute(
+            "SELECT name, epoch, committed_version, committed_epoch, manifest, digest_table FROM channel"
+        )
         return {Channel(row[0]): _restored(row, answers.get(row[0], {})) for row in rows}
 
     def audit(self) -> list[dict[str, object]]:
@@ -212,7 +220,9 @@ class SqliteJournal:
     def _audit(self, record: EpochTaken | Committed | RoundClosed) -> None:
         channel = record.done.channel if isinstance(record, RoundClosed) else record.channel
         row = (self._wall_clock(), self.boot, channel, _ENCODE_EVENT.encode(record).decode())
-        at = self._db.execute("INSERT INTO event (written_at, boot, channel, record) VALUES (?, ?, ?, ?)", row).lastrowid
+        at = self._db.execute(
+            "INSERT INTO event (written_at, boot, channel, record) VALUES (?, ?, ?, ?)", row
+        ).lastrowid
         self._db.execute("DELETE FROM event WHERE id <= ?", ((at or 0) - EVENTS,))
 
     @contextlib.contextmanager
@@ -245,6 +255,4 @@ def _restored(row: _Row, answers: Mapping[RequestId, RoundDone]) -> Restored:
     held = None
     if version is not None and manifest is not None and table is not None:
         held = Held(version=Version(version), manifest=Digest(manifest), table=Digest(table))
-    return Restored(
-        epoch=Epoch(epoch), committed=held, committed_epoch=Epoch(committed_epoch or 0), answers=answers
-    )
+    return Restored(epoch=Epoch(epoch), committed=held, committed_epoch=Epoch(committed_epoch or 0), answers=answers)

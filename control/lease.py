@@ -58,7 +58,9 @@ def may_acquire(
     if mine and not in_round:
         return YES
     if mine:
-        return Verdict(Code.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it")
+        return Verdict(
+            Code.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it"
+        )
     remaining = max(0.0, lease.expires_at(lease_s) - now)
     reason = f"{lease.holder} holds the channel at epoch {lease.epoch} for version {lease.version}"
     return Verdict(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))

@@ -49,11 +49,12 @@ class Membership:
         silent_s = now - known.heard_at
         if silent_s >= self._limits.takeover_s:
             return YES
-        reason = f"another process, {known.incarnation}, answered to {hello.agent!r} {silent_s:.1f} s ago: give it another name or stop it"
+        found = f"another process, {known.incarnation}, answered to {hello.agent!r} {silent_s:.1f} s ago"
+        reason = f"{found}: give this one another name, or stop the other"
         return Verdict(Code.NAME_TAKEN, reason, self._limits.takeover_s - silent_s)
 
     def join(self, hello: Hello, peer: Peer, now: float) -> Agent | None:
-        """Seat the agent of `hello` on `peer`. Returns who had the name before, if another incarnation or connection."""
+        """Seat the agent of `hello` on `peer`. Returns who had the name before."""
         before = self._agents.get(hello.agent)
         if before and before.peer:
             self._by_peer.pop(before.peer, None)

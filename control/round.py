@@ -12,38 +12,29 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
-import msgspec
-
 from .duties import Duties
 from .effects import AnyObservation, EngineFailed, Redriven, StateEntered
 from .ids import AgentId, Channel, Epoch, Version
 from .limits import Limits
+from .member import Member
 from .messages import (
-    Abort,
-    Commit,
     EngineHealth,
     EngineInfo,
     EngineMessage,
-    EngineReport,
     Failed,
     Offer,
     Outcome,
-    Pause,
     Paused,
-    Prepare,
     Prepared,
     Publish,
-    Receiver,
     RoundDone,
-    Send,
     Serving,
     Step,
     TrainerInfo,
-    Transfer,
     Transferred,
-    TransportKind,
     Verified,
 )
+from .orders import Orders
 from .routing import choose
 from .states import ENGINE_MOVES, ROUND_MOVES, SETTLED, EnginePhase, RoundState, move
 
@@ -82,25 +73,6 @@ class Want(enum.Enum):
     CLOSE = "to be closed and reported"
 
 
-class Member(msgspec.Struct, kw_only=True):
-    """One engine of the round."""
-
-    name: AgentId
-    info: EngineInfo
-    phase: EnginePhase
-    epoch: Epoch
-    transport: TransportKind | None
-    health: EngineHealth
-    reason: str = ""
-    seconds: dict[str, float] = {}
-    bytes: int = 0
-    buckets: int = 0
-    verified_by: str = ""
-    rank_offset: int = 0
-    give_up_at: float | None = None
-    """The trainer said that it could not serve this engine: how long its own account is waited for."""
-
-
 class Round:
     """The machine of one round, from `Publish` to `RoundDone`."""
 
@@ -129,6 +101,7 @@ class Round:
         self.notes: list[AnyObservation] = []
         self._limits = limits
         self._duties = duties
+        self._orders = Orders(publish, limits)
         self._story = story
         self._began_at = now
         self._since = now
@@ -152,23 +125,13 @@ class Round:
                 seconds={},
             )
 
-    # -- what happens to it ----------------------------------------------------------------------------------------
+    # -- what happens to it -----------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
         """Send `Prepare` to every engine that has a transport. Without any engine the version commits at once."""
         self._enter(RoundState.PREPARING, now, self._limits.prepare_s + self._limits.grace_s)
         for member in self._in(EnginePhase.PREPARING):
-            prepare = Prepare(
-                channel=self.channel,
-                epoch=member.epoch,
-                version=self.version,
-                manifest=self.publish.manifest,
-                table=self.publish.table,
-                transport=member.transport or TransportKind.DISK,
-                policy=self.publish.policy,
-                deadline_s=self._limits.prepare_s,
-            )
-            self._duties.assign(member.name, prepare, now)
+            self._duties.assign(member.name, self._orders.prepare(member), now)
         self._advance(now)
 
     def answered(self, name: AgentId, message: EngineMessage, now: float) -> None:
@@ -183,7 +146,7 @@ class Round:
                 if self._step(member, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, "transfer", message.seconds):
                     member.bytes, member.buckets = message.bytes, message.buckets
             case Verified():
-                self._verified(member, message, now)
+                self._verified(member, message)
             case Serving():
                 self._serving(member, message, now)
             case Failed():
@@ -206,7 +169,7 @@ class Round:
                 continue
             self._move(member, EnginePhase.TRANSFERRING)
             member.epoch, member.give_up_at = self.epoch, None
-            self._duties.assign(member.name, self._transfer(member, offer), now)
+            self._duties.assign(member.name, self._orders.transfer(member, offer), now)
         self._advance(now)
 
     def sent(self, epoch: Epoch, failed: Mapping[str, str], now: float) -> None:
@@ -271,19 +234,11 @@ class Round:
         self._enter(RoundState.RESUMING, now, self._limits.resume_s + self._limits.grace_s)
         for member in self._in(EnginePhase.VERIFIED):
             self._move(member, EnginePhase.RESUMING)
-            commit = Commit(
-                channel=self.channel,
-                epoch=member.epoch,
-                version=self.version,
-                table=self.publish.table,
-                flush=self.publish.policy.flush,
-                deadline_s=self._limits.resume_s,
-            )
-            self._duties.assign(member.name, commit, now)
+            self._duties.assign(member.name, self._orders.commit(member), now)
         self._advance(now)
 
     def commit_refused(self, reason: str, now: float) -> None:
-        """The journal did not take the commit. It is asked again until `commit_s` is over; then the round is aborted."""
+        """The journal did not take the commit. It is asked again until `commit_s` is over; then the round aborts."""
         self.wants = None
         self.reason = reason
         if now >= self._commit_until:
@@ -296,14 +251,12 @@ class Round:
         """Time has passed."""
         for member in self._in(EnginePhase.TRANSFERRING):
             if member.give_up_at is not None and now >= member.give_up_at:
-                self._note_failure(member, member.reason)
-                self._move(member, EnginePhase.BROKEN)
-                self._duties.drop(member.name)
+                self._break(member, member.reason)
         if now >= self._deadline and self.wants is None:
             self._timeout(now)
         self._advance(now)
 
-    # -- what it says of itself --------------------------------------------------------------------------------------
+    # -- what it says of itself -------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
@@ -321,7 +274,7 @@ class Round:
         seconds = {**self._seconds, "total": now - self._began_at}
         if clock := _CLOCK.get(self.state):
             seconds[clock] = seconds.get(clock, 0.0) + now - self._since
-        reports = tuple(self._report(member) for member in self.members.values())
+        reports = tuple(member.report(self.version) for member in self.members.values())
         return RoundDone(
             channel=self.channel,
             epoch=self.publish.epoch,
@@ -355,7 +308,7 @@ class Round:
             wrong.append("an engine is ahead of its round's epoch")
         return tuple(wrong)
 
-    # -- answers -----------------------------------------------------------------------------------------------------
+    # -- answers ----------------------------------------------------------------------------------------------------
 
     def _step(self, member: Member, found: EnginePhase, wanted: EnginePhase, clock: str, seconds: float) -> bool:
         if member.phase is not found:
@@ -365,13 +318,13 @@ class Round:
         self._duties.drop(member.name)
         return True
 
-    def _verified(self, member: Member, message: Verified, now: float) -> None:
+    def _verified(self, member: Member, message: Verified) -> None:
         if member.phase not in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
             return
         if message.version != self.version or message.table != self.publish.table:
             member.health = EngineHealth.DIRTY
             found = f"version {message.version}, table {message.table[:12]}"
-            self._break(member, f"verified {found}; expected {self.version}, {self.publish.table[:12]}", now)
+            self._break(member, f"verified {found}; expected {self.version}, {self.publish.table[:12]}")
             return
         self._move(member, EnginePhase.VERIFIED)
         member.seconds["verify"] = message.seconds
@@ -411,11 +364,11 @@ class Round:
             self._move(member, EnginePhase.QUARANTINED)
             self._duties.drop(member.name)
         elif member.phase in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
-            self._break(member, reason, now)
+            self._break(member, reason)
         elif member.phase is not EnginePhase.BROKEN:
             self._leave(member, reason, now)
 
-    # -- decisions -----------------------------------------------------------------------------------------------------
+    # -- decisions --------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:
         """Go on as long as nothing has to be waited for."""
@@ -458,46 +411,13 @@ class Round:
         self._enter(RoundState.PAUSING, now, self._limits.pause_s + self._limits.grace_s)
         for member in self._in(EnginePhase.PREPARED):
             self._move(member, EnginePhase.PAUSING)
-            pause = Pause(
-                channel=self.channel,
-                epoch=member.epoch,
-                mode=self.publish.policy.pause,
-                lease_s=self._limits.lease_s,
-                deadline_s=self._limits.pause_s,
-            )
-            self._duties.assign(member.name, pause, now)
+            self._duties.assign(member.name, self._orders.pause(member), now)
 
     def _offer(self, now: float) -> None:
         self._enter(RoundState.OFFERING, now, self._limits.offer_s + self._limits.grace_s)
         self._sent = False
-        receivers: list[Receiver] = []
-        rank = 1
-        for member in self._in(EnginePhase.PAUSED, EnginePhase.BROKEN):
-            if member.transport is TransportKind.DISTRIBUTED:
-                member.rank_offset = rank
-                rank += member.info.tp
-            transport = member.transport or TransportKind.DISK
-            receivers.append(Receiver(engine=member.name, transport=transport, tp=member.info.tp, url=member.info.url))
-        send = Send(
-            channel=self.channel,
-            epoch=self.epoch,
-            version=self.version,
-            receivers=tuple(receivers),
-            deadline_s=self.publish.policy.transfer_timeout_s,
-        )
+        send = self._orders.send(self.epoch, self._in(EnginePhase.PAUSED, EnginePhase.BROKEN))
         self._duties.assign(self.holder, send, now)
-
-    def _transfer(self, member: Member, offer: Offer) -> Transfer:
-        return Transfer(
-            channel=self.channel,
-            epoch=self.epoch,
-            version=self.version,
-            manifest=self.publish.manifest,
-            table=self.publish.table,
-            offer=offer,
-            rank_offset=member.rank_offset,
-            deadline_s=self.publish.policy.transfer_timeout_s,
-        )
 
     def _conclude(self, now: float) -> None:
         broken = self._in(EnginePhase.BROKEN)
@@ -566,8 +486,7 @@ class Round:
             case _:
                 assert_never(self.state)
 
-    def _break(self, member: Member, reason: str, now: float) -> None:
-        del now
+    def _break(self, member: Member, reason: str) -> None:
         self._note_failure(member, reason)
         self._move(member, EnginePhase.BROKEN)
         self._duties.drop(member.name)
@@ -577,10 +496,9 @@ class Round:
         if reason and reason != member.reason:
             self._note_failure(member, reason)
         self._move(member, EnginePhase.LEAVING)
-        abort = Abort(channel=self.channel, epoch=member.epoch, reason=told or reason, deadline_s=self._limits.abort_s)
-        self._duties.assign(member.name, abort, now)
+        self._duties.assign(member.name, self._orders.abort(member, told or reason), now)
 
-    # -- small things ----------------------------------------------------------------------------------------------------
+    # -- small things -----------------------------------------------------------------------------------------------
 
     def _in(self, *phases: EnginePhase) -> list[Member]:
         return [member for member in self.members.values() if member.phase in phases]
@@ -611,26 +529,3 @@ class Round:
             reason=reason,
         )
         self.notes.append(note)
-
-    def _report(self, member: Member) -> EngineReport:
-        outcome = _outcome(member)
-        held = member.info.held.version if member.info.held else None
-        return EngineReport(
-            engine=member.name,
-            outcome=outcome,
-            transport=member.transport,
-            version=self.version if outcome is Outcome.COMMITTED else held if outcome is Outcome.ABORTED else None,
-            bytes=member.bytes,
-            buckets=member.buckets,
-            seconds=dict(member.seconds),
-            verified_by=member.verified_by,
-            reason=member.reason,
-        )
-
-
-def _outcome(member: Member) -> Outcome:
-    if member.phase is EnginePhase.SERVING:
-        return Outcome.COMMITTED
-    if member.phase is EnginePhase.LEFT:
-        return Outcome.ABORTED
-    return Outcome.LOST if member.phase is EnginePhase.LOST else Outcome.QUARANTINED

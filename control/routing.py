@@ -14,7 +14,7 @@ class Route(msgspec.Struct, frozen=True):
     reason: str
 
 
-def objection(kind: TransportKind, trainer: TrainerInfo, engine: EngineInfo) -> str:
+def objection(kind: TransportKind, trainer: TrainerInfo, engine: EngineInfo) -> str:  # noqa: PLR0911  # a list of reasons
     """Why `kind` cannot serve `engine`; empty when it can."""
     if kind not in engine.transports:
         return "the engine agent does not offer it"

@@ -1,0 +1,53 @@
+"""One engine of a round: where it stands, and what the trainer is told of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .ids import AgentId, Epoch, Version
+from .messages import EngineHealth, EngineInfo, EngineReport, Outcome, TransportKind
+from .states import EnginePhase
+
+
+class Member(msgspec.Struct, kw_only=True):
+    """One engine of the round."""
+
+    name: AgentId
+    info: EngineInfo
+    phase: EnginePhase
+    epoch: Epoch
+    transport: TransportKind | None
+    health: EngineHealth
+    reason: str = ""
+    seconds: dict[str, float] = {}
+    bytes: int = 0
+    buckets: int = 0
+    verified_by: str = ""
+    rank_offset: int = 0
+    give_up_at: float | None = None
+    """The trainer said that it could not serve this engine: how long its own account is waited for."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """How the round ended for this engine, or would if it ended now."""
+        if self.phase is EnginePhase.SERVING:
+            return Outcome.COMMITTED
+        if self.phase is EnginePhase.LEFT:
+            return Outcome.ABORTED
+        return Outcome.LOST if self.phase is EnginePhase.LOST else Outcome.QUARANTINED
+
+    def report(self, version: Version) -> EngineReport:
+        """For the trainer, who published `version`."""
+        held = self.info.held.version if self.info.held else None
+        serves = {Outcome.COMMITTED: version, Outcome.ABORTED: held}
+        return EngineReport(
+            engine=self.name,
+            outcome=self.outcome,
+            transport=self.transport,
+            version=serves.get(self.outcome),
+            bytes=self.bytes,
+            buckets=self.buckets,
+            seconds=dict(self.seconds),
+            verified_by=self.verified_by,
+            reason=self.reason,
+        )
