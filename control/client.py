@@ -1,0 +1,365 @@
+"""What agents use to speak to the coordinator: requests that are answered or end in a typed error, and an inbox.
+
+One background thread owns the connection. It says Hello, sends heartbeats, repeats what is not answered, and connects
+anew when the coordinator falls silent; session.py decides when. Requests may be made from any thread. A reconnect is
+seen only as a new `Welcome` in the inbox: outstanding requests are simply sent again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from types import TracebackType
+from typing import Final, Self, assert_never
+
+import msgspec
+
+from . import codec
+from .bus import DealerLink
+from .errors import BlobMismatch, ClientClosed, RequestRefused, WeightbusError
+from .ids import Digest, RequestId
+from .keys import CurveFiles
+from .links import AgentLink
+from .messages import (
+    MAX_PAGE_BYTES,
+    BlobPage,
+    Bye,
+    Code,
+    GetBlob,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    PutBlob,
+    ToAgent,
+    ToCoordinator,
+    Welcome,
+)
+from .session import (
+    Asked,
+    Connect,
+    Deliver,
+    Effect,
+    Event,
+    Garbled,
+    GiveUp,
+    Heard,
+    Join,
+    Reject,
+    Resolve,
+    SayAlive,
+    SayHello,
+    Session,
+    Ticked,
+    Timing,
+    Transmit,
+)
+
+CACHED_BLOBS: Final = 8
+"""Manifests and digest tables kept: those of the version that is served and of the one that comes."""
+CLOSE_S: Final = 1.0
+_GRACE_S: Final = 5.0
+"""How much longer than its deadline a request waits for the thread to say so; only a thread that hangs needs it."""
+
+_Answered = tuple[ToAgent, bytes | None]
+
+
+class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the coordinator is, and how patient to be."""
+
+    endpoint: str = "tcp://127.0.0.1:5750"
+    curve: CurveFiles | None = None
+    timing: Timing = Timing()
+
+
+class BusClient:
+    """One agent's line to the coordinator."""
+
+    def __init__(
+        self,
+        settings: BusSettings,
+        hello: Callable[[], Hello],
+        heartbeat: Callable[[], Heartbeat] | None = None,
+        *,
+        link: AgentLink | None = None,
+    ) -> None:
+        """`hello` and `heartbeat` are called on the client's thread, now and then, and must be quick.
+
+        The client fills in `Hello.request` and `Heartbeat.seq` itself. `link` stands in for the socket in tests.
+        """
+        self.endpoint = settings.endpoint
+        self._hello = hello
+        self._heartbeat = heartbeat
+        self._link: AgentLink = link or DealerLink(settings.endpoint, settings.curve)
+        self._keys = os.urandom(8).hex()
+        self._counter = itertools.count(1)
+        self._session = Session(settings.endpoint, self._keys, settings.timing, time.monotonic())
+        self._submitted: queue.SimpleQueue[Asked | ToCoordinator] = queue.SimpleQueue()
+        self._futures: dict[RequestId, Future[_Answered]] = {}
+        self._inbox: deque[ToAgent] = deque()
+        self._changed = threading.Condition()
+        self._first: Future[Welcome] = Future()
+        self._welcome: Welcome | None = None
+        self._over: WeightbusError | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weightbus-client", daemon=True)
+        self._known: set[Digest] = set()
+        self._cache: OrderedDict[Digest, bytes] = OrderedDict()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self, deadline_s: float = 30.0) -> Welcome:
+        """Connect and say Hello; returns the first `Welcome`.
+
+        Raises `CoordinatorUnreachable`, or `RequestRefused` when the last word was a refusal. The client goes on trying
+        behind the scenes unless it was refused for good: call again to wait longer, or `close`.
+        """
+        if not self._thread.is_alive() and not self._first.done():
+            self._thread.start()
+        try:
+            return self._first.result(deadline_s)
+        except FutureTimeoutError:
+            raise self._session.unreachable("Hello", deadline_s, time.monotonic()) from None
+
+    def close(self) -> None:
+        """Say Bye and stop, within about a second. What still waits for an answer raises `ClientClosed`."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._thread.is_alive():
+            self._link.wake()
+            self._thread.join(CLOSE_S + _GRACE_S)
+        else:
+            self._give_up(ClientClosed("this client was closed"))
+            self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """The newest one."""
+        return self._welcome
+
+    def new_request(self) -> RequestId:
+        """A request key that no other request has."""
+        return RequestId(f"{self._keys}-{next(self._counter)}")
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def request(self, message: ToCoordinator, blob: bytes | None = None, deadline_s: float = 30.0) -> ToAgent:
+        """Ask, and wait for the answer; from any thread.
+
+        Sent again until answered: the coordinator answers the same key with the same answer. Raises `RequestRefused`,
+        `CoordinatorUnreachable` or `ClientClosed`; `ProtocolError` if `message` is one that nobody could read.
+        """
+        return self._ask(message, blob, deadline_s)[0]
+
+    def post(self, message: ToCoordinator) -> None:
+        """Send without an answer. It may get lost."""
+        codec.TO_COORDINATOR.encode(message)
+        self._submitted.put(message)
+        self._link.wake()
+
+    def next(self, timeout_s: float) -> ToAgent | None:
+        """The next command, or `Welcome` after a reconnect; None after `timeout_s`.
+
+        Raises what ended the client, once everything that came before is read.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._over, timeout_s)
+            if self._inbox:
+                return self._inbox.popleft()
+            if self._over is not None:
+                raise self._over
+            return None
+
+    def status(self, deadline_s: float = 10.0) -> bytes:
+        """The coordinator's status document, JSON."""
+        _, document = self._ask(GetStatus(request=self.new_request()), None, deadline_s)
+        return document or b""
+
+    # -- blobs ---------------------------------------------------------------------------------------------------------
+
+    def put_blob(self, blob: bytes, deadline_s: float = 60.0) -> Digest:
+        """Give the coordinator `blob` in pages, unless it is known to have it; returns its digest.
+
+        After `RequestRefused(UNKNOWN_BLOB)` nothing is taken for known any more: put again, then ask again.
+        """
+        digest = Digest(hashlib.sha256(blob).hexdigest())
+        until = time.monotonic() + deadline_s
+        while digest not in self._known:
+            boot = self._boot()
+            self._put_pages(digest, blob, until, deadline_s)
+            if boot == self._boot():  # else some pages went to a coordinator that is no more
+                self._known.add(digest)
+        return digest
+
+    def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
+        """The blob of that digest, from the coordinator or from the last few that were read."""
+        cached = self._cache.get(digest)
+        if cached is not None:
+            return cached
+        until = time.monotonic() + deadline_s
+        pages: list[bytes] = []
+        count = 1
+        while len(pages) < count:
+            message = GetBlob(request=self.new_request(), digest=digest, page=len(pages))
+            answer, data = self._ask(message, None, max(0.0, until - time.monotonic()))
+            if isinstance(answer, BlobPage):
+                count = answer.pages
+            pages.append(data or b"")
+        blob = b"".join(pages)
+        found = hashlib.sha256(blob).hexdigest()
+        if found != digest:
+            raise BlobMismatch(found, digest)
+        self._remember(digest, blob)
+        return blob
+
+    def _put_pages(self, digest: Digest, blob: bytes, until: float, deadline_s: float) -> None:
+        pages = max(1, -(-len(blob) // MAX_PAGE_BYTES))
+        for page in range(pages):
+            data = blob[page * MAX_PAGE_BYTES : (page + 1) * MAX_PAGE_BYTES]
+            message = PutBlob(request=self.new_request(), digest=digest, page=page, pages=pages)
+            self._ask(message, data, min(deadline_s, max(0.0, until - time.monotonic())))
+
+    def _remember(self, digest: Digest, blob: bytes) -> None:
+        with self._changed:
+            self._cache[digest] = blob
+            while len(self._cache) > CACHED_BLOBS:
+                self._cache.popitem(last=False)
+
+    def _boot(self) -> int:
+        return self._welcome.boot if self._welcome else 0
+
+    # -- between the threads -------------------------------------------------------------------------------------------
+
+    def _ask(self, message: ToCoordinator, blob: bytes | None, deadline_s: float) -> _Answered:
+        key = _key_of(message)
+        codec.TO_COORDINATOR.encode(message, blob)  # what nobody could read is the caller's to know, not the thread's
+        future: Future[_Answered] = Future()
+        with self._changed:
+            if self._over is not None:
+                raise self._over
+            self._futures[key] = future
+        self._submitted.put(Asked(key, message, blob, time.monotonic() + deadline_s, deadline_s))
+        self._link.wake()
+        try:
+            return future.result(deadline_s + _GRACE_S)
+        except FutureTimeoutError:
+            raise self._session.unreachable(type(message).__name__, deadline_s, time.monotonic()) from None
+        except RequestRefused as refused:
+            if refused.code is Code.UNKNOWN_BLOB:
+                self._known.clear()
+            raise
+        finally:
+            with self._changed:
+                self._futures.pop(key, None)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._step()
+            if self._welcome is not None:
+                self._link.send(Bye(reason="closed"))
+            self._give_up(ClientClosed("this client was closed"))
+        except Exception as error:  # noqa: BLE001  # whoever waits must hear of it, whatever it was
+            closed = ClientClosed(f"the client's thread died of {type(error).__name__}: {error}")
+            closed.__cause__ = error
+            self._give_up(closed)
+        finally:
+            self._link.close()
+
+    def _step(self) -> None:
+        self._handle(Ticked())
+        while not self._submitted.empty():
+            item = self._submitted.get()
+            if isinstance(item, Asked):
+                self._handle(item)
+            else:
+                self._link.send(item)
+        for heard in self._link.poll(min(1.0, max(0.0, self._session.next_deadline() - time.monotonic()))):
+            self._handle(Heard(*heard) if isinstance(heard, tuple) else Garbled(heard))
+
+    def _handle(self, event: Event) -> None:
+        for effect in self._session.handle(event, time.monotonic()):
+            self._perform(effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Connect():
+                self._link.open()
+            case SayHello():
+                self._link.send(msgspec.structs.replace(self._hello(), request=effect.key))
+            case SayAlive():
+                beat = self._heartbeat() if self._heartbeat else Heartbeat(seq=0)
+                self._link.send(msgspec.structs.replace(beat, seq=effect.seq))
+            case Transmit():
+                self._link.send(effect.message, effect.blob)
+            case Resolve():
+                self._settle(effect.key, (effect.answer, effect.blob))
+            case Reject():
+                self._settle(effect.key, effect.error)
+            case Join():
+                self._joined(effect.welcome)
+            case Deliver():
+                self._deliver(effect.message)
+            case GiveUp():
+                self._give_up(effect.error)
+            case _:
+                assert_never(effect)
+
+    def _settle(self, key: RequestId, outcome: _Answered | WeightbusError) -> None:
+        with self._changed:
+            future = self._futures.pop(key, None)
+        if future is None:
+            return  # its caller has stopped waiting
+        if isinstance(outcome, WeightbusError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+    def _joined(self, welcome: Welcome) -> None:
+        if self._welcome is not None and self._welcome.boot != welcome.boot:
+            self._known.clear()  # blobs live in the coordinator's memory
+        self._welcome = welcome
+        if self._first.done():
+            self._deliver(welcome)
+        else:
+            self._first.set_result(welcome)
+
+    def _deliver(self, message: ToAgent) -> None:
+        with self._changed:
+            if message not in self._inbox:  # commands are repeated until answered; one unread copy is enough
+                self._inbox.append(message)
+                self._changed.notify_all()
+
+    def _give_up(self, error: WeightbusError) -> None:
+        with self._changed:
+            self._over = self._over or error
+            waiting = list(self._futures.values())
+            self._futures.clear()
+            self._changed.notify_all()
+        for future in waiting:
+            future.set_exception(error)
+        if not self._first.done():
+            self._first.set_exception(error)
+
+
+def _key_of(message: ToCoordinator) -> RequestId:
+    key: object = getattr(message, "request", None)
+    if not isinstance(key, str):
+        raise TypeError(f"{type(message).__name__} is not answered: use post()")
+    return RequestId(key)
