@@ -1,0 +1,97 @@
+"""Does this manifest fit this server? Pure; asked before the server hears of a round.
+
+There is no second chance: SGLang exits on a wrong shape or a misaligned bucket, and says "success" to names it does not
+know, to half of a model and to the wrong dtype. So whatever is not known to be right is refused here.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from weightbus.dataplane.manifest import Manifest
+
+from .checkpoint import Expected
+from .dialects import Dialect
+from .errors import UnfitManifest
+from .identity import ServerFacts
+
+_SHOWN: Final = 4
+"""Names of tensors in a message."""
+
+
+def transports_of(facts: ServerFacts) -> tuple[str, ...]:
+    """Transports that can serve this layout. Replicas (dp) answer tensors with 500; stages (pp) share ranks."""
+    if facts.dp > 1:
+        return ("disk",)
+    return ("local", "disk") if facts.pp > 1 else ("local", "distributed", "disk")
+
+
+def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Expected, transport: str) -> None:
+    """Raise `UnfitManifest` with everything that speaks against loading `manifest` by `transport`."""
+    problems = [
+        *_server(facts, dialect, transport),
+        *_model(manifest, facts),
+        *_names(manifest, expected),
+        *_tensors(manifest, facts, expected),
+    ]
+    if problems:
+        raise UnfitManifest("; ".join(problems) + ". Nothing was sent to the server")
+
+
+def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[str]:
+    if transport not in transports_of(facts):
+        able = ", ".join(transports_of(facts))
+        layout = f"dp={facts.dp}, pp={facts.pp}"
+        yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}"
+    if facts.quantization:
+        yield f"the server quantises its weights ({facts.quantization}): such servers are not updated yet"
+    if facts.speculative:
+        yield f"the server speculates ({facts.speculative}): its draft weights would stay behind; launch it without"
+    if facts.tp < 1:
+        yield f"{dialect.name}: the server says it has {facts.tp} tensor-parallel ranks"
+
+
+def _model(manifest: Manifest, facts: ServerFacts) -> Iterator[str]:
+    if facts.architectures and manifest.model not in facts.architectures:
+        yield f"the manifest is of {manifest.model}, the server serves {', '.join(facts.architectures)}"
+
+
+def _names(manifest: Manifest, expected: Expected) -> Iterator[str]:
+    """The set must be complete, and hold nothing that the server would skip in silence."""
+    sent = {tensor.name for tensor in manifest.tensors}
+    missing = expected.shapes.keys() - sent - expected.optional
+    if missing:
+        yield f"{_some(missing)} missing: the server would keep its old values and report success"
+    unknown = sent - expected.shapes.keys() - expected.optional
+    if unknown:
+        yield f"{_some(unknown)} unknown to the served model: the server would skip them and report success"
+
+
+def _tensors(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Iterator[str]:
+    wrong = [
+        f"{tensor.name!r} has shape {tensor.shape}, the server's has {expected.shapes[tensor.name]}"
+        for tensor in manifest.tensors
+        if tensor.shape != expected.shapes.get(tensor.name, tensor.shape)
+    ]
+    yield from wrong[:_SHOWN]
+    if len(wrong) > _SHOWN:
+        yield f"{len(wrong) - _SHOWN} more shapes differ"
+    served = _served_dtype(facts, expected)
+    cast = {
+        f"{tensor.name!r} ({tensor.dtype})"
+        for tensor in manifest.tensors
+        if tensor.dtype != expected.dtypes.get(tensor.name, served or tensor.dtype)
+    }
+    if cast:
+        yield f"{_some(cast)} not of the server's dtype ({served or 'see its checkpoint'}): it would cast them in silence"
+
+
+def _served_dtype(facts: ServerFacts, expected: Expected) -> str:
+    """The dtype asked for at launch, in torch's words, or the checkpoint's."""
+    words = {"auto": expected.dtype, "half": "float16", "float": "float32"}
+    return words.get(facts.dtype, facts.dtype)
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+    return f"{len(ordered)} tensors ({', '.join(ordered[:_SHOWN])}{more})"
