@@ -1,0 +1,66 @@
+"""One rank of the demo's learner, judged by itself: `python demo_ranks.py CHECKPOINT`, with torch's usual environment.
+
+Rank 0 prints one line of JSON: whether the ranks together hold the checkpoint bit for bit, the share of probability
+that the policy gives to wanted tokens before and after some steps, and whether anything changed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
+from megatron_ranks import export
+
+from weightbus.trainer_agent.demo import checkpoint, task
+from weightbus.trainer_agent.demo.learner import Learner, join
+from weightbus.trainer_agent.megatron import MegatronSource
+from weightbus.trainer_agent.megatron_cpu import install
+
+STEPS = 10
+
+
+def rows() -> torch.Tensor:
+    """Random prompts and responses: what a policy that has learned nothing writes."""
+    generator = torch.Generator().manual_seed(7)
+    prompts = torch.tensor(task.prompts(1, 1))
+    return torch.cat(
+        [prompts, torch.randint(task.VOCABULARY, (len(prompts), task.RESPONSE_TOKENS), generator=generator)], 1
+    )
+
+
+def wanted(learner: Learner, tokens: torch.Tensor) -> float:
+    """The mean probability of a wanted token, everywhere in `tokens`."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    with torch.no_grad():
+        logits = gather(learner.model(tokens, positions, None).float())
+    return float(logits.softmax(-1)[..., : task.WANTED].sum(-1).mean())
+
+
+def main(folder: Path) -> None:
+    """Load, compare, learn, compare."""
+    torch.set_num_threads(1)
+    install()
+    join(60.0)
+    learner = Learner(folder, 1)
+    source = MegatronSource(learner.model, hf_config=folder, timeout_s=60.0)
+    before = export(source, 1 << 16)
+    tokens = rows()
+    odds = wanted(learner, tokens)
+    for _ in range(STEPS):
+        learner.learn(tokens)
+    later = wanted(learner, tokens)
+    after = export(source, 1 << 16)
+    if source.root:
+        given = checkpoint.read(folder)
+        same = before.keys() == given.keys() and all(torch.equal(before[name], given[name]) for name in given)
+        unchanged = [name for name in before if torch.equal(before[name], after[name])]
+        sys.stdout.write(json.dumps({"same": same, "before": odds, "after": later, "unchanged": unchanged}) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
