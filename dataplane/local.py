@@ -83,6 +83,7 @@ class LocalSender:
 
     def ready(self, deadline_s: float) -> None:
         """Wait until every peer has connected, or is in `failed`."""
+        self._pump(0.0)
         self._wait(deadline_s, lambda receiver: receiver.connection is None, "did not come")
         self._require_some()
 

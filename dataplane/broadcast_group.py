@@ -1,0 +1,131 @@
+"""The trainer's rank in the collective group that SGLang's workers join: formed, used and aborted under deadlines.
+
+SGLang forms its side with ``init_custom_process_group``: a TCPStore client, wrapped in a PrefixStore of the group's name,
+given to torch's ``_new_process_group_helper``, which wraps it twice more. The same prefixes are applied here, and the
+backend object is built directly: the trainer's default group, its timeouts and torch's registry stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from .deadline import Deadline
+from .errors import DeadlineExceeded, TransferFailed, Unsupported
+
+ROOT: Final = 0
+"""SGLang's workers broadcast from rank 0 of the group, always."""
+
+_POLL_S: Final = 0.001
+
+
+def backend_for(device: torch.device) -> str:
+    """``gloo`` or ``nccl``. Raises `Unsupported` when the environment would make NCCL hang."""
+    if device.type != "cuda":
+        return "gloo"
+    found = os.environ.get("NCCL_CUMEM_ENABLE")
+    if found != "0":
+        # SGLang sets 0 in its workers; with another value on this side the first broadcast hangs (seen on H200s).
+        raise Unsupported(
+            f"NCCL_CUMEM_ENABLE is {found!r} in the trainer, SGLang's workers run with '0' and the first broadcast would "
+            "hang: start the trainer with NCCL_CUMEM_ENABLE=0"
+        )
+    return "nccl"
+
+
+def serve_store(host: str) -> dist.TCPStore:
+    """A rendezvous store on an ephemeral port of `host` alone."""
+    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port: int = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+
+
+class BroadcastGroup:
+    """Rank 0 of a group of `world_size` ranks."""
+
+    def __init__(self, name: str, device: torch.device, world_size: int, backend: dist.Backend) -> None:
+        self.name = name
+        self.world_size = world_size
+        self._device = device
+        self._backend = backend
+
+    @classmethod
+    def form(  # noqa: PLR0917
+        cls, store: dist.Store, name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
+    ) -> BroadcastGroup:
+        """Blocks until every rank has come (gloo) or until the first broadcast (nccl, which connects lazily)."""
+        timeout = timedelta(seconds=deadline.check("the group to form"))
+        prefixed = dist.PrefixStore(f"{device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        try:
+            if device.type == "cuda":
+                backend = _nccl(prefixed, world_size)
+            else:
+                backend = _gloo(prefixed, host, world_size, timeout)
+        except (RuntimeError, ValueError) as error:
+            raise TransferFailed(f"group {name} of {world_size} ranks did not form: {error}") from error
+        return cls(name, device, world_size, backend)
+
+    def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
+        """Send `memory` to every rank; returns when it may be written again."""
+        options = dist.BroadcastOptions()
+        options.rootRank = ROOT
+        options.rootTensor = 0
+        options.timeout = timedelta(seconds=deadline.check("a broadcast to begin"))
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                self._wait(self._backend.broadcast([memory], options), deadline)
+            else:
+                self._backend.broadcast([memory], options).wait(options.timeout)
+        except RuntimeError as error:
+            raise TransferFailed(f"the broadcast over {self.name} broke: {error}") from error
+
+    def _wait(self, work: dist.Work, deadline: Deadline) -> None:
+        while not work.is_completed():
+            if not deadline.left():
+                raise DeadlineExceeded(f"every rank of {self.name} to take a broadcast", deadline.seconds)
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def abort(self) -> None:
+        """Break it off, also while another thread is in `broadcast`. The group is of no use afterwards."""
+        with contextlib.suppress(RuntimeError):  # a backend that cannot abort is torn down with its object
+            self._backend.abort()
+
+
+def _gloo(store: dist.Store, host: str, world_size: int, timeout: timedelta) -> dist.Backend:
+    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+    options._timeout = timeout  # noqa: SLF001
+    return dist.ProcessGroupGloo(store, ROOT, world_size, options)
+
+
+def _nccl(store: dist.Store, world_size: int) -> dist.Backend:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)  # noqa: SLF001  our deadlines decide; torch's watchdog would end the process
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return dist.ProcessGroupNCCL(store, ROOT, world_size, options)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """torch reads this setting from the environment when a group is made, and nowhere else."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

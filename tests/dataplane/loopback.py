@@ -1,0 +1,254 @@
+"""An inference server without a server: takes buckets as SGLang's workers do and keeps what it was given.
+
+Also a program (`python loopback.py`): reads jobs, one JSON object a line, and forks a process for each that is one half
+of a transfer and may be told to die or to stop at a bucket. Answers are JSON lines too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import rebuild_storage_filename
+from weightbus.dataplane import integrity, transports
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.staging import BucketPool
+from weightbus.dataplane.transport import Address, HostMemory, Peer, Receiver, Sender, Session, SharedBucket
+
+CHANNEL = "chan"
+DTYPES = ("bfloat16", "float32", "int8", "float64", "float8_e4m3fn", "bool")
+
+
+def make_manifest(buckets: int = 3) -> Manifest:
+    """Odd shapes, six dtypes mixed, scalars, the given number of buckets."""
+    each = [TensorSpec(f"{dtype}.{i}", dtype, shape) for dtype in DTYPES for i, shape in enumerate([(3, 7), (), (1, 5, 3)])]
+    size = sum(tensor.nbytes for tensor in each)
+    tensors = [TensorSpec(f"b{b}.{t.name}", t.dtype, t.shape) for b in range(buckets) for t in each]
+    manifest = Manifest.of("LoopbackModel", tensors, bucket_bytes=size)
+    assert len(manifest.buckets) == buckets
+    return manifest
+
+
+def make_bytes(manifest: Manifest, version: int) -> list[torch.Tensor]:
+    """The packed buckets of one version: any bytes at all, NaNs and odd booleans included."""
+    generator = torch.Generator().manual_seed(version)
+    return [torch.randint(0, 256, (b.nbytes,), dtype=torch.uint8, generator=generator) for b in manifest.buckets]
+
+
+def make_session(epoch: int, version: int, manifest: Manifest) -> Session:
+    """A session whose table is that of `make_bytes`."""
+    digests = [
+        integrity.digest_tensors(bucket, manifest.offsets_of(i)) for i, bucket in enumerate(make_bytes(manifest, version))
+    ]
+    table = DigestTable(manifest.digest(), version, integrity.ALGORITHM, b"".join(digests))
+    return Session(CHANNEL, epoch, version, manifest, table)
+
+
+def cut(memory: torch.Tensor, tensors: Sequence[TensorSpec]) -> dict[str, bytes]:
+    """The named tensors of a packed bucket, as SGLang's FlattenedTensorBucket takes it apart."""
+    out: dict[str, bytes] = {}
+    at = 0
+    for tensor in tensors:
+        view = memory[at : at + tensor.nbytes].view(getattr(torch, tensor.dtype)).reshape(tensor.shape)
+        out[tensor.name] = bytes(view.reshape(-1).view(torch.uint8).numpy().tobytes())
+        at += tensor.nbytes
+    assert at == memory.numel()
+    return out
+
+
+def wanted(manifest: Manifest, version: int) -> dict[str, bytes]:
+    """What every rank must hold after a transfer of `version`."""
+    out: dict[str, bytes] = {}
+    for index, bucket in enumerate(make_bytes(manifest, version)):
+        out.update(cut(bucket, manifest.tensors_of(index)))
+    return out
+
+
+class LoopbackServer:
+    """An `EngineServer` whose ranks live in this process. `on_load` is called before bucket n is taken."""
+
+    def __init__(self, tp: int = 1, on_load: Callable[[int], None] = lambda _: None) -> None:
+        self.tp = tp
+        self.weights: list[dict[str, bytes]] = [{} for _ in range(tp)]
+        self.loads = 0
+        self.joins = 0
+        self._on_load = on_load
+        self._groups: dict[str, list[dist.ProcessGroupGloo]] = {}
+
+    def _begin(self) -> None:
+        self._on_load(self.loads)
+        self.loads += 1
+
+    def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
+        self._begin()
+        assert isinstance(bucket.memory, HostMemory)
+        assert deadline_s > 0
+        for weights in self.weights:
+            memory = bucket.memory
+            storage = rebuild_storage_filename(torch.UntypedStorage, memory.manager, memory.handle, memory.nbytes)
+            mapped = torch.empty(0, dtype=torch.uint8).set_(storage)
+            weights.update(cut(mapped[: bucket.spec.nbytes], bucket.tensors))
+
+    def join_group(self, address: Address, rank_offset: int, deadline_s: float) -> None:
+        self.joins += 1
+        url = urlsplit(address.address)
+        timeout = timedelta(seconds=deadline_s)
+
+        def join(rank: int) -> dist.ProcessGroupGloo:
+            store: Any = dist.TCPStore(url.hostname or "", url.port or 0, timeout=timeout, wait_for_workers=False)
+            for prefix in (address.group, f"{address.group}/", "cpu/"):
+                store = dist.PrefixStore(prefix, store)
+            return dist.ProcessGroupGloo(store, rank_offset + rank, address.world_size, timeout)
+
+        with ThreadPoolExecutor(self.tp) as ranks:
+            try:
+                self._groups[address.group] = list(ranks.map(join, range(self.tp)))
+            except RuntimeError as error:
+                raise TransferFailed(f"no group: {error}") from error
+
+    def load_broadcast(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        self._begin()
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=deadline_s)
+        memory = [torch.zeros(sum(t.nbytes for t in tensors), dtype=torch.uint8) for _ in self.weights]
+        try:
+            works = [pg.broadcast([mine], options) for pg, mine in zip(self._groups[group], memory, strict=True)]
+            for work in works:
+                work.wait(options.timeout)
+        except RuntimeError as error:
+            raise TransferFailed(f"no broadcast: {error}") from error
+        for weights, mine in zip(self.weights, memory, strict=True):
+            weights.update(cut(mine, tensors))
+
+    def leave_group(self, group: str, deadline_s: float) -> None:
+        assert deadline_s > 0
+        self._groups.pop(group, None)
+
+    def load_checkpoint(self, path: str, deadline_s: float) -> None:
+        from safetensors import safe_open
+
+        self._begin()
+        assert deadline_s > 0
+        index = json.loads(Path(path, "model.safetensors.index.json").read_text())
+        loaded: dict[str, bytes] = {}
+        for shard in sorted(set(index["weight_map"].values())):
+            with safe_open(Path(path, shard), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  not a dict
+                    assert index["weight_map"][name] == shard
+                    tensor = file.get_tensor(name)
+                    loaded[name] = bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        for weights in self.weights:
+            weights.update(loaded)
+
+
+class Places:
+    """Where the transports of one test keep their things."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def sender(self, kind: str) -> Sender:
+        return transports.sender(
+            kind, channel=CHANNEL, runtime_dir=self.root / "run", host="127.0.0.1", checkpoint_dir=self.root / "ckpt"
+        )
+
+    def receiver(self, kind: str) -> Receiver:
+        return transports.receiver(kind, runtime_dir=self.root / "run")
+
+
+def send_all(
+    sender: Sender,
+    session: Session,
+    pool: BucketPool,
+    deadline_s: float,
+    before: Callable[[int], None] = lambda _: None,
+    spoil: Callable[[int, torch.Tensor], None] = lambda *_: None,
+) -> None:
+    """What the trainer agent does after `ready`: fill a slot, send it, reuse it only after `reclaim`."""
+    slots = pool.slots
+    buckets = make_bytes(session.manifest, session.version)
+    for index, bucket in enumerate(buckets):
+        if index >= len(slots):
+            sender.reclaim(index - len(slots), deadline_s)
+        slot = slots[index % len(slots)]
+        slot.memory[: bucket.numel()] = bucket
+        spoil(index, slot.memory)
+        before(index)
+        sender.send(index, slot, deadline_s)
+    for index in range(max(0, len(buckets) - len(slots)), len(buckets)):
+        sender.reclaim(index, deadline_s)
+    before(len(buckets))
+    sender.finish(deadline_s)
+
+
+# -- a half in a process of its own ------------------------------------------------------------------------------------
+
+
+def _stumble(at: int, how: str) -> Callable[[int], None]:
+    def stumble(index: int) -> None:
+        if index == at:
+            os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+
+    return stumble
+
+
+def _say(**answer: object) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _run(job: dict[str, Any]) -> None:
+    places = Places(Path(job["root"]))
+    manifest = make_manifest()
+    session = make_session(job["epoch"], job["version"], manifest)
+    stumble = _stumble(job.get("at", -1), job.get("how", "die"))
+    if job["half"] == "sender":
+        sender = places.sender(job["kind"])
+        pool = BucketPool("cpu", 2, manifest.largest_bucket, CHANNEL)
+        address = sender.offer(session, [Peer(*peer) for peer in job["peers"]])
+        _say(address=address.address, group=address.group, backend=address.backend, world_size=address.world_size)
+        sender.ready(30)
+        send_all(sender, session, pool, 30, before=stumble)
+        sender.close()
+        return
+    server = LoopbackServer(job["tp"], on_load=stumble)
+    receiver = places.receiver(job["kind"])
+    address = Address(**job["address"])
+    receiver.receive(session, address, job["engine"], job["rank_offset"], server, 30)
+    _say(engine=job["engine"], ok=all(w == wanted(manifest, session.version) for w in server.weights))
+
+
+def main() -> None:
+    """Fork a process per job until the jobs end, then see that none is left."""
+    children: list[int] = []
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            try:
+                _run(json.loads(line))
+            except Exception as error:  # noqa: BLE001  told to the test
+                _say(error=f"{type(error).__name__}: {error}")
+            os._exit(0)
+        children.append(pid)
+        _say(pid=pid)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    assert threading.active_count() == 1
+    main()

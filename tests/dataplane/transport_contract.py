@@ -1,0 +1,370 @@
+"""What every transport promises, whatever moves the bytes. test_transports.py runs it over all kinds."""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from weightbus.dataplane.errors import (
+    DataplaneError,
+    DigestMismatch,
+    StaleSession,
+    TransferFailed,
+)
+from weightbus.dataplane.staging import BucketPool
+from weightbus.dataplane.transport import Address, Peer, Receipt, Receiver, Session
+
+from .loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all, wanted
+
+BUCKETS = 3
+PATIENCE_S = 20.0
+
+
+class Engine:
+    """A receiver with its server, in a thread of the test."""
+
+    def __init__(self, name: str, receiver: Receiver, tp: int = 1, **options: Any) -> None:
+        self.name = name
+        self.receiver = receiver
+        self.server = LoopbackServer(tp, **options)
+        self.result: Receipt | BaseException | None = None
+        self.seconds = 0.0
+        self._thread: threading.Thread | None = None
+
+    def start(self, session: Session, address: Address, rank_offset: int, deadline_s: float = PATIENCE_S) -> None:
+        def run() -> None:
+            began = time.monotonic()
+            try:
+                self.result = self.receiver.receive(
+                    session, address, self.name, rank_offset, self.server, deadline_s
+                )
+            except DataplaneError as error:
+                self.result = error
+            self.seconds = time.monotonic() - began
+
+        self.result = None
+        self._thread = threading.Thread(target=run, name=self.name)
+        self._thread.start()
+
+    def join(self) -> Receipt | BaseException | None:
+        assert self._thread is not None
+        self._thread.join(60)
+        assert not self._thread.is_alive(), f"{self.name} hangs"
+        return self.result
+
+
+class Halves:
+    """Halves of transfers in processes of their own, forked by loopback.py."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("loopback.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+
+    def start(self, **job: Any) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return int(self.answer()["pid"])
+
+    def answer(self, deadline_s: float = PATIENCE_S) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        # bufsize=1 and one line per answer: readline after select never leaves a whole line behind in the buffer
+        ready, _, _ = select.select([self._process.stdout], [], [], deadline_s)
+        assert ready, "no answer from the other process"
+        return dict(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+        self._process.stdout.close()
+
+
+class TransportContract:
+    """Subclasses say `kind`, and whether losing one engine loses all."""
+
+    kind: str
+    collective = False
+    checked = True
+
+    @pytest.fixture
+    def places(self, tmp_path: Path) -> Places:
+        return Places(tmp_path)
+
+    @pytest.fixture
+    def pool(self) -> Iterator[BucketPool]:
+        pool = BucketPool("cpu", 2, make_manifest(BUCKETS).largest_bucket, CHANNEL)
+        yield pool
+        pool.close()
+
+    @pytest.fixture
+    def make_engine(self, places: Places) -> Iterator[Callable[..., Engine]]:
+        made: list[Engine] = []
+
+        def make(name: str, tp: int = 1, **options: Any) -> Engine:
+            made.append(Engine(name, places.receiver(self.kind), tp, **options))
+            return made[-1]
+
+        yield make
+        for engine in made:
+            engine.receiver.shutdown()
+            engine.receiver.shutdown()
+
+    @pytest.mark.parametrize("tps", [(1,), (2,), (1, 2, 1)], ids=str)
+    def test_every_byte_arrives_round_after_round(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine], tps: tuple[int, ...]
+    ) -> None:
+        """Every rank of every engine holds every tensor bit for bit, in three rounds over the same memory and groups."""
+        manifest = make_manifest(BUCKETS)
+        sender = places.sender(self.kind)
+        engines = [make_engine(f"e{i}", tp) for i, tp in enumerate(tps)]
+        peers = [Peer(engine.name, engine.server.tp) for engine in engines]
+        for epoch in (1, 2, 5):
+            session = make_session(epoch, 10 + epoch, manifest)
+            address = sender.offer(session, peers)
+            offset = 1
+            for engine in engines:
+                engine.start(session, address, offset)
+                offset += engine.server.tp
+            sender.ready(PATIENCE_S)
+            send_all(sender, session, pool, PATIENCE_S)
+            assert sender.failed == {}
+            for engine in engines:
+                assert engine.join() == Receipt(manifest.nbytes, BUCKETS, checked=self.checked)
+                assert engine.receiver.touched
+                assert engine.server.weights == [wanted(manifest, session.version)] * engine.server.tp
+            sender.close()
+            sender.close()
+        assert {engine.server.joins for engine in engines} == {1 if self.collective else 0}
+
+    @pytest.mark.parametrize("told", [4, 6])
+    def test_another_epoch_is_refused(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine], told: int
+    ) -> None:
+        """A receiver of an older or newer epoch gets nothing, and its server hears nothing."""
+        manifest = make_manifest(BUCKETS)
+        sender, engine = places.sender(self.kind), make_engine("e0")
+        address = sender.offer(make_session(5, 50, manifest), [Peer("e0", 1)])
+        engine.start(make_session(told, 50, manifest), address, 1)
+        with pytest.raises(TransferFailed):
+            sender.ready(0.5)
+        assert isinstance(engine.join(), StaleSession)
+        assert engine.server.loads == engine.server.joins == 0
+        assert not engine.receiver.touched
+        assert "e0" in sender.failed
+        sender.close()
+
+    def test_whoever_does_not_come_is_named(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+    ) -> None:
+        """`ready` ends at its deadline; those who came are served, unless they are a collective."""
+        manifest = make_manifest(BUCKETS)
+        session = make_session(3, 31, manifest)
+        sender, engine = places.sender(self.kind), make_engine("here")
+        address = sender.offer(session, [Peer("here", 1), Peer("absent", 1)])
+        engine.start(session, address, 1)
+        if self.collective:
+            with pytest.raises(TransferFailed, match="absent"):
+                sender.ready(0.5)
+            assert set(sender.failed) == {"here", "absent"}
+            assert isinstance(engine.join(), TransferFailed)
+        else:
+            sender.ready(0.5)
+            send_all(sender, session, pool, PATIENCE_S)
+            assert set(sender.failed) == {"absent"}
+            assert isinstance(engine.join(), Receipt)
+        sender.close()
+
+    @pytest.mark.parametrize("at", range(BUCKETS))
+    def test_receiver_killed(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine], halves: Halves, at: int
+    ) -> None:
+        """An engine agent killed at any bucket is named at once, and costs the others nothing (a collective: all fail)."""
+        manifest = make_manifest(BUCKETS)
+        session = make_session(2, 21, manifest)
+        sender, engine = places.sender(self.kind), make_engine("survivor")
+        address = sender.offer(session, [Peer("survivor", 1), Peer("victim", 1)])
+        engine.start(session, address, 1)
+        halves.start(
+            half="receiver", kind=self.kind, root=str(places.root), epoch=2, version=21, engine="victim", tp=1,
+            rank_offset=2, address=msgspec.to_builtins(address), at=0 if self.kind == "disk" else at,
+        )  # fmt: skip
+        sender.ready(PATIENCE_S)
+        began = time.monotonic()
+        try:
+            send_all(sender, session, pool, 5.0 if self.collective else PATIENCE_S)
+        except TransferFailed:
+            assert self.collective
+        assert time.monotonic() - began < PATIENCE_S / 2
+        sender.close()
+        result = engine.join()
+        if self.collective:
+            assert set(sender.failed) == {"survivor", "victim"}
+            assert isinstance(result, TransferFailed)
+        else:
+            assert set(sender.failed) == {"victim"}
+            assert result == Receipt(manifest.nbytes, BUCKETS, checked=True)
+            assert engine.server.weights == [wanted(manifest, 21)]
+
+    def test_receiver_stopped(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine], halves: Halves
+    ) -> None:
+        """An engine agent that stands still is dropped at the deadline, and the others are served to the end."""
+        manifest = make_manifest(BUCKETS)
+        session = make_session(2, 22, manifest)
+        sender, engine = places.sender(self.kind), make_engine("survivor")
+        address = sender.offer(session, [Peer("survivor", 1), Peer("victim", 1)])
+        engine.start(session, address, 1)
+        halves.start(
+            half="receiver", kind=self.kind, root=str(places.root), epoch=2, version=22, engine="victim", tp=1,
+            rank_offset=2, address=msgspec.to_builtins(address), at=0, how="stop",
+        )  # fmt: skip
+        sender.ready(PATIENCE_S)
+        try:
+            send_all(sender, session, pool, 1.0)
+        except TransferFailed:
+            assert self.collective
+        sender.close()
+        result = engine.join()
+        assert "victim" in sender.failed
+        if not self.collective:
+            assert set(sender.failed) == {"victim"}
+            assert isinstance(result, Receipt)
+
+    @pytest.mark.parametrize("at", range(BUCKETS))
+    def test_sender_killed(
+        self, places: Places, make_engine: Callable[..., Engine], halves: Halves, at: int
+    ) -> None:
+        """A trainer killed before any bucket is noticed long before the deadline, and no server is half loaded unnoticed."""
+        engine = make_engine("e0")
+        halves.start(
+            half="sender", kind=self.kind, root=str(places.root), epoch=4, version=41, peers=[["e0", 1]], at=at
+        )
+        address = Address(**halves.answer())
+        engine.start(make_session(4, 41, make_manifest(BUCKETS)), address, 1)
+        result = engine.join()
+        assert isinstance(result, TransferFailed), result
+        assert engine.seconds < PATIENCE_S / 2
+        assert engine.receiver.touched == (engine.server.loads > 0)
+        if self.kind == "disk":
+            assert engine.server.loads == 0
+
+    def test_sender_stopped(self, places: Places, make_engine: Callable[..., Engine], halves: Halves) -> None:
+        """A trainer that stands still costs a receiver its deadline and no more."""
+        engine = make_engine("e0")
+        halves.start(
+            half="sender", kind=self.kind, root=str(places.root), epoch=4, version=41, peers=[["e0", 1]], at=1, how="stop"
+        )
+        address = Address(**halves.answer())
+        engine.start(make_session(4, 41, make_manifest(BUCKETS)), address, 1, deadline_s=2.0)
+        assert isinstance(engine.join(), TransferFailed)
+        assert engine.seconds < PATIENCE_S / 2
+
+    def test_server_refuses(self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]) -> None:
+        """A load that the server refuses fails that receiver, names the engine to the sender with the reason, at once."""
+
+        def refuse(index: int) -> None:
+            if index == 1 or self.kind == "disk":
+                raise TransferFailed("the server said 400")
+
+        manifest = make_manifest(BUCKETS)
+        session = make_session(2, 23, manifest)
+        sender, good, bad = places.sender(self.kind), make_engine("good"), make_engine("bad", on_load=refuse)
+        address = sender.offer(session, [Peer("good", 1), Peer("bad", 1)])
+        good.start(session, address, 1)
+        bad.start(session, address, 2)
+        sender.ready(PATIENCE_S)
+        try:
+            send_all(sender, session, pool, PATIENCE_S)
+        except TransferFailed:
+            assert self.collective
+        assert "the server said 400" in sender.failed["bad"]
+        assert isinstance(bad.join(), TransferFailed)
+        assert bad.receiver.touched
+        assert bad.seconds < PATIENCE_S / 2
+        sender.close()
+        result = good.join()
+        if not self.collective:
+            assert set(sender.failed) == {"bad"}
+            assert isinstance(result, Receipt)
+
+    def test_recovers_in_the_next_epoch(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+    ) -> None:
+        """After a failed session the same halves serve everybody under a new epoch."""
+        refusals = iter([True])
+
+        def refuse(_: int) -> None:
+            if next(refusals, False):
+                raise TransferFailed("not now")
+
+        manifest = make_manifest(BUCKETS)
+        sender, engines = places.sender(self.kind), [make_engine("e0"), make_engine("e1", on_load=refuse)]
+        for epoch in (1, 2):
+            session = make_session(epoch, 60 + epoch, manifest)
+            address = sender.offer(session, [Peer("e0", 1), Peer("e1", 1)])
+            for offset, engine in enumerate(engines):
+                engine.start(session, address, 1 + offset)
+            sender.ready(PATIENCE_S)
+            try:
+                send_all(sender, session, pool, PATIENCE_S)
+            except TransferFailed:
+                assert epoch == 1
+            sender.close()
+            results = [engine.join() for engine in engines]
+        assert sender.failed == {}
+        assert all(isinstance(result, Receipt) for result in results)
+        assert all(engine.server.weights == [wanted(manifest, 62)] for engine in engines)
+
+    def test_corrupted_bucket(self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]) -> None:
+        """A bit that flipped on the way is noticed before the server hears of the bucket; the tensor is named."""
+        if not self.checked:
+            pytest.skip("this transport's bytes go straight into the server, which is verified afterwards")
+
+        def spoil(index: int, memory: torch.Tensor) -> None:
+            if index == 1:
+                memory[manifest.offsets_of(1)[4] + 1] ^= 16
+
+        manifest = make_manifest(BUCKETS)
+        session = make_session(2, 24, manifest)
+        sender, engine = places.sender(self.kind), make_engine("e0")
+        engine.start(session, sender.offer(session, [Peer("e0", 1)]), 1)
+        sender.ready(PATIENCE_S)
+        try:
+            send_all(sender, session, pool, PATIENCE_S, spoil=spoil)
+        except TransferFailed:
+            pass
+        result = engine.join()
+        assert isinstance(result, DigestMismatch)
+        assert result.tensor == manifest.tensors_of(1)[4].name
+        assert engine.server.loads == (1 if self.kind == "local" else 0)
+        assert "DigestMismatch" in sender.failed["e0"]
+        sender.close()
+
+    def test_calls_out_of_order(self, places: Places, pool: BucketPool) -> None:
+        """Before `offer` nothing can be sent, and `close` is harmless at any time."""
+        sender = places.sender(self.kind)
+        sender.close()
+        with pytest.raises(TransferFailed, match="offer"):
+            sender.ready(0.1)
+        with pytest.raises(TransferFailed):
+            sender.send(0, pool.slots[0], 0.1)
+        sender.offer(make_session(1, 11, make_manifest()), [Peer("e0", 1)])
+        sender.close()
+        sender.close()
