@@ -74,8 +74,6 @@ def build(hf: dict[str, Any], layout: Layout, *, fused_norms: bool = False, **ch
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
-        if fused_norms:
-            _fuse_norms(spec)
         chunks.append(
             GPTModel(
                 config=config,
@@ -90,29 +88,29 @@ def build(hf: dict[str, Any], layout: Layout, *, fused_norms: bool = False, **ch
                 vp_stage=vp_stage,
             )
         )
+        if fused_norms:
+            _fuse_norms(chunks[-1])
     return chunks
 
 
-def _fuse_norms(spec: Any) -> None:
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+def _fuse_norms(chunk: Any) -> None:
+    """Move the norms into the linear layers behind them, as Transformer Engine's fused layers name them."""
     from megatron.core.transformer.identity_op import IdentityOp
 
-    class NormedLinear(ColumnParallelLinear):
-        """A column-parallel layer that norms its input, with Transformer Engine's parameter name for it."""
+    def normed(linear: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x = inputs[0]
+        return nn.functional.rms_norm(
+            x, x.shape[-1:], linear.layer_norm_weight, chunk.config.layernorm_epsilon
+        ), *inputs[1:]
 
-        def __init__(self, input_size: int, output_size: int, *args: Any, **kwargs: Any) -> None:
-            super().__init__(input_size, output_size, *args, **kwargs)
-            self.layer_norm_weight = nn.Parameter(torch.ones(input_size))
-
-        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            normed = nn.functional.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
-            return super().forward(normed, *args, **kwargs)
-
-    for layer in spec.layer_specs:
-        layer.submodules.input_layernorm = IdentityOp
-        layer.submodules.pre_mlp_layernorm = IdentityOp
-        layer.submodules.self_attention.submodules.linear_qkv = NormedLinear
-        layer.submodules.mlp.submodules.linear_fc1 = NormedLinear
+    for layer in chunk.decoder.layers:
+        for norm, linear in (
+            ("input_layernorm", layer.self_attention.linear_qkv),
+            ("pre_mlp_layernorm", layer.mlp.linear_fc1),
+        ):
+            linear.layer_norm_weight = getattr(layer, norm).weight
+            linear.register_forward_pre_hook(normed)
+            setattr(layer, norm, IdentityOp())
 
 
 def fill(chunks: Sequence[nn.Module], seed: int = 0) -> None:
