@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import sys
+from collections.abc import Mapping
 from typing import Final, Never
 
 import msgspec
@@ -62,7 +63,7 @@ ENGINE_VERSION = _declare(_C, _GAUGE, "engine_version", "channel engine", "verif
 ENGINE_LAG = _declare(_C, _GAUGE, "engine_version_lag", "channel engine", "committed version minus the engine's")
 ENGINE_READY = _declare(_C, _GAUGE, "engine_ready", "channel engine", "1 while it is in the ready list")
 ENGINES_QUARANTINED = _declare(_C, _GAUGE, "engines_quarantined", "channel", "engines that must not serve")
-AGENTS_CONNECTED = _declare(_C, _GAUGE, "agents_connected", "channel role", "agents heard of within silence_s")
+AGENTS_CONNECTED = _declare(_C, _GAUGE, "agents_connected", "channel role", "agents that are taken to be alive")
 LEASE_INFO = _declare(_C, _GAUGE, "lease_info", "channel holder", "1 for who may publish now")
 EPOCH = _declare(_C, _GAUGE, "epoch", "channel", "highest epoch granted; lower ones are refused")
 ROUNDS = _declare(_C, _COUNTER, "rounds_total", "channel outcome", "rounds by how they ended")
@@ -98,6 +99,7 @@ class Meters:
     def __init__(self, side: Side) -> None:
         self.registry = CollectorRegistry()
         self._side = side
+        self._shown: dict[str, frozenset[tuple[str, ...]]] = {}
         self._gauges = {m.name: self._gauge(m) for m in METRICS if m.side is side and m.kind is Kind.GAUGE}
         self._counters = {m.name: self._counter(m) for m in METRICS if m.side is side and m.kind is Kind.COUNTER}
         self._histograms = {m.name: self._histogram(m) for m in METRICS if m.side is side and m.kind is Kind.HISTOGRAM}
@@ -117,10 +119,14 @@ class Meters:
         histogram = self._histograms.get(metric.name) or self._misused(metric, Kind.HISTOGRAM)
         (histogram.labels(**labels) if labels else histogram).observe(value)
 
-    def clear(self, metric: Metric) -> None:
-        """Forget every label of a gauge: whoever sets it again decides what is still there."""
+    def replace(self, metric: Metric, values: Mapping[tuple[str, ...], float]) -> None:
+        """Set a gauge for exactly these label values, in the order of `Metric.labels`; forget those of before."""
         gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
-        gauge.clear()
+        for labels, value in values.items():
+            gauge.labels(*labels).set(value)
+        for labels in self._shown.get(metric.name, frozenset()) - values.keys():
+            gauge.remove(*labels)
+        self._shown[metric.name] = frozenset(values)
 
     def _gauge(self, metric: Metric) -> Gauge:
         return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)

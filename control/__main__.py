@@ -1,0 +1,7 @@
+"""``python -m weightbus.control`` is ``weightbus``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,134 @@
+"""The console command ``weightbus``: finds its subcommands, parses, runs, and turns errors into one clear line.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, runtime_checkable
+
+from .errors import ConfigurationError
+
+GROUP: Final = "weightbus.commands"
+BUILT_IN: Final[Mapping[str, str]] = {
+    "coordinator": "weightbus.control.commands:coordinator",
+    "status": "weightbus.control.commands:status",
+    "keygen": "weightbus.control.commands:keygen",
+    "version": "weightbus.control.commands:version",
+    "engine-agent": "weightbus.engine_agent.commands:engine_agent",
+    "demo": "weightbus.trainer_agent.demo.commands:demo",
+}
+"""The same table as in pyproject.toml: it holds when weightbus runs from a tree that is not installed."""
+
+EXTRAS: Final[Mapping[str, str]] = {"engine-agent": "engine", "demo": "demo"}
+"""What to install for the commands that the bare distribution has no packages for."""
+
+
+@runtime_checkable
+class Command(Protocol):
+    """One subcommand."""
+
+    @property
+    def help(self) -> str:
+        """One line."""
+        ...
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add flags."""
+        ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; returns the exit code."""
+        ...
+
+
+def table() -> dict[str, str]:
+    """Subcommand -> ``module:object``; those of installed distributions, over the built-in ones."""
+    installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=GROUP)}
+    return {**BUILT_IN, **installed}
+
+
+def load_command(name: str, target: str) -> Command:
+    """Import one subcommand. Raises `ConfigurationError` when what it stands on is not installed."""
+    module, _, attribute = target.partition(":")
+    try:
+        command: object = getattr(importlib.import_module(module), attribute)
+    except ImportError as problem:
+        extra = EXTRAS.get(name)
+        advice = f"; install it: pip install 'weightbus[{extra}]'" if extra else ""
+        raise ConfigurationError(f"`weightbus {name}` cannot be loaded: {problem}{advice}") from problem
+    if not isinstance(command, Command):
+        raise ConfigurationError(f"{target} is not a weightbus command: it needs help, configure and run")
+    return command
+
+
+def build_parser(commands: Mapping[str, Command | str]) -> argparse.ArgumentParser:
+    """A parser with one sub-parser for each command; a str stands for one that could not be loaded, and says why."""
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of whatever goes wrong"
+    )
+    parser = argparse.ArgumentParser(
+        prog="weightbus",
+        parents=[debug],
+        description="Moves the weights of a model in training into the engines that serve it, while they serve.",
+        epilog="Settings come from flags, then WEIGHTBUS_<SECTION>_<FIELD>, then the file of --config, then defaults;"
+        " every subcommand shows them with --check-config.",
+    )
+    choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in commands.items():
+        if isinstance(command, str):
+            choices.add_parser(name, help=command)
+            continue
+        child = choices.add_parser(name, help=command.help, description=command.help, parents=[debug])
+        command.configure(child)
+        child.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser(_needed(arguments)).parse_args(arguments)
+        code: int = args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:  # noqa: BLE001  # the edge of the program: every error becomes a line and a code
+        return _explain(error, debug="--debug" in arguments)
+    return code
+
+
+def _needed(arguments: Sequence[str]) -> dict[str, Command | str]:
+    """Only the command that was asked for is imported; all of them to show what there is."""
+    known = table()
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    if chosen in known:
+        return {chosen: load_command(chosen, known[chosen])}
+    commands: dict[str, Command | str] = {}
+    for name, target in known.items():
+        try:
+            commands[name] = load_command(name, target)
+        except ConfigurationError as problem:
+            commands[name] = f"(not available: {problem})"
+    return commands
+
+
+def _explain(error: Exception, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    expected = any(base.__name__ in {"WeightbusError", "DataplaneError"} for base in type(error).__mro__)
+    text = str(error) if expected else f"{type(error).__name__}: {error}"
+    more = "" if debug or expected else "\nThis was not foreseen. Run it again with --debug for the traceback."
+    print(f"weightbus: error: {text}{more}", file=sys.stderr)  # noqa: T201
+    return 2 if isinstance(error, ConfigurationError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

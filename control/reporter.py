@@ -1,0 +1,172 @@
+"""What the coordinator's observations become: log lines and metrics. Changes nothing of what it is told about.
+
+At INFO a version is told in a few lines: the lease, engines that left or failed, the end of the round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final, assert_never
+
+import msgspec
+import structlog
+
+from . import telemetry
+from .channel import Restored
+from .effects import (
+    AgentJoined,
+    AgentLeft,
+    AnyObservation,
+    AnyRecord,
+    EngineFailed,
+    JournalChanged,
+    LeaseEnded,
+    LeaseGranted,
+    ReadinessChanged,
+    Redriven,
+    Refusal,
+    RoundEnded,
+    StateEntered,
+)
+from .ids import AgentId, Channel
+from .journal import Journal
+from .messages import Code, EngineReport, Outcome, Role
+from .states import RoundState
+from .status import ChannelView, StatusView
+from .telemetry import Meters
+
+_ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD})
+"""Refusals that are part of a healthy exchange."""
+_QUARANTINED: Final = frozenset({"dirty", "pending"})
+
+
+class Reporter:
+    """One coordinator's. Called on the thread of its loop."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
+        self._agents: dict[AgentId, tuple[Channel, Role]] = {}
+        meters.set(telemetry.JOURNAL_WRITABLE, 1)
+
+    def observe(self, what: AnyObservation) -> None:
+        """Something happened."""
+        match what:
+            case AgentJoined() | AgentLeft():
+                self._count_agent(what)
+                self._say("info", what)
+            case RoundEnded():
+                self._round_ended(what)
+            case StateEntered():
+                if what.left is not RoundState.IDLE:
+                    labels = {"channel": what.channel, "phase": what.left.value}
+                    self._meters.observe(telemetry.ROUND_SECONDS, what.seconds, **labels)
+                self._say("debug", what)
+            case Refusal():
+                self._meters.add(telemetry.REFUSED, code=what.code.value)
+                self._say("debug" if what.code in _ROUTINE else "info", what)
+            case JournalChanged():
+                self._meters.set(telemetry.JOURNAL_WRITABLE, float(what.writable))
+                self._say("info" if what.writable else "error", what)
+            case EngineFailed() | Redriven():
+                self._say("warning", what)
+            case LeaseGranted() | LeaseEnded() | ReadinessChanged():
+                self._say("info", what)
+            case _:
+                assert_never(what)
+
+    def show(self, view: StatusView) -> None:
+        """Set the gauges to what the status says."""
+        channels = view.channels.items()
+        committed: dict[tuple[str, ...], float] = {
+            (name,): float(c.committed.version) for name, c in channels if c.committed
+        }
+        engines = [(name, engine, e) for name, c in channels for engine, e in c.engines.items()]
+        set_all = self._meters.replace
+        self._meters.set(telemetry.BOOT, view.boot)
+        set_all(telemetry.COMMITTED_VERSION, committed)
+        set_all(telemetry.EPOCH, {(name,): float(c.epoch) for name, c in channels})
+        set_all(telemetry.LEASE_INFO, {(name, c.lease.holder): 1.0 for name, c in channels if c.lease})
+        set_all(telemetry.ENGINES_QUARANTINED, {(name,): float(_quarantined(c)) for name, c in channels})
+        set_all(telemetry.ENGINE_VERSION, {(c, n): -1.0 if e.version is None else e.version for c, n, e in engines})
+        set_all(telemetry.ENGINE_LAG, {(c, n): float(e.lag) for c, n, e in engines})
+        set_all(telemetry.ENGINE_READY, {(c, n): float(e.ready) for c, n, e in engines})
+        counts = Counter((str(channel), role.value) for channel, role in self._agents.values())
+        set_all(telemetry.AGENTS_CONNECTED, {labels: float(count) for labels, count in counts.items()})
+
+    def _count_agent(self, what: AgentJoined | AgentLeft) -> None:
+        if isinstance(what, AgentJoined):
+            self._agents[what.agent] = (what.channel, what.role)
+        else:
+            self._agents.pop(what.agent, None)
+
+    def _round_ended(self, what: RoundEnded) -> None:
+        done, channel = what.done, what.channel
+        self._meters.add(telemetry.ROUNDS, channel=channel, outcome=what.outcome.value)
+        if (total := done.seconds.get("total")) is not None:
+            self._meters.observe(telemetry.ROUND_SECONDS, total, channel=channel, phase="total")
+        for report in done.engines:
+            self._count_engine(channel, report)
+        self._log.log(
+            20 if what.outcome is Outcome.COMMITTED else 30,
+            "round_ended",
+            channel=channel,
+            version=done.version,
+            epoch=done.epoch,
+            outcome=what.outcome.value,
+            reason=done.reason,
+            engines={str(report.engine): report.outcome.value for report in done.engines},
+            seconds={phase: round(seconds, 4) for phase, seconds in done.seconds.items()},
+        )
+
+    def _count_engine(self, channel: Channel, report: EngineReport) -> None:
+        outcome = report.outcome.value
+        self._meters.add(telemetry.ENGINE_ROUNDS, channel=channel, engine=report.engine, outcome=outcome)
+        if (paused := report.seconds.get("paused")) is not None:
+            self._meters.observe(telemetry.PAUSE_SECONDS, paused, channel=channel)
+        if report.transport is not None:
+            labels = {"channel": channel, "transport": report.transport.value}
+            self._meters.add(telemetry.TRANSFER_BYTES, report.bytes, **labels)
+            self._meters.add(telemetry.TRANSFER_BUCKETS, report.buckets, **labels)
+
+    def _say(self, level: str, what: AnyObservation) -> None:
+        fields = {name: value for name, value in msgspec.structs.asdict(what).items() if value != ""}
+        getattr(self._log, level)(_snake(type(what).__name__), **msgspec.to_builtins(fields))
+
+
+class TimedJournal:
+    """A journal that notes how long its writes take."""
+
+    def __init__(self, journal: Journal, meters: Meters, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._journal = journal
+        self._meters = meters
+        self._clock = clock
+
+    @property
+    def boot(self) -> int:
+        """As of the journal underneath."""
+        return self._journal.boot
+
+    def write(self, record: AnyRecord) -> None:
+        """Make `record` durable."""
+        begun = self._clock()
+        self._journal.write(record)
+        self._meters.observe(telemetry.JOURNAL_SECONDS, self._clock() - begun)
+
+    def restore(self) -> Mapping[Channel, Restored]:
+        """Every channel as it was last written."""
+        return self._journal.restore()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._journal.close()
+
+
+def _quarantined(channel: ChannelView) -> int:
+    return sum(engine.state in _QUARANTINED for engine in channel.engines.values())
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{each.lower()}" if each.isupper() else each for each in name).lstrip("_")

@@ -1,0 +1,94 @@
+"""The coordinator as a process: builds bus, journal, machine and HTTP port from settings, and runs them to the end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Final
+
+import structlog
+
+from .bus import RouterBus, ServerKeys
+from .coordinator_settings import CoordinatorSettings
+from .http import HttpPort, Readiness
+from .journal import SqliteJournal
+from .reporter import Reporter, TimedJournal
+from .server import Server
+from .status import StatusView
+from .telemetry import Meters, Side
+
+STALLED_S: Final = 5.0
+"""The loop shows its status every second; one that has not for so long is stuck."""
+
+
+class Service:
+    """One coordinator. Everything is bound and open once constructed; `run` serves until `stop`."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        keys = ServerKeys.read(settings.keys) if settings.keys else None
+        meters = Meters(Side.COORDINATOR)
+        reporter = Reporter(meters)
+        self._shown_at = time.monotonic()
+        with contextlib.ExitStack() as undo:
+            bus = RouterBus(settings.bind, settings.router_port, settings.pub_port, keys)
+            undo.callback(bus.close)
+            journal = SqliteJournal(settings.journal)
+            undo.callback(journal.close)
+
+            def show(view: StatusView) -> None:
+                self._shown_at = time.monotonic()
+                reporter.show(view)
+
+            timed = TimedJournal(journal, meters)
+            self.server = Server(bus, timed, settings.limits(), observe=reporter.observe, on_status=show)
+            self.http = HttpPort(
+                settings.http_bind,
+                settings.http_port,
+                registry=meters.registry,
+                readiness=self.readiness,
+                status=lambda: self.server.status_json,
+            )
+            undo.callback(self.http.stop)
+            self._undo = undo.pop_all()
+        self.router_port = bus.router_port
+        self.pub_port = bus.pub_port
+        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
+        self._settings = settings
+        self._boot = journal.boot
+
+    def run(self) -> None:
+        """Serve until `stop`, then release everything. Raises what broke the loop."""
+        with self._undo:
+            self.http.start()
+            self._log.info(
+                "coordinator_started",
+                boot=self._boot,
+                bind=self._settings.bind,
+                router_port=self.router_port,
+                pub_port=self.pub_port,
+                http=f"http://{self._settings.http_bind}:{self.http.port}",
+                journal=str(self._settings.journal),
+                keys=str(self._settings.keys or "none: loopback only"),
+            )
+            self.server.run()
+            self._log.info("coordinator_stopped")
+
+    def close(self) -> None:
+        """Release everything without having run."""
+        self._undo.close()
+
+    def stop(self) -> None:
+        """End `run`; from any thread or signal handler."""
+        self.server.stop()
+
+    def readiness(self) -> Readiness:
+        """Whether agents are served, and a version could be committed."""
+        view = self.server.status
+        stuck_s = time.monotonic() - self._shown_at
+        if view.stopping:
+            return Readiness(False, "stopping")
+        if view.read_only:
+            return Readiness(False, "the journal takes no writes: nothing is granted until it does")
+        if stuck_s > STALLED_S:
+            return Readiness(False, f"the loop has not moved for {stuck_s:.1f} s")
+        return Readiness(True, f"boot {view.boot}, {view.agents} agents")

@@ -1,0 +1,86 @@
+"""The status document for people: fetched over HTTP, shown as tables."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from typing import Final
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from .errors import ConfigurationError, CoordinatorUnreachable, Malformed, WeightbusError
+from .status import ChannelView, EngineView, StatusView
+
+_DECODER: Final = msgspec.json.Decoder(StatusView)
+# The port is on this host or this network: a proxy for the Internet has no business here.
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def fetch(url: str, timeout_s: float) -> bytes:
+    """The document as the coordinator sends it."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigurationError(f"url = {url!r}: write http://host:port")
+    begun = time.monotonic()
+    try:
+        with _OPENER.open(f"{url.rstrip('/')}/status", timeout=timeout_s) as answer:
+            body: bytes = answer.read()
+    except (urllib.error.URLError, HTTPException, OSError) as problem:
+        raise CoordinatorUnreachable(url, time.monotonic() - begun, "GET /status", str(problem)) from problem
+    return body
+
+
+def parse(document: bytes) -> StatusView:
+    """The document, typed."""
+    try:
+        return _DECODER.decode(document)
+    except ValueError as problem:
+        raise Malformed(f"this is not the status of a coordinator of this version: {problem}") from problem
+
+
+def render(view: StatusView) -> RenderableType:
+    """One table for each channel."""
+    state = "stopping" if view.stopping else "READ-ONLY: its journal takes no writes" if view.read_only else "running"
+    head = Text(f"coordinator {state}, boot {view.boot}, {view.agents} agents")
+    if not view.channels:
+        return Group(head, Text("no channel yet: nobody has joined"))
+    return Group(head, *(_channel(name, each) for name, each in sorted(view.channels.items())))
+
+
+def watch(console: Console, url: str, interval_s: float, timeout_s: float) -> None:
+    """Show it again and again, until interrupted. A coordinator that is away is shown as away."""
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                shown = render(parse(fetch(url, timeout_s)))
+            except WeightbusError as error:
+                shown = Text(str(error), style="red")
+            live.update(shown, refresh=True)
+            time.sleep(interval_s)
+
+
+def _channel(name: str, channel: ChannelView) -> Table:
+    committed = f"version {channel.committed.version}" if channel.committed else "nothing committed"
+    lease = f"lease {channel.lease.holder} (epoch {channel.lease.epoch})" if channel.lease else "no lease"
+    round_ = channel.round.state.value
+    if channel.round.version is not None:
+        round_ += f" version {channel.round.version}, {channel.round.age_s:.1f} s"
+    title = f"channel {name}: {committed}, epoch {channel.epoch}, {lease}, {round_}, {len(channel.ready)} ready"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in ("engine", "url", "state", "version", "lag", "ready", "server"):
+        table.add_column(column, justify="right" if column in {"version", "lag"} else "left", overflow="fold")
+    for engine, each in sorted(channel.engines.items()):
+        table.add_row(engine, *_engine(each))
+    return table
+
+
+def _engine(each: EngineView) -> tuple[str, ...]:
+    version = "-" if each.version is None else str(each.version)
+    ready = "yes" if each.ready else f"no: {each.reason}"
+    shape = f"{each.server_version} {each.device} tp{each.tp}"
+    return each.url, each.state, version, str(each.lag), ready, shape
