@@ -153,6 +153,11 @@ class BusClient:
         """The newest one."""
         return self._welcome
 
+    @property
+    def heard_at(self) -> float | None:
+        """When the coordinator was last heard of, in whatever words; `time.monotonic` seconds."""
+        return self._session.heard_at
+
     def new_request(self) -> RequestId:
         """A request key that no other request has."""
         return RequestId(f"{self._keys}-{next(self._counter)}")

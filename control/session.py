@@ -171,6 +171,11 @@ class Session:
         self._beats = 0
         self._beat_at = now
 
+    @property
+    def heard_at(self) -> float | None:
+        """When the coordinator was last heard of, in whatever words."""
+        return self._heard_at
+
     # -- the door ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
