@@ -1,0 +1,206 @@
+"""A whole deployment of real processes for a test: coordinator, SGLang servers, sidecars, and a two-rank trainer.
+
+Everything runs on the loopback with ports that were free, in process groups of its own, and ends with the fixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from weightbus.trainer_agent.demo.processes import Program, Programs
+
+ROOT = Path(__file__).parents[2]
+START_S = 240.0
+"""A server takes 20 seconds on an idle machine, and minutes on one that runs the whole suite."""
+
+
+class Engine(NamedTuple):
+    """One server and its sidecar."""
+
+    name: str
+    url: str
+    sidecar: str
+    argv: tuple[str, ...]
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def poll(what: str, done: Callable[[], bool], deadline_s: float = START_S) -> None:
+    """Ask until `done` says yes. HTTP errors meanwhile mean "not yet"."""
+    until = time.monotonic() + deadline_s
+    while True:
+        with contextlib.suppress(httpx.HTTPError):
+            if done():
+                return
+        if time.monotonic() >= until:
+            raise TimeoutError(f"waited {deadline_s:.0f} s for {what}")
+        time.sleep(0.1)
+
+
+class Fleet:
+    """One deployment. Checkpoints are in ``folder/seedN``; servers start from seed 0."""
+
+    def __init__(self, folder: Path, programs: Programs) -> None:
+        self.folder = folder
+        self._programs = programs
+        self._bus, self._hints, self._status = free_port(), free_port(), free_port()
+        self.engines: dict[str, Engine] = {}
+        self._running: dict[str, Program] = {}
+        self.http = httpx.Client(timeout=60.0, trust_env=False)
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._trainer: subprocess.Popen[str] | None = None
+
+    @property
+    def coordinator(self) -> str:
+        """Where agents find the coordinator."""
+        return f"tcp://127.0.0.1:{self._bus}"
+
+    # -- programs ------------------------------------------------------------------------------------------------
+
+    def start_coordinator(self) -> None:
+        """Start it, or start it again with the same journal."""
+        self._start(
+            "coordinator",
+            [
+                *_weightbus("coordinator"),
+                f"--router-port={self._bus}",
+                f"--pub-port={self._hints}",
+                f"--http-port={self._status}",
+                f"--journal={self.folder / 'journal.sqlite'}",
+            ],
+        )
+        poll("the coordinator", lambda: self.get("/healthz").status_code == 200, 30)
+
+    def start_engine(self, name: str, tp: int) -> None:
+        """Start one server and its sidecar; returns at once."""
+        port, side = free_port(), free_port()
+        server = ("-m", "weightbus.engine_agent.cpu_server", f"--model-path={self.folder / 'seed0'}", f"--port={port}")
+        argv = (sys.executable, *server, f"--tp-size={tp}", "--skip-tokenizer-init", "--log-level=warning")
+        self.engines[name] = Engine(name, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{side}", argv)
+        self.start_server(name)
+        self._start(
+            f"sidecar-{name}",
+            [
+                *_weightbus("engine-agent"),
+                f"--name={name}",
+                "--channel=e2e",
+                f"--server={self.engines[name].url}",
+                f"--coordinator={self.coordinator}",
+                f"--http-port={side}",
+                f"--state-dir={self.folder / 'state'}",
+            ],
+        )
+
+    def start_server(self, name: str) -> None:
+        """Start the server of an engine, or start it again."""
+        self._start(f"server-{name}", self.engines[name].argv)
+
+    def kill(self, program: str, number: int = signal.SIGKILL) -> None:
+        """Signal the whole process group of a program and, for a deadly signal, wait until it is gone."""
+        process = self._running[program].process
+        os.killpg(process.pid, number)
+        if number == signal.SIGKILL:
+            process.wait(30)
+
+    def _start(self, name: str, argv: Sequence[str]) -> None:
+        self._running[name] = self._programs.start(name, argv)
+
+    # -- the trainer ---------------------------------------------------------------------------------------------
+
+    def start_trainer(self) -> None:
+        """Start both ranks and wait until they are ready."""
+        environment = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        argv = [sys.executable, str(ROOT / "tests/e2e/trainer_rank.py"), str(self.folder), self.coordinator]
+        self._running["rank1"] = self._programs.start("rank1", argv, environment | {"RANK": "1"})
+        with (self.folder / "rank0.log").open("wb") as log:
+            self._trainer = subprocess.Popen(
+                argv,
+                env={**os.environ, **environment, "RANK": "0"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._read_answers, daemon=True).start()
+        assert self.answer() == {"ready": True}
+
+    def publish(self, version: int, seed: int, transport: str, **more: Any) -> None:
+        """Ask the trainer to publish; its answers are read with `answer`."""
+        self.tell(json.dumps({"version": version, "seed": seed, "transport": transport, **more}))
+
+    def tell(self, line: str) -> None:
+        """One line to rank 0."""
+        assert self._trainer is not None
+        assert self._trainer.stdin is not None
+        self._trainer.stdin.write(line + "\n")
+        self._trainer.stdin.flush()
+
+    def answer(self, deadline_s: float = START_S) -> dict[str, Any]:
+        """The next line of rank 0."""
+        return self._answers.get(timeout=deadline_s)
+
+    def _read_answers(self) -> None:
+        assert self._trainer is not None
+        assert self._trainer.stdout is not None
+        for line in self._trainer.stdout:
+            if line.startswith("{"):
+                self._answers.put(json.loads(line))
+
+    def close(self) -> None:
+        """End the trainer; `Programs` ends the rest."""
+        self.http.close()
+        if self._trainer:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._trainer.pid, signal.SIGKILL)
+            self._trainer.communicate()
+
+    # -- what can be seen ----------------------------------------------------------------------------------------
+
+    def get(self, path: str) -> httpx.Response:
+        """Ask the coordinator's HTTP port."""
+        return self.http.get(f"http://127.0.0.1:{self._status}{path}")
+
+    def channel(self) -> dict[str, Any]:
+        """The channel as the status document shows it."""
+        return self.get("/status").json()["channels"].get("e2e", {"engines": {}, "ready": []})
+
+    def wait_ready(self, *names: str) -> None:
+        """Until exactly these engines are on the ready list."""
+        urls = sorted(self.engines[name].url for name in names)
+        poll(f"{names} to be ready", lambda: sorted(self.channel()["ready"]) == urls)
+
+    def generate(self, name: str, prompt: list[int], tokens: int = 8) -> tuple[list[int], str]:
+        """Greedy tokens of one server, and the version that wrote them."""
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling}
+        found = self.http.post(f"{self.engines[name].url}/generate", json=body).raise_for_status().json()
+        return found["output_ids"], found["meta_info"]["weight_version"]
+
+
+def _weightbus(command: str) -> list[str]:
+    return [sys.executable, "-m", "weightbus.control.cli", command]

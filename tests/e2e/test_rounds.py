@@ -1,0 +1,142 @@
+"""Whole rounds on real parts: Megatron ranks, the bus, SGLang servers with one and with two tensor-parallel workers.
+
+The oracle is transformers: after every round each server must give, token by token, what transformers gives with the
+checkpoint that the trainer was filled from.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightbus.trainer_agent.demo.processes import Programs
+
+from .fleet import ROOT, Fleet, poll
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+
+PROMPT = [5, 17, 33, 64, 101, 7]
+SEEDS = 7
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint a seed."""
+    folder = tmp_path_factory.mktemp("fleet")
+    for seed in range(SEEDS):
+        maker = [sys.executable, str(ROOT / "tests/kit/tiny_model.py"), str(folder / f"seed{seed}"), f"--seed={seed}"]
+        subprocess.run(maker, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoints: Path) -> dict[int, list[int]]:
+    """Greedy tokens of every seed, by transformers."""
+    from weightbus import engine_agent
+
+    shim = Path(engine_agent.__file__).parent / "cpu_shim"
+    oracle = [sys.executable, str(ROOT / "tests/e2e/oracle.py"), str(checkpoints), str(SEEDS), json.dumps(PROMPT)]
+    done = subprocess.run(oracle, check=True, stdout=subprocess.PIPE, env=_with_path(shim))
+    return {int(seed): tokens for seed, tokens in json.loads(done.stdout).items()}
+
+
+@pytest.fixture(scope="module")
+def fleet(checkpoints: Path) -> Iterator[Fleet]:
+    """A coordinator, a TP1 and a TP2 engine, and a trainer."""
+    with Programs(checkpoints) as programs:
+        deployment = Fleet(checkpoints, programs)
+        try:
+            deployment.start_coordinator()
+            deployment.start_engine("one", tp=1)
+            deployment.start_engine("two", tp=2)
+            deployment.start_trainer()
+            deployment.wait_ready("one", "two")
+            yield deployment
+        finally:
+            deployment.close()
+
+
+def _with_path(folder: Path) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+def _outcomes(report: dict[str, Any]) -> dict[str, str]:
+    assert "error" not in report, report["error"]
+    return {engine["engine"]: engine["outcome"] for engine in report["engines"]}
+
+
+def test_before_the_first_version_engines_serve_what_they_were_started_with(
+    fleet: Fleet, expected: dict[int, list[int]]
+) -> None:
+    """Nothing was committed yet: both engines are ready with the weights of their launch."""
+    assert fleet.channel()["committed"] is None
+    for name in ("one", "two"):
+        assert fleet.generate(name, PROMPT) == (expected[0], "default")
+
+
+@pytest.mark.parametrize(
+    ("version", "transport", "bucket_bytes"),
+    [(1, "local", 1 << 20), (2, "local", 20_000), (3, "distributed", 50_000), (4, "disk", 1 << 20)],
+)
+def test_a_published_version_is_served_bit_for_bit(
+    fleet: Fleet, expected: dict[int, list[int]], version: int, transport: str, bucket_bytes: int
+) -> None:
+    """By every transport, both servers give the tokens of the trainer's weights, under the published version."""
+    fleet.publish(version, version, transport, bucket_bytes=bucket_bytes)
+    report = fleet.answer()
+
+    assert _outcomes(report) == {"one": "committed", "two": "committed"}
+    assert {engine["verified_by"] for engine in report["engines"]} == {"live-digest"}
+    for name in ("one", "two"):
+        assert fleet.generate(name, PROMPT) == (expected[version], str(version))
+    channel = fleet.channel()
+    assert channel["committed"] == version
+    assert [engine["lag"] for engine in channel["engines"].values()] == [0, 0]
+
+
+def test_an_engine_killed_mid_round_stops_nobody_and_comes_back_verified(
+    fleet: Fleet, expected: dict[int, list[int]]
+) -> None:
+    """The survivor serves the new version; the victim is not ready until a later round has verified it."""
+    fleet.publish(5, 5, "local", bucket_bytes=20_000, hold_at=2)
+    assert fleet.answer()["held"] == 2
+    fleet.kill("server-two")
+    fleet.tell("go on")
+    report = fleet.answer()
+
+    outcomes = _outcomes(report)
+    assert outcomes["one"] == "committed"
+    assert outcomes["two"] in {"lost", "quarantined"}
+    assert fleet.generate("one", PROMPT) == (expected[5], "5")
+    fleet.wait_ready("one")
+
+    fleet.start_server("two")
+    poll("the sidecar to see its new server", lambda: fleet.channel()["engines"]["two"]["state"] == "pending")
+    assert fleet.channel()["ready"] == [fleet.engines["one"].url]
+    fleet.publish(6, 6, "local")
+    assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
+    fleet.wait_ready("one", "two")
+    for name in ("one", "two"):
+        assert fleet.generate(name, PROMPT) == (expected[6], "6")
+
+
+def test_a_restarted_coordinator_knows_what_was_committed(fleet: Fleet) -> None:
+    """After SIGKILL it lists the same version and the same ready engines, and refuses to go back."""
+    fleet.kill("coordinator")
+    fleet.start_coordinator()
+    fleet.wait_ready("one", "two")
+    assert fleet.channel()["committed"] == 6
+    fleet.publish(5, 5, "local")
+
+    answer = fleet.answer()
+
+    assert "version_not_newer" in answer["error"]
+    assert fleet.channel()["committed"] == 6

@@ -1,0 +1,103 @@
+"""One rank of a real two-rank Megatron trainer that a test drives: commands on rank 0's stdin, answers on its stdout.
+
+    {"seed": 3, "version": 7, "transport": "local", "bucket_bytes": 65536, "hold_at": 2}
+
+loads the checkpoint of `seed` into the ranks, publishes it as `version` and answers with the report as one line of
+JSON. With `hold_at`, the sender stops before that bucket, says ``{"held": 2}`` and goes on at the next line on stdin:
+a test then has all the time it needs to kill something in the middle of a transfer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from weightbus.trainer_agent import megatron_cpu
+
+megatron_cpu.install()
+
+from megatron.core import parallel_state
+
+from weightbus.trainer_agent import TrainerAgent
+from weightbus.trainer_agent.demo import checkpoint, model
+from weightbus.trainer_agent.drive import Progress
+from weightbus.trainer_agent.megatron import MegatronSource
+
+
+def command() -> dict[str, Any] | None:
+    """The next command, on every rank; None when there are no more."""
+    line = [sys.stdin.readline() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(line, src=0)
+    return json.loads(line[0]) if line[0].strip() else None
+
+
+def say(answer: object) -> None:
+    """One line to the test."""
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def hold(at: int) -> Any:
+    """A progress callback that waits for the test before bucket `at`."""
+    waiting = True
+
+    def progress(where: Progress) -> None:
+        nonlocal waiting
+        if waiting and where.state == "sending" and where.buckets_sent == at:
+            waiting = False
+            say({"held": at, "of": where.buckets})
+            sys.stdin.readline()
+
+    return progress
+
+
+def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) -> object:
+    """Carry one command out."""
+    shape = checkpoint.TINY
+    model.load(policy, checkpoint.read(folder / f"seed{asked['seed']}"), shape)
+    source = MegatronSource(policy, hf_config=folder / "seed0", timeout_s=180)
+    try:
+        with TrainerAgent.connect(
+            source,
+            channel="e2e",
+            coordinator=coordinator,
+            transport=(asked["transport"],),
+            bucket_bytes=asked.get("bucket_bytes", 1 << 20),
+            checkpoint_dir=folder / "checkpoints",
+            hf_config_dir=folder / "seed0",
+            progress=hold(asked["hold_at"]) if "hold_at" in asked else None,
+        ) as agent:
+            report = agent.publish(asked["version"])
+            return msgspec.to_builtins(report)
+    except Exception as error:  # noqa: BLE001 - the test reads what went wrong
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        source.close()
+
+
+def main() -> None:
+    """Serve commands until stdin ends."""
+    folder, coordinator = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]))
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    policy = model.build(checkpoint.TINY)
+    say({"ready": True})
+    while (asked := command()) is not None:
+        say(publish(policy, folder, coordinator, asked))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
