@@ -1,0 +1,78 @@
+"""`weightbus demo` as a person runs it: real servers, real ranks, and nothing left behind however it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "weightbus.control.cli", "demo"]
+LAST_LINE = re.compile(
+    r"demo: rounds=(\d+) engines=2 reward_first=(\d\.\d{3}) reward_last=(\d\.\d{3}) "
+    r"mismatched_versions=(\d+) mixed=(\d+)"
+)
+
+
+def started_by(folder: Path) -> list[str]:
+    """Command lines of living processes that name `folder`, this one's children or not."""
+    found: list[str] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            environ = (entry / "environ").read_bytes().decode(errors="replace")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, UnicodeDecodeError):
+            continue
+        if state not in "ZX" and (str(folder) in line or f"TMPDIR={folder}" in environ):
+            found.append(line or entry.name)
+    return found
+
+
+def demo(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """Start the demo with its files in `folder`."""
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.real
+def test_three_rounds_reach_both_engines(tmp_path: Path) -> None:
+    """Every response after a publish comes from the published version; the folder and every process are gone."""
+    process = demo(tmp_path, "--rounds", "3")
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, out + errors
+    found = LAST_LINE.fullmatch(out.splitlines()[-1])
+    assert found, out
+    assert found[1] == "3"
+    assert (found[4], found[5]) == ("0", "0")
+    assert started_by(tmp_path) == []
+    assert list(tmp_path.glob("weightbus-demo-*")) == []
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C while the servers start: none of them goes on, and the logs are named."""
+    process = demo(tmp_path)
+    assert process.stdout
+    for line in process.stdout:
+        if "starting 2 SGLang servers" in line:
+            break
+    until = time.monotonic() + 60
+    while not any("launch_server" in line for line in started_by(tmp_path)):
+        assert time.monotonic() < until, "no server was started"
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "logs are in" in errors
+    assert started_by(tmp_path) == []
