@@ -1,0 +1,75 @@
+"""A transport without a wire: keeps what each engine was sent, reading it as late as the contract allows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from weightbus.dataplane.errors import PeerLost, TransferFailed
+from weightbus.dataplane.transport import Address, Peer, Session, Slot
+
+
+class FakeSender:
+    """Satisfies `Sender`. A slot is read in `reclaim` or `finish`, so that a slot reused too early shows."""
+
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+        self.taken: dict[tuple[int, str], list[bytes]] = {}
+        """(epoch, engine) -> buckets in order."""
+        self.calls: list[str] = []
+        self.lose: dict[tuple[int, int], str] = {}
+        """(epoch, bucket) -> the engine that dies there."""
+        self.block = threading.Event()
+        """While `blocking` is set, `ready` waits for this, or for `close`."""
+        self.blocking = False
+        self._session: Session | None = None
+        self._peers: list[Peer] = []
+        self._held: dict[int, Slot] = {}
+
+    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+        self.calls.append(f"offer {session.epoch}")
+        self._session, self._peers, self._held = session, list(peers), {}
+        self.failed = {}
+        for peer in peers:
+            self.taken[session.epoch, peer.engine] = []
+        return Address(f"/fake/{session.epoch}")
+
+    def ready(self, deadline_s: float) -> None:
+        self.calls.append("ready")
+        if self.blocking and not self.block.wait(deadline_s):
+            raise PeerLost("nobody came")
+
+    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+        assert deadline_s > 0
+        assert self._session is not None
+        self.calls.append(f"send {index}")
+        lost = self.lose.get((self._session.epoch, index))
+        if lost is not None:
+            self.failed[lost] = f"died at bucket {index}"
+        if len(self.failed) == len(self._peers):
+            raise TransferFailed("no receiver is left")
+        self._held[index] = slot
+
+    def reclaim(self, index: int, deadline_s: float) -> None:
+        assert deadline_s > 0
+        self.calls.append(f"reclaim {index}")
+        self._read(index)
+
+    def finish(self, deadline_s: float) -> None:
+        assert deadline_s > 0
+        self.calls.append("finish")
+        for index in sorted(self._held):
+            self._read(index)
+
+    def close(self) -> None:
+        self.calls.append("close")
+        self.block.set()
+
+    def _read(self, index: int) -> None:
+        slot = self._held.pop(index, None)
+        if slot is None or self._session is None:
+            return
+        nbytes = self._session.manifest.buckets[index].nbytes
+        for peer in self._peers:
+            if peer.engine not in self.failed:
+                self.taken[self._session.epoch, peer.engine].append(slot.memory[:nbytes].numpy().tobytes())

@@ -1,0 +1,335 @@
+"""The machine of one publication: event in, exact effects out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.control.errors import IllegalMove
+from weightbus.control.ids import AgentId, Digest, Version
+from weightbus.control.messages import Code, Held, Outcome, Receiver, TransportKind
+from weightbus.trainer_agent import publication as p
+from weightbus.trainer_agent.publication import Ending, Publication, State
+
+TABLE = "ab" * 32
+RECEIVERS = (Receiver(engine=AgentId("e0"), transport=TransportKind.LOCAL, tp=1),)
+LIMITS = p.Limits(acquire_s=10.0, round_s=100.0, abandon_s=5.0, attempts=2, retry_s=0.5)
+
+
+def held(version: int, table: str = TABLE) -> Held:
+    return Held(version=Version(version), manifest=Digest("cd" * 32), table=Digest(table))
+
+
+def send(epoch: int, version: int = 7) -> p.SendAsked:
+    return p.SendAsked(epoch, version, RECEIVERS, 60.0)
+
+
+def ended(outcome: Outcome = Outcome.COMMITTED, epoch: int = 3, version: int = 7) -> p.Ended:
+    return p.Ended(epoch, version, outcome, "because", (), {"total": 1.0})
+
+
+def brought_to(state: State, limits: p.Limits = LIMITS) -> Publication:
+    """A publication of version 7 under lease 3, at time 0, in `state`."""
+    machine = Publication(7, limits)
+    steps: list[tuple[State, p.AnyEvent]] = [
+        (State.DIGESTING, p.LeaseGranted(3)),
+        (State.ANNOUNCING, p.Digested(TABLE)),
+        (State.WAITING, p.Accepted()),
+        (State.SENDING, send(3)),
+    ]
+    machine.handle(p.Begin(), 0.0)
+    for reached, event in steps:
+        if machine.state is state:
+            break
+        machine.handle(event, 0.0)
+        assert machine.state is reached
+    if state is State.ABANDONING:
+        machine.handle(p.Tick(), 100.0)
+    assert machine.state is state
+    return machine
+
+
+@pytest.fixture(autouse=True)
+def _invariants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every machine of every test is checked after every event."""
+    plain = Publication.handle
+
+    def checked(self: Publication, event: p.AnyEvent, now: float) -> p.Effects:
+        effects = plain(self, event, now)
+        self.check()
+        return effects
+
+    monkeypatch.setattr(Publication, "handle", checked)
+    yield
+
+
+def test_a_plain_round() -> None:
+    """Lease, digests, announcement, delivery, report, end: in this order and nothing else."""
+    machine = Publication(7, LIMITS)
+    assert machine.handle(p.Begin(), 0.0) == (p.AskLease(),)
+    assert machine.handle(p.LeaseGranted(3), 0.1) == (p.Assemble(),)
+    assert machine.handle(p.Digested(TABLE), 0.2) == (p.Announce(3),)
+    assert machine.handle(p.Accepted(), 0.3) == ()
+    assert machine.handle(send(3), 0.4) == (p.Deliver(3, RECEIVERS, 60.0),)
+    assert machine.handle(p.Delivered(3, {}), 0.5) == (p.ReportSent(3, {}),)
+    assert machine.handle(p.Noted(3), 0.5) == ()
+    assert machine.handle(ended(), 0.6) == ()
+    assert machine.verdict == p.Verdict(Ending.COMMITTED, "because")
+
+
+def test_a_channel_without_engines_ends_without_a_delivery() -> None:
+    """A round may end before anything was asked for."""
+    machine = brought_to(State.WAITING)
+    assert machine.handle(ended(), 1.0) == ()
+    assert machine.verdict is not None
+    assert machine.verdict.ending is Ending.COMMITTED
+
+
+def test_a_redrive_sends_everything_again_under_its_epoch() -> None:
+    """A second `Send` is served like the first; a repeated one is not served twice."""
+    machine = brought_to(State.SENDING)
+    machine.handle(p.Delivered(3, {"e0": "died"}), 1.0)
+    assert machine.handle(send(3), 1.1) == ()
+    assert machine.handle(send(4), 1.2) == (p.Deliver(4, RECEIVERS, 60.0),)
+    assert machine.handle(p.Delivered(4, {}), 1.3) == (p.ReportSent(4, {}),)
+    machine.handle(ended(epoch=3), 1.4)
+    assert machine.verdict is not None
+    assert machine.verdict.ending is Ending.COMMITTED
+
+
+def test_a_newer_send_breaks_off_the_older_delivery() -> None:
+    """Nobody waits for the epoch that was given up: stop, then deliver."""
+    machine = brought_to(State.SENDING)
+    assert machine.handle(send(4), 1.0) == (p.StopDelivery(), p.Deliver(4, RECEIVERS, 60.0))
+
+
+@pytest.mark.parametrize("event", [send(2), send(3, version=6), ended(epoch=2), ended(version=6)])
+@pytest.mark.parametrize("state", [State.WAITING, State.SENDING])
+def test_what_is_said_of_another_round_changes_nothing(state: State, event: p.AnyEvent) -> None:
+    """Older epochs and other versions are ignored by comparison."""
+    machine = brought_to(state)
+    assert machine.handle(event, 1.0) == ()
+    assert machine.state is state
+
+
+def test_a_busy_lease_is_asked_for_again_until_the_deadline() -> None:
+    """The coordinator's own pause is kept; at the deadline the publication ends, holding nothing."""
+    machine = brought_to(State.ACQUIRING)
+    assert machine.handle(p.Refusal(Code.LEASE_HELD, "other", 2.0), 1.0) == ()
+    assert machine.deadline == 3.0
+    assert machine.handle(p.Tick(), 2.9) == ()
+    assert machine.handle(p.Tick(), 3.0) == (p.AskLease(),)
+    machine.handle(p.Refusal(Code.LEASE_HELD, "other", 2.0), 9.0)
+    assert machine.deadline == 10.0
+    assert machine.handle(p.Tick(), 10.0) == ()
+    assert machine.verdict is not None
+    assert machine.verdict.ending is Ending.LEASE_BUSY
+
+
+def test_a_version_that_is_not_newer_is_refused_at_once() -> None:
+    """What would be refused again is not asked again."""
+    machine = brought_to(State.ACQUIRING)
+    assert machine.handle(p.Refusal(Code.VERSION_NOT_NEWER, "7 is committed"), 1.0) == ()
+    assert machine.verdict == p.Verdict(Ending.REFUSED, "7 is committed", Code.VERSION_NOT_NEWER)
+
+
+def test_a_source_that_fails_gives_the_lease_back_unused() -> None:
+    """Nothing was announced, so nothing is to be aborted."""
+    machine = brought_to(State.DIGESTING)
+    assert machine.handle(p.Broken(Ending.SOURCE_FAILED, "gone"), 1.0) == (p.GiveBack(3),)
+    assert machine.verdict == p.Verdict(Ending.SOURCE_FAILED, "gone")
+
+
+def test_a_source_that_fails_while_sending_gives_the_round_up() -> None:
+    """The lanes are stopped before the coordinator hears of it."""
+    machine = brought_to(State.SENDING)
+    assert machine.handle(p.Broken(Ending.SOURCE_FAILED, "gone"), 1.0) == (p.StopDelivery(), p.GiveUp(3, "gone"))
+
+
+def test_a_round_that_takes_too_long_is_given_up_and_its_end_awaited() -> None:
+    """The report tells how it really ended, even if that was a commit."""
+    machine = brought_to(State.SENDING)
+    effects = machine.handle(p.Tick(), 100.0)
+    assert effects == (p.StopDelivery(), p.GiveUp(3, "the round took more than 100 s"))
+    assert machine.deadline == 105.0
+    machine.handle(ended(Outcome.ABORTED), 101.0)
+    assert machine.verdict == p.Verdict(Ending.ABORTED, "because")
+
+
+def test_a_coordinator_that_says_nothing_at_the_end_is_lost() -> None:
+    """Every wait ends, the last one too."""
+    machine = brought_to(State.ABANDONING)
+    machine.handle(p.Tick(), 105.0)
+    assert machine.verdict is not None
+    assert machine.verdict.ending is Ending.COORDINATOR_LOST
+
+
+@pytest.mark.parametrize("state", [State.WAITING, State.SENDING])
+def test_a_restarted_coordinator_is_asked_again_and_the_round_begun_again(state: State) -> None:
+    """It forgot the round: the same request is refused, and a new lease is taken. Digests are asked for anew."""
+    machine = brought_to(state)
+    stop: p.Effects = (p.StopDelivery(),) if state is State.SENDING else ()
+    assert machine.handle(p.Reconnected(None, restarted=True), 1.0) == (*stop, p.Announce(3))
+    assert machine.handle(p.Refusal(Code.STALE_EPOCH, "epoch 4 is highest"), 1.1) == (p.AskLease(),)
+    assert machine.handle(p.LeaseGranted(5), 1.2) == (p.Assemble(),)
+    assert machine.handle(p.Digested(TABLE), 1.3) == (p.Announce(5),)
+    machine.handle(p.Accepted(), 1.4)
+    assert machine.handle(send(5), 1.5) == (p.Deliver(5, RECEIVERS, 60.0),)
+
+
+def test_rounds_are_not_begun_for_ever() -> None:
+    """After the allowed attempts the publication ends as aborted."""
+    machine = brought_to(State.WAITING)
+    for _ in range(LIMITS.attempts - 1):
+        machine.handle(p.Reconnected(None, restarted=True), 1.0)
+        machine.handle(p.Refusal(Code.STALE_EPOCH, "gone"), 1.1)
+        machine.handle(p.LeaseGranted(machine.lease + 1), 1.2)
+        machine.handle(p.Digested(TABLE), 1.3)
+        machine.handle(p.Accepted(), 1.4)
+    machine.handle(p.Reconnected(None, restarted=True), 2.0)
+    assert machine.handle(p.Refusal(Code.STALE_EPOCH, "gone"), 2.1) == ()
+    assert machine.verdict == p.Verdict(Ending.ABORTED, "after 2 attempts: gone")
+
+
+@pytest.mark.parametrize("state", [State.ANNOUNCING, State.WAITING, State.SENDING])
+def test_a_commit_that_a_restart_hid_is_recognised(state: State) -> None:
+    """The greeting names exactly our bits: the version is committed, whatever became of `RoundDone`."""
+    machine = brought_to(state)
+    effects = machine.handle(p.Reconnected(held(7), restarted=True), 1.0)
+    assert effects == ((p.StopDelivery(),) if state is State.SENDING else ())
+    assert machine.verdict is not None
+    assert machine.verdict.ending is Ending.COMMITTED
+
+
+def test_other_bits_under_our_version_are_not_ours() -> None:
+    """Another trainer's version 7 does not count as this one."""
+    machine = brought_to(State.WAITING)
+    assert machine.handle(p.Reconnected(held(7, "00" * 32), restarted=True), 1.0) == (p.Announce(3),)
+    machine.handle(p.Refusal(Code.STALE_EPOCH, "gone"), 1.1)
+    machine.handle(p.Refusal(Code.VERSION_NOT_NEWER, "7 is committed"), 1.2)
+    assert machine.verdict is not None
+    assert machine.verdict.ending is Ending.REFUSED
+
+
+def test_a_lost_connection_does_not_stop_a_transfer() -> None:
+    """The same life of the coordinator, greeted again: bytes go on, the report follows."""
+    machine = brought_to(State.SENDING)
+    assert machine.handle(p.Reconnected(None, restarted=False), 1.0) == ()
+    assert machine.handle(p.Delivered(3, {}), 2.0) == (p.ReportSent(3, {}),)
+
+
+def test_a_report_that_was_not_heard_is_made_again() -> None:
+    """Silence after `Sent`: ask how the round stands, then say it again, until it is noted."""
+    machine = brought_to(State.SENDING)
+    machine.handle(p.Delivered(3, {"e0": "x"}), 1.0)
+    assert machine.handle(p.Unreachable("silence"), 2.0) == ()
+    assert machine.handle(p.Tick(), 2.5) == (p.Announce(3),)
+    assert machine.handle(p.Accepted(), 2.6) == (p.ReportSent(3, {"e0": "x"}),)
+    machine.handle(p.Noted(3), 2.7)
+    machine.handle(p.Reconnected(None, restarted=False), 3.0)
+    assert machine.handle(p.Accepted(), 3.1) == ()
+
+
+def test_an_offer_that_was_not_heard_is_made_again() -> None:
+    """The lanes are closed, and the coordinator's repeated `Send` of the same epoch is served."""
+    machine = brought_to(State.SENDING)
+    assert machine.handle(p.Unreachable("silence"), 1.0) == (p.StopDelivery(),)
+    machine.handle(p.Tick(), 1.5)
+    machine.handle(p.Accepted(), 1.6)
+    assert machine.handle(send(3), 1.7) == (p.Deliver(3, RECEIVERS, 60.0),)
+
+
+def test_a_refused_report_asks_how_the_round_stands() -> None:
+    """The coordinator moved on to another epoch; it says so, or that it is over, when asked."""
+    machine = brought_to(State.SENDING)
+    machine.handle(p.Delivered(3, {}), 1.0)
+    assert machine.handle(p.Refusal(Code.STALE_EPOCH, "epoch 4"), 1.1) == (p.Announce(3),)
+    machine.handle(p.Accepted(), 1.2)
+    assert machine.handle(send(4), 1.3) == (p.Deliver(4, RECEIVERS, 60.0),)
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (State.WAITING, p.Begin()),
+        (State.WAITING, p.LeaseGranted(9)),
+        (State.SENDING, p.Digested(TABLE)),
+        (State.SENDING, p.Accepted()),
+        (State.WAITING, p.Delivered(3, {})),
+        (State.DIGESTING, p.Unreachable("silence")),
+        (State.ABANDONING, p.Refusal(Code.STALE_EPOCH, "no")),
+    ],
+)
+def test_an_answer_to_what_was_not_asked_raises_and_changes_nothing(state: State, event: p.AnyEvent) -> None:
+    """The driver is ours: such an answer is a bug, and shows as one."""
+    machine = brought_to(state)
+    before = (machine.state, machine.epoch, machine.deadline)
+    with pytest.raises(IllegalMove):
+        machine.handle(event, 1.0)
+    assert (machine.state, machine.epoch, machine.deadline) == before
+
+
+NO = st.one_of(
+    st.builds(p.Refusal, st.sampled_from(list(Code)), st.just("no"), st.sampled_from([0.0, 1.0])),
+    st.just(p.Unreachable("silence")),
+)
+NEWS = st.one_of(
+    st.builds(send, st.integers(1, 9), st.sampled_from([6, 7])),
+    st.builds(ended, st.sampled_from([Outcome.COMMITTED, Outcome.ABORTED]), st.integers(1, 9), st.sampled_from([6, 7])),
+    st.builds(p.Reconnected, st.sampled_from([None, held(6), held(7)]), st.booleans()),
+    st.just(p.Broken(Ending.SOURCE_FAILED, "gone")),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    news=st.lists(st.tuples(NEWS, st.floats(0.0, 40.0)), max_size=20),
+    answers=st.lists(st.one_of(st.none(), st.none(), NO), max_size=40),
+)
+def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(
+    news: list[tuple[p.AnyEvent, float]], answers: list[p.AnyEvent | None]
+) -> None:
+    """Any order of news and refusals: at most one delivery is open, and deadlines alone end every publication."""
+    machine = Publication(7, LIMITS)
+    now, epoch, open_delivery = 0.0, 0, False
+    effects = list(machine.handle(p.Begin(), now))
+    for _ in range(1000):
+        if effects:
+            effect = effects.pop(0)
+            answer: p.AnyEvent | None = None
+            match effect:
+                case p.Deliver():
+                    assert not open_delivery
+                    open_delivery = True
+                    answer = answers.pop() if answers else None
+                case p.StopDelivery():
+                    assert open_delivery
+                    open_delivery = False
+                case p.AskLease():
+                    epoch = max(epoch, machine.epoch) + 1
+                    answer = (answers.pop() if answers else None) or p.LeaseGranted(epoch)
+                case p.Assemble():
+                    answer = p.Digested(TABLE)
+                case p.Announce():
+                    answer = (answers.pop() if answers else None) or p.Accepted()
+                case p.ReportSent():
+                    answer = (answers.pop() if answers else None) or p.Noted(effect.epoch)
+                case _:
+                    pass
+            if answer is not None:
+                effects.extend(machine.handle(answer, now))
+        elif machine.verdict is not None:
+            break
+        elif news:
+            event, later = news.pop(0)
+            now += later
+            effects.extend(machine.handle(event, now))
+        else:
+            assert machine.deadline is not None
+            now = max(now, machine.deadline)
+            effects.extend(machine.handle(p.Tick(), now))
+    assert machine.verdict is not None
+    assert not open_delivery

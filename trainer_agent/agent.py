@@ -1,0 +1,192 @@
+"""What a training loop holds: connect once, publish after every step, close at the end.
+
+    agent = TrainerAgent.connect(source, channel="policy")          # on every rank
+    ...
+    report = agent.publish(version)                                  # on every rank, between two optimizer steps
+
+Every call is collective over the ranks of the source. The root rank leads: it speaks with the coordinator, owns the
+staging memory and sends; the others follow its orders. What is raised or returned is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from weightbus.control import settings as settings_file
+from weightbus.control.messages import Outcome, TransportKind
+from weightbus.dataplane.manifest import Manifest
+
+from .drive import Progress
+from .errors import AgentClosed, ConnectFailed, raise_for
+from .leader import Leader, lead
+from .orders import Assemble, Beat, Finish, NotReady, Ranks, Ready, unexpected
+from .publication import Ending, Verdict
+from .report import PublishReport
+from .settings import SECTION, TrainerSettings
+from .source import Source
+
+_log = structlog.get_logger(__name__)
+
+
+class TrainerAgent:
+    """Publishes the weights of one source on one channel. Made by `connect`; a context manager."""
+
+    def __init__(self, source: Source, settings: TrainerSettings, manifest: Manifest, leader: Leader | None) -> None:
+        self.settings = settings
+        self.manifest = manifest
+        """What every version consists of."""
+        self._source = source
+        self._leader = leader
+        self._ranks = Ranks(source)
+        self._unusable = ""
+
+    @classmethod
+    def connect(
+        cls,
+        source: Source,
+        *,
+        channel: str | None = None,
+        name: str | None = None,
+        coordinator: str | None = None,
+        transport: Sequence[str] | str | None = None,
+        bucket_bytes: int | None = None,
+        settings: TrainerSettings | None = None,
+        file: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        **more: object,
+    ) -> Self:
+        """Describe the weights, connect to the coordinator and make the staging memory. Collective.
+
+        Every field of `TrainerSettings` may be given by name, the rarer ones through `more`; what is not given comes
+        from the environment (``WEIGHTBUS_TRAINER_...``), then `file`, then the default. `settings` replaces all that.
+        Give equal arguments on every rank. `progress` is called on the root, from inside `publish`.
+
+        Raises:
+            ConfigurationError: what was given cannot work.
+            SourceError: the weights cannot be described.
+            ConnectFailed: the leader could not be started; the message says why, on every rank.
+        """
+        if settings is None:
+            kinds = (transport,) if isinstance(transport, str) else transport
+            given: dict[str, object] = {
+                "channel": channel,
+                "name": name,
+                "coordinator": coordinator,
+                "transport": None if kinds is None else [str(TransportKind(kind)) for kind in kinds],
+                "bucket_bytes": bucket_bytes,
+                **{key: str(value) if isinstance(value, Path) else value for key, value in more.items()},
+            }
+            environment = os.environ if environ is None else environ
+            loaded = settings_file.load(TrainerSettings, SECTION, file=file, environ=environment, flags=given)
+            settings = loaded.value
+        manifest = Manifest.of(source.model, source.tensors(), settings.bucket_bytes)
+        return cls(source, settings, manifest, _start(source, settings, manifest, progress))
+
+    @property
+    def leading(self) -> bool:
+        """This rank speaks for the group."""
+        return self._leader is not None
+
+    def publish(self, version: int) -> PublishReport:
+        """Bring the weights, as they are now, to every engine of the channel as `version`. Collective; blocks.
+
+        `version` must be above the committed one. Do not change the weights before this returns. Raises a
+        `PublishFailed` (errors.py) when the version was not committed; its `report` tells what happened.
+        """
+        if self._unusable:
+            raise AgentClosed(f"this agent {self._unusable}: connect a new one")
+        verdict, report, cause = self._leader.publish(version) if self._leader else self._follow(version)
+        if verdict.ending is Ending.SOURCE_FAILED:
+            self._unusable = f"lost its source ({verdict.reason})"
+        raise_for(verdict, report, cause)
+        return report
+
+    def close(self) -> None:
+        """Leave the channel and free the staging memory. Not collective; may be called twice. The source stays."""
+        self._unusable = self._unusable or "was closed"
+        leader, self._leader = self._leader, None
+        if leader is not None:
+            leader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _follow(self, version: int) -> tuple[Verdict, PublishReport, BaseException | None]:
+        """Do what the leader says until it says that the publication is over."""
+        cause: BaseException | None = None
+        while True:
+            try:
+                order = self._ranks.hear()
+                match order:
+                    case Assemble() if cause is None:
+                        self._source.assemble(self.manifest, order.index, None)
+                    case Beat():
+                        pass
+                    case Finish() if order.report.version == version:
+                        return order.verdict, order.report, cause
+                    case Assemble():
+                        # The leader did not notice that this rank failed; its collective will run out of time.
+                        return self._alone(version, cause)
+                    case _:
+                        return self._alone(version, unexpected(order, f"an order for version {version}"))
+            except Exception as error:  # noqa: BLE001  logged, and raised in the end as this rank's cause
+                if cause is not None:
+                    return self._alone(version, cause)
+                # The leader's collective failed too, or will: it may still be able to say how it ended.
+                _log.exception("rank_failed", version=version)
+                cause = error
+
+    def _alone(self, version: int, cause: BaseException | None) -> tuple[Verdict, PublishReport, BaseException | None]:
+        """The end as this rank sees it, when the leader cannot be heard any more."""
+        verdict = Verdict(Ending.SOURCE_FAILED, f"{cause}")
+        report = PublishReport(
+            channel=self.settings.channel,
+            version=version,
+            epoch=0,
+            outcome=Outcome.ABORTED,
+            reason=verdict.reason,
+            tensors=len(self.manifest.tensors),
+            buckets=len(self.manifest.buckets),
+            bytes=self.manifest.nbytes,
+        )
+        return verdict, report, cause
+
+
+def _start(
+    source: Source,
+    settings: TrainerSettings,
+    manifest: Manifest,
+    progress: Callable[[Progress], None] | None,
+) -> Leader | None:
+    """The leader on the root, None elsewhere; or `ConnectFailed` on every rank."""
+    ranks = Ranks(source)
+    if not source.root:
+        match ranks.hear():
+            case Ready():
+                return None
+            case NotReady(reason):
+                raise ConnectFailed(reason)
+            case order:
+                raise unexpected(order, "the leader to stand")
+    try:
+        leader = lead(source, settings, manifest, progress)
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        ranks.tell(NotReady(reason))
+        if isinstance(error, Exception):
+            raise ConnectFailed(reason) from error
+        raise
+    ranks.tell(Ready())
+    return leader

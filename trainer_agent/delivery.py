@@ -1,0 +1,214 @@
+"""The transfer of one epoch on the trainer's side: every bucket, to every receiver, by one lane for each transport.
+
+A lane is a thread that owns one `Sender` for the epoch and walks through its order of calls, so that a slow transport
+does not hold up another and the leader's thread stays free to assemble, to speak with its ranks and to hear the
+coordinator. Bucket `i` lies in slot ``i % len(slots)``; a slot is written again only after every lane has reclaimed
+the bucket that was in it.
+
+A lane never raises: what goes wrong becomes the failure of the engines that it serves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import structlog
+import torch
+
+from weightbus.control.messages import Offer, TransportKind
+from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
+from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot
+
+_OFFER_S: Final = 30.0
+"""Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""
+
+_log = structlog.get_logger(__name__)
+
+
+class DeliveryStopped(TransferFailed):
+    """The leader called the transfer off."""
+
+
+class Delivery:
+    """Sends the buckets of `session` through `senders`. Used by the leader's thread only."""
+
+    def __init__(
+        self,
+        session: Session,
+        senders: Mapping[TransportKind, Sender],
+        peers: Mapping[TransportKind, Sequence[Peer]],
+        slots: Sequence[Slot],
+        deadline_s: float,
+    ) -> None:
+        self.session = session
+        self.epoch = session.epoch
+        self._turn = threading.Condition()
+        deadline = time.monotonic() + deadline_s
+        self._slots = slots
+        self._buckets = len(session.manifest.buckets)
+        self._filled = 0
+        self._lanes = [
+            _Lane(kind, senders[kind], peers[kind], session, slots, deadline, self._turn) for kind in sorted(peers)
+        ]
+
+    def open(self) -> tuple[Offer, ...]:
+        """Start the lanes and wait for what each of them offers. A lane that cannot is left out: its engines failed."""
+        for lane in self._lanes:
+            lane.start()
+        with self._turn:
+            self._turn.wait_for(lambda: all(lane.offered or lane.over for lane in self._lanes), _OFFER_S)
+            return tuple(_offer(lane.kind, lane.address) for lane in self._lanes if lane.address is not None)
+
+    def wanted(self) -> int | None:
+        """The bucket that should be assembled now; None when its slot is still in use, or all are there."""
+        with self._turn:
+            index = self._filled
+            free = all(lane.over or lane.reclaimed > index - len(self._slots) for lane in self._lanes)
+            alive = any(not lane.over for lane in self._lanes)
+            return index if index < self._buckets and free and alive else None
+
+    def slot_of(self, index: int) -> Slot:
+        """Where bucket `index` goes."""
+        return self._slots[index % len(self._slots)]
+
+    def filled(self, count: int) -> None:
+        """The first `count` buckets lie in their slots."""
+        with self._turn:
+            self._filled = count
+            for lane in self._lanes:
+                lane.filled = count
+            self._turn.notify_all()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when a lane went on, or after `timeout_s`."""
+        with self._turn:
+            if not all(lane.over for lane in self._lanes):
+                self._turn.wait(timeout_s)
+
+    @property
+    def over(self) -> bool:
+        """Every lane came to its end."""
+        with self._turn:
+            return all(lane.over for lane in self._lanes)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Engines that did not get everything, with the reason."""
+        with self._turn:
+            return {engine: reason for lane in self._lanes for engine, reason in lane.failed.items()}
+
+    def stop(self, patience_s: float = 10.0) -> tuple[TransportKind, ...]:
+        """Break off. Returns the transports whose lane did not end in time: their senders must not be used again."""
+        with self._turn:
+            running = [lane for lane in self._lanes if not lane.over]
+            for lane in running:
+                lane.stopped = True
+            self._turn.notify_all()
+        for lane in running:
+            lane.interrupt()
+        with self._turn:
+            self._turn.wait_for(lambda: all(lane.over for lane in running), patience_s)
+            return tuple(lane.kind for lane in running if not lane.over)
+
+
+class _Lane:
+    """One transport's part. Fields are shared under the delivery's condition `turn`."""
+
+    def __init__(  # noqa: PLR0917  made in one place
+        self,
+        kind: TransportKind,
+        sender: Sender,
+        peers: Sequence[Peer],
+        session: Session,
+        slots: Sequence[Slot],
+        deadline: float,
+        turn: threading.Condition,
+    ) -> None:
+        self.kind = kind
+        self.address: Address | None = None
+        self.offered = self.over = self.stopped = False
+        self.filled = self.reclaimed = 0
+        self.failed: dict[str, str] = {}
+        self._sender, self._peers, self._session, self._slots = sender, peers, session, slots
+        self._deadline, self._turn = deadline, turn
+        self._thread = threading.Thread(target=self._run, name=f"weightbus-{kind}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def interrupt(self) -> None:
+        """Close the sender from outside, which ends any wait inside it."""
+        self._sender.close()
+
+    def _run(self) -> None:
+        reason = ""
+        try:
+            self._carry()
+        except DataplaneError as error:
+            reason = str(error) or type(error).__name__
+        except Exception as error:  # noqa: BLE001  it is logged, and is the failure of this lane's engines
+            _log.exception("sender_failed", transport=self.kind, epoch=self._session.epoch)
+            reason = f"{type(error).__name__}: {error}"
+        finally:
+            # Read before closing: the failures belong to the session that is being let go of.
+            failed = dict(self._sender.failed)
+            if reason:
+                failed = {peer.engine: failed.get(peer.engine, reason) for peer in self._peers}
+            self._sender.close()
+            with self._turn:
+                self.failed, self.over = failed, True
+                self._turn.notify_all()
+
+    def _carry(self) -> None:
+        memory = self._slots[0].memory
+        if memory.device.type == "cuda":
+            torch.cuda.set_device(memory.device)
+        address = self._sender.offer(self._session, self._peers)
+        with self._turn:
+            self.address, self.offered = address, True
+            self._turn.notify_all()
+        self._sender.ready(self._left("the receivers"))
+        count, depth = len(self._session.manifest.buckets), len(self._slots)
+        for index in range(count):
+            self._await(index)
+            self._sender.send(index, self._slots[index % depth], self._left(f"bucket {index} to be taken"))
+            self._reclaim(index - depth + 1)
+        self._sender.finish(self._left("the last bucket to be confirmed"))
+        for index in range(max(0, count - depth + 1), count):
+            self._reclaim(index)
+
+    def _reclaim(self, index: int) -> None:
+        if index < 0:
+            return
+        self._sender.reclaim(index, self._left(f"bucket {index} to be let go of"))
+        with self._turn:
+            self.reclaimed = index + 1
+            self._turn.notify_all()
+
+    def _await(self, index: int) -> None:
+        with self._turn:
+            if not self._turn.wait_for(lambda: self.filled > index or self.stopped, self._left(f"bucket {index}")):
+                raise DeadlineExceeded(f"bucket {index} to be assembled", max(0.0, self._deadline - time.monotonic()))
+            if self.stopped:
+                raise DeliveryStopped("the transfer was called off")
+
+    def _left(self, waiting_for: str) -> float:
+        if self.stopped:
+            raise DeliveryStopped("the transfer was called off")
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(waiting_for, 0.0)
+        return left
+
+
+def _offer(kind: TransportKind, address: Address) -> Offer:
+    return Offer(
+        transport=kind,
+        address=address.address,
+        group=address.group,
+        backend=address.backend,
+        world_size=address.world_size,
+    )

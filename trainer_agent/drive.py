@@ -1,0 +1,347 @@
+"""Drives one publication on the root rank: carries out what publication.py decides, and feeds back what happened.
+
+Runs on the caller's thread but for the lanes of a delivery. Every wait is cut into pieces short enough to speak to the
+other ranks meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from typing import Final, Protocol, assert_never
+
+import msgspec
+import structlog
+
+from weightbus.control import messages as m
+from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
+from weightbus.control.ids import Channel, Digest, Epoch, RequestId, Version
+from weightbus.dataplane.transport import Peer, Sender, Session
+
+from . import orders
+from . import publication as p
+from .delivery import Delivery
+from .report import PublishReport, Stopwatch
+from .settings import TrainerSettings
+from .source import SourceError
+from .staging import Staging, WeightsDiffer
+
+_log = structlog.get_logger(__name__)
+
+_POLL_S: Final = 0.05
+"""How long a message may lie while a delivery is watched. Progress of the delivery itself wakes the leader at once."""
+_FAREWELL_S: Final = 2.0
+"""How long a farewell waits for its answer: only the others' speed depends on it."""
+_TEXT: Final = 2048
+"""Bound of free text in messages."""
+
+
+class Bus(Protocol):
+    """What is asked of control's `BusClient`."""
+
+    def request(self, message: m.ToCoordinator, blob: bytes | None = None, deadline_s: float = 30.0) -> m.ToAgent:
+        """The answer; a refusal and silence are raised."""
+        ...
+
+    def put_blob(self, blob: bytes, deadline_s: float = 60.0) -> Digest:
+        """See that the coordinator has `blob`."""
+        ...
+
+    def next(self, timeout_s: float) -> m.ToAgent | None:
+        """What the coordinator says unasked."""
+        ...
+
+    def new_request(self) -> RequestId:
+        """A key for a request that is not a repetition."""
+        ...
+
+    def close(self) -> None:
+        """Leave."""
+        ...
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Where a publication stands, for whoever shows it."""
+
+    version: int
+    state: str
+    buckets_sent: int
+    buckets: int
+
+
+class Outfit(msgspec.Struct):
+    """What outlives a publication and serves each of them."""
+
+    settings: TrainerSettings
+    bus: Bus
+    ranks: orders.Ranks
+    staging: Staging
+    make_sender: Callable[[m.TransportKind], Sender]
+    senders: MutableMapping[m.TransportKind, Sender]
+    boot: int
+    """The life of the coordinator that was last heard of."""
+    progress: Callable[[Progress], None] | None = None
+
+
+class Drive:
+    """One publication, as the leader drives it."""
+
+    def __init__(self, outfit: Outfit, version: int) -> None:
+        self.version = version
+        self.machine = p.Publication(version, outfit.settings.limits())
+        self.cause: BaseException | None = None
+        self._of = outfit
+        self._watch = Stopwatch()
+        self._beat_at = time.monotonic()
+        self._engines: dict[str, m.EngineInfo] = {}
+        self._publish_keys: dict[int, RequestId] = {}
+        self._delivery: Delivery | None = None
+        self._log = _log.bind(channel=outfit.settings.channel, version=version)
+        outfit.staging.begin()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> p.Verdict:
+        """Until the machine is done. Effects are carried out in order, each before the next event is taken."""
+        effects: deque[p.AnyEffect] = deque(self._handle(p.Begin()))
+        while effects or self.machine.verdict is None:
+            event = self._perform(effects.popleft()) if effects else self._wait()
+            if event is not None:
+                effects.extend(self._handle(event))
+        return self.machine.verdict
+
+    def fail(self, error: BaseException) -> p.Verdict:
+        """A step raised what nobody foresaw: give the round up, as far as that still works."""
+        ending = p.Ending.SOURCE_FAILED if isinstance(error, SourceError) else p.Ending.INTERNAL
+        self.cause = error
+        self._log.error("publication_failed", state=self.machine.state.value, exc_info=error)
+        for effect in self._handle(p.Broken(ending, f"{type(error).__name__}: {error}")):
+            self._perform(effect)
+        self._stop_delivery()
+        return self.machine.verdict or p.Verdict(ending, str(error))
+
+    def _handle(self, event: p.AnyEvent) -> p.Effects:
+        before = self.machine.state
+        effects = self.machine.handle(event, time.monotonic())
+        if self.machine.state is not before:
+            self._log.debug("publication_state", state=self.machine.state.value, epoch=self.machine.epoch)
+            self._show()
+        return effects
+
+    def _wait(self) -> p.AnyEvent | None:
+        """The next thing that happens; None after a short while, so that the caller looks again."""
+        now = time.monotonic()
+        deadline = self.machine.deadline
+        if deadline is not None and now >= deadline:
+            return p.Tick()
+        self._beat(now)
+        if self._delivery is None:
+            until = min(self._beat_at, deadline if deadline is not None else self._beat_at)
+            return self._event(self._of.bus.next(max(0.0, until - now)))
+        return self._event(self._of.bus.next(0.0)) or self._watch_over(self._delivery)
+
+    def _watch_over(self, delivery: Delivery) -> p.AnyEvent | None:
+        if delivery.over:
+            self._delivery = None
+            self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
+            return p.Delivered(delivery.epoch, delivery.failed)
+        index = delivery.wanted()
+        if index is None:
+            delivery.wait(_POLL_S)
+            return None
+        try:
+            self._of.staging.refill(index, self._watch)
+        except WeightsDiffer as error:
+            self.cause = error
+            return p.Broken(p.Ending.WEIGHTS_CHANGED, str(error))
+        except SourceError as error:
+            return self._source_failed(error)
+        delivery.filled(index + 1)
+        self._show(index + 1)
+        return None
+
+    def _beat(self, now: float) -> None:
+        if now >= self._beat_at:
+            self._of.ranks.tell(orders.Beat())
+            self._beat_at = now + self._of.settings.beat_s
+
+    def _event(self, message: m.ToAgent | None) -> p.AnyEvent | None:
+        """What a message of the coordinator means to the machine; None for what does not concern it."""
+        match message:
+            case m.Send():
+                return p.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+            case m.RoundDone():
+                return p.Ended(
+                    message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
+                )
+            case m.Welcome():
+                restarted, self._of.boot = message.boot != self._of.boot, message.boot
+                self._log.warning("coordinator_back", restarted=restarted, boot=message.boot)
+                return p.Reconnected(message.committed, restarted)
+            case _:
+                return None
+
+    # -- effects -------------------------------------------------------------------------------------------------------
+
+    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:
+        match effect:
+            case p.AskLease():
+                return self._asking(self._acquire)
+            case p.Assemble():
+                return self._assemble()
+            case p.Announce():
+                return self._asking(lambda: self._announce(effect.epoch))
+            case p.Deliver():
+                return self._asking(lambda: self._deliver(effect))
+            case p.ReportSent():
+                return self._asking(lambda: self._report_sent(effect))
+            case p.StopDelivery():
+                self._stop_delivery()
+            case p.GiveUp():
+                self._give_up(effect)
+            case p.GiveBack():
+                self._farewell(m.Release(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch)))
+            case _:  # pragma: no cover
+                assert_never(effect)
+        return None
+
+    def _asking(self, step: Callable[[], p.AnyEvent | None]) -> p.AnyEvent | None:
+        """Do a step that asks the coordinator; a refusal or silence is an event like any other."""
+        try:
+            return step()
+        except RequestRefused as refused:
+            self._log.debug("refused", code=refused.code.value, reason=refused.reason)
+            return p.Refusal(refused.code, refused.reason, refused.retry_after_s)
+        except CoordinatorUnreachable as silence:
+            self._log.warning("coordinator_silent", error=str(silence))
+            return p.Unreachable(str(silence))
+
+    def _acquire(self) -> p.AnyEvent:
+        with self._watch.phase("acquire"):
+            message = m.Acquire(request=self._key(), channel=self._channel, version=Version(self.version))
+            answer = self._request(message)
+        if not isinstance(answer, m.Granted):
+            return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {type(answer).__name__}")
+        self._engines = answer.engines
+        self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
+        return p.LeaseGranted(answer.epoch, answer.committed)
+
+    def _assemble(self) -> p.AnyEvent:
+        staging = self._of.staging
+        try:
+            table = staging.digest(self.version, self._engines, self._watch)
+        except SourceError as error:
+            return self._source_failed(error)
+        seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
+        self._log.info("digested", bytes=staging.manifest.nbytes, buckets=len(staging.manifest.buckets), **seconds)
+        return p.Digested(table.digest())
+
+    def _announce(self, epoch: int) -> p.AnyEvent:
+        staging, patience_s = self._of.staging, self._of.settings.request_timeout_s
+        with self._watch.phase("announce"):
+            manifest = self._of.bus.put_blob(staging.blob, deadline_s=6 * patience_s)
+            table = self._of.bus.put_blob(staging.table.encode(), deadline_s=6 * patience_s)
+            self._request(
+                m.Publish(
+                    request=self._publish_keys.setdefault(epoch, self._key()),
+                    channel=self._channel,
+                    epoch=Epoch(epoch),
+                    version=Version(self.version),
+                    manifest=manifest,
+                    table=table,
+                    bytes=staging.manifest.nbytes,
+                    buckets=len(staging.manifest.buckets),
+                    policy=self._of.settings.policy(),
+                )
+            )
+        self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])
+        return p.Accepted()
+
+    def _deliver(self, effect: p.Deliver) -> None:
+        """Open the lanes and say where they are; from then on `_wait` watches them."""
+        of, staging = self._of, self._of.staging
+        peers: dict[m.TransportKind, list[Peer]] = {}
+        for receiver in effect.receivers:
+            peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
+        for kind in peers:
+            if kind not in of.senders:
+                of.senders[kind] = of.make_sender(kind)
+        session = Session(of.settings.channel, effect.epoch, self.version, staging.manifest, staging.table)
+        self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, effect.deadline_s)
+        offers = delivery.open()
+        if staging.whole:
+            delivery.filled(len(staging.manifest.buckets))
+        self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
+        self._request(m.Offered(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), offers=offers))
+
+    def _stop_delivery(self) -> None:
+        delivery, self._delivery = self._delivery, None
+        if delivery is None:
+            return
+        for kind in delivery.stop():
+            # Its thread is stuck inside: it keeps the old sender, the next delivery gets a new one.
+            self._log.warning("sender_stuck", transport=kind.value, epoch=delivery.epoch)
+            self._of.senders.pop(kind, None)
+
+    def _report_sent(self, effect: p.ReportSent) -> p.AnyEvent:
+        failed = {engine: reason[:_TEXT] for engine, reason in effect.failed.items()}
+        if failed:
+            self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
+        self._request(m.Sent(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), failed=failed))
+        return p.Noted(effect.epoch)
+
+    def _give_up(self, effect: p.GiveUp) -> None:
+        self._log.warning("giving_up", epoch=effect.epoch, reason=effect.reason)
+        reason = effect.reason[:_TEXT]
+        self._farewell(m.Abandon(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), reason=reason))
+
+    def _farewell(self, message: m.Release | m.Abandon) -> None:
+        try:
+            self._of.bus.request(message, deadline_s=_FAREWELL_S)
+        except (RequestRefused, CoordinatorUnreachable, ClientClosed) as error:
+            # The lease runs out by itself; this only makes it quicker.
+            self._log.debug("farewell_unheard", message=type(message).__name__, error=str(error))
+
+    # -- the report ----------------------------------------------------------------------------------------------------
+
+    def report(self, verdict: p.Verdict) -> PublishReport:
+        """What is known now."""
+        ended, manifest = self.machine.ended, self._of.staging.manifest
+        theirs = {name: each for name, each in ended.seconds.items() if name != "total"} if ended else {}
+        return PublishReport(
+            channel=self._of.settings.channel,
+            version=self.version,
+            epoch=self.machine.epoch,
+            outcome=m.Outcome.COMMITTED if verdict.ending is p.Ending.COMMITTED else m.Outcome.ABORTED,
+            reason=verdict.reason,
+            attempts=max(1, self.machine.attempt),
+            tensors=len(manifest.tensors),
+            buckets=len(manifest.buckets),
+            bytes=manifest.nbytes,
+            seconds={**self._watch.seconds, **theirs, "total": self._watch.total()},
+            engines=ended.engines if ended else (),
+            manifest=self._of.staging.name,
+            table=self.machine.table,
+        )
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    @property
+    def _channel(self) -> Channel:
+        return Channel(self._of.settings.channel)
+
+    def _key(self) -> RequestId:
+        return self._of.bus.new_request()
+
+    def _request(self, message: m.ToCoordinator) -> m.ToAgent:
+        return self._of.bus.request(message, deadline_s=self._of.settings.request_timeout_s)
+
+    def _source_failed(self, error: SourceError) -> p.Broken:
+        self.cause = error
+        return p.Broken(p.Ending.SOURCE_FAILED, str(error))
+
+    def _show(self, buckets_sent: int = 0) -> None:
+        if self._of.progress is not None:
+            buckets = len(self._of.staging.manifest.buckets)
+            self._of.progress(Progress(self.version, self.machine.state.value, buckets_sent, buckets))

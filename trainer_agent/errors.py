@@ -1,0 +1,92 @@
+"""What `TrainerAgent` raises, by what the training loop can do about it. Raised on every rank of the group alike.
+
+    TrainerError
+        ConnectFailed           the agent could not be started: the message says what to check
+        PublishFailed           the version did not get through; `report` says how far it came
+            PublishRefused      asking again does not help: `code` says why (version not newer, not allowed)
+            LeaseBusy           another trainer held the channel until the deadline: publish again later
+            RoundAborted        the round was called off, engines serve what they served: publish again
+            CoordinatorLost     no answer: publish again; a version that was committed after all is then recognised
+            SourceFailed        the weights could not be read: build the source anew, and connect again
+            WeightsChanged      they were stepped while `publish` ran: publish again, and do not
+        AgentClosed             the agent was closed, or its source broke: connect a new one
+
+What a source itself raises on this rank (source.py) is the `__cause__` of `SourceFailed`, where it happened here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from weightbus.control.errors import WeightbusError
+from weightbus.control.messages import Code
+
+from .publication import Ending, Verdict
+from .report import PublishReport
+
+
+class TrainerError(WeightbusError):
+    """Root of the trainer agent's errors."""
+
+
+class ConnectFailed(TrainerError):
+    """The agent could not be started on every rank."""
+
+
+class AgentClosed(TrainerError):
+    """This agent publishes nothing any more."""
+
+
+class PublishFailed(TrainerError):
+    """The version did not get through."""
+
+    def __init__(self, verdict: Verdict, report: PublishReport) -> None:
+        self.verdict = verdict
+        self.report = report
+        super().__init__(f"version {report.version} was not published ({verdict.ending.value}): {verdict.reason}")
+
+    @property
+    def code(self) -> Code | None:
+        """The coordinator's reason, where it gave one."""
+        return self.verdict.code
+
+
+class PublishRefused(PublishFailed):
+    """The coordinator does not allow it, and would not if asked again."""
+
+
+class LeaseBusy(PublishFailed):
+    """Another trainer held the channel until the deadline."""
+
+
+class RoundAborted(PublishFailed):
+    """The round was called off. Engines serve what they served, or are quarantined: `report.engines` says which."""
+
+
+class CoordinatorLost(PublishFailed):
+    """The coordinator did not answer."""
+
+
+class SourceFailed(PublishFailed):
+    """The weights could not be read."""
+
+
+class WeightsChanged(PublishFailed):
+    """The weights were not the same when they were read for the second time."""
+
+
+_BY_ENDING: Final[dict[Ending, type[PublishFailed]]] = {
+    Ending.ABORTED: RoundAborted,
+    Ending.REFUSED: PublishRefused,
+    Ending.LEASE_BUSY: LeaseBusy,
+    Ending.COORDINATOR_LOST: CoordinatorLost,
+    Ending.SOURCE_FAILED: SourceFailed,
+    Ending.WEIGHTS_CHANGED: WeightsChanged,
+    Ending.INTERNAL: PublishFailed,
+}
+
+
+def raise_for(verdict: Verdict, report: PublishReport, cause: BaseException | None = None) -> None:
+    """Raise what `verdict` stands for; return if it stands for success."""
+    if verdict.ending is not Ending.COMMITTED:
+        raise _BY_ENDING[verdict.ending](verdict, report) from cause

@@ -1,0 +1,165 @@
+"""The root rank's half of the trainer agent: what it holds for all publications, and how one ends on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable
+from typing import Final, Protocol, runtime_checkable
+
+import structlog
+
+from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.keys import CurveFiles
+from weightbus.control.messages import Hello, Role, TrainerInfo, TransportKind
+from weightbus.dataplane.host import host_identity
+from weightbus.dataplane.manifest import Manifest
+from weightbus.dataplane.staging import BucketPool
+from weightbus.dataplane.transport import Sender
+from weightbus.dataplane.transports import sender
+
+from .drive import Drive, Outfit, Progress
+from .orders import Finish, Ranks
+from .publication import Ending, Verdict
+from .report import PublishReport
+from .settings import TrainerSettings
+from .source import Source, SourceError
+from .staging import Pool, Staging
+
+_log = structlog.get_logger(__name__)
+
+End = tuple[Verdict, PublishReport, BaseException | None]
+"""How a publication ended: verdict, report, and the exception behind it where it happened on this rank."""
+
+
+@runtime_checkable
+class KnowsHeads(Protocol):
+    """A source that can say how wide an attention head is, where shapes do not tell (served_layout.py)."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one attention head."""
+        ...
+
+
+class Leader:
+    """Publishes version after version. Not for several threads at once."""
+
+    def __init__(self, outfit: Outfit, pool: Pool) -> None:
+        self._outfit = outfit
+        self._pool = pool
+
+    def publish(self, version: int) -> End:
+        """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
+        drive = Drive(self._outfit, version)
+        try:
+            verdict = drive.run()
+        except BaseException as error:
+            # The other ranks wait for an order, whatever happened here.
+            verdict = drive.fail(error)
+            if not isinstance(error, Exception):
+                self._tell(verdict, drive.report(verdict))
+                raise
+        report = drive.report(verdict)
+        self._tell(verdict, report)
+        return verdict, report, drive.cause
+
+    def close(self) -> None:
+        """Let go of senders, memory and the coordinator; each of them, whatever the others do."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._outfit.bus.close)
+            stack.callback(self._pool.close)
+            for each in self._outfit.senders.values():
+                stack.callback(each.close)
+
+    def _tell(self, verdict: Verdict, report: PublishReport) -> None:
+        _log.log(
+            _LEVELS.get(verdict.ending, _ERROR),
+            "publication_over",
+            channel=report.channel,
+            version=report.version,
+            ending=verdict.ending.value,
+            reason=verdict.reason,
+            seconds=round(report.seconds["total"], 3),
+        )
+        try:
+            self._outfit.ranks.tell(Finish(verdict, report))
+        except SourceError as error:
+            # The group is broken: every rank notices by itself, at the latest after the source's timeout.
+            _log.warning("ranks_not_told", version=report.version, error=str(error))
+
+
+_INFO: Final = 20
+_WARNING: Final = 30
+_ERROR: Final = 40
+_LEVELS: Final = {Ending.COMMITTED: _INFO, Ending.ABORTED: _WARNING, Ending.LEASE_BUSY: _WARNING}
+
+
+def lead(
+    source: Source, settings: TrainerSettings, manifest: Manifest, progress: Callable[[Progress], None] | None = None
+) -> Leader:
+    """Connect to the coordinator and make the staging memory. Root only."""
+    kinds = settings.transports()
+    buckets = len(manifest.buckets)
+    pool = BucketPool(
+        source.device, min(settings.slots, buckets), manifest.largest_bucket, f"{settings.channel}-{settings.name}"
+    )
+    try:
+        ranks = Ranks(source)
+        bus = BusClient(_bus_settings(settings), _hello(source, settings, kinds))
+        boot = bus.start(settings.connect_timeout_s).boot
+        outfit = Outfit(
+            settings=settings,
+            bus=bus,
+            ranks=ranks,
+            staging=Staging(source, manifest, pool, ranks, source.head_dim if isinstance(source, KnowsHeads) else None),
+            make_sender=_sender_maker(source, settings),
+            senders={},
+            boot=boot,
+            progress=progress,
+        )
+        return Leader(outfit, pool)
+    except BaseException:
+        pool.close()
+        raise
+
+
+def _bus_settings(settings: TrainerSettings) -> BusSettings:
+    curve = CurveFiles.of(settings.keys, settings.name) if settings.keys is not None else None
+    return BusSettings(endpoint=settings.coordinator, curve=curve)
+
+
+def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:
+    incarnation = Incarnation(os.urandom(8).hex())
+    trainer = TrainerInfo(host=host_identity(), device=source.device.type, ranks=0, transports=kinds)
+
+    greetings = itertools.count(1)
+
+    def hello() -> Hello:
+        return Hello(
+            request=RequestId(f"{incarnation}-hello-{next(greetings)}"),
+            agent=AgentId(settings.name),
+            role=Role.TRAINER,
+            channel=Channel(settings.channel),
+            incarnation=incarnation,
+            trainer=trainer,
+        )
+
+    return hello
+
+
+def _sender_maker(source: Source, settings: TrainerSettings) -> Callable[[TransportKind], Sender]:
+    def make(kind: TransportKind) -> Sender:
+        return sender(
+            kind.value,
+            channel=settings.channel,
+            runtime_dir=settings.runtime_dir,
+            device=source.device,
+            host=settings.host,
+            checkpoint_dir=settings.checkpoint_dir,
+            hf_config_dir=settings.hf_config_dir,
+        )
+
+    return make

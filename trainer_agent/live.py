@@ -1,0 +1,136 @@
+"""What engines must report of their live parameters after a load, computed while the buckets are at hand.
+
+SGLang's weights_checker on CPU tensors gives the first 8 bytes of the SHA-256 of each parameter's bytes, per rank. The
+parameter is fused and cut (dataplane/served_layout.py), and its parts may come in several buckets: a hash runs on as
+soon as its next part is there, and parts that come too early are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightbus.control.messages import EngineInfo
+from weightbus.dataplane.manifest import ITEM_BYTES, LiveDigests, Manifest, TensorSpec
+from weightbus.dataplane.served_layout import Box, ServedParameter, served_layout
+
+ALGORITHM: Final = "sglang-sha256-8"
+"""Of `EngineInfo.live_digest`: the only one that a trainer can predict without the engine's device."""
+
+_DIGEST_DIGITS: Final = 16
+
+_Bytes = npt.NDArray[np.uint8]
+
+
+def layouts_wanted(engines: Mapping[str, EngineInfo]) -> frozenset[int]:
+    """The tensor-parallel sizes among `engines` for which a prediction can be compared."""
+    return frozenset(
+        info.tp for info in engines.values() if info.live_digest == ALGORITHM and info.pp == 1 and info.dp == 1
+    )
+
+
+class LivePlan:
+    """Which part of which tensor goes into which hash. Made once for a manifest and a set of sizes."""
+
+    def __init__(self, manifest: Manifest, sizes: Iterable[int], head_dim: int | None = None) -> None:
+        self.manifest = manifest
+        self.sizes = frozenset(sizes)
+        """What was asked for. Sizes without a known layout are left out of `layouts`."""
+        self.layouts: dict[int, tuple[ServedParameter, ...]] = {}
+        self.uses: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        """Tensor -> (tensor-parallel size, parameter, position of the box in it)."""
+        for size in sorted(self.sizes):
+            layout = served_layout(manifest.model, manifest.tensors, size, head_dim)
+            if layout is None:
+                continue
+            self.layouts[size] = layout
+            for at, parameter in enumerate(layout):
+                for position, box in enumerate(parameter.boxes):
+                    self.uses[box.tensor].append((size, at, position))
+
+
+class LiveDigester:
+    """The hashes of one version. Feed it every bucket once, in any order, then ask for the result."""
+
+    def __init__(self, plan: LivePlan) -> None:
+        self._plan = plan
+        self._running = {size: [_Running(parameter) for parameter in layout] for size, layout in plan.layouts.items()}
+
+    def feed(self, index: int, memory: torch.Tensor) -> None:
+        """Take bucket `index`, packed in the first bytes of `memory`. Nothing of it is kept but parts out of turn."""
+        if not self._running:
+            return
+        manifest = self._plan.manifest
+        bucket = manifest.buckets[index]
+        data: _Bytes = memory[: bucket.nbytes].cpu().numpy()
+        offsets = manifest.offsets_of(index)
+        for tensor in range(bucket.first, bucket.last):
+            start = offsets[tensor - bucket.first]
+            spec = manifest.tensors[tensor]
+            whole = data[start : start + spec.nbytes]
+            for size, at, position in self._plan.uses[tensor]:
+                running = self._running[size][at]
+                running.take(position, _part(whole, spec, running.parameter.boxes[position]))
+
+    def result(self) -> tuple[LiveDigests, ...]:
+        """What engines of each size must report. Raises `ValueError` when a bucket was not fed."""
+        return tuple(
+            LiveDigests(ALGORITHM, size, _by_parameter(running)) for size, running in sorted(self._running.items())
+        )
+
+
+class _Running:
+    """The hash of one parameter on one rank."""
+
+    def __init__(self, parameter: ServedParameter) -> None:
+        self.parameter = parameter
+        self._hash = hashlib.sha256()
+        self._next = 0
+        self._early: dict[int, _Bytes] = {}
+
+    def take(self, position: int, part: _Bytes) -> None:
+        if position != self._next:
+            self._early[position] = part.copy()
+            return
+        self._hash.update(part.data)
+        self._next += 1
+        while self._next in self._early:
+            self._hash.update(self._early.pop(self._next).data)
+            self._next += 1
+
+    def digest(self) -> str:
+        missing = len(self.parameter.boxes) - self._next
+        if missing:
+            raise ValueError(
+                f"{self.parameter.name} of rank {self.parameter.rank} lacks {missing} parts: feed all buckets"
+            )
+        final = self._hash.copy()
+        final.update(bytes(self.parameter.zero_bytes))
+        return final.hexdigest()[:_DIGEST_DIGITS]
+
+
+def _part(whole: _Bytes, spec: TensorSpec, box: Box) -> _Bytes:
+    """The bytes of `box`; a view when they are contiguous. Layouts cut dimensions 0 and 1 only."""
+    rows = spec.shape[0] if spec.shape else 1
+    row_bytes = spec.nbytes // rows
+    if not box.start:
+        return whole
+    column_bytes = row_bytes // spec.shape[1] if len(spec.shape) > 1 else ITEM_BYTES[spec.dtype]
+    first = box.start[1] * column_bytes if len(box.start) > 1 else 0
+    width = box.size[1] * column_bytes if len(box.size) > 1 else row_bytes
+    table = whole.reshape(rows, row_bytes)[box.start[0] : box.start[0] + box.size[0], first : first + width]
+    return np.ascontiguousarray(table).reshape(-1)
+
+
+def _by_parameter(running: Iterable[_Running]) -> dict[str, tuple[str, ...]]:
+    """Digests by rank. Layouts list the ranks of a parameter in order."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for each in running:
+        found[each.parameter.name].append(each.digest())
+    return {name: tuple(digests) for name, digests in found.items()}

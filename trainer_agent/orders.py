@@ -1,0 +1,83 @@
+"""What the leader tells the other ranks of its group, step by step, through `Source.agree`.
+
+Every collective of a publication is announced by an order, so that all ranks make the same calls whatever the
+coordinator says. A rank that waits hears something every few seconds, so that its group's timeout is about dead leaders
+and not about long rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Final, assert_never
+
+import msgspec
+
+from .publication import Verdict
+from .report import PublishReport
+from .source import Source
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """Root of what the leader says."""
+
+
+class Ready(Order, frozen=True):
+    """The leader stands; `publish` may be called."""
+
+
+class NotReady(Order, frozen=True):
+    """The leader could not be started."""
+
+    reason: str
+
+
+class Assemble(Order, frozen=True):
+    """Take part in assembling bucket `index`."""
+
+    index: int
+
+
+class Beat(Order, frozen=True):
+    """Nothing to do; the leader is alive."""
+
+
+class Finish(Order, frozen=True):
+    """The publication is over."""
+
+    verdict: Verdict
+    report: PublishReport
+
+
+AnyOrder = Ready | NotReady | Assemble | Beat | Finish
+
+_DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
+
+
+class Ranks:
+    """The group of one source, as the leader and the others speak in it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def tell(self, order: AnyOrder) -> None:
+        """Root only: give `order` to every rank. Collective."""
+        self._source.agree(msgspec.msgpack.encode(order))
+
+    def hear(self) -> AnyOrder:
+        """Others only: the leader's next order. Collective."""
+        return _DECODER.decode(self._source.agree(None))
+
+
+def unexpected(order: AnyOrder, expected: str) -> RuntimeError:
+    """The error of a rank that is not where the leader believes it to be."""
+    match order:
+        case Ready() | NotReady():
+            told = "that the leader stands"
+        case Assemble():
+            told = f"to assemble bucket {order.index}"
+        case Beat():
+            told = "to wait"
+        case Finish():
+            told = f"that version {order.report.version} is over"
+        case _:  # pragma: no cover
+            assert_never(order)
+    return RuntimeError(f"this rank was told {told}, expected {expected}: call connect and publish on all ranks alike")

@@ -1,0 +1,503 @@
+"""What happens to one version from the wish to publish it to its end. Pure: events and the time in, effects out.
+
+The driver (agent.py) owns the bus, the staging memory, the senders and the other ranks; it carries the effects out in
+order and answers each with an event. This module decides, and knows nothing of tensors.
+
+    ACQUIRING -LeaseGranted-> DIGESTING -Digested-> ANNOUNCING -Accepted-> WAITING <-SendAsked / Delivered-> SENDING
+        ^                                             |   ^                   |                                |
+        |   the round was lost with the coordinator   |   |   heard of the coordinator again, or not at all    |
+        +------------ and an attempt is left ---------+   +-------------------+--------------------------------+
+
+Any state ends in DONE with a `Verdict`; on its own deadline a round is given up through ABANDONING.
+
+What the coordinator says of an older epoch, or of another version, changes nothing. A coordinator that forgot the
+round (it was restarted) is asked once more with the same request key; only when it refuses is the round lost.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, assert_never
+
+import msgspec
+
+from weightbus.control.errors import IllegalMove, InvariantBroken
+from weightbus.control.messages import Code, EngineReport, Held, Outcome, Receiver
+
+
+class State(enum.Enum):
+    """Where a publication stands. Each member says what is true while in it."""
+
+    ACQUIRING = "acquiring"
+    """The lease is asked for, or will be asked for again at `due`. Nothing was assembled for this attempt."""
+    DIGESTING = "digesting"
+    """The lease is held; every rank assembles and the root digests. Engines serve."""
+    ANNOUNCING = "announcing"
+    """The digest table is known; the coordinator is asked to start, or to repeat how it stands with, the round."""
+    WAITING = "waiting"
+    """The coordinator drives the round; nothing is being sent."""
+    SENDING = "sending"
+    """Senders are open under `epoch`."""
+    ABANDONING = "abandoning"
+    """The round was given up here; its end is awaited so that the report is true."""
+    DONE = "done"
+    """`verdict` says how it ended. Nothing more happens."""
+
+
+class Ending(enum.StrEnum):
+    """How a publication ended, by what the caller can do about it."""
+
+    COMMITTED = "committed"
+    """The version is durable and at least the required engines serve it."""
+    ABORTED = "aborted"
+    """The round was called off; engines serve what they served. The version may be published again."""
+    REFUSED = "refused"
+    """The coordinator does not allow it; asking again does not help."""
+    LEASE_BUSY = "lease_busy"
+    """Another trainer held the channel until the deadline."""
+    COORDINATOR_LOST = "coordinator_lost"
+    """No answer. Whether the version was committed is not known here."""
+    SOURCE_FAILED = "source_failed"
+    """The weights could not be read; the round was given up."""
+    WEIGHTS_CHANGED = "weights_changed"
+    """They were stepped while they were read; the round was given up. The source is well."""
+    INTERNAL = "internal"
+    """A step failed in a way that nobody foresaw; the round was given up."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The end of a publication: what every rank of the trainer learns."""
+
+    ending: Ending
+    reason: str = ""
+    code: Code | None = None
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How long the publication waits, and how often it begins again."""
+
+    acquire_s: float = 300.0
+    round_s: float = 1800.0
+    abandon_s: float = 30.0
+    attempts: int = 3
+    """Rounds that are begun before giving up when the coordinator loses them."""
+    retry_s: float = 0.5
+    """Pause before a question is asked again, unless the coordinator named one."""
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Root of what can happen."""
+
+
+class Begin(Event, frozen=True):
+    """A caller wants the version published."""
+
+
+class LeaseGranted(Event, frozen=True):
+    """The lease is ours under `epoch`."""
+
+    epoch: int
+    committed: Held | None = None
+
+
+class Refusal(Event, frozen=True):
+    """The last question was answered with no."""
+
+    code: Code
+    reason: str
+    retry_after_s: float = 0.0
+
+
+class Unreachable(Event, frozen=True):
+    """The last question was not answered in time."""
+
+    reason: str
+
+
+class Digested(Event, frozen=True):
+    """Every bucket was assembled and digested; `table` names the digest table."""
+
+    table: str
+
+
+class Broken(Event, frozen=True):
+    """A step on this side failed for good."""
+
+    ending: Ending
+    reason: str
+
+
+class Accepted(Event, frozen=True):
+    """The coordinator runs the round, or repeats that it does."""
+
+
+class SendAsked(Event, frozen=True):
+    """The coordinator wants `receivers` served under `epoch`."""
+
+    epoch: int
+    version: int
+    receivers: tuple[Receiver, ...]
+    deadline_s: float
+
+
+class Delivered(Event, frozen=True):
+    """Every sender of `epoch` is through; `failed` names the engines that did not get everything."""
+
+    epoch: int
+    failed: dict[str, str]
+
+
+class Noted(Event, frozen=True):
+    """The coordinator has taken the report of `epoch`."""
+
+    epoch: int
+
+
+class Ended(Event, frozen=True):
+    """The coordinator says that a round is over."""
+
+    epoch: int
+    version: int
+    outcome: Outcome
+    reason: str
+    engines: tuple[EngineReport, ...]
+    seconds: dict[str, float]
+
+
+class Reconnected(Event, frozen=True):
+    """The coordinator was greeted anew: it, or the connection, was gone for a while."""
+
+    committed: Held | None
+    restarted: bool
+    """It is another life of the coordinator: it may have forgotten the round."""
+
+
+class Tick(Event, frozen=True):
+    """Time passed."""
+
+
+AnyEvent = (
+    Begin
+    | LeaseGranted
+    | Refusal
+    | Unreachable
+    | Digested
+    | Broken
+    | Accepted
+    | SendAsked
+    | Delivered
+    | Noted
+    | Ended
+    | Reconnected
+    | Tick
+)
+
+
+# -- effects -----------------------------------------------------------------------------------------------------------
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Root of what the driver is asked to do."""
+
+
+class AskLease(Effect, frozen=True):
+    """Ask for the lease. Answered by LeaseGranted, Refusal or Unreachable."""
+
+
+class Assemble(Effect, frozen=True):
+    """Assemble and digest on all ranks. Answered by Digested or Broken."""
+
+
+class Announce(Effect, frozen=True):
+    """Put what the coordinator lacks and ask for the round of `epoch`; asked again, it is the same request.
+
+    Answered by Accepted, Refusal or Unreachable.
+    """
+
+    epoch: int
+
+
+class Deliver(Effect, frozen=True):
+    """Open the senders, offer them and send everything.
+
+    Answered by Refusal or Unreachable when the offer is not taken, else at last by Delivered or Broken.
+    """
+
+    epoch: int
+    receivers: tuple[Receiver, ...]
+    deadline_s: float
+
+
+class StopDelivery(Effect, frozen=True):
+    """Close the senders, whatever they are doing."""
+
+
+class ReportSent(Effect, frozen=True):
+    """Tell the coordinator that the transfer of `epoch` is over on this side.
+
+    Answered by Noted, Refusal or Unreachable.
+    """
+
+    epoch: int
+    failed: dict[str, str]
+
+
+class GiveUp(Effect, frozen=True):
+    """Tell the coordinator that the round of `epoch` cannot go on. Not answered."""
+
+    epoch: int
+    reason: str
+
+
+class GiveBack(Effect, frozen=True):
+    """Release the lease of `epoch` unused. Not answered."""
+
+    epoch: int
+
+
+AnyEffect = AskLease | Assemble | Announce | Deliver | StopDelivery | ReportSent | GiveUp | GiveBack
+Effects = tuple[AnyEffect, ...]
+
+_HIDDEN_COMMIT: Final = Verdict(Ending.COMMITTED, "committed before the coordinator was heard of again")
+
+_LATER: Final = frozenset({Code.LEASE_HELD, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.UNKNOWN_AGENT})
+"""Refusals that pass: the same question may be answered differently later."""
+
+_IN_ROUND: Final = frozenset({State.ANNOUNCING, State.WAITING, State.SENDING, State.ABANDONING})
+
+_ASKING: Final = frozenset({State.ACQUIRING, State.ANNOUNCING, State.WAITING, State.SENDING})
+
+EXPECTED: Final[dict[type[Event], frozenset[State]]] = {
+    Begin: frozenset({State.ACQUIRING}),
+    LeaseGranted: frozenset({State.ACQUIRING}),
+    Digested: frozenset({State.DIGESTING}),
+    Accepted: frozenset({State.ANNOUNCING}),
+    Delivered: frozenset({State.SENDING}),
+    Refusal: _ASKING,
+    Unreachable: _ASKING,
+}
+"""Answers of our own driver, and the only states that can have asked for them. All else may come at any time."""
+
+
+class Publication:
+    """One version's way to the engines, seen from the trainer."""
+
+    def __init__(self, version: int, limits: Limits) -> None:
+        self.version = version
+        self.limits = limits
+        self.state = State.ACQUIRING
+        self.epoch = 0
+        """Of our lease or, in a round, of the last `SendAsked`."""
+        self.lease = 0
+        """The epoch that was granted: what the round is announced under."""
+        self.attempt = 0
+        self.table = ""
+        self._asked = 0
+        """Highest epoch of a `SendAsked` that was taken up; the coordinator repeats it until it hears of an offer."""
+        self._unsaid: ReportSent | None = None
+        """A report that the coordinator has not confirmed."""
+        self.verdict: Verdict | None = None
+        self.ended: Ended | None = None
+        self._committed: Held | None = None
+        self._due: float | None = None
+        self._give_up_at: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When `Tick` should come at the latest; None when nothing waits for time."""
+        times = [at for at in (self._due, self._give_up_at) if at is not None]
+        return min(times, default=None)
+
+    def check(self) -> None:
+        """Raise `InvariantBroken` when fields contradict each other."""
+        if (self.state is State.DONE) != (self.verdict is not None):
+            raise InvariantBroken(f"publication of {self.version} is {self.state.value} with verdict {self.verdict}")
+        if self.state in _IN_ROUND and (self.lease < 1 or self.epoch < self.lease or not self.table):
+            raise InvariantBroken(
+                f"{self.state.value} with lease {self.lease}, epoch {self.epoch}, table {self.table!r}"
+            )
+        if (
+            self.state is not State.DONE
+            and self.attempt
+            and self._give_up_at is None
+            and self.state is not State.DIGESTING
+        ):
+            raise InvariantBroken(f"{self.state.value} without a deadline")
+
+    def handle(self, event: AnyEvent, now: float) -> Effects:  # noqa: C901, PLR0911  one line for each event
+        """Take one event. Raises `IllegalMove`, changing nothing, on an answer to what was not asked."""
+        allowed = EXPECTED.get(type(event))
+        if allowed is not None and self.state not in allowed:
+            raise IllegalMove("publication", self.state.value, type(event).__name__)
+        if self.state is State.DONE:
+            return ()
+        match event:
+            case Begin() | LeaseGranted() | Digested() | Accepted() | Delivered() | Noted():
+                return self._went_well(event, now)
+            case Refusal():
+                return self._refused(event, now)
+            case Unreachable():
+                return self._later(self.limits.retry_s, now)
+            case Broken():
+                return self._broken(event)
+            case SendAsked():
+                return self._send(event)
+            case Ended():
+                return self._ended(event)
+            case Reconnected():
+                return self._reconnected(event)
+            case Tick():
+                return self._tick(now)
+            case _:  # pragma: no cover
+                assert_never(event)
+
+    def _went_well(self, event: Begin | LeaseGranted | Digested | Accepted | Delivered | Noted, now: float) -> Effects:
+        """The straight way."""
+        match event:
+            case Begin():
+                return self._acquire(now)
+            case LeaseGranted():
+                self.epoch = self.lease = event.epoch
+                self._committed = event.committed or self._committed
+                self._move(State.DIGESTING)
+                return (Assemble(),)
+            case Digested():
+                self.table = event.table
+                self._move(State.ANNOUNCING, give_up_at=now + self.limits.round_s)
+                return (Announce(self.lease),)
+            case Accepted():
+                self._move(State.WAITING, give_up_at=self._give_up_at)
+                return (self._unsaid,) if self._unsaid is not None else ()
+            case Delivered():
+                self._move(State.WAITING, give_up_at=self._give_up_at)
+                self._unsaid = ReportSent(event.epoch, event.failed)
+                return (self._unsaid,)
+            case Noted():
+                self._unsaid = None
+                return ()
+            case _:  # pragma: no cover
+                assert_never(event)
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    def _acquire(self, now: float) -> Effects:
+        self.attempt += 1
+        self._unsaid = None
+        self._move(State.ACQUIRING, give_up_at=now + self.limits.acquire_s)
+        return (AskLease(),)
+
+    def _send(self, event: SendAsked) -> Effects:
+        """A first `Send` and a re-drive are the same: everything, to those named, under its epoch."""
+        stale = event.version != self.version or event.epoch < self.lease or event.epoch <= self._asked
+        if stale or self.state not in (State.ANNOUNCING, State.WAITING, State.SENDING):
+            return ()
+        stop = self._stop()
+        self.epoch = self._asked = event.epoch
+        self._unsaid = None
+        self._move(State.SENDING, give_up_at=self._give_up_at)
+        return (*stop, Deliver(event.epoch, event.receivers, event.deadline_s))
+
+    def _refused(self, event: Refusal, now: float) -> Effects:
+        if self._committed_here():
+            return (*self._stop(), *self._finish(_HIDDEN_COMMIT))
+        if event.code in _LATER:
+            return self._later(event.retry_after_s or self.limits.retry_s, now)
+        if self.state in (State.WAITING, State.SENDING):
+            # An offer or a report came too late. How the round stands is learnt by announcing it once more.
+            self._unsaid = None
+            return self._ask_again()
+        if event.code in (Code.STALE_EPOCH, Code.NOT_ALLOWED, Code.UNKNOWN_BLOB) and self.state is State.ANNOUNCING:
+            return self._begin_again(event.reason, now)
+        return self._finish(Verdict(Ending.REFUSED, event.reason, event.code))
+
+    def _begin_again(self, reason: str, now: float) -> Effects:
+        if self.attempt >= self.limits.attempts:
+            return self._finish(Verdict(Ending.ABORTED, f"after {self.attempt} attempts: {reason}"))
+        return self._acquire(now)
+
+    def _later(self, wait_s: float, now: float) -> Effects:
+        """Ask the same question again after `wait_s`; while sending, stop first: nobody hears of it anyway."""
+        stop = self._stop()
+        if self.state in (State.WAITING, State.SENDING):
+            self._move(State.ANNOUNCING, give_up_at=self._give_up_at)
+            self._asked = 0  # what was asked may have got lost on either way: it is taken up again
+        self._due = now + wait_s
+        return stop
+
+    def _ask_again(self) -> Effects:
+        stop = self._stop()
+        self._move(State.ANNOUNCING, give_up_at=self._give_up_at)
+        self._asked = 0
+        return (*stop, Announce(self.lease))
+
+    def _reconnected(self, event: Reconnected) -> Effects:
+        self._committed = event.committed or self._committed
+        if self.state not in (State.WAITING, State.SENDING, State.ANNOUNCING):
+            return ()
+        if self._committed_here():
+            stop = self._stop()
+            return (*stop, *self._finish(_HIDDEN_COMMIT))
+        if self.state is State.WAITING or (self.state is State.SENDING and event.restarted):
+            return self._ask_again()
+        # Announcing already asks. A transfer that only lost sight of the coordinator goes on.
+        return ()
+
+    def _committed_here(self) -> bool:
+        held = self._committed
+        return held is not None and bool(self.table) and (held.version, held.table) == (self.version, self.table)
+
+    def _ended(self, event: Ended) -> Effects:
+        if self.state not in _IN_ROUND or event.version != self.version or event.epoch < self.lease:
+            return ()
+        stop = self._stop()
+        self.ended = event
+        ending = Ending.COMMITTED if event.outcome is Outcome.COMMITTED else Ending.ABORTED
+        return (*stop, *self._finish(Verdict(ending, event.reason)))
+
+    def _broken(self, event: Broken) -> Effects:
+        verdict = Verdict(event.ending, event.reason)
+        match self.state:
+            case State.ACQUIRING:
+                return self._finish(verdict)
+            case State.DIGESTING:
+                return (*self._finish(verdict), GiveBack(self.lease))
+            case State.SENDING:
+                return (StopDelivery(), *self._finish(verdict), GiveUp(self.epoch, event.reason))
+            case _:
+                return (*self._finish(verdict), GiveUp(self.epoch, event.reason))
+
+    def _tick(self, now: float) -> Effects:
+        if self._give_up_at is not None and now >= self._give_up_at:
+            return self._out_of_time(now)
+        if self._due is None or now < self._due:
+            return ()
+        self._due = None
+        return (AskLease(),) if self.state is State.ACQUIRING else (Announce(self.lease),)
+
+    def _out_of_time(self, now: float) -> Effects:
+        match self.state:
+            case State.ACQUIRING:
+                reason = f"the channel's lease was not to be had for {self.limits.acquire_s:g} s"
+                return self._finish(Verdict(Ending.LEASE_BUSY, reason, Code.LEASE_HELD))
+            case State.ABANDONING:
+                reason = f"the round was given up, and its end was not heard of for {self.limits.abandon_s:g} s"
+                return self._finish(Verdict(Ending.COORDINATOR_LOST, reason))
+            case _:
+                stop = self._stop()
+                reason = f"the round took more than {self.limits.round_s:g} s"
+                self._move(State.ABANDONING, give_up_at=now + self.limits.abandon_s)
+                return (*stop, GiveUp(self.epoch, reason))
+
+    def _stop(self) -> Effects:
+        return (StopDelivery(),) if self.state is State.SENDING else ()
+
+    def _move(self, state: State, *, give_up_at: float | None = None) -> None:
+        self.state, self._due, self._give_up_at = state, None, give_up_at
+
+    def _finish(self, verdict: Verdict) -> Effects:
+        self._move(State.DONE)
+        self.verdict = verdict
+        return ()

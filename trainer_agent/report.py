@@ -1,0 +1,89 @@
+"""What `publish` returns: how one version got to the engines, the same on every rank of the trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+
+from weightbus.control.messages import EngineReport, Outcome
+
+PHASES: Final = (
+    "acquire",
+    "assemble",
+    "digest",
+    "announce",
+    "prepare",
+    "pause",
+    "transfer",
+    "verify",
+    "commit",
+    "resume",
+    "total",
+)
+"""Keys of `PublishReport.seconds`, in the order of the round. Up to ``announce`` and ``total`` the trainer's clock,
+the others the coordinator's; ``send`` is the trainer's half of ``transfer``. A phase that was not reached is absent."""
+
+
+class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One publication, after it ended."""
+
+    channel: str
+    version: int
+    epoch: int
+    outcome: Outcome
+    reason: str = ""
+    attempts: int = 1
+    """Rounds begun; more than one when a coordinator was restarted meanwhile."""
+    tensors: int = 0
+    buckets: int = 0
+    bytes: int = 0
+    """Of one copy of the version. What each engine took is in its own report."""
+    seconds: dict[str, float] = {}
+    engines: tuple[EngineReport, ...] = ()
+    manifest: str = ""
+    table: str = ""
+    """Digest of the digest table: names exactly these bits."""
+
+    @property
+    def committed(self) -> bool:
+        """The version is durable, and at least the engines that were required serve it."""
+        return self.outcome is Outcome.COMMITTED
+
+    def engines_by(self, outcome: Outcome) -> tuple[str, ...]:
+        """Names of the engines that ended like that."""
+        return tuple(engine.engine for engine in self.engines if engine.outcome is outcome)
+
+    def line(self) -> str:
+        """One line for a training log."""
+        serving = len(self.engines_by(Outcome.COMMITTED))
+        phases = " ".join(f"{phase}={self.seconds[phase]:.3f}s" for phase in PHASES if phase in self.seconds)
+        size = f"{self.bytes / 1e6:.1f} MB in {self.buckets} buckets"
+        why = f" ({self.reason})" if self.reason else ""
+        return (
+            f"version {self.version} {self.outcome.value}{why}: {size}, {serving}/{len(self.engines)} engines, {phases}"
+        )
+
+
+class Stopwatch:
+    """Seconds by phase, on this process's clock."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time inside to `name`."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def total(self) -> float:
+        """Seconds since this stopwatch was made."""
+        return time.monotonic() - self._started

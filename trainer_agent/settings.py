@@ -1,0 +1,94 @@
+"""What a trainer can be told. Arguments of `TrainerAgent.connect` stand above environment, file and defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from weightbus.control.ids import NAME_PATTERN
+from weightbus.control.messages import PauseMode, Policy, TransportKind
+from weightbus.dataplane.manifest import DEFAULT_BUCKET_BYTES
+
+from .publication import Limits
+
+SECTION: Final = "trainer"
+"""Of the settings file; environment variables begin with ``WEIGHTBUS_TRAINER_``."""
+
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+Wait = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `TrainerAgent`. Equal on every rank of a group; only the leader's are used to connect."""
+
+    channel: Annotated[Name, Meta(description="the model whose weights are published")]
+    name: Annotated[Name, Meta(description="name of this trainer, kept across its restarts")] = "trainer"
+    coordinator: Annotated[str, Meta(description="endpoint of the coordinator")] = "tcp://127.0.0.1:5750"
+    keys: Annotated[Path | None, Meta(description="folder with this agent's CURVE keys")] = None
+    transport: Annotated[tuple[TransportKind, ...], Meta(description="in order of preference", min_length=1)] = (
+        TransportKind.LOCAL,
+        TransportKind.DISTRIBUTED,
+        TransportKind.DISK,
+    )
+    bucket_bytes: Annotated[int, Meta(description="most bytes of a bucket (a larger tensor has its own)", ge=1024)] = (
+        DEFAULT_BUCKET_BYTES
+    )
+    slots: Annotated[
+        int, Meta(description="staging buckets; a model that fits is assembled once a round", ge=1, le=64)
+    ] = 2
+    pause: Annotated[PauseMode, Meta(description="what happens to requests that are generating")] = PauseMode.RETRACT
+    flush: Annotated[bool, Meta(description="drop KV and prefix caches before engines resume")] = True
+    min_engines: Annotated[int, Meta(description="verified engines needed to commit; 0: one if any joined", ge=0)] = 0
+    redrives: Annotated[int, Meta(description="how often failed engines are sent everything again", ge=0, le=100)] = 1
+    transfer_timeout_s: Annotated[Wait, Meta(description="deadline of one transfer")] = 600.0
+    acquire_timeout_s: Annotated[Wait, Meta(description="how long the lease is asked for")] = 300.0
+    round_timeout_s: Annotated[Wait, Meta(description="deadline of a round, re-drives included")] = 1800.0
+    abandon_timeout_s: Annotated[Wait, Meta(description="how long the end of a round that was given up is awaited")] = (
+        30.0
+    )
+    connect_timeout_s: Annotated[Wait, Meta(description="how long the coordinator is waited for at the start")] = 30.0
+    request_timeout_s: Annotated[Wait, Meta(description="how long one answer of the coordinator is waited for")] = 10.0
+    attempts: Annotated[int, Meta(description="rounds begun before a restarting coordinator is given up", ge=1)] = 3
+    beat_s: Annotated[Wait, Meta(description="how often waiting ranks hear from the leader")] = 5.0
+    host: Annotated[str, Meta(description="address at which engines of other hosts reach this rank")] = "127.0.0.1"
+    runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, on this host and ours alone")] = None
+    checkpoint_dir: Annotated[Path | None, Meta(description="folder for checkpoints, seen by engines (disk)")] = None
+    hf_config_dir: Annotated[Path | None, Meta(description="config and tokenizer files to put beside them")] = None
+
+    def __post_init__(self) -> None:
+        if self.pause is PauseMode.IN_PLACE and self.flush:
+            raise ValueError(
+                "pause = in_place keeps the KV cache of running requests, so it cannot be flushed: set flush = false,"
+                " or pause = retract"
+            )
+        if len(set(self.transport)) != len(self.transport):
+            raise ValueError(f"transport names a kind twice: {', '.join(self.transport)}")
+
+    def transports(self) -> tuple[TransportKind, ...]:
+        """What can be offered: disk only where there is a folder for it. Raises `ValueError` when nothing is left."""
+        kinds = tuple(kind for kind in self.transport if kind is not TransportKind.DISK or self.checkpoint_dir)
+        if not kinds:
+            raise ValueError("transport = disk needs checkpoint_dir, a folder that trainer and engines both see")
+        return kinds
+
+    def policy(self) -> Policy:
+        """What the coordinator is told about the treatment of engines."""
+        return Policy(
+            pause=self.pause,
+            flush=self.flush,
+            min_engines=self.min_engines,
+            redrives=self.redrives,
+            transfer_timeout_s=self.transfer_timeout_s,
+        )
+
+    def limits(self) -> Limits:
+        """What the publication machine is told about time."""
+        return Limits(
+            acquire_s=self.acquire_timeout_s,
+            round_s=self.round_timeout_s,
+            abandon_s=self.abandon_timeout_s,
+            attempts=self.attempts,
+        )
