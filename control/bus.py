@@ -379,7 +379,7 @@ def _host(bind: str, keys: ServerKeys | None) -> str:
     if keys is None and not address.is_loopback:
         raise ConfigurationError(
             f"bind = {bind}: without keys the bus may only listen on the loopback, because anyone who reaches it could"
-            " publish weights. Make keys with `weightbus keygen --dir keys AGENT...` and start with `--keys keys`,"
+            " publish weights. Make keys with `weightbus keygen --keys keys AGENT...` and start with `--keys keys`,"
             " or bind 127.0.0.1"
         )
     return f"[{address}]" if address.version == 6 else str(address)
