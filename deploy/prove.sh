@@ -29,7 +29,7 @@ elif command -v docker-compose >/dev/null; then
 else
     skip "neither docker compose nor docker-compose is installed"
 fi
-"$PYTHON" -c 'import sglang, weightbus.engine_agent.cpu_server' 2>/dev/null ||
+"$PYTHON" -c 'import importlib.util as u, weightbus.control.cli; assert u.find_spec("sglang") and u.find_spec("megatron")' 2>/dev/null ||
     skip "$PYTHON lacks the project or SGLang; run: make env"
 
 work=$(mktemp -d)
@@ -147,7 +147,8 @@ fi
 cp -r deploy/prometheus "$work/prometheus"
 sed -i "s/127.0.0.1:5752/127.0.0.1:$HTTP/; s/127.0.0.1:9090/127.0.0.1:$PROM/" "$work/prometheus/prometheus.yml"
 sed -i "s/127.0.0.1:5760/127.0.0.1:$SIDE/" "$work/prometheus/engines.yml"
-chmod -R a+rX "$work" "$work/prometheus"
+chmod 0711 "$work"
+chmod -R a+rX "$work/prometheus"
 "${compose[@]}" up -d --no-build >"$work/up.log" 2>&1 || fail "docker compose up: $(cat "$work/up.log")"
 within 60 "coordinator ready on 127.0.0.1:$HTTP" http "http://127.0.0.1:$HTTP/readyz"
 within 60 "prometheus ready on 127.0.0.1:$PROM" http "http://127.0.0.1:$PROM/-/ready"
