@@ -1,8 +1,8 @@
 """The engine agent: a sidecar that answers for one SGLang server and takes new weights into it.
 
-    sglang.py       the server over HTTP; dialects.py says how its versions differ, payload.py writes its pickles
-    validate.py     does a manifest fit the server? Asked before the first call, because SGLang exits on a bad one
-    application.py  pure machine: what to do on each message of the coordinator and each thing seen on the server
-    runner.py       the driver: bus, worker thread, clock, server watch
-    cpu_server.py   a real SGLang server without a GPU, for demos and tests
+sglang.py       the server over HTTP; dialects.py says how its versions differ, payload.py writes its pickles
+validate.py     does a manifest fit the server? Asked before the first call, because SGLang exits on a bad one
+application.py  pure machine: what to do on each message of the coordinator and each thing seen on the server
+runner.py       the driver: bus, worker thread, clock, server watch
+cpu_server.py   a real SGLang server without a GPU, for demos and tests
 """

@@ -69,7 +69,9 @@ def expected(folder: Path) -> Expected:
     """Read `folder`. Raises `UnfitManifest` when it does not tell what the served model is made of."""
     config = _config(folder)
     if config.quantization_config is not None:
-        raise UnfitManifest(f"{folder} is a quantised checkpoint: such servers are not updated yet, serve the plain one")
+        raise UnfitManifest(
+            f"{folder} is a quantised checkpoint: such servers are not updated yet, serve the plain one"
+        )
     tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
     dtype = config.dtype or config.torch_dtype or ""
     stored = _headers(folder)

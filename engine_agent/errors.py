@@ -1,14 +1,14 @@
 """What can go wrong between the engine agent and its server, by whose fault it is.
 
-    EngineAgentError
-        UnknownDialect      this SGLang version was never checked: name a dialect by hand, or pin a known version
-        UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
-        StateUnreadable     the state folder holds something this version did not write
-        ServerError         (also a TransferFailed) the server did not do what it was asked
-            ServerUnreachable   no connection, or it broke before an answer came
-            ServerSilent        no answer within the deadline; what was asked may still happen
-            ServerRefused       the server answered and said no
-            WrongWeights        the server said yes, and its live weights are not the ones that were sent
+EngineAgentError
+    UnknownDialect      this SGLang version was never checked: name a dialect by hand, or pin a known version
+    UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
+    StateUnreadable     the state folder holds something this version did not write
+    ServerError         (also a TransferFailed) the server did not do what it was asked
+        ServerUnreachable   no connection, or it broke before an answer came
+        ServerSilent        no answer within the deadline; what was asked may still happen
+        ServerRefused       the server answered and said no
+        WrongWeights        the server said yes, and its live weights are not the ones that were sent
 """
 
 from weightbus.dataplane.errors import TransferFailed

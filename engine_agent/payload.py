@@ -100,7 +100,7 @@ def _cuda_tensor(memory: CudaMemory, nbytes: int) -> _Call:
         memory.handle,
         memory.storage_nbytes,
         memory.storage_offset_bytes,
-        False,  # requires_grad  # noqa: FBT003
+        False,  # requires_grad
         memory.ref_counter_handle,
         memory.ref_counter_offset,
         memory.event_handle,

@@ -16,7 +16,7 @@ from .dialects import Dialect, dialect_of
 from .errors import ServerError, ServerRefused
 from .identity import ServerFacts, facts_of
 from .payload import LOAD_FORMAT, serialized
-from .wire import Keys, Wire
+from .wire import Keys, Observer, Wire
 
 CALL_S: Final = 30.0
 """For calls that only change a flag. The server answers them at once unless its scheduler is stuck."""
@@ -38,18 +38,27 @@ class SGLangServer:
         self._session = False
         self._touched = False
         self._groups: set[str] = set()
+        self.last_label = ""
+        """As last read by `connect` or set by us: any other is the work of somebody else, or of a new launch."""
 
     # -- what it is
 
     def connect(self, deadline_s: float = CALL_S) -> ServerFacts:
         """Read what the server is, and choose the dialect. Raises `UnknownDialect` or `ServerError`."""
-        facts = facts_of(self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s), self.url)
+        facts = facts_of(
+            self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s), self.url
+        )
         self._dialect = dialect_of(facts.version, self._override)
         if self._facts is not None and self._facts.identity != facts.identity:
             self._session, self._touched = False, False
             self._groups.clear()
         self._facts = facts
+        self.last_label = facts.label
         return facts
+
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` of every call."""
+        self._wire.observer = observer
 
     @property
     def facts(self) -> ServerFacts:
@@ -120,6 +129,7 @@ class SGLangServer:
         """update_weight_version, without aborting requests (its default would)."""
         body = {"new_version": label, "abort_all_requests": False}
         self._wire.admin("/update_weight_version", body, deadline_s)
+        self.last_label = label
 
     # -- weights
 
@@ -169,7 +179,7 @@ class SGLangServer:
         try:
             self._wire.admin("/destroy_weights_update_group", {"group_name": group}, deadline_s)
         except ServerRefused as refused:
-            if refused.status != 400:  # noqa: PLR2004 - what the server says of a group it does not know
+            if refused.status != 400:
                 raise
 
     def end_update(self, deadline_s: float = CALL_S) -> None:

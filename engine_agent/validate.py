@@ -82,7 +82,8 @@ def _tensors(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Iter
         if tensor.dtype != expected.dtypes.get(tensor.name, served or tensor.dtype)
     }
     if cast:
-        yield f"{_some(cast)} not of the server's dtype ({served or 'see its checkpoint'}): it would cast them in silence"
+        wanted = served or "see its checkpoint"
+        yield f"{_some(cast)} not of the server's dtype ({wanted}): it would cast them in silence"
 
 
 def _served_dtype(facts: ServerFacts, expected: Expected) -> str:

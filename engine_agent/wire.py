@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Protocol
 
 import httpx
 import msgspec
@@ -11,13 +11,19 @@ import msgspec
 from .errors import ServerRefused, ServerSilent, ServerUnreachable
 
 MAX_REASON: Final = 400
-"""SGLang puts the whole body it was sent into a validation error: a bucket's worth of base64."""
+"""SGLang puts the whole body it was sent into a validation error."""
 
 _CONNECT_S: Final = 5.0
 
 
+class Observer(Protocol):
+    """Hears of every call, on the thread that made it."""
+
+    def __call__(self, call: str, seconds: float, *, failed: bool) -> None: ...
+
+
 class Keys(msgspec.Struct, frozen=True):
-    """What the server asks for. With an admin key set, admin endpoints take only that one, and others only the first."""
+    """What the server asks for. Where it has an admin key, admin endpoints take only that, and others only the first."""
 
     api: str = ""
     admin: str = ""
@@ -36,6 +42,7 @@ class Wire:
         self._keys = keys
         # No proxy from the environment: the server is near, and its payloads are nobody else's business.
         self._client = httpx.Client(base_url=self.url, trust_env=False)
+        self.observer: Observer | None = None
 
     def get(self, path: str, deadline_s: float) -> dict[str, object]:
         """The JSON object at `path`, by GET with the API key."""
@@ -65,22 +72,30 @@ class Wire:
         self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
     ) -> httpx.Response:
         started = time.monotonic()
+        failed = True
+        try:
+            response = self._request(method, path, body, deadline_s, admin=admin)
+            failed = response.status_code != httpx.codes.OK
+        finally:
+            if self.observer is not None:
+                self.observer(path.lstrip("/"), time.monotonic() - started, failed=failed)
+        if failed:
+            raise ServerRefused(path, response.status_code, _reason(response))
+        return response
+
+    def _request(
+        self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
+    ) -> httpx.Response:
         limit = httpx.Timeout(max(deadline_s, 0.001), connect=max(min(deadline_s, _CONNECT_S), 0.001))
         try:
-            response = self._client.request(
-                method, path, json=body, headers=self._keys.header(admin=admin), timeout=limit
-            )
+            return self._client.request(method, path, json=body, headers=self._keys.header(admin=admin), timeout=limit)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise ServerUnreachable(path, f"no connection to {self.url}: {error or type(error).__name__}") from error
         except httpx.TimeoutException as error:
-            waited = time.monotonic() - started
-            raise ServerSilent(path, f"no answer in {waited:.1f} s; it may still be carried out") from error
+            raise ServerSilent(path, f"no answer in {deadline_s:.1f} s; it may still be carried out") from error
         except httpx.HTTPError as error:
             why = str(error)[:MAX_REASON] or type(error).__name__
             raise ServerUnreachable(path, f"the connection broke before an answer came ({why})") from error
-        if response.status_code != httpx.codes.OK:
-            raise ServerRefused(path, response.status_code, _reason(response))
-        return response
 
 
 def _object(path: str, response: httpx.Response) -> dict[str, object]:

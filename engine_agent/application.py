@@ -1,0 +1,509 @@
+"""What an engine agent does about its server, as a pure machine: `handle(event, now)` returns the effects, in order.
+
+Three facts decide everything. `health` and `held`: what weights the server has. `paused`: whether it may generate. The
+rules that keep a client from an answer of mixed weights are short:
+
+* before the first byte of a transfer leaves, the server is paused and a durable record calls it dirty;
+* a dirty or pending server is not resumed by anything but the commit of a version that it was proven to hold;
+* another launch of the server is another server: whatever was known of it is forgotten, and it is paused at once.
+
+One operation runs at a time. A command that comes meanwhile waits for its end; an abort, or a command of a higher
+epoch, also asks it to end soon. control/PROTOCOL.md says what the coordinator expects.
+"""
+
+import enum
+from typing import Final, assert_never
+
+import msgspec
+
+from weightbus.control.ids import Channel, Epoch, RequestId, Version
+from weightbus.control.messages import (
+    Abort,
+    Commit,
+    EngineHealth,
+    EngineMessage,
+    Failed,
+    Held,
+    Pause,
+    Paused,
+    PauseMode,
+    Prepare,
+    Prepared,
+    Serving,
+    Step,
+    ToEngine,
+    Transfer,
+    Transferred,
+    Verified,
+    Welcome,
+)
+
+from .events import (
+    Answer,
+    Broken,
+    Cancel,
+    Commanded,
+    Effect,
+    Event,
+    ForgetAnswers,
+    Note,
+    Operated,
+    Operation,
+    PauseServer,
+    Proven,
+    Receive,
+    Received,
+    Record,
+    Release,
+    Remember,
+    Result,
+    Run,
+    ServerFound,
+    ServerGone,
+    Ticked,
+    Validate,
+    Verify,
+    Welcomed,
+)
+
+HOLD_S: Final = 30.0
+"""Deadline for pausing or resuming a server outside of a round, and pause between two tries."""
+UNSETTLED_S: Final = 10.0
+"""A clean server found in an unknown state resumes after so long, unless the coordinator is heard of and settles it."""
+_REASON: Final = 2000
+
+
+class Stage(enum.Enum):
+    """How far the engine is in the round of `epoch`. What runs just now is the operation's affair."""
+
+    IDLE = "idle"
+    """No round, or it is over."""
+    PREPARED = "prepared"
+    """The manifest fits. The server generates as before."""
+    PAUSED = "paused"
+    """Paused for the round, weights untouched or, after a failure, dirty."""
+    LOADED = "loaded"
+    """Holds the new version, proven; waits for the commit."""
+
+
+STEPS: Final[dict[Stage, Step]] = {
+    Stage.IDLE: Step.RESUME,
+    Stage.PREPARED: Step.PREPARE,
+    Stage.PAUSED: Step.PAUSE,
+    Stage.LOADED: Step.VERIFY,
+}
+"""The step that has failed when the server is lost while waiting at a stage."""
+
+
+class _Running(msgspec.Struct):
+    number: int
+    operation: Operation
+    command: ToEngine | None
+    """The command it serves; null for what the agent does by itself."""
+    started: float
+
+
+class View(msgspec.Struct, frozen=True):
+    """What others may know: heartbeats, the HTTP port, the log."""
+
+    up: bool
+    health: EngineHealth
+    held: Held | None
+    paused: bool
+    stage: Stage
+    epoch: Epoch
+    doing: str
+    reason: str
+
+
+class Application:
+    """The machine of one engine. Drive it from one thread."""
+
+    def __init__(self, channel: Channel, incarnation: str, record: Record | None) -> None:
+        self.health = EngineHealth.PENDING
+        self.held: Held | None = None
+        self.paused: bool | None = None
+        """Null: not known; somebody before us may have paused it."""
+        self.up = False
+        self.stage = Stage.IDLE
+        self.epoch = Epoch(record.epoch if record else 0)
+        self.identity = ""
+        self.reason = "the server has not answered yet"
+        self._channel = channel
+        self._incarnation = incarnation
+        self._record = record
+        self._checkpoint = ""
+        self._running: _Running | None = None
+        self._waiting: ToEngine | None = None
+        self._answers: dict[type[ToEngine], tuple[EngineMessage, ...]] = {}
+        self._before: tuple[EngineHealth, Held | None] = (self.health, None)
+        self._numbers = 0
+        self._boot = 0
+        self._lease_s = UNSETTLED_S
+        self._quiet_since = 0.0
+        self._paused_at: float | None = None
+        self._tried_at = float("-inf")
+
+    # -- the door ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
+        """Take `event`, which happened at `now`, and say what is to be done about it, in order."""
+        match event:
+            case Commanded():
+                effects = self._command(event.message, now)
+            case Welcomed():
+                effects = self._welcomed(event.welcome)
+            case Operated():
+                effects = self._operated(event, now)
+            case ServerFound():
+                effects = self._found(event, now)
+            case ServerGone():
+                effects = self._gone(event.reason)
+            case Ticked():
+                effects = self._tick(max(event.heard_at, self._quiet_since), now)
+            case _:
+                assert_never(event)
+        return (*effects, *self._hold(now))
+
+    def view(self) -> View:
+        """What may be said of the engine now. A server that does not answer holds nothing that counts."""
+        health, held = self.health, self.held
+        if not self.up and health is not EngineHealth.DIRTY:
+            health, held = EngineHealth.PENDING, None
+        doing = type(self._running.operation).__name__.lower() if self._running else ""
+        return View(self.up, health, held, self.paused is True, self.stage, self.epoch, doing, self.reason)
+
+    def check(self) -> None:
+        """Raise `AssertionError` when fields contradict each other."""
+        free = self.paused is False and self.up
+        assert not (free and self.health is not EngineHealth.CLEAN), "a server that is not clean may generate"
+        if self.stage is Stage.LOADED:
+            assert self.health is EngineHealth.PENDING, "loaded, but not pending"
+            assert self.held is not None, "loaded nothing"
+        if self.health is EngineHealth.DIRTY:
+            assert self.held is None, "a dirty server holds no version"
+        if self._waiting is not None:
+            assert self._running is not None, "a command waits for nothing"
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def _command(self, message: ToEngine, now: float) -> tuple[Effect, ...]:
+        """Fencing, then repetition, then the command itself."""
+        if message.epoch < self.epoch:
+            return (Note("stale_command", f"{type(message).__name__} of epoch {message.epoch}, now {self.epoch}"),)
+        if message.epoch > self.epoch:
+            self.epoch = Epoch(message.epoch)
+            self._answers.clear()
+        if self._running is not None:
+            return self._wait(message, self._running)
+        if answered := self._answers.get(type(message)):
+            return tuple(Answer(answer) for answer in answered)
+        return self._carry_out(message, now)
+
+    def _carry_out(self, message: ToEngine, now: float) -> tuple[Effect, ...]:
+        match message:
+            case Prepare():
+                return self._prepare(message, now)
+            case Pause():
+                return self._pause(message, now)
+            case Transfer():
+                return self._transfer(message, now)
+            case Commit():
+                return self._commit(message, now)
+            case Abort():
+                return self._abort(message, now)
+            case _:
+                assert_never(message)
+
+    def _wait(self, message: ToEngine, running: _Running) -> tuple[Effect, ...]:
+        """Something runs. The same command again needs nothing; another one is next, and may shorten what runs."""
+        served = running.command
+        if served is not None and type(served) is type(message) and served.epoch == message.epoch:
+            return ()
+        self._waiting = message
+        superseded = isinstance(message, Abort) or (served is not None and served.epoch < message.epoch)
+        return (Cancel(running.number),) if superseded else ()
+
+    def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
+        if not self.up:
+            return self._fail(command, Step.PREPARE, self.reason)
+        return self._run(Validate(command, self._checkpoint), command, now)
+
+    def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
+        if not self.up:
+            return self._fail(command, Step.PAUSE, self.reason)
+        self._lease_s = command.lease_s
+        return self._run(PauseServer(command.mode.value, command.deadline_s), command, now)
+
+    def _transfer(self, command: Transfer, now: float) -> tuple[Effect, ...]:
+        if not self.up:
+            return self._fail(command, Step.TRANSFER, self.reason)
+        if self.paused is not True:
+            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
+        self._before = (self.health, self.held)
+        self.health, self.held, self.stage = EngineHealth.DIRTY, None, Stage.PAUSED
+        self.reason = f"began to take version {command.version}"
+        return (self._remember(), *self._run(Receive(command, self._checkpoint), command, now))
+
+    def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
+        if not self.up:
+            return self._fail(command, Step.COMMIT, self.reason)
+        held = self.held
+        if held is None or (held.version, held.table) != (command.version, command.table):
+            found = f"version {held.version}" if held else f"no verified version, {self.health.value}: {self.reason}"
+            return self._fail(command, Step.COMMIT, f"holds {found}; asked to serve {command.version}")
+        if self.health is EngineHealth.CLEAN and self.paused is False:
+            return (self._serving(command, 0.0, now),)
+        return self._run(Release(command.version, command.flush, command.deadline_s), command, now)
+
+    def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
+        self._answers.clear()
+        if not self.up or self.health is not EngineHealth.CLEAN:
+            self.stage = Stage.IDLE
+            return self._fail(command, Step.RESUME, self.reason)
+        if self.paused is False:
+            self.stage = Stage.IDLE
+            return (self._serving(command, 0.0, now),)
+        return self._run(Release(None, False, command.deadline_s), command, now)
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def _run(self, operation: Operation, command: ToEngine | None, now: float) -> tuple[Effect, ...]:
+        self._numbers += 1
+        self._running = _Running(self._numbers, operation, command, now)
+        return (Run(self._numbers, operation),)
+
+    def _operated(self, event: Operated, now: float) -> tuple[Effect, ...]:
+        running = self._running
+        if running is None or running.number != event.number:
+            return (Note("unknown_operation", str(event.number)),)
+        self._running = None
+        effects = self._settle(running, event.result, now)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and self._running is None:
+            effects = (*effects, *self._command(waiting, now))
+        return effects
+
+    def _settle(self, running: _Running, result: Result, now: float) -> tuple[Effect, ...]:
+        command, seconds = running.command, now - running.started
+        match running.operation:
+            case Validate():
+                return self._validated(command, result, seconds)
+            case PauseServer():
+                return self._pausing_ended(command, result, seconds, now)
+            case Receive():
+                return self._receiving_ended(running.operation.command, result, seconds, now)
+            case Verify():
+                return self._verifying_ended(running.operation.command, result, seconds)
+            case Release():
+                return self._releasing_ended(running.operation, command, result, seconds, now)
+
+    def _validated(self, command: ToEngine | None, result: Result, seconds: float) -> tuple[Effect, ...]:
+        assert isinstance(command, Prepare)
+        if isinstance(result, Broken):
+            return self._fail(command, Step.PREPARE, result.reason)
+        if self.stage is not Stage.LOADED:
+            self.stage = Stage.PREPARED
+        answer = Prepared(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
+        return self._answer(command, answer)
+
+    def _pausing_ended(
+        self, command: ToEngine | None, result: Result, seconds: float, now: float
+    ) -> tuple[Effect, ...]:
+        if isinstance(result, Broken):
+            self.paused = None  # it may have happened all the same
+            if command is None:
+                return (Note("pause_failed", result.reason),)
+            return self._fail(command, Step.PAUSE, result.reason)
+        if self.paused is not True:
+            self._paused_at = now
+        self.paused = True
+        if command is None:
+            return (Note("server_held_back", self.reason),)
+        self._quiet_since = now
+        self.stage = Stage.PAUSED
+        answer = Paused(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
+        return self._answer(command, answer)
+
+    def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
+        if not isinstance(result, Received):
+            reason = result.reason if isinstance(result, Broken) else "the transfer ended without a receipt"
+            if isinstance(result, Broken) and not result.touched:
+                self.health, self.held = self._before
+                self.reason = reason
+                return (self._remember(), *self._fail(command, Step.TRANSFER, reason))
+            self.reason = f"version {command.version} was not taken completely: {reason}"
+            return self._fail(command, Step.TRANSFER, reason)
+        transferred = Transferred(
+            request=self._key(),
+            channel=self._channel,
+            epoch=command.epoch,
+            bytes=result.bytes,
+            buckets=result.buckets,
+            seconds=seconds,
+        )
+        self._answers[Transfer] = (transferred,)
+        return (Answer(transferred), *self._run(Verify(command, result.checked), command, now))
+
+    def _verifying_ended(self, command: Transfer, result: Result, seconds: float) -> tuple[Effect, ...]:
+        if not isinstance(result, Proven):
+            reason = result.reason if isinstance(result, Broken) else "the check ended without a proof"
+            self.reason = f"version {command.version} was not proven: {reason}"
+            return self._fail(command, Step.VERIFY, reason)
+        self.health, self.stage = EngineHealth.PENDING, Stage.LOADED
+        self.held = Held(version=command.version, manifest=command.manifest, table=command.table)
+        self.reason = f"holds version {command.version}, which is not committed yet"
+        verified = Verified(
+            request=self._key(),
+            channel=self._channel,
+            epoch=command.epoch,
+            version=command.version,
+            table=command.table,
+            verified_by=result.verified_by,
+            seconds=seconds,
+        )
+        self._answers[Transfer] = (*self._answers.get(Transfer, ()), verified)
+        return (self._remember(), Answer(verified))
+
+    def _releasing_ended(
+        self, release: Release, command: ToEngine | None, result: Result, seconds: float, now: float
+    ) -> tuple[Effect, ...]:
+        if isinstance(result, Broken):
+            if release.version is None:
+                self.paused = None
+            if command is None:
+                return (Note("resume_failed", result.reason),)
+            return self._fail(command, Step.RESUME, result.reason)
+        self.health, self.stage, self.paused, self.reason = EngineHealth.CLEAN, Stage.IDLE, False, ""
+        if command is None:
+            return (Note("resumed_by_itself", f"nothing heard for {self._lease_s:g} s"),)
+        return (self._remember(), self._serving(command, seconds, now))
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _key(self) -> RequestId:
+        self._numbers += 1
+        return RequestId(f"{self._incarnation}-{self._numbers}")
+
+    def _answer(self, command: ToEngine, message: EngineMessage) -> tuple[Effect, ...]:
+        self._answers[type(command)] = (message,)
+        return (Answer(message),)
+
+    def _serving(self, command: ToEngine, seconds: float, now: float) -> Answer:
+        """Said afresh each time: what is served is a fact of now, not of when the command first came."""
+        paused_s = now - self._paused_at if self._paused_at is not None else 0.0
+        self._paused_at = None
+        version: Version | None = self.held.version if self.held else None
+        return Answer(
+            Serving(
+                request=self._key(),
+                channel=self._channel,
+                epoch=command.epoch,
+                version=version,
+                seconds=seconds,
+                paused_s=paused_s,
+            )
+        )
+
+    def _fail(self, command: ToEngine, step: Step, reason: str) -> tuple[Effect, ...]:
+        failed = Failed(
+            request=self._key(),
+            channel=self._channel,
+            epoch=command.epoch,
+            step=step,
+            health=self.view().health,
+            reason=reason[:_REASON],
+        )
+        if isinstance(command, Prepare | Pause | Transfer):
+            self._answers[type(command)] = (*self._earlier(command, step), failed)
+        return (Answer(failed), Note("step_failed", f"{step.value}: {reason}"))
+
+    def _earlier(self, command: ToEngine, step: Step) -> tuple[EngineMessage, ...]:
+        return self._answers.get(type(command), ()) if step is Step.VERIFY else ()
+
+    def _remember(self) -> Remember:
+        self._record = Record(
+            identity=self.identity,
+            health=self.health,
+            held=self.held,
+            epoch=self.epoch,
+            checkpoint=self._checkpoint,
+        )
+        return Remember(self._record)
+
+    # -- the coordinator and the server come and go -----------------------------------------------------------------
+
+    def _welcomed(self, welcome: Welcome) -> tuple[Effect, ...]:
+        """Keep weights and pause as they are: the coordinator settles every engine after its Hello."""
+        if welcome.boot == self._boot:
+            return ()
+        self._boot = welcome.boot
+        return (ForgetAnswers(),)
+
+    def _found(self, event: ServerFound, now: float) -> tuple[Effect, ...]:
+        was_up, known = self.up, self.identity or (self._record.identity if self._record else "")
+        self.up = True
+        if self.identity == event.identity:
+            if not was_up and self.health is EngineHealth.CLEAN:
+                self.reason = ""
+            return () if was_up else (Note("server_answers_again"),)
+        self.identity, self.paused, self.stage = event.identity, None, Stage.IDLE
+        self._paused_at, self._quiet_since, self._lease_s = None, now, UNSETTLED_S
+        self._answers.clear()
+        if known == event.identity and self._record is not None:
+            self.health, self.held = self._record.health, self._record.held
+            self._checkpoint = self._record.checkpoint or event.checkpoint
+            self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
+            return (Note("server_recognised", self.health.value),)
+        return self._new_launch(event, restarted=bool(known))
+
+    def _new_launch(self, event: ServerFound, *, restarted: bool) -> tuple[Effect, ...]:
+        """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
+        self._checkpoint = event.checkpoint
+        updated = self._record is not None or self.epoch > 0 or event.label.isdigit()
+        self.health, self.held = EngineHealth.PENDING if updated else EngineHealth.CLEAN, None
+        if not updated:
+            self.reason = ""
+            return (Note("server_found", event.identity),)
+        self.reason = "the server was restarted" if restarted else f"labelled {event.label!r} by somebody unknown"
+        return (self._remember(), Note("server_pending", self.reason))
+
+    def _gone(self, reason: str) -> tuple[Effect, ...]:
+        if not self.up:
+            return ()
+        self.up, self.reason = False, f"the server does not answer: {reason}"
+        self._answers.clear()
+        stage, self.stage = self.stage, Stage.IDLE if self.stage is not Stage.LOADED else Stage.LOADED
+        if stage is Stage.IDLE or self._running is not None:  # what runs will break by itself, and say so
+            return (Note("server_lost", reason),)
+        failed = Failed(
+            request=self._key(),
+            channel=self._channel,
+            epoch=self.epoch,
+            step=STEPS[stage],
+            health=self.view().health,
+            reason=self.reason[:_REASON],
+        )
+        return (Answer(failed), Note("server_lost", reason))
+
+    # -- what the agent does by itself ------------------------------------------------------------------------------
+
+    def _tick(self, heard_at: float, now: float) -> tuple[Effect, ...]:
+        """The pause lease: a clean server must not stay paused because the coordinator is gone."""
+        clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
+        if self._running is not None or not clean or now < heard_at + self._lease_s or not self._due(now):
+            return ()
+        return self._run(Release(None, False, HOLD_S), None, now)
+
+    def _hold(self, now: float) -> tuple[Effect, ...]:
+        """A server that must not generate is paused, whatever happened to it."""
+        held_back = self.health is EngineHealth.CLEAN or self.paused is True
+        if not self.up or held_back or self._running is not None or not self._due(now):
+            return ()
+        return self._run(PauseServer(PauseMode.RETRACT.value, HOLD_S), None, now)
+
+    def _due(self, now: float) -> bool:
+        if now < self._tried_at + 1.0:
+            return False
+        self._tried_at = now
+        return True

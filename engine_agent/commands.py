@@ -1,0 +1,40 @@
+"""The subcommand ``weightbus engine-agent``."""
+
+import argparse
+import signal
+import threading
+
+from rich.console import Console
+
+from weightbus.control import settings
+from weightbus.control.telemetry import configure_logging
+
+from .runner import EngineAgent
+from .settings import SECTION, EngineAgentSettings
+
+
+class EngineAgentCommand:
+    """Runs one sidecar until SIGTERM or SIGINT."""
+
+    help = "sidecar of one SGLang server: takes new weights into it"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """One flag for each setting."""
+        settings.configure(parser, EngineAgentSettings)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Serve, and leave the server as it is at the end."""
+        resolved = settings.from_args(EngineAgentSettings, SECTION, args)
+        if args.check_config:
+            Console(highlight=False).print(resolved.render(), markup=False)
+            return 0
+        configure_logging(resolved.value.log_level.value, resolved.value.log_format.value)
+        agent = EngineAgent(resolved.value)
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: agent.stop())
+        agent.run()
+        return 0
+
+
+engine_agent = EngineAgentCommand()

@@ -1,0 +1,178 @@
+"""What may happen to an engine (events), what is done about it (effects), and the operations a worker carries out.
+
+Plain values. Times are monotonic seconds, given from outside.
+"""
+
+import msgspec
+
+from weightbus.control.messages import EngineHealth, EngineMessage, Held, Prepare, ToEngine, Transfer, Welcome
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be known of a server after the agent was killed. Kept in the state folder."""
+
+    identity: str
+    """Of the launch it speaks of; for any other launch it says only that there was one."""
+    health: EngineHealth
+    held: Held | None = None
+    epoch: int = 0
+    checkpoint: str = ""
+    """Folder the server was launched with; after a load from disk the server itself names another."""
+
+
+# -- operations: at most one at a time ---------------------------------------------------------------------------------
+
+
+class Validate(msgspec.Struct, frozen=True):
+    """Compare manifest and table with the server. Changes nothing."""
+
+    command: Prepare
+    checkpoint: str
+
+
+class PauseServer(msgspec.Struct, frozen=True):
+    """Stop the server generating."""
+
+    mode: str
+    deadline_s: float
+
+
+class Receive(msgspec.Struct, frozen=True):
+    """Take every bucket and load it."""
+
+    command: Transfer
+    checkpoint: str
+
+
+class Verify(msgspec.Struct, frozen=True):
+    """Compare what the server holds with the digest table."""
+
+    command: Transfer
+    checked: bool
+    """Every byte was compared with the table before the server saw it."""
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Label the server with `version` (null: leave its label), flush if asked, and let it generate."""
+
+    version: int | None
+    flush: bool
+    deadline_s: float
+
+
+Operation = Validate | PauseServer | Receive | Verify | Release
+
+# -- results ----------------------------------------------------------------------------------------------------------
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """It worked."""
+
+
+class Received(msgspec.Struct, frozen=True):
+    """Every bucket was loaded."""
+
+    bytes: int
+    buckets: int
+    checked: bool
+
+
+class Proven(msgspec.Struct, frozen=True):
+    """The server holds what the table says."""
+
+    verified_by: str
+
+
+class Broken(msgspec.Struct, frozen=True):
+    """It did not work. `touched`: weights may have changed."""
+
+    reason: str
+    touched: bool = False
+
+
+Result = Finished | Received | Proven | Broken
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+class Commanded(msgspec.Struct, frozen=True):
+    """The coordinator said so."""
+
+    message: ToEngine
+
+
+class Welcomed(msgspec.Struct, frozen=True):
+    """The coordinator answered a `Hello`, for the first time or again."""
+
+    welcome: Welcome
+
+
+class Operated(msgspec.Struct, frozen=True):
+    """Operation number `number` ended."""
+
+    number: int
+    result: Result
+
+
+class ServerFound(msgspec.Struct, frozen=True):
+    """The server answers, and this is who it is."""
+
+    identity: str
+    label: str
+    checkpoint: str = ""
+
+
+class ServerGone(msgspec.Struct, frozen=True):
+    """The server does not answer."""
+
+    reason: str
+
+
+class Ticked(msgspec.Struct, frozen=True):
+    """Time passed. `heard_at` is when the coordinator was last heard of, in whatever words."""
+
+    heard_at: float
+
+
+Event = Commanded | Welcomed | Operated | ServerFound | ServerGone | Ticked
+
+# -- effects, carried out in this order -------------------------------------------------------------------------------
+
+
+class Remember(msgspec.Struct, frozen=True):
+    """Make `record` durable before anything that follows."""
+
+    record: Record
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Tell the coordinator, again and again until it has acknowledged."""
+
+    message: EngineMessage
+
+
+class ForgetAnswers(msgspec.Struct, frozen=True):
+    """Another boot of the coordinator: stop repeating what was said to the one before."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """Give the worker an operation."""
+
+    number: int
+    operation: Operation
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Make the running operation end soon; its result is still awaited."""
+
+    number: int
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Something worth a line in the log."""
+
+    event: str
+    detail: str = ""
+
+
+Effect = Remember | Answer | ForgetAnswers | Run | Cancel | Note

@@ -1,0 +1,361 @@
+"""The driver: carries events to the machine and its effects out. Owns the threads, and no decision.
+
+bus reader   commands and welcomes of the coordinator          -> events
+worker       one operation at a time on the server             -> events
+watch        is the server there, and the same?                -> events
+speaker      answers, in order, each until it is acknowledged
+main         the machine; whatever dies, dies here, loudly
+"""
+
+import os
+import queue
+import threading
+import time
+from typing import Final, assert_never
+
+import msgspec
+import structlog
+
+from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
+from weightbus.control.http import HttpPort, Readiness
+from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.keys import CurveFiles
+from weightbus.control.messages import (
+    Abort,
+    Commit,
+    EngineHealth,
+    EngineInfo,
+    EngineMessage,
+    Heartbeat,
+    Hello,
+    Pause,
+    Prepare,
+    Role,
+    Transfer,
+    Welcome,
+)
+from weightbus.control.telemetry import (
+    SERVER_PAUSED,
+    SERVER_UP,
+    SIDECAR_CONNECTED,
+    SIDECAR_HEALTH,
+    SIDECAR_VERSION,
+    Meters,
+    Side,
+)
+from weightbus.dataplane import transports
+from weightbus.dataplane.host import host_identity
+from weightbus.dataplane.transport import Receiver
+
+from .application import Application, View
+from .errors import EngineAgentError
+from .events import (
+    Answer,
+    Cancel,
+    Commanded,
+    Effect,
+    Event,
+    ForgetAnswers,
+    Note,
+    Operated,
+    Remember,
+    Run,
+    Ticked,
+    Welcomed,
+)
+from .record_file import RecordFile
+from .settings import EngineAgentSettings
+from .sglang import SGLangServer
+from .validate import transports_of
+from .watch import Watch
+from .wire import Keys
+from .worker import Worker
+
+TICK_S: Final = 0.5
+ANSWER_S: Final = 3600.0
+"""An answer is repeated for so long; in truth until the coordinator acknowledges or another boot makes it void."""
+_CLOSE_S: Final = 5.0
+
+
+class _Stop(msgspec.Struct, frozen=True):
+    """Somebody asked the agent to end, or a thread of it died."""
+
+    error: BaseException | None = None
+
+
+class EngineAgent:
+    """One sidecar. `run` blocks until `stop`; the server is left as it is, and its record on disk."""
+
+    def __init__(self, settings: EngineAgentSettings) -> None:
+        self.settings = settings
+        self.meters = Meters(Side.ENGINE)
+        self._incarnation = Incarnation(os.urandom(8).hex())
+        self._records = RecordFile(settings.state_dir, settings.name)
+        self._server = SGLangServer(settings.server, Keys(settings.api_key, settings.admin_api_key), settings.dialect)
+        self._worker = Worker(settings.name, self._server, self._receiver, settings.model_path, self.meters)
+        self._server.observe(self._worker.called)
+        self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
+        self._view = self._machine.view()
+        self._events: queue.SimpleQueue[Event | _Stop] = queue.SimpleQueue()
+        self._operations: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, EngineMessage] | None] = queue.SimpleQueue()
+        self._boot = 0
+        self._watch = Watch(self._server, self._events.put, settings.poll_s)
+        self._bus: BusClient | None = None
+        self._stopping = threading.Event()
+        self._log = structlog.get_logger(__name__).bind(agent=settings.name, channel=settings.channel)
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises what made it impossible to go on."""
+        http = HttpPort(
+            self.settings.http_bind,
+            self.settings.http_port,
+            registry=self.meters.registry,
+            readiness=self._readiness,
+            status=self._status,
+        )
+        http.start()
+        threads = [threading.Thread(target=self._work, name="worker", daemon=True)]
+        try:
+            threads[0].start()
+            self._await_server()
+            bus = self._bus = self._connect()
+            self._worker.blobs = bus
+            threads += [
+                threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True),
+                threading.Thread(target=self._speak, args=(bus,), name="speaker", daemon=True),
+            ]
+            for thread in threads[1:]:
+                thread.start()
+            self._loop()
+        finally:
+            self._close(http, threads)
+
+    def stop(self) -> None:
+        """End `run`, from any thread or signal handler."""
+        self._events.put(_Stop())
+
+    # -- the main thread ----------------------------------------------------------------------------------------------
+
+    def _await_server(self) -> None:
+        """The first thing said of an engine is what its server is, so nothing is said before it is there."""
+        self._log.info("waiting_for_server", server=self.settings.server)
+        self._watch.start()
+        until = time.monotonic() + self.settings.start_timeout_s
+        while not self._view.up:
+            self._step(self._next())
+            if time.monotonic() >= until and not self._view.up:
+                waited = f"{self.settings.start_timeout_s:g} s"
+                raise EngineAgentError(f"no SGLang server at {self.settings.server} for {waited}: start it first")
+
+    def _connect(self) -> BusClient:
+        curve = CurveFiles.of(self.settings.keys, self.settings.name) if self.settings.keys else None
+        bus = BusClient(BusSettings(endpoint=self.settings.coordinator, curve=curve), self._hello, self._heartbeat)
+        try:
+            welcome = self._join(bus)
+        except BaseException:
+            bus.close()
+            raise
+        facts = self._server.facts
+        self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
+        self._dispatch(Welcomed(welcome))
+        return bus
+
+    def _join(self, bus: BusClient) -> Welcome:
+        until = time.monotonic() + self.settings.start_timeout_s
+        while True:
+            try:
+                return bus.start(5.0)
+            except CoordinatorUnreachable as error:
+                if time.monotonic() >= until:
+                    raise
+                self._log.warning("coordinator_unreachable", reason=str(error))
+            except RequestRefused as refused:
+                if not refused.retry_after_s or time.monotonic() >= until:
+                    raise
+                self._log.warning("hello_refused", reason=str(refused))
+
+    def _loop(self) -> None:
+        while not self._stopping.is_set():
+            self._step(self._next())
+
+    def _next(self) -> Event | _Stop | None:
+        try:
+            return self._events.get(timeout=TICK_S)
+        except queue.Empty:
+            return None
+
+    def _step(self, event: Event | _Stop | None) -> None:
+        if self._watch.failure is not None:
+            raise self._watch.failure
+        if isinstance(event, _Stop):
+            self._stopping.set()
+            if event.error is not None:
+                raise event.error
+            return
+        if event is not None:
+            self._dispatch(event)
+        self._dispatch(Ticked(self._heard_at()))
+
+    def _heard_at(self) -> float:
+        heard = self._bus.heard_at if self._bus else None
+        return float("-inf") if heard is None else heard
+
+    def _dispatch(self, event: Event) -> None:
+        effects = self._machine.handle(event, time.monotonic())
+        self._machine.check()
+        for effect in effects:
+            self._carry_out(effect)
+        self._show(self._machine.view())
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Remember():
+                self._records.write(effect.record)
+            case Answer():
+                self._answers.put((self._boot, effect.message))
+            case ForgetAnswers():
+                self._boot += 1
+            case Run():
+                self._operations.put(effect)
+            case Cancel():
+                self._worker.cancel()
+            case Note():
+                self._log.info(effect.event, detail=effect.detail)
+            case _:
+                assert_never(effect)
+
+    def _show(self, view: View) -> None:
+        before, self._view = self._view, view
+        if view == before:
+            return
+        self.meters.set(SERVER_UP, view.up)
+        self.meters.set(SERVER_PAUSED, view.paused)
+        self.meters.set(SIDECAR_VERSION, view.held.version if view.held else -1)
+        for health in EngineHealth:
+            self.meters.set(SIDECAR_HEALTH, view.health is health, health=health.value)
+        if view.health is not before.health:
+            self._log.info("health", health=view.health.value, held=view.held and view.held.version, reason=view.reason)
+
+    def _close(self, http: HttpPort, threads: list[threading.Thread]) -> None:
+        self._stopping.set()
+        self._watch.stop()
+        self._operations.put(None)
+        self._answers.put(None)
+        self._worker.cancel()
+        if self._bus is not None:
+            self._bus.close()
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(_CLOSE_S)
+        self._worker.close()
+        self._server.close()
+        http.stop()
+
+    # -- other threads ------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (run := self._operations.get()) is not None:
+            self._events.put(Operated(run.number, self._worker.perform(run.operation)))
+
+    def _listen(self, bus: BusClient) -> None:
+        try:
+            while not self._stopping.is_set():
+                message = bus.next(1.0)
+                if isinstance(message, Prepare | Pause | Transfer | Commit | Abort):
+                    self._events.put(Commanded(message))
+                elif isinstance(message, Welcome):
+                    self._events.put(Welcomed(message))
+        except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
+            if not self._stopping.is_set():
+                self._events.put(_Stop(error))
+
+    def _speak(self, bus: BusClient) -> None:
+        while (item := self._answers.get()) is not None:
+            boot, message = item
+            while boot == self._boot and not self._stopping.is_set() and not self._said(bus, message):
+                pass
+
+    def _said(self, bus: BusClient, message: EngineMessage) -> bool:
+        """Whether nothing more is to be said of it."""
+        try:
+            bus.request(message, deadline_s=5.0)
+        except CoordinatorUnreachable:
+            return False
+        except ClientClosed:
+            return True
+        except RequestRefused as refused:
+            self._log.info("answer_refused", answer=type(message).__name__, reason=str(refused))
+        except WeightbusError as error:
+            self._log.error("answer_not_sent", answer=type(message).__name__, reason=str(error))
+        return True
+
+    def _receiver(self, kind: str) -> Receiver:
+        return transports.receiver(kind, runtime_dir=self.settings.runtime_dir)
+
+    # -- what is said of the engine -----------------------------------------------------------------------------------
+
+    def _hello(self) -> Hello:
+        view, facts = self._view, self._server.facts
+        able = transports_of(facts)
+        info = EngineInfo(
+            url=self.settings.url or self.settings.server,
+            server_version=facts.version,
+            tp=facts.tp,
+            pp=facts.pp,
+            dp=facts.dp,
+            device=facts.device,
+            host=host_identity(),
+            transports=tuple(kind for kind in self.settings.transports if kind.value in able),
+            live_digest=self._worker.live_digest(),
+            health=view.health,
+            held=view.held,
+        )
+        return Hello(
+            request=RequestId("filled-in-by-the-client"),
+            agent=AgentId(self.settings.name),
+            role=Role.ENGINE,
+            channel=Channel(self.settings.channel),
+            incarnation=self._incarnation,
+            engine=info,
+        )
+
+    def _heartbeat(self) -> Heartbeat:
+        view = self._view
+        return Heartbeat(seq=0, epoch=view.epoch, health=view.health, held=view.held)
+
+    def _connected(self) -> bool:
+        bus = self._bus
+        silence = bus.welcome.silence_s if bus and bus.welcome else 0.0
+        return time.monotonic() - self._heard_at() <= silence
+
+    def _readiness(self) -> Readiness:
+        """Whether clients may be sent here: the server generates from one complete, known set of weights."""
+        view = self._view
+        self.meters.set(SIDECAR_CONNECTED, self._connected())
+        committed = self._bus.welcome.committed if self._bus and self._bus.welcome else None
+        if not view.up or view.health is not EngineHealth.CLEAN:
+            return Readiness(False, f"{view.health.value}: {view.reason}")
+        if view.paused:
+            return Readiness(False, f"paused, {view.doing or view.stage.value}")
+        if committed is not None and (view.held is None or view.held.version < committed.version):
+            found = f"version {view.held.version}" if view.held else "the weights of its launch"
+            return Readiness(False, f"holds {found}, committed is {committed.version}")
+        return Readiness(True, f"version {view.held.version}" if view.held else "the weights of its launch")
+
+    def _status(self) -> bytes:
+        readiness = self._readiness()
+        facts = self._server.facts if self._view.up else None
+        document = {
+            "agent": self.settings.name,
+            "channel": self.settings.channel,
+            "incarnation": self._incarnation,
+            "server": self.settings.server,
+            "connected": self._connected(),
+            "ready": readiness.ready,
+            "reason": readiness.reason,
+            "engine": self._view,
+            "facts": facts,
+        }
+        return msgspec.json.encode(document)

@@ -1,0 +1,52 @@
+"""What an engine agent can be told. Read once, at the start."""
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from weightbus.control.coordinator_settings import LogFormat, LogLevel
+from weightbus.control.ids import NAME_PATTERN
+from weightbus.control.messages import TransportKind
+
+SECTION: Final = "engine-agent"
+"""Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
+
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Wait = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ``weightbus engine-agent``."""
+
+    name: Annotated[Name, Meta(description="name of this engine, kept across restarts of agent and server")]
+    channel: Annotated[Name, Meta(description="the model whose weights this engine takes")]
+    server: Annotated[str, Meta(description="where the agent reaches its SGLang server")] = "http://127.0.0.1:30000"
+    url: Annotated[str, Meta(description="where clients reach the server, if that is elsewhere")] = ""
+    coordinator: Annotated[str, Meta(description="endpoint of the coordinator")] = "tcp://127.0.0.1:5750"
+    keys: Annotated[Path | None, Meta(description="folder with this agent's CURVE keys")] = None
+    api_key: Annotated[str, Meta(description="the server's --api-key; better given by environment or file")] = ""
+    admin_api_key: Annotated[str, Meta(description="the server's --admin-api-key; likewise")] = ""
+    http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
+    http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5760
+    state_dir: Annotated[Path, Meta(description="folder for what must survive the agent; local disk")] = Path(
+        ".weightbus"
+    )
+    runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, shared with a trainer on this host")] = (
+        None
+    )
+    model_path: Annotated[Path | None, Meta(description="the served checkpoint, where the agent sees it elsewhere")] = (
+        None
+    )
+    transports: Annotated[tuple[TransportKind, ...], Meta(description="those that may be used", min_length=1)] = (
+        TransportKind.LOCAL,
+        TransportKind.DISTRIBUTED,
+        TransportKind.DISK,
+    )
+    dialect: Annotated[str, Meta(description="treat an unknown SGLang version as this one")] = ""
+    poll_s: Annotated[Wait, Meta(description="how often the server is looked at")] = 1.0
+    start_timeout_s: Annotated[Wait, Meta(description="how long server and coordinator are waited for")] = 1800.0
+    log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.INFO
+    log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO

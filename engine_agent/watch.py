@@ -1,0 +1,103 @@
+"""Keeps an eye on the server: is it there, and is it still the same launch? Says so only when that changes.
+
+Asks for /model_info, which is answered without the scheduler: a server that is busy loading is not a lost one. A label
+that nobody here has set, or a process that ended, means another launch even if no poll ever failed.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from .errors import ServerError, ServerSilent
+from .events import ServerFound, ServerGone
+from .identity import ServerFacts, listener, start_time
+from .sglang import SGLangServer
+
+PATIENCE: Final = 3
+"""Polls without an answer, or broken connections, before the server counts as gone."""
+_START_S: Final = 3.0
+"""A server that starts answers its health check with 503 at once; one that is paused does not answer it at all."""
+
+
+class Watch:
+    """One thread from `start` to `stop`. `report` is called on it."""
+
+    def __init__(
+        self,
+        server: SGLangServer,
+        report: Callable[[ServerFound | ServerGone], None],
+        poll_s: float = 1.0,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._server = server
+        self._report = report
+        self._poll_s = poll_s
+        self._timeout_s = timeout_s
+        self._known: ServerFacts | None = None
+        self._process: tuple[int, int] | None = None
+        self._up = False
+        self._misses = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="server-watch", daemon=True)
+        self.failure: BaseException | None = None
+        """What ended the thread, other than `stop`."""
+
+    def start(self) -> None:
+        """Begin to poll."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(self._timeout_s + _START_S + 1)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self.poll()
+                self._stopping.wait(self._poll_s)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def poll(self) -> None:
+        """Look once."""
+        try:
+            if not self._up or self._process_ended() or self._server.label(self._timeout_s) != self._server.last_label:
+                self._find()
+            self._misses = 0
+        except ServerError as error:
+            self._missed(error)
+
+    def _process_ended(self) -> bool:
+        return self._process is not None and start_time(self._process[0]) != self._process[1]
+
+    def _find(self) -> None:
+        """Read who it is. A new launch counts only when its start is over: pausing its warm-up would end it."""
+        facts = self._server.connect(self._timeout_s)
+        if self._known is None or facts.identity != self._known.identity:
+            self._started()
+        self._known, self._process, self._up = facts, listener(self._server.url), True
+        self._report(ServerFound(facts.identity, facts.label, facts.model_path))
+
+    def _started(self) -> None:
+        try:
+            self._server.alive(_START_S)
+        except ServerSilent:
+            return  # paused, or busy; in any case not starting
+
+    def _missed(self, error: ServerError) -> None:
+        self._misses += 1
+        ended = self._process_ended()
+        if self._up and (ended or self._misses >= PATIENCE):
+            self._up = False
+            self._report(ServerGone(str(error)))
+
+    def wait_up(self, deadline_s: float) -> bool:
+        """Wait until the server was found once."""
+        until = time.monotonic() + deadline_s
+        while not self._up and time.monotonic() < until and self.failure is None:
+            self._stopping.wait(0.05)
+        return self._up

@@ -1,0 +1,222 @@
+"""Carries out the machine's operations on the server, one at a time, and says how each ended.
+
+Decides nothing about rounds. Whatever goes wrong becomes a `Broken` with the reason: an exception here must not end the
+agent, because only the agent knows that a server must stay paused.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+import structlog
+
+from weightbus.control.errors import WeightbusError
+from weightbus.control.ids import Digest
+from weightbus.control.messages import Transfer, TransportKind
+from weightbus.control.telemetry import CALL_FAILURES, CALL_SECONDS, STEP_FAILURES, STEP_SECONDS, Meters
+from weightbus.dataplane.errors import DataplaneError
+from weightbus.dataplane.manifest import DigestTable, Manifest
+from weightbus.dataplane.transport import Address, Receiver, Session
+
+from . import checkpoint, validate
+from .errors import EngineAgentError, ServerError, UnfitManifest, WrongWeights
+from .events import (
+    Broken,
+    Finished,
+    Operation,
+    PauseServer,
+    Proven,
+    Receive,
+    Received,
+    Release,
+    Result,
+    Validate,
+    Verify,
+)
+from .sglang import CALL_S, SGLangServer
+
+VERIFY_S: Final = 240.0
+"""Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
+LIVE: Final = "sglang-sha256-8"
+"""What weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Blobs(Protocol):
+    """Where manifests and digest tables come from."""
+
+    def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes: ...
+
+
+class Worker:
+    """Uses one server and one receiver per transport. `perform` is called from one thread, `cancel` from any."""
+
+    def __init__(
+        self,
+        name: str,
+        server: SGLangServer,
+        receivers: Callable[[str], Receiver],
+        checkpoint_dir: Path | None,
+        meters: Meters,
+    ) -> None:
+        self.blobs: Blobs | None = None
+        self._name = name
+        self._server = server
+        self._make = receivers
+        self._receivers: dict[str, Receiver] = {}
+        self._active: Receiver | None = None
+        self._checkpoint_dir = checkpoint_dir
+        self._meters = meters
+        self._layouts: dict[str, Manifest] = {}
+        self._fits: set[tuple[str, str, str]] = set()
+
+    def perform(self, operation: Operation) -> Result:
+        """Do it, and say how it ended. Never raises."""
+        step = type(operation).__name__.lower()
+        started = time.monotonic()
+        try:
+            result = self._perform(operation)
+        except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
+            result = Broken(str(error) or type(error).__name__, self._touched(operation))
+        except Exception as error:
+            _log.exception("operation_failed_unforeseen", operation=step)
+            result = Broken(f"{type(error).__name__}: {error}", self._touched(operation))
+        self._meters.observe(STEP_SECONDS, time.monotonic() - started, step=step)
+        if isinstance(result, Broken):
+            self._meters.add(STEP_FAILURES, step=step)
+        return result
+
+    def cancel(self) -> None:
+        """Make a running transfer end soon, by taking its connection away."""
+        if self._active is not None:
+            self._active.close()
+
+    def close(self) -> None:
+        """Let go of every receiver's memory and groups."""
+        for receiver in self._receivers.values():
+            receiver.shutdown()
+        self._receivers.clear()
+
+    def _touched(self, operation: Operation) -> bool:
+        """Whether weights may have changed: as the receiver or the server saw it, whoever was more afraid."""
+        active = self._active
+        return isinstance(operation, Receive) and (self._server.touched or (active is not None and active.touched))
+
+    def _perform(self, operation: Operation) -> Result:
+        match operation:
+            case Validate(command, folder):
+                self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
+            case PauseServer(mode, deadline_s):
+                self._server.pause(mode, min(deadline_s, CALL_S))
+            case Receive(command, folder):
+                return self._receive(command, folder)
+            case Verify(command, checked):
+                return self._verify(command, checked=checked)
+            case Release(version, flush, deadline_s):
+                self._release(version, flush=flush, deadline_s=deadline_s)
+        return Finished()
+
+    # -- before ---------------------------------------------------------------------------------------------------------
+
+    def _read(self, manifest: str, table: str, deadline_s: float) -> tuple[Manifest, DigestTable]:
+        if self.blobs is None:
+            raise UnfitManifest("no coordinator to ask for the manifest")
+        layout = self._layouts.get(manifest)
+        if layout is None:
+            layout = Manifest.decode(self.blobs.get_blob(Digest(manifest), deadline_s))
+            self._layouts = {manifest: layout}
+        return layout, DigestTable.decode(self.blobs.get_blob(Digest(table), deadline_s), layout)
+
+    def _fit(
+        self, manifest: str, table: str, transport: TransportKind, folder: str, deadline_s: float
+    ) -> tuple[Manifest, DigestTable]:
+        """Manifest and table, once they are known to fit this launch of the server."""
+        layout, digests = self._read(manifest, table, deadline_s)
+        facts = self._server.facts
+        key = (manifest, facts.identity, transport.value)
+        if key not in self._fits:
+            expected = checkpoint.expected(self._checkpoint_dir or Path(folder))
+            validate.check(layout, facts, self._server.dialect, expected, transport.value)
+            self._fits.add(key)
+        return layout, digests
+
+    # -- the transfer -----------------------------------------------------------------------------------------------------
+
+    def _receive(self, command: Transfer, folder: str) -> Result:
+        started = time.monotonic()
+        self._active = None
+        self._server.untouched()
+        layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
+        offer = command.offer
+        kind = offer.transport.value
+        receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._make(kind))
+        self._active = receiver
+        session = Session(command.channel, command.epoch, command.version, layout, table)
+        address = Address(offer.address, offer.group, offer.backend, offer.world_size)
+        left = max(command.deadline_s - (time.monotonic() - started), 0.001)
+        try:
+            receipt = receiver.receive(session, address, self._name, command.rank_offset, self._server, left)
+        except Exception:
+            self._end_update_quietly()
+            raise
+        self._server.end_update()
+        return Received(receipt.bytes, receipt.buckets, receipt.checked)
+
+    def _end_update_quietly(self) -> None:
+        """After a failure: the session must not stay open, but what is reported is the failure, not this."""
+        try:
+            self._server.end_update()
+        except ServerError as error:
+            _log.warning("end_weight_update_failed", reason=str(error))
+
+    # -- after ------------------------------------------------------------------------------------------------------------
+
+    def _verify(self, command: Transfer, *, checked: bool) -> Result:
+        _, table = self._read(command.manifest, command.table, VERIFY_S)
+        live = {digests.tp: digests for digests in table.live if digests.algorithm == LIVE}.get(self._server.tp)
+        if live is not None and self.live_digest():
+            compare(live.parameters, self._server.checksums(VERIFY_S))
+            return Proven("live-digest")
+        if checked:
+            return Proven("bucket-digest")
+        if live is None:
+            raise WrongWeights("verify", "neither the buckets nor the live weights could be compared with the table")
+        raise WrongWeights("verify", f"this server cannot report {LIVE}, and its buckets were not compared either")
+
+    def live_digest(self) -> str:
+        """The algorithm by which the server reports its live parameters; empty when it cannot."""
+        able = self._server.dialect.cpu_checksums and self._server.facts.device == "cpu"
+        return LIVE if able else ""
+
+    def _release(self, version: int | None, *, flush: bool, deadline_s: float) -> None:
+        """Label last but for the flush, flush before anything generates."""
+        until = time.monotonic() + deadline_s
+        if version is not None:
+            self._server.set_label(str(version), min(deadline_s, CALL_S))
+        if flush:
+            self._server.flush(max(until - time.monotonic(), 0.001))
+        self._server.resume(min(deadline_s, CALL_S))
+
+    def called(self, call: str, seconds: float, *, failed: bool) -> None:
+        """One HTTP call to the server was made."""
+        self._meters.observe(CALL_SECONDS, seconds, call=call)
+        if failed:
+            self._meters.add(CALL_FAILURES, call=call)
+
+
+def compare(wanted: dict[str, tuple[str, ...]], found: list[dict[str, str]]) -> None:
+    """Raise `WrongWeights` unless every rank reports exactly `wanted`; names the first parameter and both digests."""
+    for rank, parameters in enumerate(found):
+        for name, digests in wanted.items():
+            reported = parameters.get(name, "nothing")
+            if rank >= len(digests) or reported != digests[rank]:
+                predicted = digests[rank] if rank < len(digests) else "nothing"
+                raise WrongWeights(
+                    "weights_checker", f"parameter {name!r} on rank {rank} is {reported}, its digest is {predicted}"
+                )
+        if extra := parameters.keys() - wanted.keys():
+            raise WrongWeights("weights_checker", f"rank {rank} has parameters that nobody sent: {sorted(extra)[:4]}")
+    if not found or any(len(digests) != len(found) for digests in wanted.values()):
+        raise WrongWeights("weights_checker", f"{len(found)} ranks reported, the digest table is for others")
