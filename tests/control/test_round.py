@@ -1,0 +1,633 @@
+"""Rounds: whole ones as transcripts, and every way in which one can go wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from weightbus.control.effects import Committed, EpochTaken, RoundClosed, SendTo
+from weightbus.control.ids import Channel
+from weightbus.control.limits import Limits
+from weightbus.control.messages import (
+    Abort,
+    Acquire,
+    Alive,
+    Commit,
+    EngineHealth,
+    Message,
+    Offered,
+    Outcome,
+    Pause,
+    Policy,
+    Prepare,
+    Publish,
+    Send,
+    Sent,
+    Serving,
+    Step,
+    Transfer,
+    Transferred,
+    TransportKind,
+    Verified,
+)
+
+from .world import CHANNEL, Engine, Trainer, World
+
+SCENARIOS = Path(__file__).parent / "scenarios"
+
+
+def outcomes(world: World, trainer: Trainer, version: int) -> dict[str, Outcome]:
+    return {report.engine: report.outcome for report in world.publish(trainer, version).engines}
+
+
+def safe(world: World) -> None:
+    """No engine generates from mixed weights, or from weights that were never committed."""
+    committed = {0} | {record.version for record in world.records if isinstance(record, Committed)}
+    for agent in world.agents.values():
+        if isinstance(agent, Engine) and agent.generating:
+            assert agent.weights in committed, f"{agent.name} generates from {agent.weights}, committed: {committed}"
+
+
+def fleet() -> tuple[World, Engine, Engine, Trainer]:
+    world = World()
+    return world, world.engine("e0"), world.engine("e1"), world.trainer()
+
+
+# -- transcripts -----------------------------------------------------------------------------------------------------
+
+
+def scenario_round(world: World) -> None:
+    world.engine("e0")
+    world.engine("e1")
+    world.publish(world.trainer(), 1)
+
+
+def scenario_redrive(world: World) -> None:
+    broken = world.engine("e0")
+    world.engine("e1")
+    broken.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "connection reset")
+    world.publish(world.trainer(), 1)
+
+
+def scenario_restart_before_commit(world: World) -> None:
+    world.engine("e0")
+    trainer = world.trainer()
+    world.crash_on = lambda effect: isinstance(getattr(effect, "record", None), Committed)
+    trainer.acquire(1)
+    world.settle()
+    world.crash_on = lambda _effect: False
+    world.restart()
+    world.publish(trainer, 1)
+
+
+def scenario_restart_after_commit(world: World) -> None:
+    world.engine("e0")
+    trainer = world.trainer()
+    world.crash_on = lambda effect: isinstance(effect, SendTo) and isinstance(effect.message, Commit)
+    trainer.acquire(1)
+    world.settle()
+    world.crash_on = lambda _effect: False
+    world.restart()
+
+
+def scenario_trainer_lost(world: World) -> None:
+    world.engine("e0")
+    trainer = world.trainer()
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    world.advance(12)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        scenario_round,
+        scenario_redrive,
+        scenario_restart_before_commit,
+        scenario_restart_after_commit,
+        scenario_trainer_lost,
+    ],
+)
+def test_scenario_reads_as_reviewed(scenario: Callable[[World], None]) -> None:
+    """Whole rounds, message by message, are what was reviewed. `WEIGHTBUS_REWRITE=1` writes them anew."""
+    world = World()
+    scenario(world)
+    safe(world)
+    found = "\n".join(world.transcript) + "\n"
+    path = SCENARIOS / f"{scenario.__name__.removeprefix('scenario_')}.txt"
+    if os.environ.get("WEIGHTBUS_REWRITE"):
+        path.write_text(found)
+    assert found == path.read_text()
+
+
+# -- engines that fail -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [Prepare, Pause, Transfer, Commit])
+@pytest.mark.parametrize("server_too", [False, True])
+def test_engine_dies_at_each_step(command: type[Message], server_too: bool) -> None:
+    """The survivors finish; the victim is not ready until a complete verified round, and then it is."""
+    world, victim, _, trainer = fleet()
+    victim.script[command] = lambda _message: (victim.crash if server_too else victim.die)()
+    assert outcomes(world, trainer, 1) == {"e0": Outcome.LOST, "e1": Outcome.COMMITTED}
+    assert world.ready == ("e1",)
+    victim.live()
+    world.settle()
+    assert world.ready == (("e0", "e1") if command is Commit and not server_too else ("e1",))
+    safe(world)
+    assert outcomes(world, trainer, 2) == {"e0": Outcome.COMMITTED, "e1": Outcome.COMMITTED}
+    assert world.ready == ("e0", "e1")
+
+
+@pytest.mark.parametrize(("command", "step"), [(Prepare, Step.PREPARE), (Pause, Step.PAUSE)])
+def test_clean_failure_leaves_the_engine_behind(command: type[Message], step: Step) -> None:
+    """An engine that fails before its weights were touched serves the old version and lags by one."""
+    world, victim, _, trainer = fleet()
+    victim.fail(command, step, reason="does not fit")
+    done = world.publish(trainer, 1)
+    assert [(r.engine, r.outcome, r.reason) for r in done.engines] == [
+        ("e0", Outcome.ABORTED, f"{step.value}: does not fit"),
+        ("e1", Outcome.COMMITTED, ""),
+    ]
+    view = world.machine.status(world.now).channels[CHANNEL].engines["e0"]
+    assert (view.state, view.lag, view.ready) == ("serving", 1, False)
+    assert victim.generating
+
+
+def test_dirty_engine_is_driven_again_under_a_new_durable_epoch() -> None:
+    """A re-drive names exactly the engines that broke, and its epoch is on disk before anybody hears of it."""
+    world, victim, other, trainer = fleet()
+    victim.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+    assert set(outcomes(world, trainer, 1).values()) == {Outcome.COMMITTED}
+    first, second = trainer.got(Send)
+    assert [len(first.receivers), len(second.receivers)] == [2, 1]  # type: ignore[attr-defined]
+    assert (first.epoch, second.epoch) == (1, 2)  # type: ignore[attr-defined]
+    assert len(other.got(Transfer)) == 1
+    epoch_taken = next(i for i, line in enumerate(world.transcript) if "EpochTaken epoch=2" in line)
+    assert epoch_taken < next(i for i, line in enumerate(world.transcript) if "Send epoch=2" in line)
+
+
+def test_engine_that_stays_broken_is_quarantined_and_the_others_finish() -> None:
+    """After the last re-drive a dirty engine is never resumed; the next round mends it."""
+    world, victim, _, trainer = fleet()
+    trainer.policy = Policy(redrives=1)
+
+    def fail_twice(message: Message) -> object:
+        victim.fail(Transfer, Step.VERIFY, EngineHealth.DIRTY)
+        return victim.failed(message, Step.TRANSFER, "reset")
+
+    victim.health, victim.weights = EngineHealth.DIRTY, None
+    victim.script[Transfer] = fail_twice  # type: ignore[assignment]
+    assert outcomes(world, trainer, 1) == {"e0": Outcome.QUARANTINED, "e1": Outcome.COMMITTED}
+    assert not victim.generating
+    assert world.ready == ("e1",)
+    assert outcomes(world, trainer, 2)["e0"] is Outcome.COMMITTED
+
+
+def test_collective_that_broke_is_driven_again_without_the_lost_member() -> None:
+    """One dead member takes a whole group down; the rest is sent everything again and commits."""
+    world = World()
+    e0, e1, e2 = (world.engine(name) for name in ("e0", "e1", "e2"))
+    trainer = world.trainer(transports=(TransportKind.DISTRIBUTED,))
+    e0.script[Transfer] = lambda _message: e0.die()
+    for engine in (e1, e2):
+        engine.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "peer closed")
+    assert outcomes(world, trainer, 1) == {"e0": Outcome.LOST, "e1": Outcome.COMMITTED, "e2": Outcome.COMMITTED}
+    last = trainer.got(Send)[-1]
+    assert [r.engine for r in last.receivers] == ["e1", "e2"]  # type: ignore[attr-defined]
+    offsets = [engine.got(Transfer)[-1].rank_offset for engine in (e1, e2)]  # type: ignore[attr-defined]
+    assert offsets == [1, 2]
+
+
+def test_too_few_engines_abort_and_everybody_serves_the_old_version() -> None:
+    """With fewer engines than the policy asks for nothing is committed and clean engines go on."""
+    world, victim, other, trainer = fleet()
+    trainer.policy = Policy(min_engines=2)
+    victim.fail(Pause, Step.PAUSE, reason="stuck")
+    done = world.publish(trainer, 1)
+    assert done.outcome is Outcome.ABORTED
+    assert "2 are needed (e0: pause: stuck)" in done.reason
+    assert (victim.generating, other.generating, world.committed) == (True, True, None)
+    assert world.ready == ("e0", "e1")
+
+
+def test_silent_step_is_left_out_at_its_deadline() -> None:
+    """An engine whose agent lives but never answers `Pause` holds the round up no longer than `pause_s`."""
+    world, victim, _, trainer = fleet()
+    victim.script[Pause] = lambda _message: None
+    victim.answers = lambda message: [] if isinstance(message, Pause) else Engine.answers(victim, message)  # type: ignore[method-assign]
+    done = world.publish(trainer, 1)
+    assert {r.engine: r.outcome for r in done.engines} == {"e0": Outcome.ABORTED, "e1": Outcome.COMMITTED}
+    assert world.limits.pause_s <= done.seconds["pause"] <= world.limits.pause_s + world.limits.grace_s + 2
+    assert len(victim.got(Pause)) > 3
+
+
+def test_commit_is_repeated_after_the_round_until_the_engine_serves() -> None:
+    """What is durable rolls forward: an engine that misses every `Commit` of the round gets it afterwards."""
+    world, victim, _, trainer = fleet()
+    world.lose = lambda message: isinstance(message, Commit) and world.now < 300 and not world_is_e1(message)
+    sent: list[Message] = []
+
+    def world_is_e1(message: Message) -> bool:
+        sent.append(message)
+        return len(sent) == 2
+
+    done = world.publish(trainer, 1)
+    assert done.outcome is Outcome.COMMITTED
+    assert {r.engine: r.outcome for r in done.engines} == {"e0": Outcome.QUARANTINED, "e1": Outcome.COMMITTED}
+    world.advance_until(lambda: victim.generating, 400)
+    world.settle()
+    assert world.ready == ("e0", "e1")
+
+
+def test_channel_without_engines_commits_at_once() -> None:
+    """A version of a channel nobody serves yet exists as soon as it is durable; who comes later is behind."""
+    world = World()
+    trainer = world.trainer()
+    assert world.publish(trainer, 1).outcome is Outcome.COMMITTED
+    late = world.engine("late")
+    assert world.ready == ()
+    assert outcomes(world, trainer, 2) == {"late": Outcome.COMMITTED}
+    assert late.label == 2
+
+
+def test_engine_that_no_transport_reaches_is_left_out_with_the_reason() -> None:
+    """The reason names every transport and what speaks against it; nothing is sent to that engine."""
+    world = World()
+    far = world.engine("far", host="h9", transports=(TransportKind.LOCAL,))
+    world.engine("near")
+    done = world.publish(world.trainer(), 1)
+    report = next(r for r in done.engines if r.engine == "far")
+    assert report.outcome is Outcome.ABORTED
+    assert report.reason == (
+        "no transport: local: trainer and engine are on different hosts;"
+        " distributed: the engine agent does not offer it"
+    )
+    assert not far.got(Prepare)
+
+
+# -- trainers that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [Publish, Offered, Sent])
+def test_trainer_dies_at_each_step(before: type[Message]) -> None:
+    """The round ends within the lease, clean engines serve the old version, and another trainer can publish."""
+    world, e0, _, trainer = fleet()
+    other = world.trainer("other")
+    trainer.stop_before = before
+    for engine in world.agents.values():
+        if before is Sent and isinstance(engine, Engine):
+            engine.answers = lambda message, engine=engine: (  # type: ignore[method-assign]
+                [] if isinstance(message, Transfer) else Engine.answers(engine, message)
+            )
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    world.advance(world.limits.lease_s + 2)
+    assert e0.generating
+    assert world.machine.channels[CHANNEL].lease is None
+    for engine in world.agents.values():
+        if isinstance(engine, Engine):
+            engine.answers = lambda message, engine=engine: Engine.answers(engine, message)  # type: ignore[method-assign]
+    assert set(outcomes(world, other, 1).values()) == {Outcome.COMMITTED}
+    safe(world)
+
+
+def test_trainer_that_dies_after_its_last_byte_is_not_needed() -> None:
+    """Engines that have everything verify and commit: their old weights are gone, and the new ones are complete."""
+    world, e0, _, trainer = fleet()
+    held_back: list[Message] = []
+    e0.answers = lambda message: (  # type: ignore[method-assign]
+        [held_back.append(answer) or answer for answer in Engine.answers(e0, message) if not isinstance(answer, Verified)]  # type: ignore[func-returns-value]
+    )
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    world.advance(world.limits.lease_s + 2)
+    last = held_back[-1]
+    assert isinstance(last, Transferred)
+    e0.say(
+        Verified(
+            request=e0.key(),
+            channel=CHANNEL,
+            epoch=last.epoch,
+            version=1,  # type: ignore[arg-type]
+            table=e0.held.table if e0.held else "",  # type: ignore[arg-type]
+            verified_by="bucket-digest",
+            seconds=0.1,
+        )
+    )
+    e0.answers = lambda message: Engine.answers(e0, message)  # type: ignore[method-assign]
+    world.settle()
+    assert world.committed == 1
+    assert world.ready == ("e0", "e1")
+
+
+# -- the coordinator fails -------------------------------------------------------------------------------------------------
+
+
+def count_effects() -> int:
+    world, *_, trainer = fleet()
+    seen = 0
+
+    def count(_effect: object) -> bool:
+        nonlocal seen
+        seen += 1
+        return False
+
+    world.crash_on = count
+    world.publish(trainer, 1)
+    return seen
+
+
+@pytest.mark.parametrize("at", range(1, count_effects() + 1))
+def test_coordinator_dies_before_each_effect_of_a_round(at: int) -> None:
+    """Wherever it dies: nothing is forgotten, nobody serves mixed weights, and publishing again ends well."""
+    world, *_, trainer = fleet()
+    seen = 0
+
+    def die(_effect: object) -> bool:
+        nonlocal seen
+        seen += 1
+        return seen == at
+
+    world.crash_on = die
+    trainer.acquire(1)
+    world.settle()
+    assert world.crashed
+    committed = any(isinstance(record, Committed) for record in world.records)
+    world.restart()
+    safe(world)
+    assert (world.committed == 1) is committed or trainer.done is not None
+    if trainer.done is None:
+        world.advance(world.limits.heartbeat_s * 3)
+    if trainer.done is None:
+        world.publish(trainer, 1)
+    world.settle()
+    assert trainer.done is not None
+    assert trainer.done.outcome is Outcome.COMMITTED
+    assert world.committed == 1
+    assert world.ready == ("e0", "e1")
+    epochs = [record.epoch for record in world.records if isinstance(record, EpochTaken)]
+    assert epochs == sorted(set(epochs))
+
+
+def test_restart_answers_a_finished_round_from_the_journal() -> None:
+    """The same `Publish` gets the same report from the next coordinator."""
+    world, *_, trainer = fleet()
+    done = world.publish(trainer, 1)
+    closed = next(record for record in world.records if isinstance(record, RoundClosed))
+    publish = Publish(
+        request=closed.request,
+        channel=Channel("policy"),
+        epoch=done.epoch,
+        version=done.version,
+        manifest="0" * 64,  # type: ignore[arg-type]
+        table="0" * 64,  # type: ignore[arg-type]
+        bytes=0,
+        buckets=0,
+    )
+    world.restart()
+    trainer.say(publish)
+    world.settle()
+    assert trainer.done == done
+
+
+# -- messages that are lost, doubled or late ---------------------------------------------------------------------------------
+
+
+def traffic() -> int:
+    world, *_, trainer = fleet()
+    seen = 0
+
+    def count(message: Message) -> bool:
+        nonlocal seen
+        seen += not isinstance(message, Alive)
+        return False
+
+    world.lose = count
+    world.publish(trainer, 1)
+    return seen
+
+
+@pytest.mark.parametrize("at", range(1, traffic() + 1))
+def test_any_single_message_may_be_lost(at: int) -> None:
+    """Whatever message is lost, in either direction, the round commits within a few retries."""
+    world, *_, trainer = fleet()
+    seen = 0
+
+    def lose(message: Message) -> bool:
+        nonlocal seen
+        seen += not isinstance(message, Alive)
+        return seen == at
+
+    world.lose = lose
+    trainer.acquire(1)
+    world.settle()
+    world.advance(20)
+    assert world.committed == 1
+    assert world.ready == ("e0", "e1")
+    if trainer.done is None:  # the RoundDone itself: a reconnect brings it again
+        trainer.connect()
+        world.settle()
+    assert trainer.done is not None
+    assert trainer.done.outcome is Outcome.COMMITTED
+
+
+def test_doubled_and_stale_answers_change_nothing() -> None:
+    """Every message of a round said twice, and all of them again after the next round began: no effect but answers."""
+    world, *_, trainer = fleet()
+    said: list[tuple[object, object, object]] = []
+    deliver = world.deliver
+
+    def twice(agent: object, message: object, blob: object = None) -> None:
+        said.append((agent, message, blob))
+        deliver(agent, message, blob)  # type: ignore[arg-type]
+        deliver(agent, message, blob)  # type: ignore[arg-type]
+
+    world.deliver = twice  # type: ignore[method-assign, assignment]
+    assert set(outcomes(world, trainer, 1).values()) == {Outcome.COMMITTED}
+    old = list(said)
+    assert set(outcomes(world, trainer, 2).values()) == {Outcome.COMMITTED}
+    records = list(world.records)
+    for agent, message, blob in old:
+        if not isinstance(message, Acquire):
+            deliver(agent, message, blob)  # type: ignore[arg-type]
+    world.settle()
+    assert world.records == records
+    assert world.ready == ("e0", "e1")
+
+
+def test_answer_of_an_older_epoch_is_refused() -> None:
+    """An engine that speaks of an epoch that is over is told so, and nothing changes."""
+    world, e0, _, trainer = fleet()
+    world.publish(trainer, 1)
+    world.publish(trainer, 2)
+    old = Serving(request=e0.key(), channel=CHANNEL, epoch=1, version=1, seconds=0, paused_s=0)  # type: ignore[arg-type]
+    e0.say(old)
+    world.settle()
+    assert "stale_epoch" in world.transcript[-1]
+
+
+def test_abort_reaches_engines_whatever_they_held() -> None:
+    """After an abort clean engines were told `Abort` and serve; verified but uncommitted ones stay paused."""
+    world, e0, e1, trainer = fleet()
+    trainer.policy = Policy(min_engines=2, redrives=0)
+    e1.fail(Transfer, Step.TRANSFER, EngineHealth.CLEAN)
+    done = world.publish(trainer, 1)
+    assert done.outcome is Outcome.ABORTED
+    assert {r.engine: r.outcome for r in done.engines} == {"e0": Outcome.QUARANTINED, "e1": Outcome.ABORTED}
+    assert len(e0.got(Abort)) == len(e1.got(Abort)) == 1
+    assert (e0.generating, e1.generating) == (False, True)
+    trainer.policy = Policy()
+    assert set(outcomes(world, trainer, 2).values()) == {Outcome.COMMITTED}
+
+
+# -- anything ------------------------------------------------------------------------------------------------------------------
+
+SHORT = Limits(
+    silence_s=4,
+    takeover_s=2,
+    lease_s=4,
+    grace_s=1,
+    prepare_s=6,
+    pause_s=6,
+    offer_s=6,
+    verify_s=6,
+    commit_s=6,
+    resume_s=6,
+    abort_s=6,
+)
+NAMES = st.sampled_from(["e0", "e1", "e2"])
+
+
+class AnyHistory(RuleBasedStateMachine):
+    """Random histories: whatever happens, promises 1, 2 and 3 hold, and after it has stopped happening all is well."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.world = World(SHORT)
+        self.engines = {name: self.world.engine(name) for name in ("e0", "e1", "e2")}
+        self.trainers = [self.world.trainer("t0"), self.world.trainer("t1")]
+        self.version = 0
+        self.highest = 0
+        self.losing = 0
+        self.world.lose = self.lose
+
+    def lose(self, _message: Message) -> bool:
+        self.losing = max(0, self.losing - 1)
+        return self.losing > 0
+
+    @rule(which=st.integers(0, 1), step=st.integers(0, 2))
+    def publish(self, which: int, step: int) -> None:
+        trainer = self.trainers[which]
+        if trainer.alive and trainer.publishing is None:
+            trainer.policy = Policy(transfer_timeout_s=6)
+            self.version = max(self.version + step, self.world.committed or 0, 1)
+            trainer.acquire(self.version)
+            self.world.settle()
+
+    @rule(seconds=st.sampled_from([1.0, 3.0, 9.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @rule(name=NAMES, crash=st.booleans())
+    def kill_engine(self, name: str, crash: bool) -> None:
+        (self.engines[name].crash if crash else self.engines[name].die)()
+
+    @rule(name=NAMES)
+    def revive_engine(self, name: str) -> None:
+        if not self.engines[name].alive:
+            self.engines[name].live()
+            self.world.settle()
+
+    @rule(name=NAMES)
+    def reconnect_engine(self, name: str) -> None:
+        if self.engines[name].alive:
+            self.engines[name].connect()
+            self.world.settle()
+
+    @rule(which=st.integers(0, 1))
+    def kill_or_revive_trainer(self, which: int) -> None:
+        trainer = self.trainers[which]
+        if trainer.alive:
+            trainer.die()
+        else:
+            trainer.publishing = None
+            trainer.live()
+            self.world.settle()
+
+    @rule(
+        name=NAMES,
+        command=st.sampled_from([Prepare, Pause, Transfer, Commit]),
+        health=st.sampled_from(list(EngineHealth)),
+    )
+    def plan_failure(self, name: str, command: type[Message], health: EngineHealth) -> None:
+        if command is not Transfer:
+            health = self.engines[name].health
+        self.engines[name].fail(command, Step.TRANSFER if command is Transfer else Step.PREPARE, health)
+
+    @rule(name=NAMES, command=st.sampled_from([Prepare, Pause, Transfer, Commit]))
+    def plan_death(self, name: str, command: type[Message]) -> None:
+        engine = self.engines[name]
+        engine.script[command] = lambda _message: engine.die()
+
+    @rule(count=st.integers(1, 12))
+    def lose_messages(self, count: int) -> None:
+        self.losing = count
+
+    @rule(full=st.booleans())
+    def disk(self, full: bool) -> None:
+        self.world.disk_full = full
+
+    @rule()
+    def restart(self) -> None:
+        self.losing = 0
+        self.world.restart()
+
+    @invariant()
+    def nobody_serves_what_was_not_committed(self) -> None:
+        if hasattr(self, "world"):
+            safe(self.world)
+
+    @invariant()
+    def versions_and_epochs_only_grow(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        committed = [record.version for record in self.world.records if isinstance(record, Committed)]
+        epochs = [record.epoch for record in self.world.records if isinstance(record, EpochTaken)]
+        assert committed == sorted(set(committed))
+        assert epochs == sorted(set(epochs))
+
+    def teardown(self) -> None:
+        """When the faults stop, the next version reaches everybody."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.disk_full, self.losing = False, 0
+        for engine in self.engines.values():
+            engine.script.clear()
+        for agent in world.agents.values():
+            if not agent.alive:
+                agent.live()
+        world.settle()
+        world.advance(40)
+        trainer = self.trainers[0]
+        for agent in self.trainers:
+            agent.publishing = None
+        done = world.publish(trainer, max(self.version, world.committed or 0) + 1)
+        assert done.outcome is Outcome.COMMITTED, done
+        world.settle()
+        assert world.ready == ("e0", "e1", "e2"), (done, "\n".join(world.transcript[-80:]))
+
+
+TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

@@ -1,0 +1,555 @@
+"""A whole deployment without sockets, threads or time: one coordinator, engines and trainers that answer as they should.
+
+Agents answer at once unless a test told them otherwise. The journal is a list of records; a restart builds a new
+machine from it. `check()` runs after every event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from weightbus.control.channel import Restored
+from weightbus.control.coordinator import Coordinator
+from weightbus.control.effects import (
+    AnyEffect,
+    AnyObservation,
+    AnyRecord,
+    Committed,
+    EpochTaken,
+    Evict,
+    Observe,
+    Persist,
+    PublishHint,
+    RoundClosed,
+    SendTo,
+)
+from weightbus.control.events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, Tick
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
+from weightbus.control.limits import Limits
+from weightbus.control.messages import (
+    Abort,
+    Ack,
+    Acquire,
+    Alive,
+    Bye,
+    Code,
+    Commit,
+    EngineHealth,
+    EngineInfo,
+    Failed,
+    Granted,
+    Heartbeat,
+    Held,
+    Hello,
+    Hint,
+    Message,
+    Offer,
+    Offered,
+    Pause,
+    Paused,
+    Policy,
+    Prepare,
+    Prepared,
+    Publish,
+    PutBlob,
+    Refused,
+    Role,
+    RoundDone,
+    Send,
+    Sent,
+    Serving,
+    Step,
+    ToCoordinator,
+    TrainerInfo,
+    Transfer,
+    Transferred,
+    TransportKind,
+    Verified,
+    Welcome,
+)
+
+CHANNEL = Channel("policy")
+MANIFEST = b"the layout"
+LIMITS = Limits()
+
+
+def digest(blob: bytes) -> Digest:
+    return Digest(hashlib.sha256(blob).hexdigest())
+
+
+def table_of(version: int) -> bytes:
+    return f"digests of {version}".encode()
+
+
+def engine_info(name: str = "e0", **changes: object) -> EngineInfo:
+    info = EngineInfo(
+        url=f"http://{name}:30000",
+        server_version="0.5.23",
+        tp=1,
+        pp=1,
+        dp=1,
+        device="cpu",
+        host="h0",
+        transports=(TransportKind.LOCAL, TransportKind.DISTRIBUTED, TransportKind.DISK),
+    )
+    return msgspec.structs.replace(info, **changes)
+
+
+def trainer_info(**changes: object) -> TrainerInfo:
+    info = TrainerInfo(host="h0", device="cpu", ranks=2, transports=(TransportKind.LOCAL, TransportKind.DISTRIBUTED))
+    return msgspec.structs.replace(info, **changes)
+
+
+def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
+    """What a journal with these records restores: the naive oracle for journal.py."""
+    channels: dict[Channel, Restored] = {}
+    for record in records:
+        match record:
+            case EpochTaken():
+                known = channels.get(record.channel, Restored())
+                channels[record.channel] = msgspec.structs.replace(known, epoch=max(known.epoch, record.epoch))
+            case Committed():
+                held = Held(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
+                known = channels[record.channel]
+                channels[record.channel] = msgspec.structs.replace(known, committed=held, committed_epoch=record.epoch)
+            case RoundClosed():
+                known = channels[record.done.channel]
+                answers = {**known.answers, record.request: record.done}
+                channels[record.done.channel] = msgspec.structs.replace(known, answers=answers)
+            case _:
+                pass
+    return channels
+
+
+class Agent:
+    """What trainers and engines have in common: a name, a life, a connection."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = AgentId(name)
+        self.lives = itertools.count(1)
+        self.incarnation = Incarnation("")
+        self.peer = Peer(b"")
+        self.alive = False
+        self.inbox: list[Message] = []
+        self.deaf = False
+        """Takes no messages, and answers none; its heartbeats go on."""
+        self.pending: dict[RequestId, tuple[ToCoordinator, bytes | None]] = {}
+        """What was said and not answered; said again with every heartbeat."""
+        self.boot = 0
+
+    def key(self) -> RequestId:
+        return RequestId(f"{self.incarnation}-{next(self.world.keys)}")
+
+    def live(self) -> None:
+        """Begin a new life on a new connection."""
+        self.incarnation = Incarnation(f"{self.name}.{next(self.lives)}")
+        self.pending.clear()
+        self.connect()
+
+    def connect(self) -> None:
+        """A new connection in the same life."""
+        self.peer = Peer(f"peer{next(self.world.peers)}".encode())
+        self.alive = True
+        self.say(self.hello())
+
+    def hello(self) -> Hello:
+        raise NotImplementedError
+
+    def die(self) -> None:
+        """SIGKILL: nobody is told."""
+        self.alive = False
+
+    def say(self, message: ToCoordinator, blob: bytes | None = None) -> None:
+        if not isinstance(message, Heartbeat | Bye):
+            self.pending[message.request] = (message, blob)
+        self.world.deliver(self, message, blob)
+
+    def again(self) -> None:
+        """Repeat whatever was not answered."""
+        for message, blob in self.pending.values():
+            self.world.deliver(self, message, blob)
+
+    def take(self, message: Message) -> None:
+        if isinstance(message, Ack | Welcome | Granted) or (
+            isinstance(message, Refused) and message.code is not Code.NAME_TAKEN
+        ):
+            self.pending.pop(message.request, None)
+        if isinstance(message, Welcome):
+            if message.boot != self.boot:
+                self.pending.clear()
+            self.boot = message.boot
+        if isinstance(message, Refused) and message.code is Code.UNKNOWN_AGENT:
+            if not any(isinstance(said, Hello) for said, _ in self.pending.values()):
+                self.connect()
+        self.inbox.append(message)
+        if not self.deaf:
+            self.react(message)
+
+    def react(self, message: Message) -> None:
+        """Answer as an agent should."""
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(seq=0)
+
+    def got(self, kind: type[Message]) -> list[Message]:
+        return [message for message in self.inbox if isinstance(message, kind)]
+
+
+class Engine(Agent):
+    """An engine agent and its server. `weights` is what the server really holds: None for mixed ones."""
+
+    def __init__(self, world: World, name: str, info: EngineInfo) -> None:
+        super().__init__(world, name)
+        self.info = info
+        self.label: int | None = None
+        self.weights: int | None = 0
+        self.generating = True
+        self.health = EngineHealth.CLEAN
+        self.held: Held | None = None
+        self.epoch = 0
+        self.script: dict[type[Message], Callable[[Message], ToCoordinator | None]] = {}
+        """Message type -> what to do instead of the right thing, once."""
+
+    def hello(self) -> Hello:
+        info = msgspec.structs.replace(self.info, health=self.health, held=self.held)
+        return Hello(
+            request=self.key(),
+            agent=self.name,
+            role=Role.ENGINE,
+            channel=CHANNEL,
+            incarnation=self.incarnation,
+            engine=info,
+        )
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(seq=0, health=self.health, held=self.held)
+
+    def fail(
+        self, on: type[Message], step: Step, health: EngineHealth = EngineHealth.CLEAN, reason: str = "broke"
+    ) -> None:
+        """Fail the next `on`."""
+
+        def answer(message: Message) -> ToCoordinator:
+            self.health = health
+            if health is not EngineHealth.CLEAN:
+                self.weights, self.held = None, None
+            return self.failed(message, step, reason)
+
+        self.script[on] = answer
+
+    def ignore(self, on: type[Message]) -> None:
+        self.script[on] = lambda _message: None
+
+    def failed(self, message: Message, step: Step, reason: str) -> Failed:
+        epoch: Epoch = getattr(message, "epoch")  # noqa: B009  # every command has one
+        return Failed(
+            request=self.key(), channel=CHANNEL, epoch=epoch, step=step, health=self.health, reason=reason
+        )
+
+    def crash(self) -> None:
+        """The server dies with its agent: what comes back are complete weights of the launch."""
+        self.die()
+        self.weights, self.label, self.held, self.generating = 0, None, None, False
+        self.health = EngineHealth.PENDING
+
+    def react(self, message: Message) -> None:
+        if isinstance(message, Prepare | Pause | Transfer | Commit | Abort):
+            if message.epoch < self.epoch:
+                return
+            self.epoch = message.epoch
+        if script := self.script.pop(type(message), None):
+            if (answer := script(message)) is not None:
+                self.say(answer)
+            return
+        for answer in self.answers(message):
+            self.say(answer)
+
+    def answers(self, message: Message) -> list[ToCoordinator]:
+        common = {"channel": CHANNEL, "epoch": getattr(message, "epoch", 0)}
+        match message:
+            case Prepare():
+                return [Prepared(request=self.key(), seconds=0.1, **common)]
+            case Pause():
+                self.generating = False
+                return [Paused(request=self.key(), seconds=0.2, **common)]
+            case Transfer():
+                self.generating = False
+                self.weights, self.health = message.version, EngineHealth.PENDING
+                self.held = Held(version=message.version, manifest=message.manifest, table=message.table)
+                return [
+                    Transferred(request=self.key(), bytes=100, buckets=2, seconds=0.3, **common),
+                    Verified(
+                        request=self.key(),
+                        version=message.version,
+                        table=message.table,
+                        verified_by="bucket-digest",
+                        seconds=0.4,
+                        **common,
+                    ),
+                ]
+            case Commit():
+                if self.held is None or self.held.table != message.table:
+                    return [self.failed(message, Step.COMMIT, "holds something else")]
+                self.label, self.health, self.generating = message.version, EngineHealth.CLEAN, True
+                return [Serving(request=self.key(), version=Version(self.label), seconds=0.5, paused_s=1.0, **common)]
+            case Abort():
+                if self.health is not EngineHealth.CLEAN:
+                    return [self.failed(message, Step.RESUME, "not clean")]
+                self.generating = True
+                label = Version(self.label) if self.label is not None else None
+                return [Serving(request=self.key(), version=label, seconds=0.5, paused_s=1.0, **common)]
+            case _:
+                return []
+
+
+class Trainer(Agent):
+    """A trainer that publishes `version` as soon as it is granted the lease, and plays its part to the end."""
+
+    def __init__(self, world: World, name: str, info: TrainerInfo) -> None:
+        super().__init__(world, name)
+        self.info = info
+        self.version = 0
+        self.policy = Policy()
+        self.publishing: Publish | None = None
+        self.failed: Mapping[str, str] = {}
+        self.stop_before: type[Message] | None = None
+        """Says nothing from this message on."""
+
+    def hello(self) -> Hello:
+        return Hello(
+            request=self.key(),
+            agent=self.name,
+            role=Role.TRAINER,
+            channel=CHANNEL,
+            incarnation=self.incarnation,
+            trainer=self.info,
+        )
+
+    def acquire(self, version: int) -> None:
+        self.version = version
+        self.try_say(Acquire(request=self.key(), channel=CHANNEL, version=Version(version)))
+
+    def try_say(self, message: ToCoordinator, blob: bytes | None = None) -> None:
+        if self.stop_before is not None and isinstance(message, self.stop_before):
+            self.deaf = True
+        if not self.deaf:
+            self.say(message, blob)
+
+    def react(self, message: Message) -> None:
+        match message:
+            case Welcome() if self.publishing:
+                self.try_say(self.publishing)
+            case RoundDone():
+                self.publishing = None
+            case Refused() if self.publishing and message.request == self.publishing.request:
+                self.publishing = None
+                self.acquire(self.version)
+            case Granted() if self.version and not self.publishing:
+                for blob in (MANIFEST, table_of(self.version)):
+                    self.try_say(PutBlob(request=self.key(), digest=digest(blob), page=0, pages=1), blob)
+                self.publishing = Publish(
+                    request=self.key(),
+                    channel=CHANNEL,
+                    epoch=message.epoch,
+                    version=Version(self.version),
+                    manifest=digest(MANIFEST),
+                    table=digest(table_of(self.version)),
+                    bytes=100,
+                    buckets=2,
+                    policy=self.policy,
+                )
+                self.try_say(self.publishing)
+            case Send():
+                kinds = dict.fromkeys(receiver.transport for receiver in message.receivers)
+                offers = tuple(Offer(transport=kind, address=f"at-{kind}") for kind in kinds)
+                self.try_say(Offered(request=self.key(), channel=CHANNEL, epoch=message.epoch, offers=offers))
+                self.try_say(Sent(request=self.key(), channel=CHANNEL, epoch=message.epoch, failed=dict(self.failed)))
+            case _:
+                pass
+
+    @property
+    def done(self) -> RoundDone | None:
+        found = self.got(RoundDone)
+        last = found[-1] if found else None
+        assert last is None or isinstance(last, RoundDone)
+        return last
+
+
+class World:
+    """Everything, and the time."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
+        self.now = 0.0
+        self.records: list[AnyRecord] = []
+        self.boots = 0
+        self.peers = itertools.count(1)
+        self.keys = itertools.count(1)
+        self.agents: dict[str, Agent] = {}
+        self.transcript: list[str] = []
+        self.observed: list[AnyObservation] = []
+        self.hints: list[Hint] = []
+        self.disk_full = False
+        self.crash_on: Callable[[AnyEffect], bool] = lambda _effect: False
+        """The coordinator dies right before it carries out such an effect."""
+        self.crashed = False
+        self.lose: Callable[[Message], bool] = lambda _message: False
+        """Messages that get lost on the way."""
+        self.queue: list[tuple[Agent, ToCoordinator, bytes | None]] = []
+        self.boot()
+
+    def boot(self) -> None:
+        """Start a coordinator on the journal."""
+        self.boots += 1
+        self.machine = Coordinator(self.limits, self.boots, replay(self.records))
+        self.crashed = False
+
+    def restart(self) -> None:
+        """The coordinator dies and comes back; every agent finds out and says Hello."""
+        self.queue.clear()
+        self.boot()
+        for agent in self.agents.values():
+            if agent.alive:
+                agent.connect()
+        self.settle()
+
+    def engine(self, name: str, **changes: object) -> Engine:
+        engine = Engine(self, name, engine_info(name, **changes))
+        self.agents[name] = engine
+        engine.live()
+        self.settle()
+        return engine
+
+    def trainer(self, name: str = "trainer", **changes: object) -> Trainer:
+        trainer = Trainer(self, name, trainer_info(**changes))
+        self.agents[name] = trainer
+        trainer.live()
+        self.settle()
+        return trainer
+
+    def deliver(self, agent: Agent, message: ToCoordinator, blob: bytes | None = None) -> None:
+        self.queue.append((agent, message, blob))
+
+    def settle(self) -> None:
+        """Deliver until nobody has anything to say."""
+        while self.queue and not self.crashed:
+            agent, message, blob = self.queue.pop(0)
+            if agent.alive and not self.lose(message):
+                self.note(f"{agent.name} -> {brief(message)}")
+                self.handle(MessageReceived(peer=agent.peer, message=message, blob=blob))
+
+    def handle(self, event: AnyEvent) -> tuple[AnyEffect, ...]:
+        """Give the machine one event, carry out what it asks, and check it."""
+        effects = self.machine.handle(event, self.now)
+        for effect in effects:
+            if self.crash_on(effect):
+                self.crashed = True
+                self.note("** the coordinator dies **")
+                return effects
+            self.perform(effect)
+            if self.crashed:
+                return effects
+        self.machine.check()
+        return effects
+
+    def perform(self, effect: AnyEffect) -> None:
+        match effect:
+            case Persist():
+                if self.disk_full:
+                    self.note(f"   disk full: {brief(effect.record)}")
+                    self.handle(PersistFailed(token=effect.token, reason="disk full"))
+                else:
+                    self.note(f"   journal {brief(effect.record)}")
+                    self.records.append(effect.record)
+                    self.handle(Persisted(token=effect.token))
+            case SendTo():
+                for agent in self.agents.values():
+                    if agent.peer == effect.peer and agent.alive:
+                        if not isinstance(effect.message, Alive):
+                            self.note(f"   {agent.name} <- {brief(effect.message)}")
+                        if not self.lose(effect.message):
+                            agent.take(effect.message)
+                        return
+                self.handle(PeerLost(peer=effect.peer))
+            case Observe():
+                self.observed.append(effect.what)
+            case PublishHint():
+                self.hints.append(effect.hint)
+            case Evict():
+                pass
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, with heartbeats and every timer on the way."""
+        until = self.now + seconds
+        while self.now < until and not self.crashed:
+            self.now = min(until, self.now + self.limits.heartbeat_s)
+            for agent in self.agents.values():
+                if agent.alive:
+                    self.handle(MessageReceived(peer=agent.peer, message=agent.heartbeat()))
+                    agent.again()
+                    self.settle()
+            deadline = self.machine.next_deadline()
+            if deadline is not None and deadline <= self.now:
+                self.handle(Tick())
+                self.settle()
+
+    def advance_until(self, what: Callable[[], bool], limit_s: float = 1000.0) -> None:
+        """Let time pass until `what`; fails after `limit_s`."""
+        until = self.now + limit_s
+        while not what():
+            assert self.now < until, "it never happened:\n" + "\n".join(self.transcript[-60:])
+            self.advance(self.limits.heartbeat_s)
+
+    def publish(self, trainer: Trainer, version: int) -> RoundDone:
+        """A whole round, until the trainer is told how it ended."""
+        before = len(trainer.got(RoundDone))
+        trainer.acquire(version)
+        self.settle()
+        self.advance_until(lambda: len(trainer.got(RoundDone)) > before)
+        done = trainer.done
+        assert done is not None
+        return done
+
+    @property
+    def channel(self) -> object:
+        return self.machine.channels[CHANNEL]
+
+    @property
+    def committed(self) -> int | None:
+        held = self.machine.channels[CHANNEL].committed
+        return held.version if held else None
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        view = self.machine.status(self.now).channels[CHANNEL]
+        return tuple(sorted(name for name, engine in view.engines.items() if engine.ready))
+
+    def note(self, line: str) -> None:
+        self.transcript.append(line)
+
+
+_LOUD = ("epoch", "version", "code", "outcome", "step", "health", "transport", "reason", "offers", "receivers", "failed")
+
+
+def brief(message: msgspec.Struct) -> str:
+    """One line about a message: its name and the fields that tell the story."""
+    told: list[str] = []
+    if isinstance(message, RoundClosed):
+        message = message.done
+    for name in _LOUD:
+        value = getattr(message, name, None)
+        if value in (None, "", {}, ()):
+            continue
+        if name == "receivers":
+            value = ",".join(f"{r.engine}/{r.transport}" for r in value)
+        elif name == "offers":
+            value = ",".join(str(offer.transport) for offer in value)
+        told.append(f"{name}={value}")
+    if isinstance(message, RoundDone):
+        told.extend(f"{report.engine}={report.outcome}" for report in message.engines)
+    return " ".join([type(message).__name__, *told])
