@@ -144,7 +144,7 @@ class Application:
         self._paused_at: float | None = None
         self._tried_at = float("-inf")
 
-    # -- the door ---------------------------------------------------------------------------------------------------
+    # -- the door -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
         """Take `event`, which happened at `now`, and say what is to be done about it, in order."""
@@ -185,7 +185,7 @@ class Application:
         if self._waiting is not None:
             assert self._running is not None, "a command waits for nothing"
 
-    # -- commands ---------------------------------------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------------
 
     def _command(self, message: ToEngine, now: float) -> tuple[Effect, ...]:
         """Fencing, then repetition, then the command itself."""
@@ -431,7 +431,7 @@ class Application:
         )
         return Remember(self._record)
 
-    # -- the coordinator and the server come and go -----------------------------------------------------------------
+    # -- the coordinator and the server come and go -------------------------------------------------------------------
 
     def _welcomed(self, welcome: Welcome) -> tuple[Effect, ...]:
         """Keep weights and pause as they are: the coordinator settles every engine after its Hello."""
@@ -486,7 +486,7 @@ class Application:
         )
         return (Answer(failed), Note("server_lost", reason))
 
-    # -- what the agent does by itself ------------------------------------------------------------------------------
+    # -- what the agent does by itself --------------------------------------------------------------------------------
 
     def _tick(self, heard_at: float, now: float) -> tuple[Effect, ...]:
         """The pause lease: a clean server must not stay paused because the coordinator is gone."""

@@ -19,11 +19,13 @@ _CONNECT_S: Final = 5.0
 class Observer(Protocol):
     """Hears of every call, on the thread that made it."""
 
-    def __call__(self, call: str, seconds: float, *, failed: bool) -> None: ...
+    def __call__(self, call: str, seconds: float, *, failed: bool) -> None:
+        """`call` took so long."""
+        ...
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """What the server asks for. Where it has an admin key, admin endpoints take only that, and others only the first."""
+    """What the server asks for. Where it has an admin key, admin endpoints take only that, the others never."""
 
     api: str = ""
     admin: str = ""

@@ -47,7 +47,9 @@ _log = structlog.get_logger(__name__)
 class Blobs(Protocol):
     """Where manifests and digest tables come from."""
 
-    def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes: ...
+    def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
+        """The blob of that digest."""
+        ...
 
 
 class Worker:
@@ -80,7 +82,7 @@ class Worker:
             result = self._perform(operation)
         except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
             result = Broken(str(error) or type(error).__name__, self._touched(operation))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)
             result = Broken(f"{type(error).__name__}: {error}", self._touched(operation))
         self._meters.observe(STEP_SECONDS, time.monotonic() - started, step=step)
@@ -118,7 +120,7 @@ class Worker:
                 self._release(version, flush=flush, deadline_s=deadline_s)
         return Finished()
 
-    # -- before ---------------------------------------------------------------------------------------------------------
+    # -- before -------------------------------------------------------------------------------------------------------
 
     def _read(self, manifest: str, table: str, deadline_s: float) -> tuple[Manifest, DigestTable]:
         if self.blobs is None:
@@ -142,7 +144,7 @@ class Worker:
             self._fits.add(key)
         return layout, digests
 
-    # -- the transfer -----------------------------------------------------------------------------------------------------
+    # -- the transfer -------------------------------------------------------------------------------------------------
 
     def _receive(self, command: Transfer, folder: str) -> Result:
         started = time.monotonic()
@@ -171,7 +173,7 @@ class Worker:
         except ServerError as error:
             _log.warning("end_weight_update_failed", reason=str(error))
 
-    # -- after ------------------------------------------------------------------------------------------------------------
+    # -- after --------------------------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
         _, table = self._read(command.manifest, command.table, VERIFY_S)
