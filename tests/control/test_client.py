@@ -1,0 +1,460 @@
+"""The client against real sockets and a scripted coordinator that loses, doubles, forgets and dies."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from weightbus.control.bus import RouterBus, ServerKeys, new_keypair, public_of
+from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.errors import (
+    BlobMismatch,
+    ClientClosed,
+    CoordinatorUnreachable,
+    Malformed,
+    RequestRefused,
+)
+from weightbus.control.events import Peer
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
+from weightbus.control.keys import AGENTS, COORDINATOR, CurveFiles, write_pair
+from weightbus.control.links import Received
+from weightbus.control.memory_bus import MemoryBus
+from weightbus.control.messages import (
+    MAX_PAGE_BYTES,
+    Abort,
+    Ack,
+    Acquire,
+    Alive,
+    BlobPage,
+    Bye,
+    Code,
+    GetBlob,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Message,
+    PutBlob,
+    Refused,
+    Role,
+    Status,
+    ToAgent,
+    Welcome,
+)
+from weightbus.control.session import Timing
+
+QUICK = Timing(resend_first_s=0.05, resend_max_s=0.1, silence_s=0.5)
+ABORT = Abort(channel=Channel("c"), epoch=Epoch(1), reason="", deadline_s=1.0)
+DEADLINE_S = 10.0
+
+
+class Coordinator:
+    """Answers on a thread, as it is told to."""
+
+    def __init__(self, port: int = 0, boot: int = 1, keys: ServerKeys | None = None) -> None:
+        self.bus = RouterBus("127.0.0.1", port, 0, keys)
+        self.port = self.bus.router_port
+        self.boot = boot
+        self.seen: list[Message] = []
+        self.peers: list[Peer] = []
+        self.blobs: dict[str, bytes] = {}
+        self.pages: dict[str, dict[int, bytes]] = {}
+        self.answer: Callable[[Received], tuple[ToAgent, bytes | None] | None] = self.usual
+        self.copies = 1
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def usual(self, item: Received) -> tuple[ToAgent, bytes | None] | None:  # noqa: PLR0911  # one for each message
+        message = item.message
+        if isinstance(message, Hello):
+            self.peers.append(item.peer)
+            return self.welcome(message), None
+        if item.peer not in self.peers:
+            return Refused(request=RequestId("heartbeat"), code=Code.UNKNOWN_AGENT, reason="say Hello first"), None
+        match message:
+            case Heartbeat():
+                return Alive(seq=message.seq, boot=self.boot), None
+            case PutBlob():
+                self._put(message, item.blob or b"")
+                return Ack(request=message.request), None
+            case GetBlob():
+                return self._page(message)
+            case GetStatus():
+                return Status(request=message.request), b"{}"
+            case Acquire():
+                return Ack(request=message.request), None
+            case _:
+                return None
+
+    def welcome(self, hello: Hello) -> Welcome:
+        return Welcome(
+            request=hello.request, boot=self.boot, epoch=Epoch(0), committed=None, heartbeat_s=0.05, silence_s=0.5
+        )
+
+    def wait_for(self, found: Callable[[], bool]) -> None:
+        """Until `found`, by what was seen."""
+        end = time.monotonic() + DEADLINE_S
+        pause = threading.Event()
+        while not found():
+            assert time.monotonic() < end, f"seen: {self.seen[-5:]}"
+            pause.wait(0.01)
+
+    def count(self, kind: type[Message]) -> int:
+        return sum(isinstance(each, kind) for each in self.seen)
+
+    def die(self) -> None:
+        """As by SIGKILL: no farewell."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self.bus.wake()
+        self._thread.join()
+        self.bus.close()
+
+    def _put(self, message: PutBlob, data: bytes) -> None:
+        pages = self.pages.setdefault(message.digest, {})
+        pages[message.page] = data
+        if len(pages) == message.pages:
+            self.blobs[message.digest] = b"".join(pages[page] for page in range(message.pages))
+
+    def _page(self, message: GetBlob) -> tuple[ToAgent, bytes | None]:
+        blob = self.blobs[message.digest]
+        pages = max(1, -(-len(blob) // MAX_PAGE_BYTES))
+        data = blob[message.page * MAX_PAGE_BYTES : (message.page + 1) * MAX_PAGE_BYTES]
+        return BlobPage(request=message.request, digest=message.digest, page=message.page, pages=pages), data
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            for item in self.bus.poll(1.0):
+                assert isinstance(item, Received)
+                self.seen.append(item.message)
+                answer = self.answer(item)
+                for _ in range(self.copies if answer else 0):
+                    assert answer is not None
+                    self.bus.send(item.peer, *answer)
+
+
+def hello() -> Hello:
+    return Hello(
+        request=RequestId("filled in"),
+        agent=AgentId("friend"),
+        role=Role.OBSERVER,
+        channel=Channel("c"),
+        incarnation=Incarnation("1"),
+    )
+
+
+def client_of(port: int, curve: CurveFiles | None = None) -> BusClient:
+    return BusClient(BusSettings(endpoint=f"tcp://127.0.0.1:{port}", curve=curve, timing=QUICK), hello)
+
+
+@pytest.fixture
+def there() -> Iterator[Coordinator]:
+    coordinator = Coordinator()
+    yield coordinator
+    coordinator.die()
+
+
+@pytest.fixture
+def client(there: Coordinator) -> Iterator[BusClient]:
+    with client_of(there.port) as each:
+        each.start(DEADLINE_S)
+        yield each
+
+
+def acquire(client: BusClient, deadline_s: float = DEADLINE_S) -> ToAgent:
+    return client.request(
+        Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1)), deadline_s=deadline_s
+    )
+
+
+def test_start_returns_the_welcome_and_heartbeats_follow(there: Coordinator, client: BusClient) -> None:
+    """The first Welcome is start's result, not in the inbox; heartbeats are sent without being asked for."""
+    assert client.welcome is not None
+    assert client.welcome.boot == 1
+    assert client.start(DEADLINE_S) is client.welcome
+    there.wait_for(lambda: there.count(Heartbeat) >= 3)
+    assert client.next(0.0) is None
+
+
+def test_requests_from_many_threads(there: Coordinator, client: BusClient) -> None:
+    """Each caller gets the answer to its own request."""
+    keys: set[RequestId] = set()
+
+    def ask() -> None:
+        for _ in range(10):
+            answer = acquire(client)
+            assert isinstance(answer, Ack)
+            keys.add(answer.request)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(keys) == 40
+    assert there.count(Acquire) >= 40
+
+
+def test_lost_answers_are_asked_for_again(there: Coordinator, client: BusClient) -> None:
+    """A request whose answers get lost is repeated with the same key until one arrives."""
+    lost = iter([True, True, False])
+    there.answer = lambda item: None if isinstance(item.message, Acquire) and next(lost) else there.usual(item)
+    acquire(client)
+    asked = [each for each in there.seen if isinstance(each, Acquire)]
+    assert len(asked) == 3
+    assert len({each.request for each in asked}) == 1
+
+
+def test_doubled_answers_and_commands_count_once(there: Coordinator, client: BusClient) -> None:
+    """Every answer twice: each request ends once, nothing is left in the inbox; a repeated command is read once."""
+    there.copies = 2
+    acquire(client)
+    acquire(client)
+    for _ in range(3):
+        there.bus.send(there.peers[0], ABORT)
+    acquire(client)
+    assert client.next(DEADLINE_S) == ABORT
+    assert client.next(0.05) is None
+
+
+def test_refusal_raises_with_its_code(there: Coordinator, client: BusClient) -> None:
+    """The caller learns code, reason and when to try again."""
+    there.answer = lambda item: (
+        (Refused(request=item.message.request, code=Code.LEASE_HELD, reason="t1 has it", retry_after_s=1.5), None)
+        if isinstance(item.message, Acquire)
+        else there.usual(item)
+    )
+    with pytest.raises(RequestRefused, match="t1 has it") as refused:
+        acquire(client)
+    assert (refused.value.code, refused.value.retry_after_s) == (Code.LEASE_HELD, 1.5)
+
+
+def test_coordinator_dies_and_comes_back(there: Coordinator) -> None:
+    """A request made while it is away is answered after its return; the new Welcome is in the inbox."""
+    with client_of(there.port) as client:
+        client.start(DEADLINE_S)
+        port = there.port
+        there.die()
+        answers: list[ToAgent] = []
+        asking = threading.Thread(target=lambda: answers.append(acquire(client)))
+        asking.start()
+        back = Coordinator(port, boot=2)
+        try:
+            asking.join(DEADLINE_S)
+            assert isinstance(answers[0], Ack)
+            again = client.next(DEADLINE_S)
+            assert isinstance(again, Welcome)
+            assert again.boot == 2
+        finally:
+            back.die()
+
+
+def test_forgotten_agent_rejoins(there: Coordinator, client: BusClient) -> None:
+    """A coordinator that does not know the connection gets a Hello, then the request again."""
+    there.peers.clear()
+    assert isinstance(acquire(client), Ack)
+    assert isinstance(client.next(DEADLINE_S), Welcome)
+
+
+def test_silent_coordinator_gets_a_new_connection(there: Coordinator, client: BusClient) -> None:
+    """When nothing is heard for silence_s the socket is made anew: the coordinator sees another peer."""
+    deaf = there.peers[0]
+    there.answer = lambda item: None if item.peer == deaf else there.usual(item)
+    assert isinstance(acquire(client), Ack)
+    assert there.peers[-1] != deaf
+
+
+def test_absent_coordinator_is_a_typed_error() -> None:
+    """Start raises in time, names the endpoint and what to check; waiting longer is possible."""
+    with client_of(1) as client:
+        begun = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(CoordinatorUnreachable, match=r"tcp://127\.0\.0\.1:1.*weightbus coordinator"):
+                client.start(0.1)
+        assert time.monotonic() - begun < DEADLINE_S / 2
+        with pytest.raises(CoordinatorUnreachable, match="Acquire"):
+            acquire(client, deadline_s=0.1)
+
+
+def test_refused_hello_ends_the_client(there: Coordinator) -> None:
+    """A final refusal is raised by start, and by everything after it."""
+    there.answer = lambda item: (
+        (Refused(request=item.message.request, code=Code.NOT_ALLOWED, reason="not you"), None)
+        if isinstance(item.message, Hello)
+        else None
+    )
+    with client_of(there.port) as client:
+        for call in (lambda: client.start(DEADLINE_S), lambda: acquire(client), lambda: client.next(DEADLINE_S)):
+            with pytest.raises(RequestRefused, match="not you"):
+                call()
+
+
+def test_taken_name_is_waited_for(there: Coordinator) -> None:
+    """A name that is free again a moment later is got by waiting; one that is not is named as the reason."""
+    refusals = iter([True, False])
+
+    def answer(item: Received) -> tuple[ToAgent, bytes | None] | None:
+        if isinstance(item.message, Hello) and next(refusals, True):
+            reason = "another process has it"
+            key = item.message.request
+            return Refused(request=key, code=Code.NAME_TAKEN, reason=reason, retry_after_s=0.05), None
+        return there.usual(item)
+
+    there.answer = answer
+    with client_of(there.port) as client:
+        assert client.start(DEADLINE_S).boot == 1
+    with client_of(there.port) as late, pytest.raises(RequestRefused, match="another process"):
+        late.start(0.3)
+
+
+def test_close_says_bye_at_once(there: Coordinator) -> None:
+    """Closing takes less than a second, says Bye, and raises for whoever still waits."""
+    client = client_of(there.port)
+    client.start(DEADLINE_S)
+    there.answer = lambda item: None if isinstance(item.message, Acquire) else there.usual(item)
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            acquire(client)
+        except ClientClosed as error:
+            errors.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    there.wait_for(lambda: there.count(Acquire) > 0)
+    begun = time.monotonic()
+    client.close()
+    assert time.monotonic() - begun < 1.0
+    asking.join()
+    assert len(errors) == 1
+    there.wait_for(lambda: there.count(Bye) == 1)
+    client.close()
+    with pytest.raises(ClientClosed):
+        acquire(client)
+    with pytest.raises(ClientClosed):
+        client.next(DEADLINE_S)
+
+
+def test_closing_what_was_never_started() -> None:
+    """It releases what it holds, and is closed."""
+    client = client_of(1)
+    client.close()
+    with pytest.raises(ClientClosed):
+        client.start(0.1)
+
+
+def test_blobs_travel_in_pages(there: Coordinator, client: BusClient) -> None:
+    """What was put comes back whole; what the coordinator is known to have is not sent again."""
+    blob = bytes(range(256)) * 5000
+    digest = client.put_blob(blob)
+    assert digest == hashlib.sha256(blob).hexdigest()
+    assert there.blobs[digest] == blob
+    puts = there.count(PutBlob)
+    assert puts == 3
+    client.put_blob(blob)
+    assert there.count(PutBlob) == puts
+    assert client.get_blob(digest) == blob
+    gets = there.count(GetBlob)
+    assert client.get_blob(digest) == blob
+    assert there.count(GetBlob) == gets
+    assert client.get_blob(client.put_blob(b"")) == b""
+    assert client.status() == b"{}"
+
+
+def test_changed_blob_is_refused(there: Coordinator, client: BusClient) -> None:
+    """Bytes that do not hash to the digest never reach the caller."""
+    digest = Digest("0" * 64)
+    there.blobs[digest] = b"something else"
+    with pytest.raises(BlobMismatch):
+        client.get_blob(digest)
+
+
+def test_forgotten_blob_is_put_again(there: Coordinator, client: BusClient) -> None:
+    """After UNKNOWN_BLOB, put_blob sends everything anew."""
+    client.put_blob(b"x")
+    there.answer = lambda item: (
+        (Refused(request=item.message.request, code=Code.UNKNOWN_BLOB, reason="put it first"), None)
+        if isinstance(item.message, Acquire)
+        else there.usual(item)
+    )
+    with pytest.raises(RequestRefused):
+        acquire(client)
+    client.put_blob(b"x")
+    assert there.count(PutBlob) == 2
+
+
+def test_friend_with_a_key(tmp_path: Path) -> None:
+    """With keys the client joins; with a stranger's key it learns that it is not heard."""
+    write_pair(tmp_path, COORDINATOR, new_keypair, public_of)
+    write_pair(tmp_path / AGENTS, "friend", new_keypair, public_of)
+    write_pair(tmp_path / "elsewhere", "friend", new_keypair, public_of)
+    coordinator = Coordinator(keys=ServerKeys.read(tmp_path))
+    try:
+        with client_of(coordinator.port, CurveFiles.of(tmp_path, "friend")) as friend:
+            assert friend.start(DEADLINE_S).boot == 1
+        stranger = CurveFiles(tmp_path / "elsewhere" / "friend.key", tmp_path / f"{COORDINATOR}.pub")
+        with client_of(coordinator.port, stranger) as other, pytest.raises(CoordinatorUnreachable, match="public key"):
+            other.start(0.5)
+    finally:
+        coordinator.die()
+
+
+def test_unreadable_message_is_the_callers_error(client: BusClient) -> None:
+    """A message that nobody could read raises where it was made, and the client lives on."""
+    with pytest.raises(Malformed):
+        client.request(Acquire(request=client.new_request(), channel=Channel("no name"), version=Version(1)))
+    with pytest.raises(TypeError, match="post"):
+        client.request(Bye())
+    assert isinstance(acquire(client), Ack)
+
+
+def test_posted_message_arrives(there: Coordinator, client: BusClient) -> None:
+    """What needs no answer is sent as it is."""
+    client.post(Bye(reason="tired"))
+    there.wait_for(lambda: Bye(reason="tired") in there.seen)
+
+
+def test_broken_callback_is_heard_of() -> None:
+    """When `hello` raises, whoever waits learns why instead of waiting for ever."""
+
+    def broken() -> Hello:
+        raise KeyError("url")
+
+    client = BusClient(BusSettings(timing=QUICK), broken, link=MemoryBus().link())
+    with pytest.raises(ClientClosed, match="KeyError"):
+        client.start(DEADLINE_S)
+    client.close()
+
+
+def test_own_heartbeat_is_sent_with_a_number() -> None:
+    """The agent says what it is, the client counts."""
+    bus = MemoryBus()
+    beats: list[Heartbeat] = []
+
+    def answer() -> None:
+        while len(beats) < 2:
+            for item in bus.poll(1.0):
+                assert isinstance(item, Received)
+                if isinstance(item.message, Hello):
+                    key = item.message.request
+                    welcome = Welcome(
+                        request=key, boot=1, epoch=Epoch(0), committed=None, heartbeat_s=0.01, silence_s=5.0
+                    )
+                    bus.send(item.peer, welcome)
+                elif isinstance(item.message, Heartbeat):
+                    beats.append(item.message)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    client = BusClient(BusSettings(timing=QUICK), hello, lambda: Heartbeat(seq=0, epoch=Epoch(9)), link=bus.link())
+    with client:
+        client.start(DEADLINE_S)
+        thread.join(DEADLINE_S)
+    assert [(beat.seq, beat.epoch) for beat in beats] == [(1, 9), (2, 9)]

@@ -1,0 +1,238 @@
+"""The agent's conversation, without sockets or clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightbus.control.errors import CoordinatorUnreachable, Malformed, RequestRefused, WrongProtocol
+from weightbus.control.ids import Channel, Epoch, RequestId, Version
+from weightbus.control.messages import Abort, Ack, Acquire, Alive, Code, Refused, Welcome
+from weightbus.control.session import (
+    Asked,
+    Connect,
+    Deliver,
+    Effect,
+    Event,
+    Garbled,
+    GiveUp,
+    Heard,
+    Join,
+    Phase,
+    Reject,
+    Resolve,
+    SayAlive,
+    SayHello,
+    Session,
+    Ticked,
+    Timing,
+    Transmit,
+)
+
+KEY = RequestId("r1")
+ACQUIRE = Acquire(request=KEY, channel=Channel("c"), version=Version(1))
+
+
+class Conversation:
+    """A session and the time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.session = Session("tcp://there:1", "me", Timing(), self.now)
+        self.key = RequestId("")
+
+    def __call__(self, event: Event) -> tuple[Effect, ...]:
+        effects = self.session.handle(event, self.now)
+        for each in effects:
+            if isinstance(each, SayHello):
+                self.key = each.key
+        return effects
+
+    def after(self, seconds: float) -> tuple[Effect, ...]:
+        self.now += seconds
+        return self(Ticked())
+
+    def welcome(self, boot: int = 1) -> tuple[Effect, ...]:
+        return self(
+            Heard(Welcome(request=self.key, boot=boot, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=10.0))
+        )
+
+    def ask(self, deadline_s: float = 30.0) -> tuple[Effect, ...]:
+        return self(Asked(KEY, ACQUIRE, None, self.now + deadline_s, deadline_s))
+
+
+@pytest.fixture
+def talk() -> Conversation:
+    return Conversation()
+
+
+@pytest.fixture
+def joined(talk: Conversation) -> Conversation:
+    talk(Ticked())
+    talk.welcome()
+    return talk
+
+
+def refusal(code: Code, key: RequestId = KEY, retry_after_s: float = 0.0) -> Heard:
+    return Heard(Refused(request=key, code=code, reason="because", retry_after_s=retry_after_s))
+
+
+def test_hello_is_repeated_under_one_key_until_welcomed(talk: Conversation) -> None:
+    """A lost Hello is said again, more and more slowly; requests wait for the Welcome."""
+    assert talk(Ticked()) == (Connect(), SayHello(talk.key))
+    first = talk.key
+    assert talk.ask() == ()
+    assert talk(Ticked()) == ()
+    assert talk.after(0.02) == (SayHello(first),)
+    assert talk.after(0.03) == ()
+    assert talk.after(0.01) == (SayHello(first),)
+    effects = talk.welcome()
+    assert [type(each) for each in effects] == [Join, Transmit]
+    assert talk.welcome() == ()
+
+
+def test_request_is_repeated_until_answered_once(joined: Conversation) -> None:
+    """The same bytes go again after half a second, then one, then two; a second answer is dropped."""
+    sent = (Transmit(ACQUIRE, None),)
+    assert joined.ask() == sent
+    assert joined.after(0.4) == ()
+    assert joined.after(0.1) == sent
+    assert joined.after(0.9) == (SayAlive(1),)
+    assert joined.after(0.1) == sent
+    ack = Ack(request=KEY)
+    assert joined(Heard(ack)) == (Resolve(KEY, ack, None),)
+    assert joined(Heard(ack)) == ()
+    assert joined.session.pending == {}
+
+
+def test_heartbeats_follow_the_welcome(joined: Conversation) -> None:
+    """One every heartbeat_s, counted."""
+    assert joined.after(0.9) == ()
+    assert joined.after(0.1) == (SayAlive(1),)
+    assert joined.after(1.0) == (SayAlive(2),)
+
+
+def test_silence_means_a_new_connection(joined: Conversation) -> None:
+    """After silence_s without a word: connect, Hello under a new key, and everything unanswered again."""
+    joined.ask()
+    old = joined.key
+    joined.after(5.0)
+    joined(Heard(Alive(seq=1, boot=1)))
+    assert Connect() not in joined.after(9.9)
+    effects = joined.after(0.1)
+    assert Connect() in effects
+    assert joined.key != old
+    assert joined.session.phase is Phase.JOINING
+    assert Transmit(ACQUIRE, None) in joined.welcome(boot=2)
+
+
+def test_forgotten_agent_says_hello_again_once(joined: Conversation) -> None:
+    """However many of its messages are refused as a stranger's, one Hello follows."""
+    joined.ask()
+    effects = joined(refusal(Code.UNKNOWN_AGENT, RequestId("heartbeat")))
+    assert effects == (SayHello(joined.key),)
+    assert joined(refusal(Code.UNKNOWN_AGENT)) == ()
+    assert Transmit(ACQUIRE, None) in joined.welcome(boot=2)
+
+
+def test_refused_request_raises_for_its_caller_only(joined: Conversation) -> None:
+    """The caller gets code, reason and when to try again."""
+    joined.ask()
+    (effect,) = joined(refusal(Code.LEASE_HELD, retry_after_s=2.0))
+    assert isinstance(effect, Reject)
+    assert isinstance(effect.error, RequestRefused)
+    assert (effect.error.code, effect.error.retry_after_s) == (Code.LEASE_HELD, 2.0)
+    assert joined.session.phase is Phase.JOINED
+
+
+def test_unanswered_request_ends_at_its_deadline(talk: Conversation) -> None:
+    """A request that nobody answers raises, and names the endpoint, the time and what was found."""
+    talk(Ticked())
+    talk.ask(deadline_s=2.0)
+    effects = talk.after(2.0)
+    (rejected,) = [each for each in effects if isinstance(each, Reject)]
+    assert isinstance(rejected.error, CoordinatorUnreachable)
+    assert "tcp://there:1" in str(rejected.error)
+    assert "2.0 s" in str(rejected.error)
+    assert "nothing was heard" in str(rejected.error)
+
+
+def test_unanswered_by_a_live_coordinator_says_so(joined: Conversation) -> None:
+    """The error tells a deaf coordinator from an absent one, and one that fell silent from both."""
+    assert "connected, and last heard of" in str(joined.session.unreachable("Acquire", 1.0, joined.now))
+    joined.after(10.0)
+    assert "connection lost" in str(joined.session.unreachable("Acquire", 1.0, joined.now))
+
+
+def test_taken_name_is_asked_for_again(talk: Conversation) -> None:
+    """A refusal that passes with time is waited out, under a new key; meanwhile it is the error."""
+    talk(Ticked())
+    first = talk.key
+    assert talk(refusal(Code.NAME_TAKEN, first, retry_after_s=3.0)) == ()
+    assert talk.after(2.9) == ()
+    error = talk.session.unreachable("Hello", 3.0, talk.now)
+    assert isinstance(error, RequestRefused)
+    assert error.code is Code.NAME_TAKEN
+    assert talk.after(0.1) == (SayHello(talk.key),)
+    assert talk.key != first
+    assert isinstance(talk.welcome()[0], Join)
+    assert talk.session.refusal is None
+
+
+@pytest.mark.parametrize("code", [Code.NOT_ALLOWED, Code.PROTOCOL_MISMATCH])
+def test_final_refusal_ends_everything(talk: Conversation, code: Code) -> None:
+    """What repeating cannot mend ends the session: every request, now and later, raises it."""
+    talk(Ticked())
+    talk.ask()
+    rejected, over = talk(refusal(code, talk.key))
+    assert isinstance(rejected, Reject)
+    assert isinstance(over, GiveUp)
+    assert isinstance(talk.ask()[0], Reject)
+    assert talk.after(100.0) == ()
+    assert talk.session.next_deadline() == float("inf")
+    assert talk.session.unreachable("Hello", 1.0, talk.now) is over.error
+
+
+def test_other_protocol_ends_everything(talk: Conversation) -> None:
+    """An answer of another protocol number names both numbers instead of timing out."""
+    talk(Ticked())
+    (over,) = talk(Garbled(WrongProtocol(2, 1)))
+    assert isinstance(over, GiveUp)
+    assert isinstance(over.error, WrongProtocol)
+
+
+def test_garbage_is_told_in_the_error(talk: Conversation) -> None:
+    """Noise on the line is not swallowed: it is part of the error that follows."""
+    talk(Ticked())
+    assert talk(Garbled(Malformed("what a mess"))) == ()
+    assert "what a mess" in str(talk.session.unreachable("Hello", 1.0, talk.now))
+
+
+def test_commands_are_delivered(joined: Conversation) -> None:
+    """What is no answer goes to the agent."""
+    abort = Abort(channel=Channel("c"), epoch=Epoch(1), reason="", deadline_s=1.0)
+    assert joined(Heard(abort)) == (Deliver(abort),)
+
+
+def test_late_refusals_change_nothing(joined: Conversation) -> None:
+    """A refusal of what is not waited for, or of a Hello long welcomed, is dropped."""
+    assert joined(refusal(Code.LEASE_HELD)) == ()
+    assert joined(refusal(Code.NAME_TAKEN, joined.key)) == ()
+    assert joined.session.phase is Phase.JOINED
+
+
+def test_refusal_of_an_unreadable_message_does_not_end_a_hello(talk: Conversation) -> None:
+    """Without its key nobody knows what was refused: Hello goes on."""
+    talk(Ticked())
+    assert talk(refusal(Code.NOT_ALLOWED, RequestId("rejected"))) == ()
+    assert talk.session.phase is Phase.JOINING
+
+
+def test_deadlines_name_the_next_duty(joined: Conversation) -> None:
+    """The driver may sleep until `next_deadline`: nothing is due before, something is due then."""
+    joined.ask(deadline_s=100.0)
+    for _ in range(50):
+        due = joined.session.next_deadline()
+        assert due > joined.now
+        assert joined.after((due - joined.now) * 0.5) == ()
+        joined.now = due
+        assert joined(Ticked()) != ()
