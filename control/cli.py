@@ -1,6 +1,6 @@
 """The console command ``weightbus``: finds its subcommands, parses, runs, and turns errors into one clear line.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration; 130 interrupted, 141 nobody reads, as shells count.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `weightbus status | head`: the reader has seen enough
+        return 141
     except Exception as error:  # noqa: BLE001  # the edge of the program: every error becomes a line and a code
         return _explain(error, debug="--debug" in arguments)
     return code

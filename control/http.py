@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Final
 
 import msgspec
+import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -113,9 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             answer = route()
-        except Exception:
-            self._reply(_text(HTTPStatus.INTERNAL_SERVER_ERROR, "this page could not be made"))
-            raise
+        except Exception:  # noqa: BLE001  # whatever it was, this page is all that it may cost
+            structlog.get_logger("http").exception("page_failed", path=self.path)
+            answer = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this page could not be made")
         self._reply(answer)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the name is the base class's

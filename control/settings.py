@@ -149,8 +149,8 @@ def _from_environ(known: Mapping[str, Field], section: str, environ: Mapping[str
             continue
         name = variable.removeprefix(prefix).lower()
         if name not in known or variable != prefix + name.upper():
-            valid = [prefix + each.upper() for each in known]
-            raise ConfigurationError(f"environment variable {variable} is not a setting{_nearest(variable, valid)}")
+            advice = _nearest(name.upper(), [each.upper() for each in known])
+            raise ConfigurationError(f"environment variable {variable}: section {section} has no such setting{advice}")
         layer[name] = (raw, Origin(Source.ENVIRONMENT, variable))
     return layer
 

@@ -1,0 +1,236 @@
+"""The command line: what it finds, how it fails, and the four commands of the control side."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from rich.console import Console
+
+from weightbus.control import cli, commands, settings, status_view
+from weightbus.control.cli import BUILT_IN, GROUP, main
+from weightbus.control.errors import WeightbusError
+from weightbus.control.telemetry import METRICS, Side
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [each for each in os.environ if each.startswith("WEIGHTBUS_")]:
+        monkeypatch.delenv(name)
+    yield
+    structlog.reset_defaults()
+
+
+class Probe:
+    """A command that does what the test says."""
+
+    help = "does what it is told"
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """No flags."""
+
+    def run(self, _args: argparse.Namespace) -> int:
+        """Fail or succeed."""
+        if self.error is not None:
+            raise self.error
+        return 0
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Probe:
+    probe = Probe()
+    monkeypatch.setattr(cli, "table", lambda: {"probe": "here:probe"})
+    monkeypatch.setattr(cli, "load_command", lambda *_: probe)
+    return probe
+
+
+def test_table_is_the_one_of_the_distribution() -> None:
+    """What a tree that is not installed knows is what pyproject.toml declares."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"][GROUP] == BUILT_IN
+    assert project["scripts"]["weightbus"] == "weightbus.control.cli:main"
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those whose packages are missing: with what to install."""
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in BUILT_IN)
+
+
+def test_command_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says what is missing and which extra brings it; the other commands are listed all the same."""
+    monkeypatch.setattr(cli, "table", lambda: {"demo": "weightbus.nowhere:demo", "version": BUILT_IN["version"]})
+    assert main(["demo"]) == 2
+    assert "pip install 'weightbus[demo]'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "not available" in capsys.readouterr().out
+    monkeypatch.setattr(cli, "table", lambda: {"odd": "weightbus.control.cli:GROUP"})
+    assert main(["odd"]) == 2
+    assert "not a weightbus command" in capsys.readouterr().err
+
+
+def test_errors_are_one_line(probe: Probe, capsys: pytest.CaptureFixture[str]) -> None:
+    """No traceback unless asked for; what was not foreseen says its type and how to see more."""
+    assert main(["probe"]) == 0
+    probe.error = WeightbusError("the coordinator is away")
+    assert main(["probe"]) == 1
+    assert capsys.readouterr().err == "weightbus: error: the coordinator is away\n"
+    probe.error = KeyError("surprise")
+    assert main(["probe"]) == 1
+    assert "KeyError: 'surprise'" in (text := capsys.readouterr().err)
+    assert "--debug" in text
+    assert main(["probe", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+    assert main(["--debug", "probe"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt_and_closed_pipe(probe: Probe, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C and a reader that has seen enough are no errors worth a message."""
+    probe.error = KeyboardInterrupt()
+    assert main(["probe"]) == 130
+    probe.error = BrokenPipeError()
+    assert main(["probe"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["version", "--nonsense"]])
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and the usage."""
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert left.value.code == 2
+    assert "usage: weightbus" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["coordinator", "status", "keygen", "version"])
+def test_every_command_shows_its_settings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--check-config prints a section that can be read as a file, and does nothing else."""
+    assert main([command, "--check-config"]) == 0
+    (section,) = tomllib.loads(capsys.readouterr().out)
+    assert section == command
+    assert section in settings.SECTIONS
+
+
+def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
+    """The coordinator's settings are counted: more of them must be worth it."""
+    assert main(["coordinator", "--check-config", "--journal", "x.sqlite"]) == 0
+    shown = tomllib.loads(capsys.readouterr().out)["coordinator"]
+    assert shown["journal"] == "x.sqlite"
+    assert len(shown) == 21
+
+
+def test_wrong_setting_is_a_configuration_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, and the flag is named."""
+    assert main(["coordinator", "--router-port", "many"]) == 2
+    assert "--router-port" in capsys.readouterr().err
+
+
+def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Makes what is missing, keeps what exists, and says which is which."""
+    folder = tmp_path / "keys"
+    assert main(["keygen", "--keys", str(folder), "t0", "e0"]) == 0
+    assert capsys.readouterr().out.count("created") == 3
+    assert main(["keygen", "--keys", str(folder), "--agents", "e0,e1", "--no-coordinator"]) == 0
+    out = capsys.readouterr().out
+    assert (out.count("created"), out.count("kept")) == (1, 1)
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
+    pairs = ["coordinator", "agents/t0", "agents/e0", "agents/e1"]
+    assert names == sorted(f"{pair}.{half}" for pair in pairs for half in ("key", "pub"))
+    assert main(["keygen", "--keys", str(folder), "../escape"]) == 2
+    assert "not a name" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Says what is installed, and what is not, without importing it."""
+    assert main(["version"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert "CURVE" in lines["libzmq"]
+    assert set(lines) == {"weightbus", "python", "libzmq", *commands.PACKAGES}
+
+
+def test_status_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    """A coordinator that is away is one clear line; an address that is none is a configuration error."""
+    assert main(["status", "--url", "http://127.0.0.1:1"]) == 1
+    assert "http://127.0.0.1:1" in capsys.readouterr().err
+    assert main(["status", "--url", "ftp://x"]) == 2
+
+
+def test_status_for_people() -> None:
+    """Channels, lease, round and every engine with the reason why it is not ready."""
+    document = b"""{"boot":3,"read_only":true,"stopping":false,"agents":3,"blob_bytes":0,"channels":{"policy":{
+        "epoch":9,"committed":{"version":41,"manifest":"m","table":"t","epoch":8},
+        "lease":{"holder":"t0","epoch":9,"version":42,"remaining_s":9.0},
+        "round":{"state":"transferring","version":42,"epoch":9,"age_s":1.5,"engines":{"e0":"transferring"}},
+        "engines":{"e0":{"url":"http://e0","state":"dirty","version":null,"lag":41,"ready":false,
+            "reason":"half loaded","last_seen_s":0.5,"incarnation":"i","server_version":"0.5.23","tp":2,"pp":1,"dp":1,
+            "device":"cpu","transports":["local"]}},
+        "ready":[]}}}"""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(status_view.render(status_view.parse(document)))
+    text = console.export_text()
+    for part in ("READ-ONLY", "version 41", "lease t0", "transferring version 42", "half loaded", "dirty", "tp2"):
+        assert part in text
+    with pytest.raises(WeightbusError, match="not the status"):
+        status_view.parse(b"{}")
+
+
+def _get(url: str) -> bytes:
+    body: bytes = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5).read()
+    return body
+
+
+def _line_with(process: subprocess.Popen[str], event: str) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if event in line:
+            return line
+    pytest.fail(f"it ended without {event}")
+
+
+def test_coordinator_runs_until_told_to_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The real process: says where it listens, answers, shows every metric it has, and ends by SIGTERM with code 0."""
+    command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format", "json"]
+    command += ["--router-port", "0", "--pub-port", "0", "--http-port", "0", "--journal", str(tmp_path / "j.sqlite")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        try:
+            line = _line_with(process, "coordinator_started")
+            url = str(tomllib.loads("http = " + line.split('"http": ')[1].split(",")[0])["http"])
+            assert _get(f"{url}/healthz") == b"alive\n"
+            assert b"boot 1" in _get(f"{url}/readyz")
+            metrics = _get(f"{url}/metrics").decode()
+            assert all(
+                f"# TYPE {m.name.removesuffix('_total')}" in metrics for m in METRICS if m.side is Side.COORDINATOR
+            )
+            assert main(["status", "--url", url]) == 0
+            assert "boot 1" in capsys.readouterr().out
+            assert main(["status", "--url", url, "--json"]) == 0
+            assert '"boot":1' in capsys.readouterr().out
+            begun = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 0
+            assert time.monotonic() - begun < 10
+        finally:
+            process.kill()

@@ -1,0 +1,115 @@
+"""Key files: written once, private, and followed by the allow-list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightbus.control.bus import new_keypair, public_of
+from weightbus.control.errors import PeerKeyError
+from weightbus.control.keys import AllowList, CurveFiles, KeyPair, Written, read_public, read_secret, write_pair
+
+
+def write(folder: Path, name: str) -> Written:
+    return write_pair(folder, name, new_keypair, public_of)
+
+
+def test_pair_is_written_and_private(tmp_path: Path) -> None:
+    """The secret is for its owner only; both halves belong together."""
+    assert write(tmp_path, "e0") is Written.CREATED
+    secret, public = tmp_path / "e0.key", tmp_path / "e0.pub"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert public_of(read_secret(secret)) == read_public(public)
+    assert read_secret(secret) not in public.read_text()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    """A second run keeps the pair, and completes one whose public half was removed."""
+    write(tmp_path, "e0")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert write(tmp_path, "e0") is Written.KEPT
+    (tmp_path / "e0.pub").unlink()
+    assert write(tmp_path, "e0") is Written.COMPLETED
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_halves_that_do_not_belong_together(tmp_path: Path) -> None:
+    """Neither half is replaced: the message says which file to look at."""
+    write(tmp_path, "a")
+    write(tmp_path, "b")
+    (tmp_path / "a.pub").write_bytes((tmp_path / "b.pub").read_bytes())
+    with pytest.raises(PeerKeyError, match="does not belong"):
+        write(tmp_path, "a")
+    (tmp_path / "a.key").unlink()
+    with pytest.raises(PeerKeyError, match="another machine"):
+        write(tmp_path, "a")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b", "-x"])
+def test_names_that_are_no_file_names(tmp_path: Path, name: str) -> None:
+    """A name never leads out of the folder."""
+    with pytest.raises(PeerKeyError, match="not a name"):
+        write(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("first", "#%09az{]")
+def test_any_key_character_may_come_first(tmp_path: Path, first: str) -> None:
+    """Keys may hold the comment character: a comment is a line with a space in it."""
+    pair = KeyPair(first + "a" * 39, first + "b" * 39)
+    write_pair(tmp_path, "x", lambda: pair, lambda _: pair.public)
+    assert read_public(tmp_path / "x.pub") == pair.public
+    assert read_secret(tmp_path / "x.key") == pair.secret
+
+
+def test_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    """And the message says how to mend it."""
+    write(tmp_path, "e0")
+    (tmp_path / "e0.key").chmod(0o640)
+    with pytest.raises(PeerKeyError, match="chmod 600"):
+        read_secret(tmp_path / "e0.key")
+
+
+@pytest.mark.parametrize("content", [b"", b"short\n", b"\xff" * 40, b"a" * 40 + b"\n" + b"b" * 40 + b"\n"])
+def test_what_is_no_key_file(tmp_path: Path, content: bytes) -> None:
+    """Empty, short, binary or two keys: refused with what to do."""
+    (tmp_path / "x.pub").write_bytes(content)
+    with pytest.raises(PeerKeyError, match="weightbus keygen"):
+        read_public(tmp_path / "x.pub")
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    """The error names the file that is looked for."""
+    files = CurveFiles.of(tmp_path, "e7")
+    for path in (files.secret, files.coordinator):
+        with pytest.raises(PeerKeyError, match=path.name):
+            read_public(path)
+
+
+def test_allow_list_follows_its_folder(tmp_path: Path) -> None:
+    """Files that come and go are seen within a second, at once when asked to look."""
+    now = [0.0]
+    allow = AllowList(tmp_path, lambda: now[0])
+    write(tmp_path, "e0")
+    key = read_public(tmp_path / "e0.pub")
+    assert allow.agent_of(key) == "e0"
+    (tmp_path / "e0.pub").unlink()
+    assert allow.agent_of(key) == "e0"
+    assert allow.agent_of(key, fresh=True) is None
+    write(tmp_path, "e0")
+    now[0] = 0.5
+    assert allow.agent_of(key) is None
+    now[0] = 1.0
+    assert allow.agent_of(key) == "e0"
+
+
+def test_allow_list_fails_closed(tmp_path: Path) -> None:
+    """No folder, no files, or a broken file among good ones: whoever is not surely listed stays out."""
+    assert AllowList(tmp_path / "none").agent_of("a" * 40) is None
+    write(tmp_path, "e0")
+    (tmp_path / "broken.pub").write_text("half a key")
+    (tmp_path / "dangling.pub").symlink_to(tmp_path / "nothing")
+    assert AllowList(tmp_path).agent_of("a" * 40) is None
+    (tmp_path / "dangling.pub").unlink()
+    assert AllowList(tmp_path).agent_of(read_public(tmp_path / "e0.pub")) == "e0"
