@@ -11,12 +11,14 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Final
+from typing import Final, Protocol, cast
 
 import torch
-import torch.distributed as dist
+
+# torch.distributed has these names only where it was built with it, and type checkers do not see them there.
+from torch._C import _distributed_c10d as c10d
 
 from .deadline import Deadline
 from .errors import DeadlineExceeded, TransferFailed, Unsupported
@@ -41,31 +43,39 @@ def backend_for(device: torch.device) -> str:
     return "nccl"
 
 
-def serve_store(host: str) -> dist.TCPStore:
+def serve_store(host: str) -> c10d.TCPStore:
     """A rendezvous store on an ephemeral port of `host` alone."""
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port: int = listener.getsockname()[1]
-    return dist.TCPStore(
+    return c10d.TCPStore(
         host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
     )
+
+
+class _Backend(Protocol):
+    """What torch's stubs leave out of ProcessGroupGloo and ProcessGroupNCCL."""
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: c10d.BroadcastOptions) -> c10d.Work: ...
+
+    def abort(self) -> None: ...
 
 
 class BroadcastGroup:
     """Rank 0 of a group of `world_size` ranks."""
 
-    def __init__(self, name: str, device: torch.device, world_size: int, backend: dist.Backend) -> None:
+    def __init__(self, name: str, device: torch.device, world_size: int, backend: _Backend) -> None:
         self.name = name
         self.world_size = world_size
         self._device = device
-        self._backend = backend
+        self._backend: _Backend | None = backend
 
     @classmethod
     def form(  # noqa: PLR0917
-        cls, store: dist.Store, name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
+        cls, store: c10d.Store, name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
     ) -> BroadcastGroup:
         """Blocks until every rank has come (gloo) or until the first broadcast (nccl, which connects lazily)."""
         timeout = timedelta(seconds=deadline.check("the group to form"))
-        prefixed = dist.PrefixStore(f"{device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        prefixed = c10d.PrefixStore(f"{device.type}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
         try:
             if device.type == "cuda":
                 backend = _nccl(prefixed, world_size)
@@ -77,7 +87,9 @@ class BroadcastGroup:
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every rank; returns when it may be written again."""
-        options = dist.BroadcastOptions()
+        if self._backend is None:
+            raise TransferFailed(f"{self.name} was broken off")
+        options = c10d.BroadcastOptions()
         options.rootRank = ROOT
         options.rootTensor = 0
         options.timeout = timedelta(seconds=deadline.check("a broadcast to begin"))
@@ -90,7 +102,7 @@ class BroadcastGroup:
         except RuntimeError as error:
             raise TransferFailed(f"the broadcast over {self.name} broke: {error}") from error
 
-    def _wait(self, work: dist.Work, deadline: Deadline) -> None:
+    def _wait(self, work: c10d.Work, deadline: Deadline) -> None:
         while not work.is_completed():
             if not deadline.left():
                 raise DeadlineExceeded(f"every rank of {self.name} to take a broadcast", deadline.seconds)
@@ -98,23 +110,29 @@ class BroadcastGroup:
         work.wait()
 
     def abort(self) -> None:
-        """Break it off, also while another thread is in `broadcast`. The group is of no use afterwards."""
-        with contextlib.suppress(RuntimeError):  # a backend that cannot abort is torn down with its object
-            self._backend.abort()
+        """Break it off, also while another thread is in `broadcast`. The group is of no use afterwards.
+
+        NCCL returns from everything at once. Gloo cannot abort (2.13: a no-op) and closes its connections, which is what
+        frees the other ranks, with its object: now, or when a broadcast under way reaches its own deadline.
+        """
+        backend, self._backend = self._backend, None
+        if backend is not None and self._device.type == "cuda":
+            backend.abort()
 
 
-def _gloo(store: dist.Store, host: str, world_size: int, timeout: timedelta) -> dist.Backend:
-    options = dist.ProcessGroupGloo._Options()  # noqa: SLF001
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+def _gloo(store: c10d.Store, host: str, world_size: int, timeout: timedelta) -> _Backend:
+    make = cast("Callable[..., object]", c10d.ProcessGroupGloo)  # the stubs know only its form without options
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
     options._timeout = timeout  # noqa: SLF001
-    return dist.ProcessGroupGloo(store, ROOT, world_size, options)
+    return cast("_Backend", make(store, ROOT, world_size, options))
 
 
-def _nccl(store: dist.Store, world_size: int) -> dist.Backend:
-    options = dist.ProcessGroupNCCL.Options()
+def _nccl(store: c10d.Store, world_size: int) -> _Backend:
+    options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # noqa: SLF001  our deadlines decide; torch's watchdog would end the process
     with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-        return dist.ProcessGroupNCCL(store, ROOT, world_size, options)
+        return cast("_Backend", c10d.ProcessGroupNCCL(store, ROOT, world_size, options))
 
 
 @contextlib.contextmanager

@@ -17,14 +17,15 @@ from typing import Final, TypeVar
 
 import msgspec
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from .broadcast_group import BroadcastGroup, backend_for, serve_store
 from .deadline import Deadline
-from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
-from .meeting import POLL_S, Meeting
+from .errors import DataplaneError, PeerLost, TransferFailed
+from .meeting import POLL_S, Attendance, Meeting
 from .transport import Address, EngineServer, Peer, Receipt, Session, Slot
 
+_REASONS_S: Final = 0.3
 _LEAVE_S: Final = 5.0
 """How long a server may take to forget a group that is broken anyway."""
 
@@ -38,7 +39,7 @@ class DistributedSender:
         self._host = host
         self._channel = channel
         self._device = device
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._meeting: Meeting | None = None
         self._session: Session | None = None
         self._group: BroadcastGroup | None = None
@@ -66,7 +67,7 @@ class DistributedSender:
             self._meeting.clear(peer.engine for peer in self._peers)
         self._session, self._peers = session, tuple(peers)
         self._failed, self._sends, self._finished = {}, {}, False
-        self._meeting = Meeting.open(self._store, session.epoch)
+        self._meeting = Meeting(self._store, session.epoch)
         world_size = 1 + sum(peer.tp for peer in peers)
         host = f"[{self._host}]" if ":" in self._host else self._host
         return Address(f"tcp://{host}:{self._store.port}", self._group_name(), backend, world_size)
@@ -172,15 +173,29 @@ class DistributedSender:
             reason = meeting.heard("failed", peer.engine)
             if reason is not None:
                 self._failed[peer.engine] = reason
-                raise PeerLost(f"{peer.engine} gave up: {reason}")
+        if self._failed:
+            raise PeerLost("; ".join(f"{engine} gave up: {reason}" for engine, reason in self._failed.items()))
 
     def _fail_all(self, error: DataplaneError) -> None:
         """A group of which one member is lost is lost."""
+        self._hear_reasons()
         for peer in self._peers:
             self._failed.setdefault(peer.engine, str(error))
         if self._meeting is not None:
             self._meeting.announce("over", str(error))
         self._break_off()
+
+    def _hear_reasons(self) -> None:
+        """A broadcast breaks at once everywhere: whoever caused it gets a moment to say so."""
+        if self._meeting is None or self._session is None:
+            return
+        deadline = Deadline(_REASONS_S)
+        while deadline.left() and not self._failed:
+            try:
+                self._check_receivers()
+            except PeerLost:
+                return
+            time.sleep(POLL_S)
 
     def _break_off(self) -> None:
         if self._group is not None:
@@ -220,17 +235,23 @@ class DistributedReceiver:
         self._touched = False
         if self._server is not server:
             self._held, self._server = "", server
-        meeting = Meeting.attend(address.address, session.epoch, deadline)
+        meeting = Attendance(address.address, session.epoch, engine)
+        meeting.begin()
+        reason = ""
         try:
-            self._join(meeting, address, engine, rank_offset, server, deadline)
+            self._join(meeting, address, rank_offset, server, deadline)
             for index in range(len(session.manifest.buckets)):
                 self._touched = True
                 tensors = session.manifest.tensors_of(index)
                 self._call(meeting, f"bucket {index}", deadline, server.load_broadcast, self._held, tensors)
-            meeting.say("done", engine)
+            meeting.say("done", "", deadline)
         except Exception as error:
-            self._give_up(meeting, engine, server, error)
+            reason = f"{type(error).__name__}: {error}"
             raise
+        finally:
+            meeting.close(reason)
+            if reason:
+                self._abandon(server)
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=False)
 
     def close(self) -> None:
@@ -244,47 +265,32 @@ class DistributedReceiver:
             self._thread.shutdown(wait=False)
             self._thread = None
 
-    def _join(  # noqa: PLR0917
-        self,
-        meeting: Meeting,
-        address: Address,
-        engine: str,
-        rank_offset: int,
-        server: EngineServer,
-        deadline: Deadline,
+    def _join(
+        self, meeting: Attendance, address: Address, rank_offset: int, server: EngineServer, deadline: Deadline
     ) -> None:
-        meeting.say("came", engine, self._held)
-        while (group := meeting.announced("group")) is None:
-            self._check_sender(meeting)
-            time.sleep(min(POLL_S, deadline.check("the sender to name the group")))
+        meeting.say("came", self._held, deadline)
+        group = meeting.group(deadline)
         if group != self._held:
             if self._held:
                 server.leave_group(self._held, deadline.check("time to leave the old group"))
             self._held = group
             where = msgspec.structs.replace(address, group=group)
             self._call(meeting, f"the group {group} to form", deadline, server.join_group, where, rank_offset)
-        meeting.say("joined", engine)
+        meeting.say("joined", "", deadline)
 
     def _call(  # noqa: PLR0917
-        self, meeting: Meeting, what: str, deadline: Deadline, function: Callable[..., None], *arguments: object
+        self, meeting: Attendance, what: str, deadline: Deadline, function: Callable[..., None], *arguments: object
     ) -> None:
         """Call the server on another thread, so that a sender that dies or gives up is noticed meanwhile."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "weightbus-engine")
         answer = self._thread.submit(function, *arguments, deadline.check(what))
         while not _settle(answer, POLL_S):
-            self._check_sender(meeting)
-            if not deadline.left():
-                raise DeadlineExceeded(what, deadline.seconds)
+            meeting.check()
+            deadline.check(what)
         answer.result()
 
-    def _check_sender(self, meeting: Meeting) -> None:
-        if (over := meeting.announced("over")) is not None:
-            raise PeerLost(f"the sender gave up: {over}")
-
-    def _give_up(self, meeting: Meeting, engine: str, server: EngineServer, error: Exception) -> None:
-        with contextlib.suppress(PeerLost):  # a sender that is gone needs no telling
-            meeting.say("failed", engine, f"{type(error).__name__}: {error}"[:2048])
+    def _abandon(self, server: EngineServer) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None

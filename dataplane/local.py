@@ -103,7 +103,7 @@ class LocalSender:
             try:
                 receiver.connection.send(ready)
             except PeerLost as error:
-                self._drop(receiver, str(error))
+                self._bury(receiver, str(error))
         self._require_some()
 
     def reclaim(self, index: int, deadline_s: float) -> None:
@@ -215,13 +215,13 @@ class LocalSender:
         except OSError:  # another PID namespace, or gone this instant: the socket will tell
             return
         if pid != os.getpid():
-            self._selector.register(receiver.pidfd, selectors.EVENT_READ, lambda: self._bury(receiver))
+            self._selector.register(receiver.pidfd, selectors.EVENT_READ, lambda: self._bury(receiver, "its process died"))
 
-    def _bury(self, receiver: _Receiver) -> None:
-        """Its process died: what it said before that still counts."""
+    def _bury(self, receiver: _Receiver, reason: str) -> None:
+        """It is gone: what it said before that still counts, and knows the reason better."""
         while receiver.connection is not None:
             if not self._hear(receiver):
-                self._drop(receiver, "its process died")
+                self._drop(receiver, reason)
 
     def _hear(self, receiver: _Receiver) -> bool:
         """Take one message; False when there is none."""

@@ -147,7 +147,7 @@ class Connection:
 
     def _packet(self) -> bytes | None:
         try:
-            packet = self._socket.recv(MAX_PACKET + 1)
+            packet = self._receive()
         except (BlockingIOError, TimeoutError):
             return None
         except OSError as error:
@@ -157,6 +157,13 @@ class Connection:
         if len(packet) > MAX_PACKET:
             raise PeerLost(f"the peer sent a packet of more than {MAX_PACKET} bytes")
         return packet
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(MAX_PACKET + 1)
+        except ConnectionResetError:
+            # The peer closed without reading all we sent. What it said last comes after this error.
+            return self._socket.recv(MAX_PACKET + 1)
 
     def close(self) -> None:
         """Twice is fine."""

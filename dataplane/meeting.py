@@ -13,91 +13,144 @@ Keys of an epoch are deleted when the next one begins. A store that stops answer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import queue
+import threading
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Final
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
+# torch.distributed has these names only where it was built with it, and type checkers do not see them there.
+from torch._C._distributed_c10d import Store, TCPStore
 
 from .deadline import Deadline
 from .errors import PeerLost, StaleSession, TransferFailed
 
 POLL_S: Final = 0.02
-_PREFIX: Final = "weightbus/"
+_EPOCH: Final = "weightbus/epoch"
+_MAX_REASON: Final = 2048
+_CONNECT_S: Final = 30.0
+_GOODBYE_S: Final = 1.0
 _STEPS: Final = ("came", "joined", "done", "failed")
 
 
 class Meeting:
-    """The keys of one epoch, seen from either side."""
+    """The sender's side. The store is served by this very process, so nothing here waits for anybody."""
 
-    def __init__(self, store: dist.Store, epoch: int) -> None:
+    def __init__(self, store: Store, epoch: int) -> None:
         self._store = store
         self._epoch = epoch
-
-    @classmethod
-    def open(cls, store: dist.Store, epoch: int) -> Meeting:
-        """Sender: announce the epoch."""
-        meeting = cls(store, epoch)
-        meeting._put(f"{_PREFIX}epoch", str(epoch))
-        return meeting
-
-    @classmethod
-    def attend(cls, address: str, epoch: int, deadline: Deadline) -> Meeting:
-        """Receiver: connect to the store at `address`. Raises `PeerLost`, `StaleSession`."""
-        url = urlsplit(address)
-        if url.scheme != "tcp" or not url.hostname or not url.port:
-            raise TransferFailed(f"{address!r} is not the address of a distributed offer, expected tcp://host:port")
-        try:
-            store = dist.TCPStore(
-                url.hostname,
-                url.port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=deadline.check("the sender's store")),
-            )
-            found = int(store.get(f"{_PREFIX}epoch"))
-        except RuntimeError as error:
-            raise PeerLost(f"the sender's store at {address} does not answer: {error}") from error
-        if found != epoch:
-            raise StaleSession(found, epoch)
-        return cls(store, epoch)
-
-    def say(self, step: str, engine: str, value: str = "") -> None:
-        """Receiver: note that `engine` has reached `step`."""
-        self._put(self._key(f"{step}/{engine}"), value)
+        store.set(_EPOCH, str(epoch))
 
     def heard(self, step: str, engine: str) -> str | None:
         """What `engine` said with `step`, or None."""
-        return self._look(self._key(f"{step}/{engine}"))
+        return _look(self._store, _key(self._epoch, f"{step}/{engine}"))
 
     def announce(self, what: str, value: str) -> None:
-        """Sender: ``group`` or ``over``."""
-        self._put(self._key(what), value)
-
-    def announced(self, what: str) -> str | None:
-        """Receiver: what the sender announced, or None. Raises `PeerLost` when it died."""
-        return self._look(self._key(what))
+        """Say ``group`` or ``over``."""
+        self._store.set(_key(self._epoch, what), value)
 
     def clear(self, engines: Iterable[str]) -> None:
-        """Sender: forget this epoch."""
+        """Forget this epoch."""
         names = [f"{step}/{engine}" for engine in engines for step in _STEPS]
         for name in ("group", "over", *names):
-            self._store.delete_key(self._key(name))
+            self._store.delete_key(_key(self._epoch, name))
 
-    def _key(self, name: str) -> str:
-        return f"{_PREFIX}{self._epoch}/{name}"
 
-    def _put(self, key: str, value: str) -> None:
+class Attendance:
+    """A receiver's side. A store client cannot be given up on once it waits for a sender that stands still, so a thread
+    of its own asks, and the receiver only looks at what it last heard.
+    """
+
+    def __init__(self, address: str, epoch: int, engine: str) -> None:
+        url = urlsplit(address)
+        if url.scheme != "tcp" or not url.hostname or not url.port:
+            raise TransferFailed(f"{address!r} is not the address of a distributed offer, expected tcp://host:port")
+        self._where = (url.hostname, url.port)
+        self._epoch = epoch
+        self._engine = engine
+        self._outbox: queue.Queue[tuple[str, str] | None] = queue.Queue()
+        self._news = threading.Condition()
+        self._error: TransferFailed | None = None
+        self._announced: dict[str, str] = {}
+        self._said: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="weightbus-meeting", daemon=True)
+
+    def begin(self) -> None:
+        """Connect, in the background."""
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what is known against going on: `StaleSession`, or `PeerLost` when the sender died or gave up."""
+        if self._error is not None:
+            raise self._error
+        if "over" in self._announced:
+            raise PeerLost(f"the sender gave up: {self._announced['over']}")
+
+    def group(self, deadline: Deadline) -> str:
+        """Wait for the group's name. Raises as `check` does, and `DeadlineExceeded`."""
+        self._wait(lambda: "group" in self._announced, "the sender to name the group", deadline)
+        return self._announced["group"]
+
+    def say(self, step: str, value: str, deadline: Deadline) -> None:
+        """Tell the sender that this engine has reached `step`; returns when its store has it."""
+        self._outbox.put((step, value))
+        self._wait(lambda: step in self._said, f"the sender's store to take {step!r}", deadline)
+
+    def close(self, last: str = "") -> None:
+        """Stop asking; `last` is the reason of a failure, told if the sender can still be reached."""
+        if last:
+            self._outbox.put(("failed", last[:_MAX_REASON]))
+        self._outbox.put(None)
+        self._thread.join(_GOODBYE_S)
+
+    def _wait(self, done: Callable[[], bool], what: str, deadline: Deadline) -> None:
+        with self._news:
+            while not done():
+                self.check()
+                self._news.wait(deadline.check(what))
+
+    def _run(self) -> None:
         try:
-            self._store.set(key, value)
-        except RuntimeError as error:
-            raise PeerLost(f"the sender's store is gone: {error}") from error
+            store = self._connect()
+            while self._talk(store):
+                pass
+        except TransferFailed as error:
+            self._error = error
+        except RuntimeError as error:  # every way in which a store breaks
+            self._error = PeerLost(f"the sender's store at {self._where[0]}:{self._where[1]} is gone: {error}")
+        with self._news:
+            self._news.notify_all()
 
-    def _look(self, key: str) -> str | None:
+    def _connect(self) -> Store:
+        timeout = timedelta(seconds=_CONNECT_S)
+        store = TCPStore(*self._where, is_master=False, wait_for_workers=False, timeout=timeout)
+        found = int(store.get(_EPOCH))
+        if found != self._epoch:
+            raise StaleSession(found, self._epoch)
+        return store
+
+    def _talk(self, store: Store) -> bool:
         try:
-            if not self._store.check([key]):
-                return None
-            return self._store.get(key).decode("utf-8", "replace")
-        except RuntimeError as error:
-            raise PeerLost(f"the sender's store is gone: {error}") from error
+            message = self._outbox.get(timeout=POLL_S)
+        except queue.Empty:
+            for what in ("group", "over"):
+                if what not in self._announced and (value := _look(store, _key(self._epoch, what))) is not None:
+                    self._announced[what] = value
+        else:
+            if message is None:
+                return False
+            step, value = message
+            store.set(_key(self._epoch, f"{step}/{self._engine}"), value)
+            self._said.add(step)
+        with self._news:
+            self._news.notify_all()
+        return True
+
+
+def _key(epoch: int, name: str) -> str:
+    return f"weightbus/{epoch}/{name}"
+
+
+def _look(store: Store, key: str) -> str | None:
+    return bytes(store.get(key)).decode("utf-8", "replace") if store.check([key]) else None

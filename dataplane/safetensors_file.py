@@ -64,7 +64,7 @@ def write(path: Path, manifest: Manifest, index: int, memory: torch.Tensor) -> N
         file.write(header(manifest, index))
         for start in range(0, nbytes, _PIECE_BYTES):
             piece = memory[start : min(nbytes, start + _PIECE_BYTES)].cpu()
-            file.write(memoryview(piece.numpy()))
+            file.write(piece.numpy().data)
         file.flush()
         os.fsync(file.fileno())
 

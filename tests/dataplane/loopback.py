@@ -33,7 +33,9 @@ DTYPES = ("bfloat16", "float32", "int8", "float64", "float8_e4m3fn", "bool")
 
 def make_manifest(buckets: int = 3) -> Manifest:
     """Odd shapes, six dtypes mixed, scalars, the given number of buckets."""
-    each = [TensorSpec(f"{dtype}.{i}", dtype, shape) for dtype in DTYPES for i, shape in enumerate([(3, 7), (), (1, 5, 3)])]
+    each = [
+        TensorSpec(f"{dtype}.{i}", dtype, shape) for dtype in DTYPES for i, shape in enumerate([(3, 7), (), (1, 5, 3)])
+    ]
     size = sum(tensor.nbytes for tensor in each)
     tensors = [TensorSpec(f"b{b}.{t.name}", t.dtype, t.shape) for b in range(buckets) for t in each]
     manifest = Manifest.of("LoopbackModel", tensors, bucket_bytes=size)
@@ -50,7 +52,8 @@ def make_bytes(manifest: Manifest, version: int) -> list[torch.Tensor]:
 def make_session(epoch: int, version: int, manifest: Manifest) -> Session:
     """A session whose table is that of `make_bytes`."""
     digests = [
-        integrity.digest_tensors(bucket, manifest.offsets_of(i)) for i, bucket in enumerate(make_bytes(manifest, version))
+        integrity.digest_tensors(bucket, manifest.offsets_of(i))
+        for i, bucket in enumerate(make_bytes(manifest, version))
     ]
     table = DigestTable(manifest.digest(), version, integrity.ALGORITHM, b"".join(digests))
     return Session(CHANNEL, epoch, version, manifest, table)
