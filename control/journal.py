@@ -101,7 +101,8 @@ class SqliteJournal:
         self.boot = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+            # one thread at a time uses it; which one is the driver's affair
+            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise JournalError(path, f"cannot be opened ({error})", "is the folder ours to write?") from error
         try:

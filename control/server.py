@@ -25,8 +25,8 @@ from .limits import Limits
 from .links import CoordinatorBus, Delivery, Rejected
 from .messages import Code, Refused, ToAgent
 
-STATUS_EVERY_S: Final = 0.2
-"""How old the status document may be while something happens."""
+STATUS_EVERY_S: Final = 0.02
+"""How old the status document may be after something happened: with thousands of engines it is work to write it."""
 IDLE_S: Final = 1.0
 """The loop looks around at least so often; nothing depends on it but the age of the status document."""
 STOP_S: Final = 8.0
@@ -60,6 +60,7 @@ class Server:
         self._stop = threading.Event()
         self._stop_by: float | None = None
         self._status_at = clock()
+        self._stale = False
         self._view = self.machine.status(self._status_at)
 
     @property
@@ -105,7 +106,7 @@ class Server:
             self._events.append(Tick())
         self._drain()
         now = self._clock()
-        if now - self._status_at >= STATUS_EVERY_S:
+        if now - self._status_at >= (STATUS_EVERY_S if self._stale else IDLE_S):
             self._show(now)
 
     def _drain(self) -> None:
@@ -126,6 +127,7 @@ class Server:
             case Evict():
                 self._bus.forget(effect.peer)
             case Observe():
+                self._stale = True
                 self._observe(effect.what)
             case _:
                 assert_never(effect)
@@ -159,7 +161,7 @@ class Server:
     def _wait_s(self) -> float:
         now = self._clock()
         times = [now + IDLE_S]
-        if now - self._status_at < STATUS_EVERY_S:
+        if self._stale:
             times.append(self._status_at + STATUS_EVERY_S)
         if (deadline := self.machine.next_deadline()) is not None:
             times.append(deadline)
@@ -169,7 +171,7 @@ class Server:
         return self._stop_by is not None and (self.machine.stopped or self._clock() >= self._stop_by)
 
     def _show(self, now: float) -> None:
-        self._status_at = now
+        self._status_at, self._stale = now, False
         self._view = self.machine.status(now)
         self._on_status(self._view)
 

@@ -306,7 +306,11 @@ def test_trainer_that_dies_after_its_last_byte_is_not_needed() -> None:
     world, e0, _, trainer = fleet()
     held_back: list[Message] = []
     e0.answers = lambda message: (  # type: ignore[method-assign]
-        [held_back.append(answer) or answer for answer in Engine.answers(e0, message) if not isinstance(answer, Verified)]  # type: ignore[func-returns-value]
+        [
+            held_back.append(answer) or answer
+            for answer in Engine.answers(e0, message)
+            if not isinstance(answer, Verified)
+        ]  # type: ignore[func-returns-value]
     )
     trainer.acquire(1)
     world.settle()

@@ -247,9 +247,7 @@ class Engine(Agent):
 
     def failed(self, message: Message, step: Step, reason: str) -> Failed:
         epoch: Epoch = getattr(message, "epoch")  # noqa: B009  # every command has one
-        return Failed(
-            request=self.key(), channel=CHANNEL, epoch=epoch, step=step, health=self.health, reason=reason
-        )
+        return Failed(request=self.key(), channel=CHANNEL, epoch=epoch, step=step, health=self.health, reason=reason)
 
     def crash(self) -> None:
         """The server dies with its agent: what comes back are complete weights of the launch."""
@@ -329,6 +327,11 @@ class Trainer(Agent):
             incarnation=self.incarnation,
             trainer=self.info,
         )
+
+    def live(self) -> None:
+        """A new process knows nothing of what the old one was publishing."""
+        self.publishing = None
+        super().live()
 
     def acquire(self, version: int) -> None:
         self.version = version
@@ -533,7 +536,19 @@ class World:
         self.transcript.append(line)
 
 
-_LOUD = ("epoch", "version", "code", "outcome", "step", "health", "transport", "reason", "offers", "receivers", "failed")
+_LOUD = (
+    "epoch",
+    "version",
+    "code",
+    "outcome",
+    "step",
+    "health",
+    "transport",
+    "reason",
+    "offers",
+    "receivers",
+    "failed",
+)
 
 
 def brief(message: msgspec.Struct) -> str:

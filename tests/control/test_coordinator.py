@@ -1,0 +1,465 @@
+"""The machine's door: exact effects, their order, and what happens when the journal or the operator says stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightbus.control import states
+from weightbus.control.effects import (
+    Committed,
+    JournalChanged,
+    Persist,
+    PublishHint,
+    ReadinessChanged,
+    RoundEnded,
+    SendTo,
+    StateEntered,
+)
+from weightbus.control.errors import IllegalMove
+from weightbus.control.events import MessageReceived, Persisted, PersistFailed, StopRequested, Tick, Token
+from weightbus.control.ids import Version
+from weightbus.control.messages import (
+    Abandon,
+    Abort,
+    Acquire,
+    Code,
+    Commit,
+    EngineHealth,
+    GetBlob,
+    Granted,
+    Heartbeat,
+    Message,
+    Offered,
+    Outcome,
+    Pause,
+    PauseMode,
+    Policy,
+    Publish,
+    Refused,
+    RoundDone,
+    Sent,
+    Transfer,
+)
+from weightbus.control.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
+
+from .world import CHANNEL, MANIFEST, Engine, World, digest, table_of
+
+PROTOCOL = Path(states.__file__).with_name("PROTOCOL.md")
+
+
+def codes(world: World, name: str) -> list[Code]:
+    return [message.code for message in world.agents[name].got(Refused) if isinstance(message, Refused)]
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_leaves_before_the_epoch_is_durable() -> None:
+    """`Acquire` asks for a record and for nothing else; the grant follows the journal's answer."""
+    world = World()
+    trainer = world.trainer()
+    acquire = Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1))
+    (persist,) = world.machine.handle(MessageReceived(peer=trainer.peer, message=acquire), 0.0)
+    assert isinstance(persist, Persist)
+    effects = world.machine.handle(Persisted(token=persist.token), 0.0)
+    assert [type(e.message) for e in effects if isinstance(e, SendTo)] == [Granted]
+
+
+def test_events_wait_while_a_record_is_written() -> None:
+    """Between `Persist` and the journal's answer no event has any effect; afterwards all of them do, in order."""
+    world = World()
+    trainer = world.trainer()
+    acquire = Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1))
+    (persist,) = world.machine.handle(MessageReceived(peer=trainer.peer, message=acquire), 0.0)
+    assert isinstance(persist, Persist)
+    beats = [MessageReceived(peer=trainer.peer, message=Heartbeat(seq=n)) for n in range(3)]
+    assert [world.machine.handle(beat, 0.0) for beat in beats] == [(), (), ()]
+    effects = world.machine.handle(Persisted(token=persist.token), 0.0)
+    assert [e.message.__class__.__name__ for e in effects if isinstance(e, SendTo)] == ["Granted", *["Alive"] * 3]
+
+
+@pytest.mark.parametrize("event", [Persisted(token=Token(99)), PersistFailed(token=Token(99), reason="")])
+def test_token_that_was_not_given_out_raises_and_changes_nothing(event: Persisted | PersistFailed) -> None:
+    """The driver's mistakes are not swallowed."""
+    world = World()
+    world.engine("e0")
+    before = world.machine.status(0.0)
+    with pytest.raises(IllegalMove, match="coordinator in state writing none"):
+        world.machine.handle(event, 0.0)
+    assert world.machine.status(0.0) == before
+
+
+def test_commit_record_is_durable_before_any_engine_hears_of_it() -> None:
+    """In every round the journal's line stands before the first `Commit`."""
+    world = World()
+    world.engine("e0")
+    world.engine("e1")
+    world.publish(world.trainer(), 1)
+    lines = world.transcript
+    record = next(i for i, line in enumerate(lines) if "journal Committed" in line)
+    assert record < min(i for i, line in enumerate(lines) if "<- Commit" in line)
+
+
+def test_early_and_repeated_ticks_do_nothing() -> None:
+    """A tick is only a hint that time has passed."""
+    world = World()
+    world.engine("e0")
+    world.now += 1
+    assert [world.machine.handle(Tick(), world.now) for _ in range(3)] == [(), (), ()]
+    assert world.machine.next_deadline() == world.limits.silence_s
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def granted_world() -> tuple[World, Publish]:
+    world = World()
+    trainer = world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    assert trainer.publishing
+    return world, trainer.publishing
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"manifest": "f" * 64}, Code.UNKNOWN_BLOB),
+        ({"epoch": 0}, Code.STALE_EPOCH),
+        ({"epoch": 2}, Code.NOT_ALLOWED),
+        ({"policy": Policy(pause=PauseMode.IN_PLACE)}, Code.NOT_ALLOWED),
+        ({"channel": "other"}, Code.NOT_ALLOWED),
+    ],
+)
+def test_publish_that_is_refused_starts_nothing(changes: dict[str, object], code: Code) -> None:
+    """Unknown blobs, other epochs, contradicting policies, other channels: refused; the lease stays usable."""
+    world, publish = granted_world()
+    trainer = world.agents["trainer"]
+    trainer.say(publish.__class__(**{f: getattr(publish, f) for f in publish.__struct_fields__} | changes))
+    world.settle()
+    assert codes(world, "trainer") == [code]
+    assert world.machine.channels[CHANNEL].round is None
+    trainer.say(publish)
+    world.settle()
+    assert world.committed == 1
+
+
+def test_second_publish_under_one_lease_is_refused() -> None:
+    """One round at a time."""
+    world, publish = granted_world()
+    engine = world.engine("e0")
+    engine.deaf = True
+    trainer = world.agents["trainer"]
+    trainer.say(publish)
+    world.settle()
+    again = publish.__class__(**{f: getattr(publish, f) for f in publish.__struct_fields__} | {"request": "other"})
+    trainer.say(again)
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(2)))
+    world.settle()
+    assert codes(world, "trainer") == [Code.NOT_ALLOWED, Code.NOT_ALLOWED]
+
+
+def test_sent_before_offered_is_refused() -> None:
+    """The trainer cannot be done before it began."""
+    world = World()
+    world.engine("e0")
+    trainer = world.trainer()
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=world.machine.channels[CHANNEL].epoch))
+    world.settle()
+    assert codes(world, "trainer") == [Code.NOT_ALLOWED]
+
+
+def test_abandon_ends_the_round_and_resumes_engines() -> None:
+    """A trainer that gives up is told how its round ended; engines serve the old version."""
+    world = World()
+    engine = world.engine("e0")
+    trainer = world.trainer()
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=trainer.publishing.epoch, reason="NaN"))  # type: ignore[union-attr]
+    world.settle()
+    assert trainer.done
+    assert (trainer.done.outcome, trainer.done.reason) == (Outcome.ABORTED, "abandoned by trainer: NaN")
+    assert engine.generating
+    assert len(engine.got(Abort)) == 1
+
+
+def test_abandon_without_a_round_frees_the_lease() -> None:
+    """Also a lease under which nothing was published is answered with `RoundDone`."""
+    world, publish = granted_world()
+    trainer = world.agents["trainer"]
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=publish.epoch, reason="changed my mind"))
+    world.settle()
+    assert trainer.got(RoundDone)
+    assert world.machine.channels[CHANNEL].lease is None
+
+
+def test_blobs_of_the_round_can_be_read_by_engines() -> None:
+    """What the trainer put is what an engine gets; what nobody put is refused."""
+    world = World()
+    engine = world.engine("e0")
+    world.publish(world.trainer(), 1)
+    engine.say(GetBlob(request=engine.key(), digest=digest(table_of(1)), page=0))
+    engine.say(GetBlob(request=engine.key(), digest=digest(b"nothing"), page=0))
+    effects = []
+    for agent, message, blob in world.queue:
+        effects += world.machine.handle(MessageReceived(peer=agent.peer, message=message, blob=blob), world.now)
+    sent = [effect for effect in effects if isinstance(effect, SendTo)]
+    assert [effect.blob for effect in sent] == [table_of(1), None]
+    assert world.machine.channels[CHANNEL].pinned() == {digest(MANIFEST), digest(table_of(1))}
+
+
+# -- the journal ---------------------------------------------------------------------------------------------------------
+
+
+def test_full_disk_makes_read_only_and_heals_by_itself() -> None:
+    """Nothing is granted while the journal fails; status stays readable; the first write that works ends it."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    world.publish(trainer, 1)
+    world.disk_full = True
+    trainer.acquire(2)
+    world.settle()
+    trainer.acquire(2)
+    world.settle()
+    assert codes(world, "trainer") == [Code.READ_ONLY, Code.READ_ONLY]
+    assert world.machine.status(world.now).read_only
+    assert world.ready == ("e0",)
+    world.advance(5)
+    world.disk_full = False
+    world.advance(5)
+    assert not world.machine.status(world.now).read_only
+    assert [note.writable for note in world.observed if isinstance(note, JournalChanged)] == [False, True]
+    assert world.publish(trainer, 2).outcome is Outcome.COMMITTED
+    assert engine.label == 2
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_commit_waits_for_the_disk_and_gives_up_at_its_deadline(recovers: bool) -> None:
+    """A commit that cannot be written is tried until `commit_s`; then nobody is told to serve it."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    take = engine.answers
+
+    def fill(message: Message) -> list[object]:
+        world.disk_full = world.disk_full or isinstance(message, Transfer)
+        return take(message)  # type: ignore[return-value]
+
+    engine.answers = fill  # type: ignore[method-assign, assignment]
+    trainer.acquire(1)
+    world.settle()
+    world.advance(10)
+    assert world.machine.status(world.now).channels[CHANNEL].round.state is RoundState.COMMITTING
+    assert not engine.got(Commit)
+    world.disk_full = not recovers
+    world.advance(60)
+    world.disk_full = False
+    world.advance(10)
+    assert trainer.done
+    assert trainer.done.outcome is (Outcome.COMMITTED if recovers else Outcome.ABORTED)
+    assert world.committed == (1 if recovers else None)
+    assert engine.generating is recovers
+    assert engine.health is (EngineHealth.CLEAN if recovers else EngineHealth.PENDING)
+
+
+def test_redrive_that_cannot_be_fenced_does_not_happen() -> None:
+    """Without a durable epoch nothing is sent again: the round goes on with the engines it has."""
+    world = World()
+    broken, fine, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
+
+    def break_disk(message: Message) -> object:
+        world.disk_full = True
+        return broken.failed(message, states_step(), "reset")
+
+    broken.script[Transfer] = break_disk  # type: ignore[assignment]
+    trainer.acquire(1)
+    world.settle()
+    world.disk_full = False
+    world.advance(10)
+    assert trainer.done
+    assert {r.engine: r.outcome for r in trainer.done.engines} == {"e0": Outcome.ABORTED, "e1": Outcome.COMMITTED}
+    assert fine.label == 1
+
+
+def states_step() -> object:
+    from weightbus.control.messages import Step
+
+    return Step.TRANSFER
+
+
+# -- stopping ------------------------------------------------------------------------------------------------------------
+
+
+def test_stop_aborts_what_is_not_durable() -> None:
+    """A stop before the commit puts engines back to the old version, tells the trainer, and is then complete."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    trainer.deaf, trainer.stop_before = False, None
+    world.handle(StopRequested())
+    assert not world.machine.stopped
+    world.settle()
+    assert world.machine.stopped
+    assert engine.generating
+    assert trainer.done
+    assert trainer.done.outcome is Outcome.ABORTED
+    trainer.acquire(2)
+    world.settle()
+    assert codes(world, "trainer") == [Code.SHUTTING_DOWN]
+
+
+def test_stop_finishes_what_is_durable() -> None:
+    """A stop after the commit waits for the engines to serve it."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    engine.script[Commit] = lambda _message: None
+    trainer.acquire(1)
+    world.settle()
+    assert world.committed == 1
+    world.handle(StopRequested())
+    assert not world.machine.stopped
+    world.advance(2)
+    assert world.machine.stopped
+    assert trainer.done
+    assert trainer.done.outcome is Outcome.COMMITTED
+    assert engine.label == 1
+
+
+def test_stop_when_idle_is_immediate() -> None:
+    """Nothing to end, nothing to wait for."""
+    world = World()
+    world.trainer()
+    world.handle(StopRequested())
+    assert world.machine.stopped
+
+
+# -- what is told --------------------------------------------------------------------------------------------------------
+
+
+def test_observations_and_hints_tell_the_round() -> None:
+    """Every state is observed with its seconds, the end with its report; hints name what changed, in sequence."""
+    world = World()
+    world.engine("e0")
+    world.publish(world.trainer(), 1)
+    entered = [note.state for note in world.observed if isinstance(note, StateEntered)]
+    assert entered == [
+        RoundState.PREPARING,
+        RoundState.PAUSING,
+        RoundState.OFFERING,
+        RoundState.TRANSFERRING,
+        RoundState.VERIFYING,
+        RoundState.COMMITTING,
+        RoundState.RESUMING,
+    ]
+    (ended,) = [note for note in world.observed if isinstance(note, RoundEnded)]
+    assert set(ended.done.seconds) == {"prepare", "pause", "transfer", "verify", "commit", "resume", "total"}
+    changes = [(note.engine, note.ready) for note in world.observed if isinstance(note, ReadinessChanged)]
+    assert changes == [("e0", True), ("e0", False), ("e0", True)]
+    assert [hint.event for hint in world.hints] == [
+        "ready",
+        "granted",
+        "not_ready",
+        "committed",
+        "ready",
+        "round_committed",
+    ]
+    assert [hint.seq for hint in world.hints] == list(range(1, len(world.hints) + 1))
+
+
+def test_status_tells_lag_lease_and_round() -> None:
+    """The document of an engine left behind in the middle of somebody's round."""
+    world = World()
+    behind, trainer = world.engine("e0"), world.trainer()
+    world.publish(trainer, 3)
+    behind.held = None
+    behind.die()
+    behind.live()
+    world.now += 4
+    world.settle()
+    world.advance(4)
+    trainer.stop_before = Offered
+    trainer.acquire(5)
+    world.settle()
+    view = world.machine.status(world.now).channels[CHANNEL]
+    engine = view.engines["e0"]
+    assert (engine.state, engine.version, engine.lag, engine.ready) == ("paused", None, 3, False)
+    assert view.lease
+    assert (view.lease.holder, view.lease.epoch, view.round.state, view.round.version) == (
+        "trainer",
+        2,
+        RoundState.OFFERING,
+        5,
+    )
+    assert view.committed
+    assert view.committed.version == 3
+
+
+def test_channels_do_not_disturb_each_other() -> None:
+    """A channel that hangs in its round holds up no other."""
+    import weightbus.control.messages as m
+
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    engine.answers = lambda message: [] if isinstance(message, Pause) else Engine.answers(engine, message)  # type: ignore[method-assign]
+    trainer.acquire(1)
+    world.settle()
+    hello = m.Hello(
+        request="h",  # type: ignore[arg-type]
+        agent="other-trainer",  # type: ignore[arg-type]
+        role=m.Role.TRAINER,
+        channel="other",  # type: ignore[arg-type]
+        incarnation="i",  # type: ignore[arg-type]
+        trainer=trainer.info,
+    )
+    peer = trainer.peer.__class__(b"other")
+    world.machine.handle(MessageReceived(peer=peer, message=hello), world.now)
+    acquire = Acquire(request="a", channel="other", version=Version(1))  # type: ignore[arg-type]
+    (persist,) = world.machine.handle(MessageReceived(peer=peer, message=acquire), world.now)
+    assert isinstance(persist, Persist)
+    assert persist.record.epoch == 1  # type: ignore[union-attr]
+
+
+# -- tables --------------------------------------------------------------------------------------------------------------
+
+
+def test_protocol_draws_the_tables() -> None:
+    """The diagrams in PROTOCOL.md are the tables that the code obeys."""
+    text = PROTOCOL.read_text()
+    for table in (diagram(ROUND_MOVES), diagram(ENGINE_MOVES)):
+        assert f"```mermaid\n{table}\n```" in text
+
+
+def test_tables_are_complete_and_say_what_the_words_say() -> None:
+    """Every state has a row; from RESUMING nothing leads back; settled engines move no more."""
+    assert set(ROUND_MOVES) == set(RoundState)
+    assert set(ENGINE_MOVES) == set(EnginePhase)
+    assert ROUND_MOVES[RoundState.RESUMING] == {RoundState.IDLE}
+    assert all(not ENGINE_MOVES[phase] for phase in states.SETTLED)
+    assert RoundState.RESUMING not in {
+        s for state, s2 in ROUND_MOVES.items() if state is not RoundState.COMMITTING for s in s2
+    }
+
+
+def test_illegal_move_carries_the_story() -> None:
+    """An error of our own tells what happened before."""
+    with pytest.raises(IllegalMove, match="round 1 in state idle does not take a move to resuming") as caught:
+        states.move("round 1", ROUND_MOVES, RoundState.IDLE, RoundState.RESUMING, ["this", "that"])
+    assert caught.value.story == ("this", "that")
+
+
+def test_commit_of_an_older_version_is_a_broken_invariant() -> None:
+    """Even a record that says so does not take a channel back."""
+    world = World()
+    world.publish(world.trainer(), 3)
+    old = next(record for record in world.records if isinstance(record, Committed))
+    with pytest.raises(Exception, match="goes from 3 to 3"):
+        world.machine.channels[CHANNEL].persisted(old, 0.0)

@@ -1,0 +1,178 @@
+"""Leases: at most one holder, under an epoch that only grows; and which transport an engine gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightbus.control.ids import AgentId, Epoch, Incarnation, Version
+from weightbus.control.lease import YES, Lease, may_acquire, may_use
+from weightbus.control.messages import Acquire, Code, Granted, Publish, Refused, Release, RoundDone, TransportKind
+from weightbus.control.routing import choose
+
+from .world import CHANNEL, World, engine_info, trainer_info
+
+HELD = Lease(
+    holder=AgentId("t0"),
+    incarnation=Incarnation("a"),
+    epoch=Epoch(5),
+    first_epoch=Epoch(4),
+    version=Version(1),
+    granted_at=0.0,
+    heard_at=0.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("lease", "who", "in_round", "code"),
+    [
+        (None, "t0 a", False, None),
+        (None, "t0 a", True, Code.LEASE_HELD),
+        (HELD, "t0 a", False, None),
+        (HELD, "t0 a", True, Code.NOT_ALLOWED),
+        (HELD, "t0 b", False, Code.LEASE_HELD),
+        (HELD, "t1 a", False, Code.LEASE_HELD),
+    ],
+)
+def test_who_may_acquire(lease: Lease | None, who: str, in_round: bool, code: Code | None) -> None:
+    """A free channel, or one's own unused lease: yes. Anything else: no, with a reason and when to retry."""
+    name, life = who.split()
+    verdict = may_acquire(lease, AgentId(name), Incarnation(life), in_round=in_round, now=1.0, lease_s=10.0)
+    assert verdict.code is code
+    assert bool(verdict.reason) is (code is not None)
+    assert (verdict.retry_after_s > 0) is (code is Code.LEASE_HELD)
+
+
+@pytest.mark.parametrize(
+    ("lease", "who", "epoch", "code"),
+    [
+        (HELD, "t0 a", 5, None),
+        (HELD, "t0 a", 4, Code.STALE_EPOCH),
+        (HELD, "t0 a", 6, Code.NOT_ALLOWED),
+        (HELD, "t0 b", 5, Code.STALE_EPOCH),
+        (HELD, "t1 a", 5, Code.STALE_EPOCH),
+        (None, "t0 a", 5, Code.STALE_EPOCH),
+    ],
+)
+def test_epochs_are_compared(lease: Lease | None, who: str, epoch: int, code: Code | None) -> None:
+    """Only the holder's own life, under exactly the current epoch, may act."""
+    name, life = who.split()
+    assert may_use(lease, AgentId(name), Incarnation(life), Epoch(epoch), Epoch(5)).code is code
+    assert YES.ok
+
+
+def codes(world: World, name: str) -> list[Code]:
+    return [message.code for message in world.agents[name].got(Refused) if isinstance(message, Refused)]
+
+
+def test_second_trainer_waits_until_the_first_is_silent() -> None:
+    """A lease ends when its holder is silent for `lease_s`; the next grant has a higher epoch; the first is fenced."""
+    world = World()
+    first, second = world.trainer("first"), world.trainer("second")
+    first.stop_before = Publish
+    first.acquire(1)
+    world.settle()
+    second.acquire(1)
+    world.settle()
+    assert codes(world, "second") == [Code.LEASE_HELD]
+    first.die()
+    world.advance(world.limits.lease_s + 1)
+    second.acquire(1)
+    world.settle()
+    assert world.committed == 1
+    granted = [m.epoch for a in (first, second) for m in a.got(Granted) if isinstance(m, Granted)]
+    assert granted == [1, 2]
+
+
+def test_lease_lives_as_long_as_its_holder_says_something() -> None:
+    """Heartbeats alone keep a lease; `publish_s` ends one under which nothing happens."""
+    world = World()
+    trainer = world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    world.advance(world.limits.lease_s * 5)
+    assert world.machine.channels[CHANNEL].lease
+    world.advance(world.limits.publish_s)
+    assert world.machine.channels[CHANNEL].lease is None
+
+
+def test_restarted_trainer_does_not_inherit_its_lease() -> None:
+    """A lease belongs to one life of its holder."""
+    world = World()
+    trainer = world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    world.now += world.limits.takeover_s
+    trainer.deaf, trainer.stop_before = False, None
+    trainer.live()
+    world.settle()
+    assert world.machine.channels[CHANNEL].lease is None
+    assert world.publish(trainer, 1).epoch == 2
+
+
+def test_release_gives_the_channel_back() -> None:
+    """A lease given back is free at once; releasing it again is refused as stale, and does no harm."""
+    world = World()
+    trainer, other = world.trainer(), world.trainer("other")
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    release = Release(request=trainer.key(), channel=CHANNEL, epoch=Epoch(1))
+    trainer.say(release)
+    trainer.say(release)
+    trainer.say(Release(request=trainer.key(), channel=CHANNEL, epoch=Epoch(1)))
+    world.settle()
+    assert codes(world, "trainer") == [Code.STALE_EPOCH]
+    other.acquire(1)
+    world.settle()
+    assert isinstance(other.inbox[-1], RoundDone)
+
+
+def test_same_acquire_gets_the_same_grant() -> None:
+    """A repeated request does not take a second epoch."""
+    world = World()
+    trainer = world.trainer()
+    trainer.stop_before = Publish
+    acquire = Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1))
+    trainer.say(acquire)
+    trainer.say(acquire)
+    world.settle()
+    first, second = trainer.got(Granted)
+    assert first == second
+    assert len(world.records) == 1
+
+
+def test_versions_do_not_go_back() -> None:
+    """A version below the committed one is not granted; the committed one is answered as committed."""
+    world = World()
+    trainer = world.trainer()
+    world.publish(trainer, 5)
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(4)))
+    world.settle()
+    assert codes(world, "trainer") == [Code.VERSION_NOT_NEWER]
+    assert "committed already" in world.publish(trainer, 5).reason
+    assert world.committed == 5
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "transport", "reason"),
+    [
+        ({}, {}, TransportKind.LOCAL, "local"),
+        ({"host": "h1"}, {}, TransportKind.DISTRIBUTED, "different hosts"),
+        ({"device": "cuda"}, {}, None, "cannot open the trainer's device memory"),
+        ({}, {"dp": 2}, None, "only disk"),
+        ({"transports": (TransportKind.DISK,)}, {"dp": 2}, TransportKind.DISK, "disk"),
+        ({"transports": (TransportKind.DISTRIBUTED,)}, {"pp": 2}, None, "pp=2"),
+        ({"transports": ()}, {}, None, "the trainer offers none"),
+        ({}, {"transports": (TransportKind.DISTRIBUTED,)}, TransportKind.DISTRIBUTED, "does not offer"),
+    ],
+)
+def test_transport_is_the_first_that_can(
+    trainer: dict[str, object], engine: dict[str, object], transport: TransportKind | None, reason: str
+) -> None:
+    """The trainer's order decides among what can serve the engine; every objection is in the reason."""
+    route = choose(trainer_info(**trainer), engine_info(**engine))
+    assert route.transport is transport
+    assert reason in route.reason

@@ -1,0 +1,236 @@
+"""Names, lives and connections: who is there, and who may say what."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+import pytest
+
+from weightbus.control.coordinator import ALLOWED
+from weightbus.control.effects import AgentLeft, Evict
+from weightbus.control.events import MessageReceived, Peer, PeerLost
+from weightbus.control.ids import Channel, RequestId
+from weightbus.control.messages import (
+    PROTOCOL,
+    Bye,
+    Code,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Message,
+    Refused,
+    Role,
+    Status,
+    ToCoordinator,
+    Welcome,
+)
+
+from .world import CHANNEL, World, engine_info, trainer_info
+
+
+def refusals(world: World, name: str) -> list[Code]:
+    return [message.code for message in world.agents[name].got(Refused) if isinstance(message, Refused)]
+
+
+def answer(world: World, hello: Hello, peer: bytes = b"new", principal: str = "") -> Message:
+    event = MessageReceived(peer=Peer(peer), message=hello, principal=principal)
+    effects = world.machine.handle(event, world.now)
+    world.machine.check()
+    return next(e.message for e in effects if hasattr(e, "message") and isinstance(e.message, Welcome | Refused))
+
+
+def test_killed_agent_is_back_within_takeover() -> None:
+    """A new life is refused while the old one may be alive, told when to retry, and let in then."""
+    world = World()
+    engine = world.engine("e0")
+    engine.die()
+    world.now += 1.0
+    engine.live()
+    world.settle()
+    (refused,) = engine.got(Refused)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.retry_after_s) == (Code.NAME_TAKEN, world.limits.takeover_s - 1.0)
+    world.advance(world.limits.takeover_s)
+    assert world.ready == ("e0",)
+    assert world.machine.members.get(engine.name).incarnation == "e0.2"  # type: ignore[union-attr]
+
+
+def test_dead_connection_frees_the_name_at_once() -> None:
+    """Where the connection is known to be gone nobody has to wait."""
+    world = World()
+    engine = world.engine("e0")
+    engine.die()
+    world.handle(PeerLost(peer=engine.peer))
+    engine.live()
+    world.settle()
+    assert refusals(world, "e0") == []
+    assert world.ready == ("e0",)
+
+
+def test_two_live_processes_of_one_name() -> None:
+    """The one that is there stays; the other one never gets in while the first is well."""
+    world = World()
+    world.engine("e0")
+    for _ in range(5):
+        world.advance(1.0)
+        hello = Hello(
+            request=RequestId("r"),
+            agent=world.agents["e0"].name,
+            role=Role.ENGINE,
+            channel=CHANNEL,
+            incarnation="other",  # type: ignore[arg-type]
+            engine=engine_info(),
+        )
+        found = answer(world, hello)
+        assert isinstance(found, Refused)
+        assert found.code is Code.NAME_TAKEN
+
+
+def test_silent_agent_is_lost_and_seen_as_lost() -> None:
+    """After `silence_s` an engine is out of the ready list, and the status says since when and why."""
+    world = World()
+    world.engine("e0").die()
+    world.advance(world.limits.silence_s + 1)
+    view = world.machine.status(world.now).channels[CHANNEL].engines["e0"]
+    assert (view.state, view.ready, view.last_seen_s) == ("lost", False, None)
+    assert "silent for" in view.reason
+    assert [note.agent for note in world.observed if isinstance(note, AgentLeft)] == ["e0"]
+
+
+def test_bye_is_immediate_and_silent() -> None:
+    """Who leaves on purpose is gone at once, without an answer; its connection is forgotten."""
+    world = World()
+    engine = world.engine("e0")
+    effects = world.handle(MessageReceived(peer=engine.peer, message=Bye(reason="done")))
+    assert [e.peer for e in effects if isinstance(e, Evict)] == [engine.peer]
+    assert not [e for e in effects if hasattr(e, "message")]
+    assert world.ready == ()
+
+
+def test_reconnect_of_the_same_life_keeps_its_seat() -> None:
+    """A new connection of the same incarnation replaces the old one, at any time."""
+    world = World()
+    engine = world.engine("e0")
+    engine.connect()
+    world.settle()
+    assert refusals(world, "e0") == []
+    assert len(world.machine.members) == 1
+
+
+HELLO = Hello(
+    request=RequestId("r"),
+    agent="x",  # type: ignore[arg-type]
+    role=Role.ENGINE,
+    channel=CHANNEL,
+    incarnation="i",  # type: ignore[arg-type]
+    engine=engine_info(),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "peer", "principal", "code"),
+    [
+        ({"protocol": PROTOCOL + 1}, b"new", "", Code.PROTOCOL_MISMATCH),
+        ({"engine": None}, b"new", "", Code.NOT_ALLOWED),
+        ({"trainer": trainer_info()}, b"new", "", Code.NOT_ALLOWED),
+        ({}, b"new", "somebody-else", Code.NOT_ALLOWED),
+        ({}, b"seat", "", Code.NOT_ALLOWED),
+        ({"agent": "e0", "incarnation": "e0.1", "channel": "other"}, b"seat", "", Code.NOT_ALLOWED),
+    ],
+)
+def test_hello_that_is_refused(changes: dict[str, object], peer: bytes, principal: str, code: Code) -> None:
+    """Wrong protocol, wrong description, another's key, another's connection, another channel: refused, no change."""
+    world = World()
+    engine = world.engine("e0")
+    seat = engine.peer if peer == b"seat" else peer
+    found = answer(world, msgspec.structs.replace(HELLO, **changes), seat, principal)
+    assert isinstance(found, Refused)
+    assert found.code is code
+    assert world.ready == ("e0",)
+    assert len(world.machine.members) == 1
+
+
+def test_room_for_agents_and_channels_is_bounded() -> None:
+    """Names and channels cannot be made up without end."""
+    world = World(World().limits.__class__(max_agents=2, max_channels=1))
+    world.engine("e0")
+    world.engine("e1")
+    found = answer(world, HELLO)
+    assert isinstance(found, Refused)
+    world.agents["e1"].say(Bye())
+    world.settle()
+    found = answer(world, msgspec.structs.replace(HELLO, channel=Channel("second")))
+    assert isinstance(found, Refused)
+    assert "channels" in found.reason
+
+
+def test_every_message_has_its_roles() -> None:
+    """A message type that no row allows or forbids does not exist."""
+    assert set(ALLOWED) == set(get_args(ToCoordinator))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALLOWED if kind not in (Hello, Bye)])
+@pytest.mark.parametrize("role", Role)
+def test_roles_are_enforced(kind: type[ToCoordinator], role: Role) -> None:
+    """Message by message: whoever's role does not allow it is refused, and nothing changes."""
+    world = World()
+    hello = msgspec.structs.replace(
+        HELLO,
+        role=role,
+        engine=engine_info() if role is Role.ENGINE else None,
+        trainer=trainer_info() if role is Role.TRAINER else None,
+    )
+    assert isinstance(answer(world, hello), Welcome)
+    effects = world.machine.handle(MessageReceived(peer=Peer(b"new"), message=sample(kind)), world.now)
+    world.machine.check()
+    sent = [e.message for e in effects if hasattr(e, "message")]
+    wrong_role = [m for m in sent if isinstance(m, Refused) and "not for the role" in m.reason]
+    assert bool(wrong_role) is (role not in ALLOWED[kind])
+
+
+def sample(kind: type[ToCoordinator]) -> ToCoordinator:
+    values: dict[str, object] = {
+        "request": "k",
+        "channel": CHANNEL,
+        "epoch": 0,
+        "version": 1,
+        "digest": "0" * 64,
+        "manifest": "0" * 64,
+        "table": "0" * 64,
+        "seq": 1,
+        "page": 0,
+        "pages": 1,
+        "bytes": 0,
+        "buckets": 0,
+        "offers": (),
+        "reason": "",
+        "seconds": 0.0,
+        "paused_s": 0.0,
+        "verified_by": "",
+        "step": "prepare",
+        "health": "clean",
+    }
+    wanted = {field.encode_name for field in msgspec.structs.fields(kind)}
+    return msgspec.convert({k: v for k, v in values.items() if k in wanted} | {"type": kind.__name__}, kind)
+
+
+def test_stranger_is_told_to_say_hello() -> None:
+    """After a restart of the coordinator connections are strangers: their first message says so at once."""
+    world = World()
+    effects = world.machine.handle(MessageReceived(peer=Peer(b"?"), message=Heartbeat(seq=1)), 0.0)
+    (refused,) = [e.message for e in effects if hasattr(e, "message")]
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.request) == (Code.UNKNOWN_AGENT, "heartbeat")
+
+
+def test_observer_reads_status() -> None:
+    """Status is one JSON document, for any role."""
+    world = World()
+    world.engine("e0")
+    answer(world, msgspec.structs.replace(HELLO, role=Role.OBSERVER, engine=None))
+    effects = world.machine.handle(MessageReceived(peer=Peer(b"new"), message=GetStatus(request=RequestId("s"))), 0.0)
+    (sent,) = [e for e in effects if hasattr(e, "message")]
+    assert isinstance(sent.message, Status)
+    document = msgspec.json.decode(sent.blob)
+    assert document["channels"]["policy"]["ready"] == ["http://e0:30000"]

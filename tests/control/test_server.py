@@ -1,0 +1,259 @@
+"""The loop: every effect carried out in order, with a bus in memory and with real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from weightbus.control.bus import DealerLink, RouterBus
+from weightbus.control.effects import AnyObservation, AnyRecord, Refusal
+from weightbus.control.errors import JournalUnwritable
+from weightbus.control.ids import Version
+from weightbus.control.journal import SqliteJournal
+from weightbus.control.limits import Limits
+from weightbus.control.links import AgentLink
+from weightbus.control.memory_bus import MemoryBus
+from weightbus.control.messages import (
+    Acquire,
+    Code,
+    Granted,
+    Hello,
+    Message,
+    Refused,
+    Role,
+    RoundDone,
+    Welcome,
+)
+from weightbus.control.server import Server
+
+from .world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
+
+LIMITS = Limits(retry_s=0.05, probe_s=0.05, heartbeat_s=0.2, silence_s=2.0)
+
+
+class Running:
+    """A server on a thread of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except BaseException as error:  # noqa: BLE001  # shown by `stop`
+            self.error = error
+
+    def stop(self) -> float:
+        began = time.monotonic()
+        self.server.stop()
+        self.thread.join(12)
+        assert not self.thread.is_alive(), "the server does not stop"
+        if self.error:
+            raise self.error
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    closing: list[Callable[[], object]] = []
+
+    def begin(bus: MemoryBus | RouterBus, observed: list[AnyObservation] | None = None) -> Running:
+        journal = SqliteJournal(tmp_path / "journal")
+        server = Server(bus, journal, LIMITS, observe=(observed if observed is not None else []).append)
+        running = Running(server)
+
+        def close() -> None:
+            if running.thread.is_alive():
+                running.stop()
+            bus.close()
+            journal.close()
+
+        closing.append(close)
+        running.close = close  # type: ignore[attr-defined]
+        return running
+
+    yield begin
+    for close in reversed(closing):
+        close()
+
+
+class Wire:
+    """Agents of `World` on real links: what they are told comes from a server instead of a machine."""
+
+    def __init__(self, link: Callable[[], AgentLink]) -> None:
+        self.world = World()
+        self.link = link
+        self.links: dict[str, AgentLink] = {}
+        self.world.deliver = self.deliver  # type: ignore[method-assign, assignment]
+
+    def add(self, agent: Agent) -> Agent:
+        self.links[agent.name] = self.link()
+        self.links[agent.name].open()
+        self.world.agents[agent.name] = agent
+        agent.live()
+        return agent
+
+    def deliver(self, agent: Agent, message: Message, blob: bytes | None = None) -> None:
+        until = time.monotonic() + 5
+        while not self.links[agent.name].send(message, blob):  # type: ignore[arg-type]
+            assert time.monotonic() < until, "cannot send"
+            self.links[agent.name].poll(0.01)
+
+    def until(self, what: Callable[[], bool], limit_s: float = 10.0) -> None:
+        until = time.monotonic() + limit_s
+        while not what():
+            assert time.monotonic() < until, "it never happened"
+            for name, link in self.links.items():
+                for item in link.poll(0.005):
+                    assert not isinstance(item, Exception), item
+                    self.world.agents[name].take(item[0])
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+
+
+def ready(running: Running) -> int:
+    channel = running.server.status.channels.get(CHANNEL)
+    return len(channel.ready) if channel else 0
+
+
+def play(wire: Wire, running: Running) -> None:
+    engines = [wire.add(Engine(wire.world, f"e{n}", engine_info(f"e{n}"))) for n in range(2)]
+    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
+    wire.until(lambda: all(agent.got(Welcome) for agent in wire.world.agents.values()))
+    assert isinstance(trainer, Trainer)
+    trainer.acquire(1)
+    wire.until(lambda: bool(trainer.got(RoundDone)))
+    assert trainer.done
+    assert {r.engine: r.outcome.value for r in trainer.done.engines} == {"e0": "committed", "e1": "committed"}
+    assert all(isinstance(engine, Engine) and engine.label == 1 for engine in engines)
+    wire.until(lambda: ready(running) == 2)
+
+
+def test_whole_round_in_memory(start: Callable[..., Running]) -> None:
+    """The loop carries a round from Acquire to RoundDone, and its status document shows it."""
+    bus = MemoryBus()
+    running = start(bus)
+    wire = Wire(bus.link)
+    play(wire, running)
+    wire.until(lambda: running.server.status.channels[CHANNEL].round.version is None)
+    document = msgspec.json.decode(running.server.status_json)
+    assert document["channels"]["policy"]["committed"]["version"] == 1
+    assert document["channels"]["policy"]["ready"] == ["http://e0:30000", "http://e1:30000"]
+    assert [hint.event for hint in bus.hints][-1] == "round_committed"
+
+
+def test_whole_round_over_sockets_and_a_restart(start: Callable[..., Running], tmp_path: Path) -> None:
+    """The same over TCP; the next coordinator on the same journal knows the version and counts its boot."""
+    bus = RouterBus("127.0.0.1", 0, 0)
+    running = start(bus)
+    wire = Wire(lambda: DealerLink(f"tcp://127.0.0.1:{bus.router_port}"))
+    try:
+        play(wire, running)
+    finally:
+        wire.close()
+    assert running.stop() < 3
+    running.close()  # type: ignore[attr-defined]
+    again = start(RouterBus("127.0.0.1", 0, 0))
+    view = again.server.status
+    assert view.boot == 2
+    assert view.channels[CHANNEL].committed
+    assert view.channels[CHANNEL].committed.version == 1
+
+
+def test_what_is_no_message_is_refused_and_the_loop_goes_on(start: Callable[..., Running]) -> None:
+    """Garbage gets an answer, is observed, and harms nobody."""
+    bus = MemoryBus()
+    observed: list[AnyObservation] = []
+    start(bus, observed)
+    link = bus.link()
+    link.open()
+    for frames in ([b""], [b"WB\x01>", b"\xff"], [b"WB\x63>", b"\x80"], [b"", b"", b"", b""]):
+        bus.inject(link, frames)
+    wire = Wire(bus.link)
+    wire.links["x"] = link
+    wire.world.agents["x"] = Agent(wire.world, "x")
+    wire.until(lambda: len(wire.world.agents["x"].got(Refused)) == 4)
+    found = [m.code for m in wire.world.agents["x"].got(Refused) if isinstance(m, Refused)]
+    assert sorted(set(found)) == [Code.NOT_ALLOWED, Code.PROTOCOL_MISMATCH]
+    assert len([note for note in observed if isinstance(note, Refusal)]) == 4
+
+
+def test_stop_while_a_trainer_holds_a_lease(start: Callable[..., Running]) -> None:
+    """A stop takes the lease back and refuses the next; it does not wait for anybody."""
+    bus = MemoryBus()
+    running = start(bus)
+    wire = Wire(bus.link)
+    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
+    wire.until(lambda: bool(trainer.got(Welcome)))
+    trainer.deaf = True
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
+    wire.until(lambda: bool(trainer.got(Granted)))
+    assert running.stop() < 3
+    assert running.server.status.channels[CHANNEL].lease is None
+
+
+class FailingJournal:
+    """A journal on a disk that is full until told otherwise."""
+
+    boot = 1
+
+    def __init__(self) -> None:
+        self.full = True
+        self.records: list[AnyRecord] = []
+
+    def write(self, record: AnyRecord) -> None:
+        if self.full:
+            raise JournalUnwritable("j", "full", "free room")
+        self.records.append(record)
+
+    def restore(self) -> dict[object, object]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_journal_that_fails_is_tried_again() -> None:
+    """A full disk ends nothing: requests are refused until the probe gets through, then they are granted."""
+    bus, journal = MemoryBus(), FailingJournal()
+    running = Running(Server(bus, journal, LIMITS, observe=lambda _what: None))  # type: ignore[arg-type]
+    wire = Wire(bus.link)
+    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
+    wire.until(lambda: bool(trainer.got(Welcome)))
+    trainer.deaf = True
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
+    wire.until(lambda: bool(trainer.got(Refused)))
+    wire.until(lambda: running.server.status.read_only)
+    journal.full = False
+    wire.until(lambda: not running.server.status.read_only)
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
+    wire.until(lambda: bool(trainer.got(Granted)))
+    running.stop()
+    bus.close()
+
+
+def test_broken_machine_ends_the_loop(start: Callable[..., Running]) -> None:
+    """An invariant that does not hold ends the process: what is durable is true, and a restart begins there."""
+    bus = MemoryBus()
+    running = start(bus)
+
+    def broken(*_args: object) -> None:
+        raise AssertionError("broken")
+
+    running.server.machine.handle = broken  # type: ignore[method-assign, assignment]
+    link = bus.link()
+    link.open()
+    hello = Hello(request="r", agent="x", role=Role.OBSERVER, channel=CHANNEL, incarnation="i")  # type: ignore[arg-type]
+    link.send(hello)
+    running.thread.join(5)
+    assert isinstance(running.error, AssertionError)
