@@ -90,12 +90,13 @@ def listener(url: str) -> tuple[int, int] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since boot; None when there is no such process."""
+    """When process `pid` started, in clock ticks since boot; None when it has ended, reaped or not."""
     try:
         stat = (_PROC / str(pid) / "stat").read_text()
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[_START_FIELD])
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in {"Z", "X"} else int(fields[_START_FIELD])
 
 
 def _listening(port: int) -> Iterator[str]:

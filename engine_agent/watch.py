@@ -16,6 +16,7 @@ from .sglang import SGLangServer
 
 PATIENCE: Final = 3
 """Polls without an answer, or broken connections, before the server counts as gone."""
+_RETRY_S: Final = 0.2
 _START_S: Final = 3.0
 """A server that starts answers its health check with 503 at once; one that is paused does not answer it at all."""
 
@@ -57,7 +58,8 @@ class Watch:
         try:
             while not self._stopping.is_set():
                 self.poll()
-                self._stopping.wait(self._poll_s)
+                hurry = self._up and self._misses
+                self._stopping.wait(min(self._poll_s, _RETRY_S) if hurry else self._poll_s)
         except BaseException as error:
             self.failure = error
             raise

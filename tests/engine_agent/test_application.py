@@ -1,0 +1,425 @@
+"""The engine's machine: no answer from mixed weights, whatever fails and in whatever order."""
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from weightbus.control import messages as m
+from weightbus.control.messages import EngineHealth, Step
+from weightbus.engine_agent.events import ForgetAnswers, Record, Release, Remember, Run
+
+from .world import MANIFEST, OTHER, TABLE, World, answers, cancels, only, ran
+
+CLEAN, PENDING, DIRTY = EngineHealth.CLEAN, EngineHealth.PENDING, EngineHealth.DIRTY
+
+
+def test_a_round_from_prepare_to_serving() -> None:
+    """The plain round asks for each operation once, in order, and ends clean under the new version."""
+    world = World()
+    assert ran(world.prepare()) == ["Validate"]
+    assert isinstance(only(world.end()), m.Prepared)
+    assert ran(world.pause()) == ["PauseServer"]
+    assert isinstance(only(world.end()), m.Paused)
+    assert ran(world.transfer()) == ["Receive"]
+    received = world.end()
+    assert isinstance(only(received), m.Transferred)
+    assert ran(received) == ["Verify"]
+    verified = only(world.end())
+    assert (verified.version, verified.table, verified.verified_by) == (7, TABLE, "live-digest")
+    assert ran(world.commit()) == ["Release"]
+    serving = only(world.end())
+    assert (serving.version, serving.paused_s) == (7, 1.5)
+    view = world.machine.view()
+    assert (view.health, view.paused, view.stage.value) == (CLEAN, False, "idle")
+    assert view.held == m.Held(version=7, manifest=MANIFEST, table=TABLE)  # type: ignore[arg-type]
+
+
+def test_dirty_is_durable_before_the_first_byte() -> None:
+    """The record that calls the server dirty comes before the operation that makes it so."""
+    world = World()
+    world.to_paused()
+    effects = world.transfer()
+    remember, run = effects
+    assert isinstance(remember, Remember)
+    assert remember.record.health is DIRTY
+    assert isinstance(run, Run)
+
+
+def test_pending_is_remembered_before_verified_is_said() -> None:
+    """An agent killed right after it said Verified still knows what the server holds."""
+    world = World()
+    world.to_paused()
+    world.transfer()
+    world.end()
+    remember, _ = world.end()
+    assert isinstance(remember, Remember)
+    assert (remember.record.health, remember.record.held and remember.record.held.version) == (PENDING, 7)
+
+
+def test_transfer_untouched_is_clean_again_and_resumes_on_abort() -> None:
+    """A transfer that failed before the server was asked leaves the old version, which an abort sets free."""
+    world = World()
+    world.to_serving()
+    world.to_paused(2)
+    world.transfer(2, 8)
+    failed = only(world.fail(touched=False))
+    assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
+    assert world.record is not None
+    assert world.record.health is CLEAN
+    assert ran(world.abort(2)) == ["Release"]
+    assert only(world.end()).version == 7
+
+
+@pytest.mark.parametrize("at", ["receive", "verify"])
+def test_touched_weights_stay_dirty_through_abort_and_commit(at: str) -> None:
+    """After the first byte nothing but a complete, proven transfer sets the server free."""
+    world = World()
+    world.to_paused()
+    world.transfer()
+    if at == "verify":
+        world.end()
+    failed = only(world.fail(touched=True))
+    assert failed.health is DIRTY
+    assert failed.step is (Step.VERIFY if at == "verify" else Step.TRANSFER)
+    aborted = world.abort()
+    assert (only(aborted).step, only(aborted).health, ran(aborted)) == (Step.RESUME, DIRTY, [])
+    assert only(world.commit()).health is DIRTY
+    assert world.machine.view().paused
+
+
+def test_a_dirty_engine_is_mended_by_a_redrive() -> None:
+    """A second Transfer under a higher epoch needs neither Prepare nor Pause."""
+    world = World()
+    world.to_paused()
+    world.transfer(1)
+    world.fail(touched=True)
+    assert ran(world.transfer(2)) == ["Receive"]
+    world.end()
+    assert isinstance(only(world.end()), m.Verified)
+    world.commit(2)
+    assert only(world.end()).version == 7
+
+
+def test_transfer_needs_a_paused_server() -> None:
+    """Weights are never changed under a server that may generate."""
+    world = World()
+    world.prepare()
+    world.end()
+    failed = only(world.transfer())
+    assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
+    assert world.doing is None
+
+
+def test_lower_epochs_are_dropped() -> None:
+    """A command of an earlier epoch gets no answer and changes nothing."""
+    world = World()
+    world.to_serving(5)
+    for effects in (world.prepare(4), world.pause(4), world.transfer(4), world.commit(4), world.abort(4)):
+        assert (answers(effects), ran(effects)) == ([], [])
+
+
+def test_repeated_commands_are_answered_again_and_not_carried_out_again() -> None:
+    """The same command at the same epoch costs nothing: same answer, same key."""
+    world = World()
+    world.prepare()
+    assert world.prepare() == ()
+    prepared = only(world.end())
+    assert only(world.prepare()) == prepared
+    world.pause()
+    paused = only(world.end())
+    assert only(world.pause()) == paused
+    world.transfer()
+    transferred = only(world.end())
+    verified = only(world.end())
+    assert answers(world.transfer()) == [transferred, verified]
+    world.commit()
+    world.end()
+    again = world.commit()
+    assert (only(again).version, ran(again)) == (7, [])
+
+
+def test_abort_ends_a_running_transfer_and_is_carried_out_after_it() -> None:
+    """An abort asks the transfer to end; what it left behind decides the answer."""
+    world = World()
+    world.to_paused()
+    world.transfer()
+    assert cancels(world.abort())
+    failed, after = answers(world.fail(touched=True))
+    assert (failed.step, failed.health) == (Step.TRANSFER, DIRTY)
+    assert (after.step, after.health) == (Step.RESUME, DIRTY)
+
+
+def test_abort_after_loading_keeps_the_server_paused() -> None:
+    """Verified but never committed: the old weights are gone, and the new ones are nobody's version."""
+    world = World()
+    world.to_loaded()
+    failed = only(world.abort())
+    assert (failed.step, failed.health) == (Step.RESUME, PENDING)
+    assert world.machine.view().paused
+
+
+def test_commit_of_another_table_is_refused() -> None:
+    """The same version with other bits is another version."""
+    world = World()
+    world.to_loaded()
+    failed = only(world.commit(table=OTHER))
+    assert (failed.step, failed.health) == (Step.COMMIT, PENDING)
+    assert ran(world.commit()) == ["Release"]
+
+
+def test_commit_failure_stays_paused_and_can_be_repeated_by_a_new_commit() -> None:
+    """A flush or a label that fails leaves the server paused, with weights that are known."""
+    world = World()
+    world.to_loaded()
+    world.commit()
+    failed = only(world.fail())
+    assert (failed.step, failed.health) == (Step.RESUME, PENDING)
+    assert world.machine.view().paused
+    assert ran(world.commit()) == ["Release"]
+
+
+def test_pause_lease_resumes_a_clean_engine() -> None:
+    """With the coordinator gone, a paused engine that nobody touched serves its old version again."""
+    world = World()
+    world.to_paused()
+    assert ran(world.tick(9, heard=True)) == []
+    assert ran(world.tick(9.9)) == []
+    assert ran(world.tick(0.2)) == ["Release"]
+    assert answers(world.end()) == []
+    assert not world.machine.view().paused
+    assert only(world.transfer()).health is CLEAN
+
+
+def test_pause_lease_never_resumes_dirty_or_pending() -> None:
+    """Silence is no reason to serve mixed or uncommitted weights."""
+    dirty, loaded = World(), World()
+    dirty.to_paused()
+    dirty.transfer()
+    dirty.fail(touched=True)
+    loaded.to_loaded()
+    for world in (dirty, loaded):
+        for _ in range(50):
+            assert ran(world.tick(100)) == []
+        assert world.machine.view().paused
+
+
+def test_a_restarted_server_is_paused_and_pending() -> None:
+    """Launch weights under the old address are an unknown version once versions exist."""
+    world = World()
+    world.to_serving()
+    assert isinstance(world.gone(), tuple)
+    assert world.machine.view().health is PENDING
+    effects = world.found("second")
+    assert ran(effects) == ["PauseServer"]
+    world.end()
+    view = world.machine.view()
+    assert (view.health, view.held, view.paused) == (PENDING, None, True)
+    assert only(world.abort(1)).health is PENDING
+    world.to_serving(2, 8)
+    assert world.machine.view().health is CLEAN
+
+
+def test_a_server_that_only_blinked_is_what_it_was() -> None:
+    """The same launch after an unreachable moment: dirty stays dirty, clean stays clean."""
+    clean, dirty = World(), World()
+    clean.to_serving()
+    clean.gone()
+    assert ran(clean.found()) == []
+    assert clean.machine.view().health is CLEAN
+    dirty.to_paused()
+    dirty.transfer()
+    dirty.fail(touched=True)
+    dirty.gone()
+    dirty.found()
+    assert dirty.machine.view().health is DIRTY
+
+
+def test_before_anything_was_ever_committed_a_restart_is_clean() -> None:
+    """Launch weights are what everybody serves until the first version."""
+    world = World()
+    world.gone()
+    assert ran(world.found("second")) == []
+    assert world.machine.view().health is CLEAN
+
+
+@pytest.mark.parametrize(
+    ("stage", "step"),
+    [("prepared", Step.PREPARE), ("paused", Step.PAUSE), ("loaded", Step.VERIFY)],
+)
+def test_losing_the_server_while_waiting_is_said_at_once(stage: str, step: Step) -> None:
+    """The coordinator need not find out by a deadline."""
+    world = World()
+    world.prepare()
+    world.end()
+    if stage != "prepared":
+        world.pause()
+        world.end()
+    if stage == "loaded":
+        world.transfer()
+        world.end()
+        world.end()
+    failed = only(world.gone())
+    assert (failed.step, failed.health) == (step, PENDING)
+
+
+def test_an_agent_restart_keeps_dirty_dirty() -> None:
+    """The record outlives the agent: the server is paused again before anything else."""
+    world = World(Record(identity="first", health=DIRTY, epoch=3))
+    assert world.machine.view().health is DIRTY
+    assert [type(effect).__name__ for effect in world.effects if isinstance(effect, Run)] == ["Run"]
+    world.end()
+    assert only(world.abort(3)).health is DIRTY
+    assert answers(world.prepare(2)) == []
+
+
+def test_an_agent_restart_between_verified_and_commit() -> None:
+    """The commit that comes after the restart is carried out: weights and record agree."""
+    before = World()
+    before.to_loaded(4)
+    world = World(before.record)
+    world.end()
+    world.commit(4)
+    assert only(world.end()).version == 7
+
+
+def test_an_agent_restart_while_serving() -> None:
+    """A clean engine goes on; the settling commit finds out that nobody paused it for good."""
+    before = World()
+    before.to_serving(4)
+    world = World(before.record)
+    assert (world.machine.view().health, world.doing) == (CLEAN, None)
+    assert ran(world.commit(4)) == ["Release"]
+    assert only(world.end()).version == 7
+
+
+def test_a_record_of_another_launch_is_not_believed() -> None:
+    """The server was restarted while the agent was away."""
+    before = World()
+    before.to_serving()
+    world = World(before.record, up=False)
+    world.found("second")
+    view = world.machine.view()
+    assert (view.health, view.held) == (PENDING, None)
+
+
+def test_a_label_without_a_record_is_not_trusted() -> None:
+    """Somebody updated this server, and what they left is unknown."""
+    world = World(label="12")
+    assert world.machine.view().health is PENDING
+
+
+def test_a_new_boot_of_the_coordinator_stops_old_answers() -> None:
+    """What was said to the one before is void; what the server holds is not."""
+    world = World()
+    world.welcome(1)
+    world.to_loaded()
+    assert world.welcome(1) == ()
+    assert any(isinstance(effect, ForgetAnswers) for effect in world.welcome(2))
+    assert ran(world.commit(9)) == ["Release"]
+
+
+def test_commands_to_a_lost_server_fail_at_once() -> None:
+    """Nobody waits for a deadline when the server is known to be gone."""
+    world = World()
+    world.gone()
+    assert only(world.prepare()).step is Step.PREPARE
+    assert only(world.pause()).step is Step.PAUSE
+    assert only(world.transfer()).step is Step.TRANSFER
+    assert only(world.commit()).step is Step.COMMIT
+    assert only(world.abort()).step is Step.RESUME
+
+
+def test_abort_without_a_round_frees_a_clean_engine() -> None:
+    """Settling: the coordinator aborts what it does not know, and a clean engine says what it serves."""
+    world = World()
+    assert ran(world.abort(3)) == ["Release"]
+    assert only(world.end()).version is None
+    assert only(world.abort(3)).version is None
+
+
+def test_a_failed_pause_outside_a_round_is_tried_again() -> None:
+    """A pending server is paused as often as it takes."""
+    world = World()
+    world.to_serving()
+    world.gone()
+    world.found("second")
+    world.fail()
+    assert ran(world.tick(0.1)) == []
+    assert ran(world.tick(2)) == ["PauseServer"]
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Commands, results, losses and restarts in any order: a server that is not clean never runs free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.epoch = 1
+        self.launch = 0
+        self.mixed = False
+        """What a perfect observer knows: weights of this launch were touched and not proven since."""
+        self.free = True
+        """... and whether the server generates."""
+
+    @rule(step=st.sampled_from(["prepare", "pause", "transfer", "commit", "abort"]), older=st.integers(0, 1))
+    def command(self, step: str, older: int) -> None:
+        getattr(self.world, step)(max(1, self.epoch - older))
+
+    @rule()
+    def next_epoch(self) -> None:
+        self.epoch += 1
+
+    @precondition(lambda self: self.world.doing is not None)
+    @rule(ok=st.booleans(), touched=st.booleans())
+    def operation_ends(self, ok: bool, touched: bool) -> None:
+        kind = type(self.world.doing).__name__
+        if kind == "Receive":
+            assert not self.free, "weights change under a server that generates"
+            self.mixed = self.mixed or ok or touched
+        if kind == "Verify" and ok:
+            self.mixed = False
+        if kind == "PauseServer" and ok:
+            self.free = False
+        if kind == "Release" and ok:
+            assert not self.mixed, "a server with mixed weights was set free"
+            self.free = True
+        if ok:
+            self.world.end()
+        else:
+            self.world.fail(touched=touched)
+
+    @rule()
+    def lost(self) -> None:
+        self.world.gone()
+
+    @rule(same=st.booleans())
+    def found(self, same: bool) -> None:
+        if not same:
+            self.launch += 1
+            self.mixed, self.free = False, True
+        self.world.found(f"launch-{self.launch}")
+
+    @rule(seconds=st.floats(0, 30), heard=st.booleans())
+    def time_passes(self, seconds: float, heard: bool) -> None:
+        self.world.tick(seconds, heard=heard)
+
+    @rule()
+    def agent_restarts(self) -> None:
+        if self.world.doing is not None and type(self.world.doing).__name__ == "Receive":
+            self.mixed = True
+        self.world = World(self.world.record, up=False)
+        self.world.found(f"launch-{self.launch}")
+
+    @invariant()
+    def never_mixed_and_free(self) -> None:
+        assert not (self.mixed and self.free)
+
+    @invariant()
+    def a_release_with_a_version_is_of_proven_weights(self) -> None:
+        doing = self.world.doing
+        if isinstance(doing, Release):
+            assert not self.mixed
+
+
+AnyOrder.TestCase.settings = hypothesis_settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

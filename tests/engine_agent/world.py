@@ -1,0 +1,164 @@
+"""A hand-driven machine: commands go in by name, answers and operations come out; `check` runs after every event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weightbus.control import messages as m
+from weightbus.control.ids import Channel, Epoch, RequestId, Version
+from weightbus.engine_agent.application import Application
+from weightbus.engine_agent.events import (
+    Answer,
+    Broken,
+    Cancel,
+    Commanded,
+    Effect,
+    Event,
+    Finished,
+    Operated,
+    Operation,
+    Proven,
+    Received,
+    Record,
+    Remember,
+    Result,
+    Run,
+    ServerFound,
+    ServerGone,
+    Ticked,
+    Welcomed,
+)
+
+CHANNEL = Channel("c")
+MANIFEST, TABLE, OTHER = "a" * 64, "b" * 64, "c" * 64
+
+
+class World:
+    """One engine, its clock, and everything the machine asked for."""
+
+    def __init__(self, record: Record | None = None, *, up: bool = True, label: str = "default") -> None:
+        self.machine = Application(CHANNEL, "life1", record)
+        self.now = 100.0
+        self.heard_at = 100.0
+        self.effects: list[Effect] = []
+        self.record = record
+        self._pending: list[Run] = []
+        if up:
+            self.found("first", label)
+
+    # -- events
+
+    def event(self, event: Event) -> tuple[Effect, ...]:
+        effects = self.machine.handle(event, self.now)
+        self.machine.check()
+        self.effects += effects
+        self._pending += [effect for effect in effects if isinstance(effect, Run)]
+        for effect in effects:
+            if isinstance(effect, Remember):
+                self.record = effect.record
+        return effects
+
+    def found(self, identity: str = "first", label: str = "default") -> tuple[Effect, ...]:
+        return self.event(ServerFound(identity, label, "/models/served"))
+
+    def gone(self) -> tuple[Effect, ...]:
+        return self.event(ServerGone("connection refused"))
+
+    def tick(self, seconds: float = 0.0, *, heard: bool = False) -> tuple[Effect, ...]:
+        self.now += seconds
+        if heard:
+            self.heard_at = self.now
+        return self.event(Ticked(self.heard_at))
+
+    def welcome(self, boot: int = 1) -> tuple[Effect, ...]:
+        welcome = m.Welcome(
+            request=RequestId("r"), boot=boot, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=10.0
+        )
+        return self.event(Welcomed(welcome))
+
+    def prepare(self, epoch: int = 1, version: int = 7) -> tuple[Effect, ...]:
+        return self._say(
+            m.Prepare,
+            epoch,
+            version=Version(version),
+            manifest=MANIFEST,
+            table=TABLE,
+            transport=m.TransportKind.LOCAL,
+            policy=m.Policy(),
+        )
+
+    def pause(self, epoch: int = 1, lease_s: float = 10.0) -> tuple[Effect, ...]:
+        return self._say(m.Pause, epoch, mode=m.PauseMode.RETRACT, lease_s=lease_s)
+
+    def transfer(self, epoch: int = 1, version: int = 7) -> tuple[Effect, ...]:
+        offer = m.Offer(transport=m.TransportKind.LOCAL, address="/run/x")
+        return self._say(
+            m.Transfer, epoch, version=Version(version), manifest=MANIFEST, table=TABLE, offer=offer, rank_offset=1
+        )
+
+    def commit(self, epoch: int = 1, version: int = 7, table: str = TABLE) -> tuple[Effect, ...]:
+        return self._say(m.Commit, epoch, version=Version(version), table=table, flush=True)
+
+    def abort(self, epoch: int = 1) -> tuple[Effect, ...]:
+        return self._say(m.Abort, epoch, reason="the test says so")
+
+    def _say(self, kind: type[Any], epoch: int, **fields: Any) -> tuple[Effect, ...]:
+        return self.event(Commanded(kind(channel=CHANNEL, epoch=Epoch(epoch), deadline_s=30.0, **fields)))
+
+    # -- operations
+
+    @property
+    def doing(self) -> Operation | None:
+        """The operation that waits for its end."""
+        return self._pending[0].operation if self._pending else None
+
+    def end(self, result: Result | None = None, seconds: float = 0.5) -> tuple[Effect, ...]:
+        """End the running operation, well unless told otherwise."""
+        run = self._pending.pop(0)
+        self.now += seconds
+        name = type(run.operation).__name__
+        good: dict[str, Result] = {"Receive": Received(1000, 2, checked=True), "Verify": Proven("live-digest")}
+        return self.event(Operated(run.number, result or good.get(name, Finished())))
+
+    def fail(self, *, touched: bool = False) -> tuple[Effect, ...]:
+        return self.end(Broken("it broke", touched))
+
+    # -- whole stretches
+
+    def to_paused(self, epoch: int = 1) -> None:
+        self.prepare(epoch)
+        self.end()
+        self.pause(epoch)
+        self.end()
+
+    def to_loaded(self, epoch: int = 1, version: int = 7) -> None:
+        self.to_paused(epoch)
+        self.transfer(epoch, version)
+        self.end()
+        self.end()
+
+    def to_serving(self, epoch: int = 1, version: int = 7) -> None:
+        self.to_loaded(epoch, version)
+        self.commit(epoch, version)
+        self.end()
+
+
+def answers(effects: tuple[Effect, ...]) -> list[Any]:
+    """The messages among `effects`."""
+    return [effect.message for effect in effects if isinstance(effect, Answer)]
+
+
+def only(effects: tuple[Effect, ...]) -> Any:
+    """The one message among `effects`."""
+    (message,) = answers(effects)
+    return message
+
+
+def ran(effects: tuple[Effect, ...]) -> list[str]:
+    """Names of the operations that `effects` start."""
+    return [type(effect.operation).__name__ for effect in effects if isinstance(effect, Run)]
+
+
+def cancels(effects: tuple[Effect, ...]) -> bool:
+    """Whether something was asked to end soon."""
+    return any(isinstance(effect, Cancel) for effect in effects)

@@ -1,0 +1,369 @@
+"""A light SGLang server for tests: the same HTTP, the same traps, no model. Starts in milliseconds.
+
+It speaks the dialect of the version it is given, holds weights, generates tokens that depend on every one of them, and
+fails on demand: ``fake.inject("/update_weights_from_tensor", "die", after=2)``. That it behaves like the real server is
+proven by running one contract on both (tests/engine_agent/server_contract.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Literal
+
+from weightbus.engine_agent.dialects import dialect_of
+
+from .fake_weights import FakeWeights, ServerDied, decode, read
+
+Fault = Literal["die", "hang", "refuse", "swallow", "corrupt"]
+"""End the server; never answer; answer 400; answer 200 and load nothing; load and spoil one tensor."""
+
+ADMIN = (
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/update_weight_version",
+    "/weights_checker",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weights_from_disk",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+)
+
+
+class Refusal(Exception):
+    """An answer other than 200."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class FakeSGLang:
+    """One server. `start` and `restart` launch it with the checkpoint's weights; `die` ends it without a word."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        version: str = "0.5.23",
+        tp: int = 1,
+        *,
+        dp: int = 1,
+        pp: int = 1,
+        api_key: str = "",
+        admin_key: str = "",
+        token_s: float = 0.0,
+    ) -> None:
+        self.checkpoint, self.version, self.tp, self.dp, self.pp = checkpoint, version, tp, dp, pp
+        self.dialect = dialect_of(version)
+        self.api_key, self.admin_key, self.token_s = api_key, admin_key, token_s
+        self.starting = False
+        self.calls: list[str] = []
+        """Every path that was asked for by POST, in order."""
+        self.port = 0
+        self._faults: dict[str, tuple[Fault, int]] = {}
+        self._seen: Counter[str] = Counter()
+        self._http: _Http | None = None
+        self._resumed = threading.Condition()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    # -- life -------------------------------------------------------------------------------------------------------
+
+    def start(self) -> FakeSGLang:
+        """Launch: a new identity, launch weights, label ``default``, nothing paused."""
+        self.weights = FakeWeights(self.checkpoint, self.tp)
+        self.label, self.session, self.mode, self.running = "default", False, "", 0
+        self.model_path = str(self.checkpoint)
+        self.seed, self.started = random.SystemRandom().randint(0, 2**30), time.time()
+        handler = type("Handler", (_Handler,), {"fake": self})
+        self._http = _Http(("127.0.0.1", self.port), handler)
+        self.port = self._http.server_address[1]
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def die(self) -> None:
+        """Like kill -9: connections break, nothing is answered, the weights are gone."""
+        http, self._http = self._http, None
+        if http is not None:
+            http.hang_up()
+            http.shutdown()
+            http.server_close()
+            http.hang_up()
+
+    stop = die
+
+    def restart(self) -> None:
+        """Die, and launch again on the same port."""
+        self.die()
+        self._faults.clear()
+        self.start()
+
+    def inject(self, path: str, fault: Fault, after: int = 0) -> None:
+        """Let `fault` happen at the call of `path` that follows the next `after` ones, once."""
+        self._faults[path] = (fault, self._seen[path] + after)
+
+    def fault(self, path: str) -> Fault | None:
+        """What happens to this call."""
+        seen = self._seen[path]
+        self._seen[path] += 1
+        planned = self._faults.get(path)
+        if planned is None or planned[1] != seen:
+            return None
+        del self._faults[path]
+        return planned[0]
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        """Carry out one request. Raises `Refusal` or `ServerDied`."""
+        if method == "POST":
+            self.calls.append(path)
+        fault = self.fault(path)
+        if fault == "die":
+            raise ServerDied(path)
+        if fault == "hang":
+            time.sleep(3600)
+        if fault == "refuse":
+            raise Refusal(400, "injected")
+        if fault in {"swallow", "corrupt"} and path in {"/update_weights_from_tensor", "/update_weights_from_disk"}:
+            return self._badly(fault, path, body)
+        return getattr(self, path.lstrip("/"))(body)
+
+    def _badly(self, fault: Fault, path: str, body: dict[str, Any]) -> Any:
+        if fault == "corrupt":
+            getattr(self, path.lstrip("/"))(body)
+            name = next(iter(self.weights.tensors))
+            self.weights.tensors[name] = self.weights.tensors[name] + 1
+        return {"success": True, "message": "Success."}
+
+    def health(self, _: dict[str, Any]) -> str:
+        if self.starting:
+            raise Refusal(503, "")
+        with self._resumed:
+            self._resumed.wait_for(lambda: not self.mode, 20)
+        return ""
+
+    health_generate = health
+
+    def server_info(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "tp_size": self.tp,
+            "pp_size": self.pp,
+            "dp_size": self.dp,
+            "device": "cpu",
+            "dtype": "auto",
+            "model_path": str(self.checkpoint),
+            "random_seed": self.seed,
+            "startup_time": {"tokenizer_e2e": self.started},
+            "speculative_algorithm": None,
+            "quantization": None,
+        }
+
+    def model_info(self, _: dict[str, Any]) -> dict[str, Any]:
+        config = json.loads((self.checkpoint / "config.json").read_text())
+        return {
+            "model_path": self.model_path,
+            "weight_version": self.label,
+            "architectures": config["architectures"],
+        }
+
+    def pause_generation(self, body: dict[str, Any]) -> dict[str, Any]:
+        with self._resumed:
+            self.mode = body.get("mode", "abort")
+            self._resumed.notify_all()
+            if self.mode == "abort":
+                self._resumed.wait_for(lambda: not self.running, 30)
+        return {"message": "Generation paused successfully.", "status": "ok"}
+
+    def continue_generation(self, _: dict[str, Any]) -> dict[str, Any]:
+        with self._resumed:
+            self.mode = ""
+            self._resumed.notify_all()
+        return {"message": "Generation continued successfully.", "status": "ok"}
+
+    def flush_cache(self, _: dict[str, Any]) -> str:
+        if self.running and self.mode in {"", "in_place"}:
+            raise Refusal(400, "Flush cache failed.")
+        return "Cache flushed."
+
+    def update_weight_version(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body.get("abort_all_requests", True):
+            raise ServerDied("a test would lose its requests")
+        self.label = body["new_version"]
+        return {"success": True, "message": "", "new_version": self.label}
+
+    def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body["action"] != "checksum" or not self.dialect.cpu_checksums:
+            raise Refusal(400, "Torch not compiled with CUDA enabled")
+        ranks = [{"checksums": self.weights.checksums(rank)} for rank in range(self.tp)]
+        return {"success": True, "message": "Success.", "ranks": ranks}
+
+    def begin_weight_update(self, _: dict[str, Any]) -> dict[str, Any]:
+        self._needs_sessions()
+        if self.session:
+            raise Refusal(400, "a weight update session is already open")
+        self.session = True
+        return {"success": True, "message": "Success."}
+
+    def end_weight_update(self, _: dict[str, Any]) -> dict[str, Any]:
+        self._needs_sessions()
+        if not self.session:
+            raise Refusal(400, "no weight update session is open")
+        self.session = False
+        return {"success": True, "message": "Success."}
+
+    def _needs_sessions(self) -> None:
+        if not self.dialect.sessions:
+            raise Refusal(404, "Not Found")
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
+        if self.dp > 1:
+            raise Refusal(500, "Internal Server Error")
+        if self.dialect.sessions and not self.session:
+            raise Refusal(400, "begin_weight_update first")
+        payloads = body["serialized_named_tensors"]
+        if len(payloads) != self.tp or body["load_format"] != "flattened_bucket":
+            raise ServerDied("payload count or load format")
+        named = [decode(payload) for payload in payloads]
+        self.weights.load(named[0])
+        self._updated(body)
+        return {"success": True, "message": "Success."}
+
+    def update_weights_from_disk(self, body: dict[str, Any]) -> dict[str, Any]:
+        folder = Path(body["model_path"])
+        if not (folder / "config.json").exists():
+            raise Refusal(400, f"Failed to get model config: {folder}")
+        self.model_path = str(folder)
+        self.weights.load(list(read(folder).items()))
+        self._updated(body)
+        return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    def _updated(self, body: dict[str, Any]) -> None:
+        if body.get("flush_cache", True) and self.running and self.mode == "in_place":
+            raise Refusal(400, "Cache flush failed after updating weights")
+        self.label = body.get("weight_version") or self.label
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Token by token, each under the weights and the label of its moment; waits while paused."""
+        wanted = body["sampling_params"]["max_new_tokens"]
+        tokens: list[int] = []
+        spans: list[dict[str, Any]] = []
+        with self._running():
+            while len(tokens) < wanted:
+                with self._resumed:
+                    self._resumed.wait_for(lambda: self.mode in {"", "abort"})
+                    if self.mode == "abort":
+                        if tokens or not self._resumed.wait_for(lambda: not self.mode, 60):
+                            break
+                        continue
+                    tokens.append(self._token(body["input_ids"], tokens))
+                    if not spans or spans[-1]["version"] != self.label:
+                        spans.append({"version": self.label, "start": len(tokens) - 1, "end": 0})
+                    spans[-1]["end"] = len(tokens)
+                time.sleep(self.token_s)
+        meta: dict[str, Any] = {"weight_version": self.label, "completion_tokens": len(tokens)}
+        meta["finish_reason"] = {"type": "length" if len(tokens) == wanted else "abort"}
+        if self.dialect.spans:
+            meta["weight_versions"] = spans
+        return {"output_ids": tokens, "meta_info": meta}
+
+    def _token(self, prompt: list[int], tokens: list[int]) -> int:
+        seen = json.dumps([prompt, tokens]).encode()
+        return int.from_bytes(hashlib.sha256(self.weights.digest() + seen).digest()[:4], "big") % 512
+
+    @contextlib.contextmanager
+    def _running(self) -> Any:
+        self.running += 1
+        try:
+            yield
+        finally:
+            with self._resumed:
+                self.running -= 1
+                self._resumed.notify_all()
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(self, *args: Any) -> None:
+        self.connections: set[socket.socket] = set()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.connections.add(request)
+        super().process_request(request, client_address)
+
+    def hang_up(self) -> None:
+        for connection in list(self.connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that went away is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeSGLang
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._serve({})
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        raw = self.rfile.read(length)
+        self._serve(json.loads(raw) if raw else {})
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+    def _serve(self, body: dict[str, Any]) -> None:
+        path = self.path.split("?")[0]
+        known = hasattr(self.fake, path.lstrip("/")) and not path.startswith("/_")
+        try:
+            if not self._allowed(path):
+                self._reply(401, {"error": "Unauthorized"})
+            elif not known:
+                self._reply(404, {"detail": "Not Found"})
+            else:
+                self._reply(200, self.fake.answer(self.command, path, body))
+        except Refusal as refusal:
+            # The real server repeats the whole request in its validation errors.
+            self._reply(refusal.status, {"success": False, "message": str(refusal), "detail": body})
+        except ServerDied:
+            self.close_connection = True
+            threading.Thread(target=self.fake.die, daemon=True).start()
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _allowed(self, path: str) -> bool:
+        if path.startswith(("/health", "/metrics")):
+            return True
+        admin = path in ADMIN
+        key = (self.fake.admin_key or self.fake.api_key) if admin else self.fake.api_key
+        return not key or self.headers.get("Authorization") == f"Bearer {key}"
+
+    def _reply(self, status: int, content: Any) -> None:
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
