@@ -44,6 +44,12 @@ class _Chunk(Protocol):
     share_embeddings_and_output_weights: bool
 
 
+class _LaggingWrapper(Protocol):
+    """What is asked of a DistributedDataParallel with overlapped parameter gathers."""
+
+    def start_param_sync(self, *, force_sync: bool) -> None: ...
+
+
 class MegatronSource:
     """The live weights of one Megatron-core model. Satisfies `Source`."""
 
@@ -70,6 +76,7 @@ class MegatronSource:
         """
         self._ranks = Ranks(group, timeout_s)
         self._parameters: list[torch.Tensor] = []
+        self._lagging = [lagging for chunk in _chunks_of(model_chunks) for lagging in _lagging_wrappers(chunk)]
         try:
             self._model, self._tensors, self._holdings = self._settle(model_chunks, hf_config, dtype)
         except SourceError:
@@ -107,6 +114,8 @@ class MegatronSource:
                 f"the buffer is {out.dtype} [{out.numel()}] on {out.device}, "
                 f"bucket {index} takes {nbytes} bytes (uint8) on {self.device}"
             )
+        if index == 0:
+            self._settle_parameters()
         self._assembler(manifest).run(index, out, self.device)
 
     def agree(self, blob: bytes | None) -> bytes:
@@ -116,6 +125,14 @@ class MegatronSource:
     def close(self) -> None:
         """Let go of the groups. Collective; the parameters are the trainer's and stay."""
         self._ranks.close()
+
+    def _settle_parameters(self) -> None:
+        """Finish what the optimizer left to the next forward pass. Collective over the replicas.
+
+        With overlapped parameter gathers a replica holds, after a step, only its own share of the new parameters.
+        """
+        for wrapper in self._lagging:
+            wrapper.start_param_sync(force_sync=True)
 
     def _assembler(self, manifest: Manifest) -> Assembler:
         if self._planned is None or (self._planned[0] is not manifest and self._planned[0] != manifest):
@@ -157,7 +174,7 @@ class MegatronSource:
         dtype: torch.dtype | None,
     ) -> Roster:
         """Find and check every parameter of this rank."""
-        unwrapped = [_unwrap(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
+        unwrapped = [_unwrap(chunk) for chunk in _chunks_of(chunks)]
         if not unwrapped:
             raise UnsupportedModel("no model chunks: pass the model of this rank")
         model = Dense.parse(_read_config(hf_config))
@@ -176,11 +193,31 @@ class MegatronSource:
         return roster
 
 
-def _unwrap(module: nn.Module) -> nn.Module:
-    """The GPTModel inside DistributedDataParallel and Float16Module, both of which call what they wrap `module`."""
+def _chunks_of(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+    return [chunks] if isinstance(chunks, nn.Module) else chunks
+
+
+def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, what it wraps, and so on: DistributedDataParallel and Float16Module call that `module`."""
+    yield module
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
-    return module
+        yield module
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    """The GPTModel inside its wrappers."""
+    *_, innermost = _layers_of(module)
+    return innermost
+
+
+def _lagging_wrappers(module: nn.Module) -> list[_LaggingWrapper]:
+    """The wrappers that gather new parameters as late as in the next forward pass."""
+    return [
+        cast("_LaggingWrapper", layer)
+        for layer in _layers_of(module)
+        if getattr(getattr(layer, "ddp_config", None), "overlap_param_gather", False)
+    ]
 
 
 def _parameters_of(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

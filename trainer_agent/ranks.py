@@ -87,7 +87,7 @@ class Ranks:
         return group
 
     def close(self) -> None:
-        """Let go of every group. Collective."""
+        """Let go of every group that may be destroyed. Collective."""
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -97,14 +97,16 @@ class Ranks:
         whole_world = len(self.global_ranks) == dist.get_world_size()
         if not whole_world and dist.get_rank() not in members:
             return None
-        # Without local synchronisation torch wants every rank of the world here; with it, every member only, but
-        # then the group's name is a hash of its ranks and its keys in the store outlive it.
+        # Without local synchronisation torch wants every rank of the world here; with it, the members only.
         group = dist.new_group(
             list(members), timeout=self._timeout, backend=backend, use_local_synchronization=not whole_world
         )
         if not isinstance(group, dist.ProcessGroup):
             return None  # torch's NON_GROUP_MEMBER, an int
-        self._groups.append(group)
+        if whole_world:
+            # Not so the others: torch names them by a hash of their ranks, and gives the name again once they are
+            # destroyed, with the keys of the first life still in the store: the next group would find dead addresses.
+            self._groups.append(group)
         return group
 
     def _broken(self, waiting_for: str, error: RuntimeError) -> AssemblyFailed:

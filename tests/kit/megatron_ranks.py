@@ -102,6 +102,70 @@ def refusals() -> dict[str, str]:
     return told
 
 
+def two_models() -> dict[str, str]:
+    """Two sources, one over each half of the world, built twice: whether each exports what it holds."""
+    from megatron.core import parallel_state
+
+    layout, hf = Layout(tp=2), CONTENTS["qwen3"]
+    start(layout)
+    half = dist.get_rank() // 2
+    verdicts = []
+    for build_number in range(2):
+        chunks = build(hf, layout)
+        fill(chunks, seed=half + 1)
+        source = MegatronSource(
+            chunks, hf_config=hf, group=parallel_state.get_tensor_model_parallel_group(), timeout_s=60.0
+        )
+        tensors = export(source, 1 << 14)
+        if source.root:
+            norm = dict(chunks[0].named_parameters())["decoder.final_layernorm.weight"]
+            verdicts.append(torch.equal(tensors["model.norm.weight"], norm) and len(tensors) == len(source.tensors()))
+        assert source.agree(bytes([half, build_number]) if source.root else None) == bytes([half, build_number])
+        source.close()
+    return {"two models": str(verdicts)}
+
+
+def late_gather() -> dict[str, str]:
+    """What is exported right after a step whose new parameters are gathered only by the next forward pass."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    layout, hf = Layout(), CONTENTS["qwen3"]
+    start(layout)
+    (chunk,) = build(hf, layout, bf16=True, params_dtype=torch.bfloat16)
+    fill([chunk])
+    overlapped = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True
+    )
+    model = DistributedDataParallel(chunk.config, overlapped, chunk.bfloat16())
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=0.1,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+        ),
+        [model],
+    )
+    source = MegatronSource(model, hf_config=hf, dtype=torch.bfloat16, timeout_s=60.0)
+    tokens = torch.tensor(TOKENS)
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    model(tokens, positions, None, labels=tokens).float().mean().backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    stale = {name: parameter.clone() for name, parameter in chunk.named_parameters()}
+    exported = export(source, 1 << 20)
+    lagged = sum(not torch.equal(stale[name], parameter) for name, parameter in chunk.named_parameters())
+    with torch.no_grad():
+        model(tokens, positions, None)
+    again = export(source, 1 << 20)
+    source.close()
+    equal = all(torch.equal(tensor, again[name]) for name, tensor in exported.items())
+    return {"late gather": "equal" if equal else "stale", "lagged": str(lagged)}
+
+
 def lose_a_peer() -> dict[str, str]:
     """What rank 0 is told, and when, after rank 1 left in the middle of a version."""
     layout = Layout(tp=2)
@@ -131,7 +195,9 @@ def main() -> None:
     for name, case in CASES.items():
         if case.world == world and (len(sys.argv) < 6 or name in sys.argv[5:]):
             run_case(name, case, out)
-    told = refusals() | lose_a_peer() if world == 2 and len(sys.argv) < 6 else {}
+    told: dict[str, str] = {}
+    if len(sys.argv) < 6:
+        told = two_models() if world == 4 else refusals() | late_gather() | lose_a_peer()
     (out / f"rank{rank}.json").write_text(json.dumps(told))
 
 
