@@ -1,0 +1,297 @@
+"""The coordinator as it is deployed: real sockets, real journal, real clients, one whole round and a restart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import structlog
+from prometheus_client import generate_latest
+
+from weightbus.control import messages as m
+from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.coordinator_settings import CoordinatorSettings
+from weightbus.control.errors import ConfigurationError, RequestRefused
+from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId, Version
+from weightbus.control.memory_bus import MemoryBus
+from weightbus.control.service import Service
+from weightbus.control.session import Timing
+from weightbus.control.status import StatusView
+
+CHANNEL = Channel("policy")
+DEADLINE_S = 20.0
+QUICK = Timing(resend_first_s=0.1, resend_max_s=0.2, silence_s=1.0)
+LOCAL = m.TransportKind.LOCAL
+TRAINER = m.TrainerInfo(host="h", device="cpu", ranks=1, transports=(LOCAL,))
+
+
+def settings(folder: Path, port: int = 0) -> CoordinatorSettings:
+    return CoordinatorSettings(
+        router_port=port,
+        pub_port=0,
+        http_port=0,
+        journal=folder / "journal.sqlite",
+        heartbeat_s=0.1,
+        silence_s=1.0,
+        takeover_s=0.5,
+    )
+
+
+class Running:
+    """A service on a thread."""
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self.service = Service(settings(folder, port))
+        self.port = self.service.router_port
+        self._thread = threading.Thread(target=self.service.run)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.service.stop()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+    @property
+    def view(self) -> StatusView:
+        return self.service.server.status
+
+    def wait_for(self, found: Callable[[StatusView], bool]) -> None:
+        end = time.monotonic() + DEADLINE_S
+        pause = threading.Event()
+        while not found(self.view):
+            assert time.monotonic() < end, self.view
+            pause.wait(0.02)
+
+    def metric(self, line: str) -> bool:
+        registry = self.service.http._registry
+        return line in generate_latest(registry).decode()
+
+
+@pytest.fixture(autouse=True)
+def _logs() -> Iterator[None]:
+    with structlog.testing.capture_logs():
+        yield
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    each = Running(tmp_path)
+    yield each
+    each.stop()
+
+
+def agent(port: int, name: str, role: m.Role, info: Callable[[], m.EngineInfo] | None = None) -> BusClient:
+    def hello() -> m.Hello:
+        return m.Hello(
+            request=RequestId("x"),
+            agent=AgentId(name),
+            role=role,
+            channel=CHANNEL,
+            incarnation=Incarnation(f"{name}-1"),
+            engine=info() if info else None,
+            trainer=None if info else TRAINER,
+        )
+
+    return BusClient(BusSettings(endpoint=f"tcp://127.0.0.1:{port}", timing=QUICK), hello)
+
+
+class Engine:
+    """Takes every version, at once."""
+
+    def __init__(self, port: int, name: str) -> None:
+        self.name = name
+        self.held: m.Held | None = None
+        self.client = agent(port, name, m.Role.ENGINE, self._info)
+        self.client.start(DEADLINE_S)
+        self.welcomes = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _info(self) -> m.EngineInfo:
+        return m.EngineInfo(
+            url=f"http://{self.name}",
+            server_version="0",
+            tp=1,
+            pp=1,
+            dp=1,
+            device="cpu",
+            host="h",
+            transports=(LOCAL,),
+            held=self.held,
+        )
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(DEADLINE_S)
+        self.client.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            order = self.client.next(0.1)
+            if isinstance(order, m.Welcome):
+                self.welcomes += 1
+            elif order is not None:
+                for answer in self._answers(order):
+                    self.client.request(answer, deadline_s=DEADLINE_S)
+
+    def _answers(self, order: m.ToAgent) -> Iterator[m.ToCoordinator]:
+        key = self.client.new_request
+        match order:
+            case m.Prepare(epoch=epoch):
+                yield m.Prepared(request=key(), channel=CHANNEL, epoch=epoch, seconds=0.01)
+            case m.Pause(epoch=epoch):
+                yield m.Paused(request=key(), channel=CHANNEL, epoch=epoch, seconds=0.01)
+            case m.Transfer(epoch=epoch, manifest=manifest, table=table, version=version):
+                self.held = m.Held(version=version, manifest=manifest, table=table)
+                yield m.Transferred(request=key(), channel=CHANNEL, epoch=epoch, bytes=10, buckets=1, seconds=0.01)
+                yield m.Verified(
+                    request=key(),
+                    channel=CHANNEL,
+                    epoch=epoch,
+                    version=version,
+                    table=table,
+                    verified_by="live-digest",
+                    seconds=0.01,
+                )
+            case m.Commit(epoch=epoch, version=version):
+                yield m.Serving(
+                    request=key(), channel=CHANNEL, epoch=epoch, version=version, seconds=0.01, paused_s=0.1
+                )
+            case _:
+                pytest.fail(f"not expected: {order}")
+
+
+def publish(trainer: BusClient, version: int) -> m.RoundDone:
+    """One round, as the trainer sees it."""
+    key = trainer.new_request
+    granted = trainer.request(m.Acquire(request=key(), channel=CHANNEL, version=Version(version)))
+    assert isinstance(granted, m.Granted)
+    manifest, table = trainer.put_blob(b"m" * 600_000), trainer.put_blob(b"t%d" % version)
+    order = {"channel": CHANNEL, "version": Version(version), "manifest": manifest, "table": table}
+    trainer.request(m.Publish(request=key(), epoch=granted.epoch, bytes=10, buckets=1, **order))
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        match trainer.next(0.1):
+            case m.Send(epoch=epoch):
+                offer = m.Offer(transport=LOCAL, address="/x")
+                trainer.request(m.Offered(request=key(), channel=CHANNEL, epoch=epoch, offers=(offer,)))
+                trainer.request(m.Sent(request=key(), channel=CHANNEL, epoch=epoch))
+            case m.RoundDone() as done if done.version == version:
+                return done
+            case _:
+                pass
+    pytest.fail("the round did not end")
+
+
+def test_round_over_real_sockets(running: Running) -> None:
+    """Two engines take a version; status and metrics tell of it."""
+    engines = [Engine(running.port, name) for name in ("e0", "e1")]
+    try:
+        with agent(running.port, "t0", m.Role.TRAINER) as trainer:
+            trainer.start(DEADLINE_S)
+            done = publish(trainer, 5)
+            assert done.outcome is m.Outcome.COMMITTED, done
+            assert {report.outcome for report in done.engines} == {m.Outcome.COMMITTED}
+            running.wait_for(lambda view: len(view.channels["policy"].ready) == 2)
+            channel = running.view.channels["policy"]
+            assert channel.committed is not None
+            assert channel.committed.version == 5
+            assert msgspec.json.decode(trainer.status())["channels"]["policy"]["committed"]["version"] == 5
+            assert publish(trainer, 6).outcome is m.Outcome.COMMITTED
+            running.wait_for(lambda _: running.metric('weightbus_engine_version{channel="policy",engine="e1"} 6.0'))
+            for line in (
+                'weightbus_committed_version{channel="policy"} 6.0',
+                'weightbus_rounds_total{channel="policy",outcome="committed"} 2.0',
+                'weightbus_engine_version_lag{channel="policy",engine="e0"} 0.0',
+                'weightbus_transfer_bytes_total{channel="policy",transport="local"} 40.0',
+                'weightbus_agents_connected{channel="policy",role="engine"} 2.0',
+                'weightbus_pause_seconds_count{channel="policy"} 4.0',
+                'weightbus_round_seconds_count{channel="policy",phase="transferring"} 2.0',
+                'weightbus_round_seconds_count{channel="policy",phase="total"} 2.0',
+            ):
+                assert running.metric(line), line
+    finally:
+        for each in engines:
+            each.close()
+    running.wait_for(lambda view: view.agents == 0)
+
+
+def test_restart_between_rounds(tmp_path: Path) -> None:
+    """A coordinator that was restarted knows the version, refuses to go back, and its agents go on by themselves."""
+    first = Running(tmp_path)
+    port = first.port
+    engine = Engine(port, "e0")
+    trainer = agent(port, "t0", m.Role.TRAINER)
+    trainer.start(DEADLINE_S)
+    try:
+        assert publish(trainer, 1).outcome is m.Outcome.COMMITTED
+        first.stop()
+        second = Running(tmp_path, port)
+        try:
+            assert second.view.boot == 2
+            with pytest.raises(RequestRefused, match="version_not_newer"):
+                trainer.request(m.Acquire(request=trainer.new_request(), channel=CHANNEL, version=Version(0)))
+            second.wait_for(lambda view: view.agents == 2)
+            assert publish(trainer, 2).outcome is m.Outcome.COMMITTED
+            assert engine.welcomes == 1
+        finally:
+            second.stop()
+    finally:
+        trainer.close()
+        engine.close()
+
+
+def test_readiness_follows_the_loop(running: Running, tmp_path: Path) -> None:
+    """Ready while the loop moves; not once it is asked to stop, nor when it is stuck."""
+    assert running.service.readiness().ready
+    running.stop()
+    assert running.service.readiness().reason == "stopping"
+    stuck = Service(settings(tmp_path / "stuck"))
+    stuck._shown_at -= 100.0
+    assert "not moved" in stuck.readiness().reason
+    stuck.close()
+
+
+def test_what_cannot_start_leaves_nothing_behind(running: Running, tmp_path: Path) -> None:
+    """A second coordinator on the same port fails with advice; its journal is free, its ports are too."""
+    other = tmp_path / "other"
+    with pytest.raises(ConfigurationError, match="router_port"):
+        Service(settings(other, running.port))
+    free = Service(settings(other))
+    free.close()
+    Service(settings(other)).close()
+
+
+def test_memory_bus_is_as_faithful_as_sockets() -> None:
+    """The stand-in refuses what the wire would refuse, and loses only what it is told to."""
+    bus = MemoryBus()
+    link = bus.link()
+    assert link.send(m.Bye()) is False
+    link.open()
+    assert link.send(m.Bye(reason="x")) is True
+    (received,) = bus.poll(0.0)
+    assert bus.send(received.peer, m.Alive(seq=1, boot=1)).value == "sent"
+    assert link.poll(0.0) == [(m.Alive(seq=1, boot=1), None)]
+    bus.lose = lambda message: isinstance(message, m.Alive)
+    assert bus.send(received.peer, m.Alive(seq=2, boot=1)).value == "sent"
+    assert link.poll(0.0) == []
+    bus.inject(link, [b"junk"])
+    (rejected,) = bus.poll(0.0)
+    assert "1 frames" in str(getattr(rejected, "error", ""))
+    bus.cut()
+    assert bus.send(received.peer, m.Alive(seq=3, boot=1)).value == "gone"
+    assert link.send(m.Bye()) is False
+    link.open()
+    link.wake()
+    assert link.poll(DEADLINE_S) == []
+    bus.hint(m.Hint(seq=1, boot=1, channel=CHANNEL, event="x", version=None, epoch=Epoch(1)))
+    assert len(bus.hints) == 1
+    bus.close()
+    link.open()
+    assert link.send(m.Bye()) is False
+    link.close()
