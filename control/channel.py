@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from .answers import Answers, already_committed, never_begun
 from .duties import Duties
 from .effects import (
     AnyObservation,
@@ -38,13 +39,11 @@ from .messages import (
     Commit,
     EngineHealth,
     EngineMessage,
-    EngineReport,
     Failed,
     Granted,
     Heartbeat,
     Held,
     Offered,
-    Outcome,
     PauseMode,
     Publish,
     Refused,
@@ -61,8 +60,6 @@ from .states import SETTLED, EnginePhase, RoundState
 
 STORY: Final = 64
 """Recent events that an error carries."""
-ANSWERS: Final = 256
-"""Finished rounds whose answer is remembered."""
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -107,8 +104,7 @@ class Channel:
         self.story: deque[str] = deque(maxlen=STORY)
         self._limits = limits
         self._duties = Duties(limits.retry_s, limits.retry_max_s)
-        self._answers: dict[RequestId, RoundDone] = dict(restored.answers)
-        self._last_done: RoundDone | None = None
+        self._answers = Answers(restored.answers)
         self._asked: tuple[Agent, Acquire] | None = None
         self._holder: tuple[AgentId, Incarnation] | None = None
         self._ready: dict[AgentId, bool] = {}
@@ -146,20 +142,14 @@ class Channel:
 
     def publish(self, agent: Agent, message: Publish, missing: str, now: float) -> Verdict:
         """Begin the round. `missing` names a blob that has to be put first."""
-        if message.request in self._answers or self._is_committed(message):
+        if self._answers.knows(message.request) or self._is_committed(message):
             self.repeat_done(agent, message)
             return YES
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
+        if verdict.ok:
+            verdict = self._may_begin(message, missing)
         if not verdict.ok:
             return verdict
-        if self.round:
-            return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
-        if self.committed and message.version <= self.committed.version:
-            return self._not_newer(message.version)
-        if missing:
-            return Verdict(Code.UNKNOWN_BLOB, f"blob {missing} is not here: put it, then publish again")
-        if message.policy.flush and message.policy.pause is PauseMode.IN_PLACE:
-            return Verdict(Code.NOT_ALLOWED, "pause in_place keeps the KV cache: publish with flush off")
         self._holder = (agent.name, agent.incarnation)
         self.round = Round(
             message,
@@ -174,29 +164,38 @@ class Channel:
         self.round.start(now)
         return YES
 
+    def _may_begin(self, message: Publish, missing: str) -> Verdict:
+        if self.round:
+            return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
+        if self.committed and message.version <= self.committed.version:
+            return self._not_newer(message.version)
+        if missing:
+            return Verdict(Code.UNKNOWN_BLOB, f"blob {missing} is not here: put it, then publish again")
+        if message.policy.flush and message.policy.pause is PauseMode.IN_PLACE:
+            return Verdict(Code.NOT_ALLOWED, "pause in_place keeps the KV cache: publish with flush off")
+        return YES
+
     def repeat_done(self, agent: Agent, message: Publish) -> None:
         """Answer a `Publish` whose round is over."""
         done = self._answers.get(message.request)
         if done is None and self._is_committed(message) and self.round is None:
-            done = self._already(message)
+            holders = [engine.name for engine in self.engines.values() if engine.alive and self._holds(engine)]
+            done = already_committed(message, self.committed_epoch, holders)
             if self.lease and self.lease.holder == agent.name and self.lease.incarnation == agent.incarnation:
                 self._end_lease("the version was committed already")
         if done:
             self.out.append(Tell(agent.name, done))
 
-    def offered(self, agent: Agent, message: Offered, now: float) -> Verdict:
-        """The trainer's half of the transports stands."""
+    def transferring(self, agent: Agent, message: Offered | Sent, now: float) -> Verdict:
+        """The trainer's half of the transports stands, or is over."""
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
-        if verdict.ok and self.round:
+        if not verdict.ok or self.round is None:
+            return verdict
+        if isinstance(message, Offered):
             self.round.offered(message.epoch, message.offers, now)
-        return verdict
-
-    def sent(self, agent: Agent, message: Sent, now: float) -> Verdict:
-        """The trainer's half of the transfer is over."""
-        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
-        if verdict.ok and self.round:
-            if self.round.state is RoundState.OFFERING:
-                return Verdict(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
+        elif self.round.state is RoundState.OFFERING:
+            return Verdict(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
+        else:
             self.round.sent(message.epoch, message.failed, now)
         return verdict
 
@@ -210,7 +209,7 @@ class Channel:
                 self.round.abandon(f"abandoned by {agent.name}: {message.reason}", now)
             else:
                 self._end_lease(f"abandoned: {message.reason}")
-                self.out.append(Tell(agent.name, self._nothing(lease, message)))
+                self.out.append(Tell(agent.name, never_begun(lease, message)))
         return verdict
 
     def trainer_joined(self, agent: Agent, now: float) -> None:
@@ -219,8 +218,8 @@ class Channel:
             return
         if self.round:
             self._duties.hurry(agent.name, now)
-        elif self._last_done:
-            self.out.append(Tell(agent.name, self._last_done))
+        elif self._answers.last:
+            self.out.append(Tell(agent.name, self._answers.last))
 
     def trainer_heard(self, agent: Agent, now: float) -> None:
         """A trainer is alive; if it holds the lease, that goes on."""
@@ -249,17 +248,18 @@ class Channel:
         else:
             self._settle(engine, now)
 
-    def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> None:
-        """A heartbeat may say that the server changed under the agent."""
+    def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
+        """A heartbeat may say that the server changed under the agent. Returns whether it did."""
         engine = self.engines.get(name)
-        if engine is None or message.health is None:
-            return
+        if engine is None or message.health is None or (engine.health, engine.held) == (message.health, message.held):
+            return False
         recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
         engine.health, engine.held = message.health, message.held
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
         elif recovered and not self._takes_part(name) and self._duties.get(name) is None:
             self._settle(engine, now)
+        return True
 
     def engine_lost(self, name: AgentId, reason: str, now: float) -> None:
         """An engine fell silent or said `Bye`."""
@@ -474,10 +474,8 @@ class Channel:
         for member in round_.members.values():
             if member.phase not in SETTLED and (engine := self.engines.get(member.name)):
                 engine.serving, engine.reason = False, member.reason
-        self.round, self._last_done = None, record.done
-        self._answers[record.request] = record.done
-        while len(self._answers) > ANSWERS:
-            self._answers.pop(next(iter(self._answers)))
+        self.round = None
+        self._answers.remember(record.request, record.done)
         self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done))
         self._end_lease("the round ended")
         self.out.append(Tell(round_.holder, record.done))
@@ -491,8 +489,11 @@ class Channel:
     def _settle(self, engine: Engine, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
         engine.serving = False
-        if self.committed and self._holds(engine):
-            command: Commit | Abort = Commit(
+        if self.epoch == 0 and engine.health is EngineHealth.CLEAN:
+            engine.serving = True  # nobody was ever allowed to pause it
+            self._duties.drop(engine.name)
+        elif self.committed and self._holds(engine):
+            commit = Commit(
                 channel=self.name,
                 epoch=self.epoch,
                 version=self.committed.version,
@@ -500,14 +501,11 @@ class Channel:
                 flush=True,
                 deadline_s=self._limits.resume_s,
             )
-        elif self.epoch == 0 and engine.health is EngineHealth.CLEAN:
-            engine.serving = True  # nobody was ever allowed to pause it
-            self._duties.drop(engine.name)
-            return
+            self._duties.assign(engine.name, commit, now)
         else:
             reason = "no round concerns you"
-            command = Abort(channel=self.name, epoch=self.epoch, reason=reason, deadline_s=self._limits.abort_s)
-        self._duties.assign(engine.name, command, now)
+            abort = Abort(channel=self.name, epoch=self.epoch, reason=reason, deadline_s=self._limits.abort_s)
+            self._duties.assign(engine.name, abort, now)
 
     def _take_answer(self, engine: Engine, message: EngineMessage, now: float) -> Verdict:
         member = self.round.members.get(engine.name) if self.round else None
@@ -553,29 +551,3 @@ class Channel:
     def _not_newer(self, version: Version) -> Verdict:
         found = self.committed.version if self.committed else None
         return Verdict(Code.VERSION_NOT_NEWER, f"found version {version}, committed is {found}: publish a higher one")
-
-    def _already(self, message: Publish) -> RoundDone:
-        holders = [engine for engine in self.engines.values() if engine.alive and self._holds(engine)]
-        reports = tuple(
-            EngineReport(engine=engine.name, outcome=Outcome.COMMITTED, version=message.version) for engine in holders
-        )
-        return RoundDone(
-            channel=self.name,
-            epoch=message.epoch,
-            version=message.version,
-            outcome=Outcome.COMMITTED,
-            reason=f"was committed already, at epoch {self.committed_epoch}",
-            engines=reports,
-            seconds={"total": 0.0},
-        )
-
-    def _nothing(self, lease: Lease, message: Abandon) -> RoundDone:
-        return RoundDone(
-            channel=self.name,
-            epoch=message.epoch,
-            version=lease.version,
-            outcome=Outcome.ABORTED,
-            reason=message.reason,
-            engines=(),
-            seconds={"total": 0.0},
-        )

@@ -16,6 +16,7 @@ from typing import Final, assert_never
 import msgspec
 
 from . import status
+from .admission import may_join, may_say
 from .blobs import Blobs
 from .channel import Answer, Channel, Out, Restored, Tell
 from .effects import (
@@ -48,7 +49,6 @@ from .lease import Verdict
 from .limits import Limits
 from .membership import Agent, Membership
 from .messages import (
-    PROTOCOL,
     Abandon,
     Ack,
     Acquire,
@@ -77,7 +77,6 @@ from .messages import (
     Status,
     ToAgent,
     ToCoordinator,
-    TrainerMessage,
     Transferred,
     Verified,
     Welcome,
@@ -86,31 +85,6 @@ from .states import RoundState
 
 HEARTBEAT_KEY: Final = RequestId("heartbeat")
 """Heartbeats carry no key; this one stands in the `Refused` that tells a stranger to say `Hello`."""
-
-_ANY: Final = frozenset(Role)
-_TRAINER: Final = frozenset({Role.TRAINER})
-_ENGINE: Final = frozenset({Role.ENGINE})
-ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
-    Hello: _ANY,
-    Heartbeat: _ANY,
-    Bye: _ANY,
-    GetBlob: frozenset({Role.TRAINER, Role.ENGINE}),
-    GetStatus: _ANY,
-    Acquire: _TRAINER,
-    Release: _TRAINER,
-    PutBlob: _TRAINER,
-    Publish: _TRAINER,
-    Offered: _TRAINER,
-    Sent: _TRAINER,
-    Abandon: _TRAINER,
-    Prepared: _ENGINE,
-    Paused: _ENGINE,
-    Transferred: _ENGINE,
-    Verified: _ENGINE,
-    Serving: _ENGINE,
-    Failed: _ENGINE,
-}
-"""Who may say what. A message type without a row fails a test."""
 
 
 class _Silent(msgspec.Struct, frozen=True):
@@ -125,6 +99,7 @@ class _ChannelStop(msgspec.Struct, frozen=True):
     channel: ChannelId
 
 
+ChannelRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 _Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
 
 
@@ -269,10 +244,19 @@ class Coordinator:
             if not isinstance(message, Bye):
                 self._refuse(peer, "?", message, Verdict(Code.UNKNOWN_AGENT, "say Hello first"))
             return
-        if agent.role not in ALLOWED[type(message)]:
-            self._refuse(peer, agent.name, message, Verdict(Code.NOT_ALLOWED, f"not for the role {agent.role.value}"))
-            return
+        verdict = may_say(agent, message)
+        if not verdict.ok:
+            self._refuse(peer, agent.name, message, verdict)
+        else:
+            self._take(agent, message, event, now)
+
+    def _take(self, agent: Agent, message: ToCoordinator, event: MessageReceived, now: float) -> None:
+        peer = event.peer
+        if agent.role is Role.TRAINER:
+            self._channel(agent.channel).trainer_heard(agent, now)
         match message:
+            case Hello():
+                raise InvariantBroken("a Hello does not come from somebody who is here already")
             case Heartbeat():
                 self._heartbeat(agent, message, peer, now)
             case Bye():
@@ -286,18 +270,22 @@ class Coordinator:
                 self._answer(peer, agent, message, self.blobs.put(message.digest, message.page, message.pages, blob))
             case Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
                 self._from_engine(agent, message, peer, now)
-            case _:
+            case Acquire() | Release() | Publish() | Offered() | Sent() | Abandon():
                 self._from_trainer(agent, message, peer, now)
+            case _:
+                assert_never(message)
 
     def _hello(self, message: Hello, event: MessageReceived, now: float) -> None:
         peer = event.peer
-        verdict = self._may_join(message, event)
-        if verdict is None:
+        before = self.members.get(message.agent)
+        verdict = may_join(message, event.principal, self.members.on(peer), before)
+        if verdict.ok and message.channel not in self.channels and len(self.channels) >= self.limits.max_channels:
+            verdict = Verdict(Code.NOT_ALLOWED, f"{len(self.channels)} channels are here, no more are taken")
+        if verdict.ok:
             verdict = self.members.verdict(message, peer, now)
         if not verdict.ok:
             self._refuse(peer, message.agent, message, verdict)
             return
-        before = self.members.get(message.agent)
         returning = before is not None and before.incarnation == message.incarnation
         if before and not returning:
             self._leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
@@ -333,36 +321,10 @@ class Coordinator:
             channel.trainer_joined(agent, now)
         self._flush(channel, now)
 
-    def _may_join(self, message: Hello, event: MessageReceived) -> Verdict | None:
-        """What speaks against a `Hello` by itself; None when nothing does."""
-        if message.protocol != PROTOCOL:
-            older = "agent" if message.protocol < PROTOCOL else "coordinator"
-            reason = f"found protocol {message.protocol}, expected {PROTOCOL}: upgrade the {older}"
-            return Verdict(Code.PROTOCOL_MISMATCH, reason)
-        if event.principal and event.principal != message.agent:
-            return Verdict(Code.NOT_ALLOWED, f"the connection's key is {event.principal!r}'s, not {message.agent!r}'s")
-        if (message.engine is not None) is not (message.role is Role.ENGINE):
-            return Verdict(Code.NOT_ALLOWED, "engines, and nobody else, describe an engine in Hello")
-        if (message.trainer is not None) is not (message.role is Role.TRAINER):
-            return Verdict(Code.NOT_ALLOWED, "trainers, and nobody else, describe a trainer in Hello")
-        seated = self.members.on(event.peer)
-        if seated and seated.name != message.agent:
-            return Verdict(Code.NOT_ALLOWED, f"this connection is {seated.name!r}'s: one connection, one agent")
-        known = self.members.get(message.agent)
-        same = known is not None and known.incarnation == message.incarnation
-        if known and same and (known.role, known.channel) != (message.role, message.channel):
-            return Verdict(Code.NOT_ALLOWED, f"{message.agent!r} is {known.role.value} of channel {known.channel!r}")
-        if message.channel not in self.channels and len(self.channels) >= self.limits.max_channels:
-            return Verdict(Code.NOT_ALLOWED, f"{len(self.channels)} channels are here, no more are taken")
-        return None
-
     def _heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
         self._send(peer, Alive(seq=message.seq, boot=self.boot))
         channel = self._channel(agent.channel)
-        if agent.role is Role.TRAINER:
-            channel.trainer_heard(agent, now)
-        elif agent.role is Role.ENGINE:
-            channel.engine_heard(agent.name, message, now)
+        if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
             self._flush(channel, now)
 
     def _get_blob(self, agent: Agent, message: GetBlob, peer: Peer) -> None:
@@ -377,14 +339,13 @@ class Coordinator:
 
     def _from_engine(self, agent: Agent, message: EngineMessage, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
-        verdict = self._meant_for(agent, message) or channel.engine_answered(agent.name, message, now)
+        verdict = channel.engine_answered(agent.name, message, now)
         channel.story.append(f"{now:.3f} {agent.name} {type(message).__name__} epoch {message.epoch}")
         self._answer(peer, agent, message, verdict)
         self._flush(channel, now)
 
-    def _from_trainer(self, agent: Agent, message: TrainerMessage, peer: Peer, now: float) -> None:
+    def _from_trainer(self, agent: Agent, message: ChannelRequest, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
-        channel.trainer_heard(agent, now)
         known = self._answers.get((agent.name, message.request))
         if known:
             self._send(peer, known)
@@ -392,43 +353,37 @@ class Coordinator:
                 channel.repeat_done(agent, message)
         else:
             channel.story.append(f"{now:.3f} {agent.name} {type(message).__name__}")
-            verdict = self._meant_for(agent, message) or self._ask(channel, agent, message, now)
+            verdict = self._ask(channel, agent, message, now)
             if not verdict.ok or not isinstance(message, Acquire):
                 self._answer(peer, agent, message, verdict)
         self.blobs.pin(digest for channel in self.channels.values() for digest in channel.pinned())
         self._flush(channel, now)
 
-    def _ask(self, channel: Channel, agent: Agent, message: TrainerMessage, now: float) -> Verdict:
-        if isinstance(message, Acquire | Publish):
-            if self.stopping:
-                return Verdict(Code.SHUTTING_DOWN, "the coordinator is stopping", 5.0)
-            if self.read_only:
-                return Verdict(Code.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s)
+    def _ask(self, channel: Channel, agent: Agent, message: ChannelRequest, now: float) -> Verdict:
         match message:
             case Acquire():
-                return channel.acquire(agent, message, now)
-            case Release():
-                return channel.release(agent, message)
+                return self._closed() or channel.acquire(agent, message, now)
             case Publish():
                 missing = next((d for d in (message.manifest, message.table) if d not in self.blobs), "")
-                return channel.publish(agent, message, missing, now)
-            case Offered():
-                return channel.offered(agent, message, now)
-            case Sent():
-                return channel.sent(agent, message, now)
+                return self._closed() or channel.publish(agent, message, missing, now)
+            case Release():
+                return channel.release(agent, message)
+            case Offered() | Sent():
+                return channel.transferring(agent, message, now)
             case Abandon():
                 return channel.abandon(agent, message, now)
-            case PutBlob():
-                raise InvariantBroken("blobs do not reach channels", channel.story)
             case _:
                 assert_never(message)
 
-    # -- small things -----------------------------------------------------------------------------------------------
+    def _closed(self) -> Verdict | None:
+        """Why nothing new may begin; None when it may."""
+        if self.stopping:
+            return Verdict(Code.SHUTTING_DOWN, "the coordinator is stopping", 5.0)
+        if self.read_only:
+            return Verdict(Code.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s)
+        return None
 
-    def _meant_for(self, agent: Agent, message: EngineMessage | TrainerMessage) -> Verdict | None:
-        if isinstance(message, PutBlob) or message.channel == agent.channel:
-            return None
-        return Verdict(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {message.channel!r}")
+    # -- small things -----------------------------------------------------------------------------------------------
 
     def _channel(self, name: ChannelId) -> Channel:
         if name not in self.channels:

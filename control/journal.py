@@ -18,7 +18,8 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from .channel import ANSWERS, Restored
+from .answers import ANSWERS
+from .channel import Restored
 from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version

@@ -7,6 +7,8 @@ sidecar that was killed and restarted is back before anybody takes it for lost.
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import msgspec
 
 from .errors import InvariantBroken
@@ -60,6 +62,7 @@ class Membership:
             self._by_peer.pop(before.peer, None)
         if (other := self._by_peer.get(peer)) and other != hello.agent:
             self.remove(other)
+        self._agents.pop(hello.agent, None)
         self._agents[hello.agent] = Agent(
             name=hello.agent,
             role=hello.role,
@@ -78,8 +81,8 @@ class Membership:
         name = self._by_peer.get(peer)
         if name is None:
             return None
-        agent = msgspec.structs.replace(self._agents[name], heard_at=now)
-        self._agents[name] = agent
+        agent = msgspec.structs.replace(self._agents.pop(name), heard_at=now)
+        self._agents[name] = agent  # at the end: the dict stays ordered by `heard_at`, the most silent first
         return agent
 
     def on(self, peer: Peer) -> Agent | None:
@@ -108,12 +111,13 @@ class Membership:
 
     def silent(self, now: float) -> list[Agent]:
         """Who has not been heard of for too long."""
-        return [agent for agent in self._agents.values() if now >= agent.heard_at + self._limits.silence_s]
+        silence_s = self._limits.silence_s
+        return list(takewhile(lambda agent: now >= agent.heard_at + silence_s, self._agents.values()))
 
     def next_deadline(self) -> float | None:
         """When the next agent will have been silent for too long."""
-        heard = min((agent.heard_at for agent in self._agents.values()), default=None)
-        return None if heard is None else heard + self._limits.silence_s
+        most_silent = next(iter(self._agents.values()), None)
+        return None if most_silent is None else most_silent.heard_at + self._limits.silence_s
 
     def __len__(self) -> int:
         return len(self._agents)
@@ -123,6 +127,9 @@ class Membership:
         for peer, name in self._by_peer.items():
             if name not in self._agents or self._agents[name].peer != peer:
                 raise InvariantBroken(f"connection {peer!r} is {name}'s, who does not sit on it")
+        heard = [agent.heard_at for agent in self._agents.values()]
+        if heard != sorted(heard):
+            raise InvariantBroken("agents are not in the order in which they were last heard of")
         for agent in self._agents.values():
             if agent.peer is not None and self._by_peer.get(agent.peer) != agent.name:
                 raise InvariantBroken(f"{agent.name} sits on {agent.peer!r}, which does not know it")

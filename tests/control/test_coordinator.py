@@ -11,7 +11,6 @@ from weightbus.control.effects import (
     Committed,
     JournalChanged,
     Persist,
-    PublishHint,
     ReadinessChanged,
     RoundEnded,
     SendTo,
@@ -53,7 +52,7 @@ def codes(world: World, name: str) -> list[Code]:
     return [message.code for message in world.agents[name].got(Refused) if isinstance(message, Refused)]
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
+# -- order -----------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_leaves_before_the_epoch_is_durable() -> None:
@@ -111,7 +110,7 @@ def test_early_and_repeated_ticks_do_nothing() -> None:
     assert world.machine.next_deadline() == world.limits.silence_s
 
 
-# -- requests ----------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------------------------
 
 
 def granted_world() -> tuple[World, Publish]:
@@ -216,7 +215,7 @@ def test_blobs_of_the_round_can_be_read_by_engines() -> None:
     assert world.machine.channels[CHANNEL].pinned() == {digest(MANIFEST), digest(table_of(1))}
 
 
-# -- the journal ---------------------------------------------------------------------------------------------------------
+# -- the journal -----------------------------------------------------------------------------------------------------
 
 
 def test_full_disk_makes_read_only_and_heals_by_itself() -> None:
@@ -294,7 +293,7 @@ def states_step() -> object:
     return Step.TRANSFER
 
 
-# -- stopping ------------------------------------------------------------------------------------------------------------
+# -- stopping --------------------------------------------------------------------------------------------------------
 
 
 def test_stop_aborts_what_is_not_durable() -> None:
@@ -342,7 +341,7 @@ def test_stop_when_idle_is_immediate() -> None:
     assert world.machine.stopped
 
 
-# -- what is told --------------------------------------------------------------------------------------------------------
+# -- what is told ----------------------------------------------------------------------------------------------------
 
 
 def test_observations_and_hints_tell_the_round() -> None:
@@ -428,7 +427,7 @@ def test_channels_do_not_disturb_each_other() -> None:
     assert persist.record.epoch == 1  # type: ignore[union-attr]
 
 
-# -- tables --------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------------------------
 
 
 def test_protocol_draws_the_tables() -> None:

@@ -114,7 +114,7 @@ def test_full_disk_is_told_and_recovered_from(tmp_path: Path) -> None:
     database = journal._db
     (pages,) = database.execute("PRAGMA page_count").fetchone()
     database.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(JournalUnwritable, match="SQLITE_FULL.*free room"):
+    with pytest.raises(JournalUnwritable, match=r"SQLITE_FULL.*free room"):
         for number in range(1000):
             journal.write(closed(f"request {number}"))
     assert journal.restore()[Channel("policy")].epoch == 1

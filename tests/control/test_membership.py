@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from weightbus.control.coordinator import ALLOWED
+from weightbus.control.admission import ALLOWED
 from weightbus.control.effects import AgentLeft, Evict
 from weightbus.control.events import MessageReceived, Peer, PeerLost
 from weightbus.control.ids import Channel, RequestId

@@ -128,7 +128,7 @@ def test_scenario_reads_as_reviewed(scenario: Callable[[World], None]) -> None:
     assert found == path.read_text()
 
 
-# -- engines that fail -------------------------------------------------------------------------------------------------
+# -- engines that fail -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", [Prepare, Pause, Transfer, Commit])
@@ -274,7 +274,7 @@ def test_engine_that_no_transport_reaches_is_left_out_with_the_reason() -> None:
     assert not far.got(Prepare)
 
 
-# -- trainers that fail --------------------------------------------------------------------------------------------------
+# -- trainers that fail ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [Publish, Offered, Sent])
@@ -335,7 +335,7 @@ def test_trainer_that_dies_after_its_last_byte_is_not_needed() -> None:
     assert world.ready == ("e0", "e1")
 
 
-# -- the coordinator fails -------------------------------------------------------------------------------------------------
+# -- the coordinator fails -------------------------------------------------------------------------------------------
 
 
 def count_effects() -> int:
@@ -405,7 +405,7 @@ def test_restart_answers_a_finished_round_from_the_journal() -> None:
     assert trainer.done == done
 
 
-# -- messages that are lost, doubled or late ---------------------------------------------------------------------------------
+# -- messages that are lost, doubled or late -------------------------------------------------------------------------
 
 
 def traffic() -> int:
@@ -495,7 +495,7 @@ def test_abort_reaches_engines_whatever_they_held() -> None:
     assert set(outcomes(world, trainer, 2).values()) == {Outcome.COMMITTED}
 
 
-# -- anything ------------------------------------------------------------------------------------------------------------------
+# -- anything --------------------------------------------------------------------------------------------------------
 
 SHORT = Limits(
     silence_s=4,
@@ -634,4 +634,6 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 TestAnyHistory = AnyHistory.TestCase
-TestAnyHistory.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestAnyHistory.settings = settings(
+    max_examples=int(os.environ.get("WEIGHTBUS_EXAMPLES", "40")), stateful_step_count=25, deadline=None
+)

@@ -152,7 +152,7 @@ def test_whole_round_in_memory(start: Callable[..., Running]) -> None:
     assert [hint.event for hint in bus.hints][-1] == "round_committed"
 
 
-def test_whole_round_over_sockets_and_a_restart(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_whole_round_over_sockets_and_a_restart(start: Callable[..., Running]) -> None:
     """The same over TCP; the next coordinator on the same journal knows the version and counts its boot."""
     bus = RouterBus("127.0.0.1", 0, 0)
     running = start(bus)

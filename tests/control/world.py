@@ -1,4 +1,4 @@
-"""A whole deployment without sockets, threads or time: one coordinator, engines and trainers that answer as they should.
+"""A deployment without sockets, threads or time: one coordinator, engines and trainers that answer as they should.
 
 Agents answer at once unless a test told them otherwise. The journal is a list of records; a restart builds a new
 machine from it. `check()` runs after every event.
@@ -183,9 +183,9 @@ class Agent:
             if message.boot != self.boot:
                 self.pending.clear()
             self.boot = message.boot
-        if isinstance(message, Refused) and message.code is Code.UNKNOWN_AGENT:
-            if not any(isinstance(said, Hello) for said, _ in self.pending.values()):
-                self.connect()
+        stranger = isinstance(message, Refused) and message.code is Code.UNKNOWN_AGENT
+        if stranger and not any(isinstance(said, Hello) for said, _ in self.pending.values()):
+            self.connect()
         self.inbox.append(message)
         if not self.deaf:
             self.react(message)
@@ -267,7 +267,7 @@ class Engine(Agent):
         for answer in self.answers(message):
             self.say(answer)
 
-    def answers(self, message: Message) -> list[ToCoordinator]:
+    def answers(self, message: Message) -> list[ToCoordinator]:  # noqa: PLR0911  # one case per command
         common = {"channel": CHANNEL, "epoch": getattr(message, "epoch", 0)}
         match message:
             case Prepare():
@@ -315,6 +315,7 @@ class Trainer(Agent):
         self.policy = Policy()
         self.publishing: Publish | None = None
         self.failed: Mapping[str, str] = {}
+        self.offering: Offered | None = None
         self.stop_before: type[Message] | None = None
         """Says nothing from this message on."""
 
@@ -370,8 +371,12 @@ class Trainer(Agent):
             case Send():
                 kinds = dict.fromkeys(receiver.transport for receiver in message.receivers)
                 offers = tuple(Offer(transport=kind, address=f"at-{kind}") for kind in kinds)
-                self.try_say(Offered(request=self.key(), channel=CHANNEL, epoch=message.epoch, offers=offers))
-                self.try_say(Sent(request=self.key(), channel=CHANNEL, epoch=message.epoch, failed=dict(self.failed)))
+                self.offering = Offered(request=self.key(), channel=CHANNEL, epoch=message.epoch, offers=offers)
+                self.try_say(self.offering)
+            case Ack() if self.offering and message.request == self.offering.request:
+                sent = Sent(request=self.key(), channel=CHANNEL, epoch=self.offering.epoch, failed=dict(self.failed))
+                self.offering = None
+                self.try_say(sent)
             case _:
                 pass
 
@@ -460,7 +465,7 @@ class World:
         self.machine.check()
         return effects
 
-    def perform(self, effect: AnyEffect) -> None:
+    def perform(self, effect: AnyEffect) -> None:  # noqa: C901  # one case per effect
         match effect:
             case Persist():
                 if self.disk_full:

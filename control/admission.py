@@ -1,0 +1,96 @@
+"""Who may join, and who may say what. Pure verdicts with their reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from .ids import Channel
+from .lease import YES, Verdict
+from .membership import Agent
+from .messages import (
+    PROTOCOL,
+    Abandon,
+    Acquire,
+    Bye,
+    Code,
+    Failed,
+    GetBlob,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Offered,
+    Paused,
+    Prepared,
+    Publish,
+    PutBlob,
+    Release,
+    Role,
+    Sent,
+    Serving,
+    ToCoordinator,
+    Transferred,
+    Verified,
+)
+
+_ANY: Final = frozenset(Role)
+_TRAINER: Final = frozenset({Role.TRAINER})
+_ENGINE: Final = frozenset({Role.ENGINE})
+ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
+    Hello: _ANY,
+    Heartbeat: _ANY,
+    Bye: _ANY,
+    GetBlob: frozenset({Role.TRAINER, Role.ENGINE}),
+    GetStatus: _ANY,
+    Acquire: _TRAINER,
+    Release: _TRAINER,
+    PutBlob: _TRAINER,
+    Publish: _TRAINER,
+    Offered: _TRAINER,
+    Sent: _TRAINER,
+    Abandon: _TRAINER,
+    Prepared: _ENGINE,
+    Paused: _ENGINE,
+    Transferred: _ENGINE,
+    Verified: _ENGINE,
+    Serving: _ENGINE,
+    Failed: _ENGINE,
+}
+"""Who may say what. A message type without a row fails a test."""
+
+
+def may_say(agent: Agent, message: ToCoordinator) -> Verdict:
+    """Whether the role of `agent` allows `message`, and whether it is about its own channel."""
+    if agent.role not in ALLOWED[type(message)]:
+        return Verdict(Code.NOT_ALLOWED, f"not for the role {agent.role.value}")
+    channel: Channel = getattr(message, "channel", agent.channel)
+    if channel != agent.channel:
+        return Verdict(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
+    return YES
+
+
+def may_join(message: Hello, principal: str, seated: Agent | None, known: Agent | None) -> Verdict:
+    """What speaks against a `Hello` by itself.
+
+    `principal` is whom the connection's key belongs to, `seated` who sits on the connection, `known` who has the name.
+    """
+    if message.protocol != PROTOCOL:
+        older = "agent" if message.protocol < PROTOCOL else "coordinator"
+        reason = f"found protocol {message.protocol}, expected {PROTOCOL}: upgrade the {older}"
+        return Verdict(Code.PROTOCOL_MISMATCH, reason)
+    return Verdict(Code.NOT_ALLOWED, reason) if (reason := _objection(message, principal, seated, known)) else YES
+
+
+def _objection(message: Hello, principal: str, seated: Agent | None, known: Agent | None) -> str:
+    if principal and principal != message.agent:
+        return f"the connection's key is {principal!r}'s, not {message.agent!r}'s"
+    if (message.engine is not None) is not (message.role is Role.ENGINE):
+        return "engines, and nobody else, describe an engine in Hello"
+    if (message.trainer is not None) is not (message.role is Role.TRAINER):
+        return "trainers, and nobody else, describe a trainer in Hello"
+    if seated and seated.name != message.agent:
+        return f"this connection is {seated.name!r}'s: one connection, one agent"
+    same = known is not None and known.incarnation == message.incarnation
+    if known and same and (known.role, known.channel) != (message.role, message.channel):
+        return f"{message.agent!r} is {known.role.value} of channel {known.channel!r}"
+    return ""
