@@ -64,6 +64,7 @@ from .events import (
     Ticked,
     Welcomed,
 )
+from .identity import ServerFacts
 from .record_file import RecordFile
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
@@ -73,9 +74,13 @@ from .wire import Keys
 from .worker import Worker
 
 TICK_S: Final = 0.5
-ANSWER_S: Final = 3600.0
-"""An answer is repeated for so long; in truth until the coordinator acknowledges or another boot makes it void."""
+_AGAIN_S: Final = 0.1
 _CLOSE_S: Final = 5.0
+
+
+def layout_of(facts: ServerFacts) -> tuple[str, ...]:
+    """What of a server a `Hello` describes once and for all."""
+    return (facts.version, facts.device, str(facts.tp), str(facts.pp), str(facts.dp))
 
 
 class _Stop(msgspec.Struct, frozen=True):
@@ -103,6 +108,7 @@ class EngineAgent:
         self._boot = 0
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
         self._bus: BusClient | None = None
+        self._described: tuple[str, ...] = ()
         self._stopping = threading.Event()
         self._log = structlog.get_logger(__name__).bind(agent=settings.name, channel=settings.channel)
 
@@ -120,14 +126,9 @@ class EngineAgent:
         try:
             threads[0].start()
             self._await_server()
-            bus = self._bus = self._connect()
-            self._worker.blobs = bus
-            threads += [
-                threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True),
-                threading.Thread(target=self._speak, args=(bus,), name="speaker", daemon=True),
-            ]
-            for thread in threads[1:]:
-                thread.start()
+            self._connect()
+            threads.append(threading.Thread(target=self._speak, name="speaker", daemon=True))
+            threads[1].start()
             self._loop()
         finally:
             self._close(http, threads)
@@ -149,7 +150,8 @@ class EngineAgent:
                 waited = f"{self.settings.start_timeout_s:g} s"
                 raise EngineAgentError(f"no SGLang server at {self.settings.server} for {waited}: start it first")
 
-    def _connect(self) -> BusClient:
+    def _connect(self) -> None:
+        """Join the coordinator as what the server is now."""
         curve = CurveFiles.of(self.settings.keys, self.settings.name) if self.settings.keys else None
         bus = BusClient(BusSettings(endpoint=self.settings.coordinator, curve=curve), self._hello, self._heartbeat)
         try:
@@ -158,9 +160,10 @@ class EngineAgent:
             bus.close()
             raise
         facts = self._server.facts
+        self._bus, self._worker.blobs, self._described = bus, bus, layout_of(facts)
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
         self._dispatch(Welcomed(welcome))
-        return bus
+        threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 
     def _join(self, bus: BusClient) -> Welcome:
         until = time.monotonic() + self.settings.start_timeout_s
@@ -179,6 +182,15 @@ class EngineAgent:
     def _loop(self) -> None:
         while not self._stopping.is_set():
             self._step(self._next())
+            if self._view.up and layout_of(self._server.facts) != self._described:
+                self._reconnect()
+
+    def _reconnect(self) -> None:
+        """The server was launched again with other ranks: what the coordinator was told of it is not true any more."""
+        old, self._bus = self._bus, None
+        if old is not None:
+            old.close()
+        self._connect()
 
     def _next(self) -> Event | _Stop | None:
         try:
@@ -268,23 +280,24 @@ class EngineAgent:
                 elif isinstance(message, Welcome):
                     self._events.put(Welcomed(message))
         except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
-            if not self._stopping.is_set():
+            if not self._stopping.is_set() and bus is self._bus:
                 self._events.put(_Stop(error))
 
-    def _speak(self, bus: BusClient) -> None:
+    def _speak(self) -> None:
         while (item := self._answers.get()) is not None:
             boot, message = item
-            while boot == self._boot and not self._stopping.is_set() and not self._said(bus, message):
-                pass
+            while boot == self._boot and not self._stopping.is_set() and not self._said(message):
+                self._stopping.wait(_AGAIN_S)
 
-    def _said(self, bus: BusClient, message: EngineMessage) -> bool:
+    def _said(self, message: EngineMessage) -> bool:
         """Whether nothing more is to be said of it."""
+        bus = self._bus
+        if bus is None:
+            return False
         try:
             bus.request(message, deadline_s=5.0)
-        except CoordinatorUnreachable:
+        except (CoordinatorUnreachable, ClientClosed):
             return False
-        except ClientClosed:
-            return True
         except RequestRefused as refused:
             self._log.info("answer_refused", answer=type(message).__name__, reason=str(refused))
         except WeightbusError as error:
