@@ -301,6 +301,7 @@ def publish(
 ) -> list[dict[str, Any]]:
     """Publish every version on `channel` by `transport`; the reports."""
     import torch
+
     from weightbus.trainer_agent import TrainerAgent
 
     agent = TrainerAgent.connect(
@@ -345,6 +346,10 @@ class Fleet:
         for channel, ports in self._layout["engines"].items():
             url = f"http://127.0.0.1:{ports['sidecar']}/readyz"
             wait(f"engine {channel}", lambda url=url: self._http.get(url).status_code == 200, deadline_s, lambda: None)
+            health = f"http://127.0.0.1:{ports['server']}/health_generate"  # its first answer compiles kernels
+            wait(
+                f"server {channel}", lambda url=health: self._http.get(url).status_code == 200, deadline_s, lambda: None
+            )
             log(f"engine {channel} is ready")
 
     def checksum(self, channel: str) -> dict[str, str]:
