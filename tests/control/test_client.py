@@ -214,10 +214,15 @@ def test_lost_answers_are_asked_for_again(there: Coordinator, client: BusClient)
 def test_doubled_answers_and_commands_count_once(there: Coordinator, client: BusClient) -> None:
     """Every answer twice: each request ends once, nothing is left in the inbox; a repeated command is read once."""
     there.copies = 2
+
+    def order_first(item: Received) -> tuple[ToAgent, bytes | None] | None:
+        if isinstance(item.message, Acquire):
+            for _ in range(3):
+                there.bus.send(item.peer, ABORT)  # here and not in the test: one thread owns the socket
+        return there.usual(item)
+
     acquire(client)
-    acquire(client)
-    for _ in range(3):
-        there.bus.send(there.peers[0], ABORT)
+    there.answer = order_first
     acquire(client)
     assert client.next(DEADLINE_S) == ABORT
     assert client.next(0.05) is None
