@@ -95,12 +95,23 @@ STEPS: Final[dict[Stage, Step]] = {
 """The step that has failed when the server is lost while waiting at a stage."""
 
 
+_STEP_OF: Final[dict[type[Operation], Step]] = {
+    Validate: Step.PREPARE,
+    PauseServer: Step.PAUSE,
+    Receive: Step.TRANSFER,
+    Verify: Step.VERIFY,
+    Release: Step.RESUME,
+}
+
+
 class _Running(msgspec.Struct):
     number: int
     operation: Operation
     command: ToEngine | None
     """The command it serves; null for what the agent does by itself."""
     started: float
+    identity: str
+    """The launch it was started on. Its end says little about any other."""
 
 
 class View(msgspec.Struct, frozen=True):
@@ -270,7 +281,7 @@ class Application:
 
     def _run(self, operation: Operation, command: ToEngine | None, now: float) -> tuple[Effect, ...]:
         self._numbers += 1
-        self._running = _Running(self._numbers, operation, command, now)
+        self._running = _Running(self._numbers, operation, command, now, self.identity)
         return (Run(self._numbers, operation),)
 
     def _operated(self, event: Operated, now: float) -> tuple[Effect, ...]:
@@ -278,11 +289,26 @@ class Application:
         if running is None or running.number != event.number:
             return (Note("unknown_operation", str(event.number)),)
         self._running = None
-        effects = self._settle(running, event.result, now)
+        if running.identity == self.identity:
+            effects = self._settle(running, event.result, now)
+        else:
+            effects = self._outlived(running, event.result)
         waiting, self._waiting = self._waiting, None
         if waiting is not None and self._running is None:
             effects = (*effects, *self._command(waiting, now))
         return effects
+
+    def _outlived(self, running: _Running, result: Result) -> tuple[Effect, ...]:
+        """The server was launched again meanwhile, on the same address: the calls may have met either of the two."""
+        self.paused = None
+        untouched = isinstance(result, Broken) and not result.touched
+        effects: tuple[Effect, ...] = ()
+        if isinstance(running.operation, Receive) and not untouched:
+            self.health, self.held, self.stage = EngineHealth.DIRTY, None, Stage.IDLE
+            effects = (self._remember(),)
+        if running.command is None:
+            return effects
+        return (*effects, *self._fail(running.command, _STEP_OF[type(running.operation)], self.reason))
 
     def _settle(self, running: _Running, result: Result, now: float) -> tuple[Effect, ...]:
         command, seconds = running.command, now - running.started
@@ -450,6 +476,13 @@ class Application:
         self.identity, self.paused, self.stage = event.identity, None, Stage.IDLE
         self._paused_at, self._quiet_since, self._lease_s = None, now, UNSETTLED_S
         self._answers.clear()
+        return (*self._shorten(), *self._recognise(event, known))
+
+    def _shorten(self) -> tuple[Effect, ...]:
+        """What runs on a server that is gone need not run to its deadline."""
+        return (Cancel(self._running.number),) if self._running is not None else ()
+
+    def _recognise(self, event: ServerFound, known: str) -> tuple[Effect, ...]:
         if known == event.identity and self._record is not None:
             self.health, self.held = self._record.health, self._record.held
             self._checkpoint = self._record.checkpoint or event.checkpoint
@@ -475,7 +508,7 @@ class Application:
         self._answers.clear()
         stage, self.stage = self.stage, Stage.IDLE if self.stage is not Stage.LOADED else Stage.LOADED
         if stage is Stage.IDLE or self._running is not None:  # what runs will break by itself, and say so
-            return (Note("server_lost", reason),)
+            return (*self._shorten(), Note("server_lost", reason))
         failed = Failed(
             request=self._key(),
             channel=self._channel,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from weightbus.control import messages as m
 from weightbus.control.messages import EngineHealth, Step
-from weightbus.engine_agent.events import ForgetAnswers, Record, Release, Remember, Run
+from weightbus.engine_agent.events import ForgetAnswers, Receive, Record, Release, Remember, Run
 
 from .world import MANIFEST, OTHER, TABLE, World, answers, cancels, only, ran
 
@@ -348,6 +348,20 @@ def test_a_failed_pause_outside_a_round_is_tried_again() -> None:
     assert ran(world.tick(2)) == ["PauseServer"]
 
 
+@pytest.mark.parametrize("touched", [True, False])
+def test_an_operation_that_outlived_its_server_says_nothing_of_the_new_one(touched: bool) -> None:
+    """The old launch's weights must not be ascribed to the new one, whatever the transfer came to."""
+    world = World()
+    world.to_serving()
+    world.to_paused(2)
+    world.transfer(2, 8)
+    assert cancels(world.found("second"))
+    failed = only(world.fail(touched=touched))
+    assert (failed.step, failed.health) == (Step.TRANSFER, DIRTY if touched else PENDING)
+    assert world.machine.view().held is None
+    assert type(world.doing).__name__ == "PauseServer"
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Commands, results, losses and restarts in any order: a server that is not clean never runs free."""
 
@@ -360,6 +374,8 @@ class AnyOrder(RuleBasedStateMachine):
         """What a perfect observer knows: weights of this launch were touched and not proven since."""
         self.free = True
         """... and whether the server generates."""
+        self.outlived = False
+        """The running operation was begun on an earlier launch: its calls met a server that is no more."""
 
     @rule(step=st.sampled_from(["prepare", "pause", "transfer", "commit", "abort"]), older=st.integers(0, 1))
     def command(self, step: str, older: int) -> None:
@@ -373,6 +389,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(ok=st.booleans(), touched=st.booleans())
     def operation_ends(self, ok: bool, touched: bool) -> None:
         kind = type(self.world.doing).__name__
+        outlived, self.outlived = self.outlived, False
+        if outlived:
+            kind = ""
         if kind == "Receive":
             assert not self.free, "weights change under a server that generates"
             self.mixed = self.mixed or ok or touched
@@ -397,6 +416,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not same:
             self.launch += 1
             self.mixed, self.free = False, True
+            self.outlived = self.world.doing is not None
         self.world.found(f"launch-{self.launch}")
 
     @rule(seconds=st.floats(0, 30), heard=st.booleans())
@@ -405,8 +425,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def agent_restarts(self) -> None:
-        if self.world.doing is not None and type(self.world.doing).__name__ == "Receive":
+        if isinstance(self.world.doing, Receive) and not self.outlived:
             self.mixed = True
+        self.outlived = False
         self.world = World(self.world.record, up=False)
         self.world.found(f"launch-{self.launch}")
 
@@ -417,7 +438,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def a_release_with_a_version_is_of_proven_weights(self) -> None:
         doing = self.world.doing
-        if isinstance(doing, Release):
+        if isinstance(doing, Release) and not self.outlived:
             assert not self.mixed
 
 
