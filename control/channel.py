@@ -378,8 +378,12 @@ class Channel:
 
     def pinned(self) -> set[str]:
         """Blobs that are needed."""
-        needed = {self.committed.manifest, self.committed.table} if self.committed else set[str]()
-        return needed | ({self.round.publish.manifest, self.round.publish.table} if self.round else set())
+        needed: set[str] = set()
+        if self.committed:
+            needed.update((self.committed.manifest, self.committed.table))
+        if self.round:
+            needed.update((self.round.publish.manifest, self.round.publish.table))
+        return needed
 
     def phase(self, name: AgentId) -> EnginePhase | None:
         """Where an engine stands in the running round."""
@@ -489,6 +493,7 @@ class Channel:
     def _settle(self, engine: Engine, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
         engine.serving = False
+        engine.keys.clear()  # asked again at the same epoch, an agent repeats its answer under the same key
         if self.epoch == 0 and engine.health is EngineHealth.CLEAN:
             engine.serving = True  # nobody was ever allowed to pause it
             self._duties.drop(engine.name)

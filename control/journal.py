@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -228,7 +228,7 @@ class SqliteJournal:
         self._db.execute("DELETE FROM event WHERE id <= ?", ((at or 0) - EVENTS,))
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Generator[None]:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             try:

@@ -215,6 +215,21 @@ def test_blobs_of_the_round_can_be_read_by_engines() -> None:
     assert world.machine.channels[CHANNEL].pinned() == {digest(MANIFEST), digest(table_of(1))}
 
 
+def test_engine_whose_server_was_away_for_a_moment_is_ready_again() -> None:
+    """A heartbeat that stops and starts to say clean is settled, also when the agent repeats an answer of before."""
+    world = World()
+    engine = world.engine("e0")
+    world.publish(world.trainer(), 1)
+    last = engine.said[-1]
+    engine.health, held, engine.held = EngineHealth.PENDING, engine.held, None
+    world.advance(2)
+    assert world.ready == ()
+    engine.health, engine.held = EngineHealth.CLEAN, held
+    engine.answers = lambda message: [last] if isinstance(message, Commit) else Engine.answers(engine, message)  # type: ignore[method-assign]
+    world.advance(3)
+    assert world.ready == ("e0",)
+
+
 # -- the journal -----------------------------------------------------------------------------------------------------
 
 

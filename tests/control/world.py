@@ -141,6 +141,7 @@ class Agent:
         self.pending: dict[RequestId, tuple[ToCoordinator, bytes | None]] = {}
         """What was said and not answered; said again with every heartbeat."""
         self.boot = 0
+        self.said: list[ToCoordinator] = []
 
     def key(self) -> RequestId:
         return RequestId(f"{self.incarnation}-{next(self.world.keys)}")
@@ -167,6 +168,7 @@ class Agent:
     def say(self, message: ToCoordinator, blob: bytes | None = None) -> None:
         if not isinstance(message, Heartbeat | Bye):
             self.pending[message.request] = (message, blob)
+            self.said.append(message)
         self.world.deliver(self, message, blob)
 
     def again(self) -> None:
