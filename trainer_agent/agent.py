@@ -29,7 +29,7 @@ from .orders import Assemble, Beat, Finish, NotReady, Ranks, Ready, unexpected
 from .publication import Ending, Verdict
 from .report import PublishReport
 from .settings import SECTION, TrainerSettings
-from .source import Source
+from .source import Source, SourceError
 
 _log = structlog.get_logger(__name__)
 
@@ -184,7 +184,10 @@ def _start(
         leader = lead(source, settings, manifest, progress)
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
-        ranks.tell(NotReady(reason))
+        try:
+            ranks.tell(NotReady(reason))
+        except SourceError as broken:
+            _log.warning("ranks_not_told", error=str(broken))
         if isinstance(error, Exception):
             raise ConnectFailed(reason) from error
         raise

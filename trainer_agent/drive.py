@@ -97,6 +97,7 @@ class Drive:
         self._engines: dict[str, m.EngineInfo] = {}
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
+        self._silent = False
         self._log = _log.bind(channel=outfit.settings.channel, version=version)
         outfit.staging.begin()
 
@@ -209,13 +210,17 @@ class Drive:
     def _asking(self, step: Callable[[], p.AnyEvent | None]) -> p.AnyEvent | None:
         """Do a step that asks the coordinator; a refusal or silence is an event like any other."""
         try:
-            return step()
+            event = step()
         except RequestRefused as refused:
             self._log.debug("refused", code=refused.code.value, reason=refused.reason)
             return p.Refusal(refused.code, refused.reason, refused.retry_after_s)
         except CoordinatorUnreachable as silence:
-            self._log.warning("coordinator_silent", error=str(silence))
+            if not self._silent:
+                self._log.warning("coordinator_silent", error=str(silence))
+            self._silent = True
             return p.Unreachable(str(silence))
+        self._silent = False
+        return event
 
     def _acquire(self) -> p.AnyEvent:
         with self._watch.phase("acquire"):

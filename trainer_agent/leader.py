@@ -106,10 +106,11 @@ def lead(
     pool = BucketPool(
         source.device, min(settings.slots, buckets), manifest.largest_bucket, f"{settings.channel}-{settings.name}"
     )
-    try:
-        ranks = Ranks(source)
+    with contextlib.ExitStack() as undo:
+        undo.callback(pool.close)
         bus = BusClient(_bus_settings(settings), _hello(source, settings, kinds))
-        boot = bus.start(settings.connect_timeout_s).boot
+        undo.callback(bus.close)
+        ranks = Ranks(source)
         outfit = Outfit(
             settings=settings,
             bus=bus,
@@ -117,13 +118,11 @@ def lead(
             staging=Staging(source, manifest, pool, ranks, source.head_dim if isinstance(source, KnowsHeads) else None),
             make_sender=_sender_maker(source, settings),
             senders={},
-            boot=boot,
+            boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
         )
-        return Leader(outfit, pool)
-    except BaseException:
-        pool.close()
-        raise
+        undo.pop_all()
+    return Leader(outfit, pool)
 
 
 def _bus_settings(settings: TrainerSettings) -> BusSettings:

@@ -297,6 +297,8 @@ class Publication:
         self.table = ""
         self._asked = 0
         """Highest epoch of a `SendAsked` that was taken up; the coordinator repeats it until it hears of an offer."""
+        self._silence = ""
+        """Why the last question was not answered; empty when it was."""
         self._unsaid: ReportSent | None = None
         """A report that the coordinator has not confirmed."""
         self.verdict: Verdict | None = None
@@ -340,6 +342,7 @@ class Publication:
             case Refusal():
                 return self._refused(event, now)
             case Unreachable():
+                self._silence = event.reason
                 return self._later(self.limits.retry_s, now)
             case Broken():
                 return self._broken(event)
@@ -401,6 +404,7 @@ class Publication:
         return (*stop, Deliver(event.epoch, event.receivers, event.deadline_s))
 
     def _refused(self, event: Refusal, now: float) -> Effects:
+        self._silence = ""
         if self._committed_here():
             return (*self._stop(), *self._finish(_HIDDEN_COMMIT))
         if event.code in _LATER:
@@ -479,6 +483,8 @@ class Publication:
 
     def _out_of_time(self, now: float) -> Effects:
         match self.state:
+            case State.ACQUIRING if self._silence:
+                return self._finish(Verdict(Ending.COORDINATOR_LOST, self._silence))
             case State.ACQUIRING:
                 reason = f"the channel's lease was not to be had for {self.limits.acquire_s:g} s"
                 return self._finish(Verdict(Ending.LEASE_BUSY, reason, Code.LEASE_HELD))

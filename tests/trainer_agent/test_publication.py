@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,7 +51,7 @@ def brought_to(state: State, limits: p.Limits = LIMITS) -> Publication:
 
 
 @pytest.fixture(autouse=True)
-def _invariants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _invariants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every machine of every test is checked after every event."""
     plain = Publication.handle
 
@@ -63,7 +61,6 @@ def _invariants(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return effects
 
     monkeypatch.setattr(Publication, "handle", checked)
-    yield
 
 
 def test_a_plain_round() -> None:
@@ -127,6 +124,16 @@ def test_a_busy_lease_is_asked_for_again_until_the_deadline() -> None:
     assert machine.handle(p.Tick(), 10.0) == ()
     assert machine.verdict is not None
     assert machine.verdict.ending is Ending.LEASE_BUSY
+
+
+def test_a_coordinator_that_never_answers_is_not_taken_for_a_busy_one() -> None:
+    """The same deadline, and the reason that fits."""
+    machine = brought_to(State.ACQUIRING)
+    machine.handle(p.Refusal(Code.LEASE_HELD, "other", 2.0), 1.0)
+    machine.handle(p.Tick(), 3.0)
+    machine.handle(p.Unreachable("no answer from there"), 9.0)
+    machine.handle(p.Tick(), 10.0)
+    assert machine.verdict == p.Verdict(Ending.COORDINATOR_LOST, "no answer from there")
 
 
 def test_a_version_that_is_not_newer_is_refused_at_once() -> None:
@@ -289,7 +296,7 @@ NEWS = st.one_of(
     news=st.lists(st.tuples(NEWS, st.floats(0.0, 40.0)), max_size=20),
     answers=st.lists(st.one_of(st.none(), st.none(), NO), max_size=40),
 )
-def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(
+def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C901, PLR0912  a driver in small
     news: list[tuple[p.AnyEvent, float]], answers: list[p.AnyEvent | None]
 ) -> None:
     """Any order of news and refusals: at most one delivery is open, and deadlines alone end every publication."""
