@@ -68,7 +68,8 @@ class MegatronSource:
             model_chunks: this rank's model, or its virtual pipeline chunks, wrapped or not.
             hf_config: the served checkpoint's config: a folder, a ``config.json`` or its content.
             dtype: what is served; the config's dtype by default, the parameters' own if it names none.
-            group: the ranks of one model with all of its replicas.
+            group: the ranks of one model with all of its replicas. Of a part of the world it is used as it is, so
+                it must carry CPU tensors (and CUDA tensors where the model is) and have a timeout of its own.
             timeout_s: how long any collective waits.
 
         Raises:

@@ -1,14 +1,17 @@
 """The ranks of one source, and how they speak to each other: small messages on gloo, whatever the weights are on.
 
-The groups are our own, so that nothing here meets the training loop's collectives, and every wait in them ends after
-the timeout. No pickles: what travels is bytes.
+Over the whole world the groups are our own, so that nothing here meets the training loop's collectives, and every wait
+in them ends after the timeout. Over a part of the world they cannot be: torch wants every rank of the world for a new
+group, and what it does without them (`use_local_synchronization`) names the group after how many groups a rank is in
+already, which differs between ranks. There the caller's group is used, with the caller's timeout.
+No pickles: what travels is bytes.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 import torch
 import torch.distributed as dist
@@ -27,17 +30,25 @@ class Ranks:
     """All ranks of a source; rank 0 is the root."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
-        """Open a control group over the ranks of `group` (default: all). Collective."""
+        """Open a control group over the world, or take `group` for it. Collective."""
         self._timeout = dt.timedelta(seconds=timeout_s)
         self._groups: list[dist.ProcessGroup] = []
         self.global_ranks: tuple[int, ...] = tuple(
             range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
         )
-        control = self._open(self.global_ranks, "gloo")
-        if control is None:
+        if dist.get_rank() not in self.global_ranks:
             raise ValueError(f"rank {dist.get_rank()} is not in the group {self.global_ranks} of the source it builds")
-        self._control = control
         self.rank: int = self.global_ranks.index(dist.get_rank())
+        self._own = len(self.global_ranks) == dist.get_world_size()
+        if group is not None and not self._own:
+            if "cpu:gloo" not in (backends := dist.get_backend_config(group)):
+                raise ValueError(
+                    f"a group of a part of the world must carry CPU tensors too, this one is {backends!r}: "
+                    f"make it with backend='cpu:gloo,cuda:nccl', or 'gloo' for a model on the CPU"
+                )
+            self._control = group
+        else:
+            self._control = self._open(self.global_ranks, "gloo")
 
     def gather(self, blob: bytes) -> list[bytes]:
         """What every rank passed, by rank. Collective."""
@@ -77,37 +88,28 @@ class Ranks:
         return first + _bytes(rest)
 
     def subgroup(self, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
-        """A group of `ranks` that moves tensors of `device`; None on the others. Collective over all ranks."""
+        """A group in which `ranks` exchange tensors of `device`; None on the others. Collective over all ranks."""
+        member = self.rank in ranks
         if device.type != "cuda":
-            return self._control if self.rank in ranks else None
-        group = self._open([self.global_ranks[rank] for rank in ranks], "nccl")
-        if group is not None:
+            return self._control if member else None
+        group = self._open([self.global_ranks[rank] for rank in ranks], "nccl") if self._own else self._control
+        if member or not self._own:
             # NCCL connects at the first call, which every member must make; a bucket concerns only some of them.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-        return group
+        return group if member else None
 
     def close(self) -> None:
-        """Let go of every group that may be destroyed. Collective."""
+        """Let go of the groups that are our own. Collective."""
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
 
-    def _open(self, members: Sequence[int], backend: str) -> dist.ProcessGroup | None:
-        """A new group; None on ranks outside it. All ranks of the source call it in the same order."""
-        whole_world = len(self.global_ranks) == dist.get_world_size()
-        if not whole_world and dist.get_rank() not in members:
-            return None
-        # Without local synchronisation torch wants every rank of the world here; with it, the members only.
-        group = dist.new_group(
-            list(members), timeout=self._timeout, backend=backend, use_local_synchronization=not whole_world
-        )
-        if not isinstance(group, dist.ProcessGroup):
-            return None  # torch's NON_GROUP_MEMBER, an int
-        if whole_world:
-            # Not so the others: torch names them by a hash of their ranks, and gives the name again once they are
-            # destroyed, with the keys of the first life still in the store: the next group would find dead addresses.
-            self._groups.append(group)
-        return group
+    def _open(self, members: Sequence[int], backend: str) -> dist.ProcessGroup:
+        """A new group, of no use outside `members`. Called by every rank of the world, in the same order."""
+        group = dist.new_group(list(members), timeout=self._timeout, backend=backend)
+        if dist.get_rank() in members:
+            self._groups.append(cast("dist.ProcessGroup", group))
+        return cast("dist.ProcessGroup", group)  # elsewhere torch's NON_GROUP_MEMBER, an int
 
     def _broken(self, waiting_for: str, error: RuntimeError) -> AssemblyFailed:
         return AssemblyFailed(
