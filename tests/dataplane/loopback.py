@@ -236,6 +236,7 @@ def _run(job: dict[str, Any]) -> None:
 def main() -> None:
     """Fork a process per job until the jobs end, then see that none is left."""
     children: list[int] = []
+    _say(up=True)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

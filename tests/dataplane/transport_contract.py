@@ -27,7 +27,10 @@ from weightbus.dataplane.transport import Address, Peer, Receipt, Receiver, Sess
 from .loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all, wanted
 
 BUCKETS = 3
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
+"""For what should take no time: machines that run tests are busy."""
+PROMPT_S = 30.0
+"""Well below `PATIENCE_S`: whatever took longer waited for a deadline."""
 
 
 class Engine:
@@ -56,7 +59,7 @@ class Engine:
 
     def join(self) -> Receipt | BaseException | None:
         assert self._thread is not None
-        self._thread.join(60)
+        self._thread.join(2 * PATIENCE_S)
         assert not self._thread.is_alive(), f"{self.name} hangs"
         return self.result
 
@@ -72,6 +75,7 @@ class Halves:
             text=True,
             bufsize=1,
         )
+        assert self.answer() == {"up": True}
 
     def start(self, **job: Any) -> int:
         assert self._process.stdin is not None
@@ -209,7 +213,7 @@ class TransportContract:
             send_all(sender, session, pool, 5.0 if self.collective else PATIENCE_S)
         except TransferFailed:
             assert self.collective
-        assert time.monotonic() - began < PATIENCE_S / 2
+        assert time.monotonic() - began < PROMPT_S
         sender.close()
         result = engine.join()
         if self.collective:
@@ -235,7 +239,7 @@ class TransportContract:
         )  # fmt: skip
         sender.ready(PATIENCE_S)
         try:
-            send_all(sender, session, pool, 1.0)
+            send_all(sender, session, pool, 3.0)
         except TransferFailed:
             assert self.collective
         sender.close()
@@ -256,7 +260,7 @@ class TransportContract:
         engine.start(make_session(4, 41, make_manifest(BUCKETS)), address, 1)
         result = engine.join()
         assert isinstance(result, TransferFailed), result
-        assert engine.seconds < PATIENCE_S / 2
+        assert engine.seconds < PROMPT_S
         assert engine.receiver.touched == (engine.server.loads > 0)
         if self.kind == "disk":
             assert engine.server.loads == 0
@@ -277,7 +281,7 @@ class TransportContract:
         address = Address(**halves.answer())
         engine.start(make_session(4, 41, make_manifest(BUCKETS)), address, 1, deadline_s=2.0)
         assert isinstance(engine.join(), TransferFailed)
-        assert engine.seconds < PATIENCE_S / 2
+        assert engine.seconds < PROMPT_S
 
     def test_server_refuses(self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]) -> None:
         """A load that the server refuses fails that receiver, names the engine to the sender with the reason, at once."""
@@ -300,7 +304,7 @@ class TransportContract:
         assert "the server said 400" in sender.failed["bad"]
         assert isinstance(bad.join(), TransferFailed)
         assert bad.receiver.touched
-        assert bad.seconds < PATIENCE_S / 2
+        assert bad.seconds < PROMPT_S
         sender.close()
         result = good.join()
         if not self.collective:

@@ -1,0 +1,169 @@
+"""Staging memory: how it is named, who may open it, and what is left when its owner is gone."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+from weightbus.dataplane import engine_memory, handles, segments, staging
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import NotExportable, OutOfSharedMemory, TransferFailed
+from weightbus.dataplane.transport import CudaMemory
+
+CUDA = CudaMemory("GPU-0123-4567", b"\1c" + bytes(range(64)), 1 << 30, 512, b"/torch_1_2_3", 7, b"e" * 64, True)
+
+
+def test_slots_are_seen_by_whoever_opens_them() -> None:
+    """What is written to a slot is what its exported name leads to, round after round, until close."""
+    pool = staging.BucketPool("cpu", 2, 5000, "pool")
+    exported = [slot.exported for slot in pool.slots]
+    segment = handles.decode(exported[1])
+    assert isinstance(segment, handles.HostSegment)
+    assert (segment.nbytes, segment.generation) == (5000, pool.generation)
+    seen = segments.map_readonly(segment.name, segment.nbytes)
+    for value in (7, 9):
+        pool.slots[1].memory.fill_(value)
+        assert set(seen.tolist()) == {value}
+    assert [slot.exported for slot in pool.slots] == exported
+    pool.close()
+    pool.close()
+    assert not (segments.DIRECTORY / segment.name).exists()
+    with pytest.raises(TransferFailed, match="cannot be opened"):
+        segments.map_readonly(segment.name, segment.nbytes)
+
+
+def test_generations_differ() -> None:
+    """Two pools of one name are told apart."""
+    first, second = staging.BucketPool("cpu", 1, 64, "same"), staging.BucketPool("cpu", 1, 64, "same")
+    assert first.slots[0].exported != second.slots[0].exported
+    first.close()
+    second.close()
+
+
+def test_a_full_host_is_an_error_and_leaves_nothing() -> None:
+    """Memory that is not there is refused when the pool is made, with advice, and the slots made before it are freed."""
+    before = set(segments.DIRECTORY.glob("weightbus-greedy-*"))
+    with pytest.raises(OutOfSharedMemory, match="shm-size"):
+        staging.BucketPool("cpu", 1, 1 << 46, "greedy")
+    assert set(segments.DIRECTORY.glob("weightbus-greedy-*")) == before
+
+
+def test_other_devices_are_refused() -> None:
+    """Only memory that can be shared makes a pool."""
+    with pytest.raises(NotExportable, match="meta"):
+        staging.BucketPool("meta", 1, 64, "meta")
+
+
+def test_dead_processes_leave_nothing() -> None:
+    """A process that was killed leaves segments; the next one to start sweeps them up, and none that is in use."""
+    program = (
+        "import os, signal; from weightbus.dataplane import segments; "
+        "own = segments.Segment.create('victim', 64); print(own.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    dead = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False, timeout=120)
+    name = dead.stdout.strip()
+    own = segments.Segment.create("own", 64)
+    assert (segments.DIRECTORY / name).exists()
+    assert name in segments.sweep()
+    assert not (segments.DIRECTORY / name).exists()
+    assert own.path.exists()
+    own.close()
+
+
+def test_a_forked_child_does_not_unlink() -> None:
+    """The memory belongs to the process that made it, whatever its children do when they end."""
+    own = segments.Segment.create("parent", 64)
+    pid = os.fork()
+    if pid == 0:
+        own.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert own.path.exists()
+    own.close()
+    assert not own.path.exists()
+
+
+@pytest.mark.parametrize("name", ["../etc/passwd", "torch_1_2_3", "weightbus-x-1-2-3-4/../y"])
+def test_only_our_segments_are_opened(name: str) -> None:
+    """A peer cannot make us open another file."""
+    with pytest.raises(TransferFailed, match="not the name"):
+        segments.map_readonly(name, 64)
+
+
+def test_too_small_is_refused() -> None:
+    """A segment shorter than the peer says would end the process with SIGBUS."""
+    own = segments.Segment.create("small", 64)
+    with pytest.raises(TransferFailed, match="64 bytes"):
+        segments.map_readonly(own.name, 128)
+    own.close()
+
+
+@pytest.mark.parametrize("memory", [handles.HostSegment("weightbus-a-1-2-3-4", 1 << 40, 3), CUDA], ids=["host", "cuda"])
+def test_handles_survive_the_wire(memory: handles.HostSegment | CudaMemory) -> None:
+    """Both structs are read back as they were written, have a fixed size, and nothing shorter or longer is read."""
+    data = handles.encode_cuda(memory) if isinstance(memory, CudaMemory) else handles.encode_host(memory)
+    assert handles.decode(data) == memory
+    for wrong in (data[:-1], data + b"\0", data[4:], b"", b"WBM1", b"WBM1\7" + data[5:], b"\x80\4" + data[2:]):
+        with pytest.raises(TransferFailed, match="name no memory"):
+            handles.decode(wrong)
+
+
+@pytest.mark.parametrize("at", [5, 6, 7, 8, 9])
+def test_handles_out_of_bounds(at: int) -> None:
+    """A length, a size or a name that no encoder writes is refused, and nothing but `TransferFailed` is raised."""
+    for data in (handles.encode_host(handles.HostSegment("a-1", 64, 1)), handles.encode_cuda(CUDA)):
+        broken = data[:at] + b"\xff" * 24 + data[at + 24 :]
+        with pytest.raises(TransferFailed, match="out of bounds"):
+            handles.decode(broken)
+
+
+def test_torch_still_shares_gpu_memory_as_we_read_it() -> None:
+    """`export_cuda` unpacks a private tuple of torch: its fields and their order are those of `reduce_tensor`."""
+    source = "".join(inspect.getsource(reductions.reduce_tensor).split())
+    order = "(device,handle,storage_size_bytes,storage_offset_bytes,ref_counter_handle,ref_counter_offset,event_handle,event_sync_required,)=storage._share_cuda_()"
+    assert order in source
+    taken = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert taken[7:] == [
+        "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle",
+        "ref_counter_offset", "event_handle", "event_sync_required",
+    ]  # fmt: skip
+
+
+def test_engine_memory_outlives_its_users(tmp_path: Path) -> None:
+    """Workers open and drop a slot as often as they like; it stays ours, its name too, until close."""
+    memory = engine_memory.EngineMemory(tmp_path)
+    memory.reserve(4000, 5, Deadline(60))
+    assert memory.slots == 2
+    memory.memory(0).fill_(5)
+    for _ in range(40):
+        lent = memory.lend(0, 1)
+        storage = reductions.rebuild_storage_filename(torch.UntypedStorage, lent.manager, lent.handle, lent.nbytes)
+        assert int(torch.empty(0, dtype=torch.uint8).set_(storage).sum()) == 5 * 4000
+        del storage
+    name = lent.handle.decode().removeprefix("/")
+    assert (segments.DIRECTORY / name).exists()
+    memory.reserve(3000, 1, Deadline(60))
+    assert memory.lend(0, 1).handle == lent.handle
+    memory.reserve(9000, 5, Deadline(60))
+    assert memory.memory(1).numel() == 9000
+    assert not (segments.DIRECTORY / name).exists()
+    memory.close()
+    memory.close()
+    assert list(segments.DIRECTORY.glob(f"weightbus-engine-*-{os.getpid()}-*")) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_slots_are_exported() -> None:
+    """A GPU slot has a handle that the struct can carry."""
+    pool = staging.BucketPool("cuda", 1, 1 << 20, "gpu")
+    memory = handles.decode(pool.slots[0].exported)
+    assert isinstance(memory, CudaMemory)
+    assert memory.storage_nbytes >= 1 << 20
+    pool.close()
