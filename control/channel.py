@@ -270,13 +270,10 @@ class Channel:
         self._duties.drop(name)
 
     def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Verdict:
-        """Take an engine's answer once, at the epoch at which it was asked."""
+        """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
         engine = self.engines[name]
-        if message.request in engine.keys:
-            return YES
         verdict = self._take_answer(engine, message, now)
         if verdict.ok:
-            engine.keys.append(message.request)
             engine.last_epoch = message.epoch
         return verdict
 
@@ -493,7 +490,6 @@ class Channel:
     def _settle(self, engine: Engine, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
         engine.serving = False
-        engine.keys.clear()  # asked again at the same epoch, an agent repeats its answer under the same key
         if self.epoch == 0 and engine.health is EngineHealth.CLEAN:
             engine.serving = True  # nobody was ever allowed to pause it
             self._duties.drop(engine.name)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import msgspec
 
-from .ids import AgentId, Epoch, Incarnation, RequestId
+from .ids import AgentId, Epoch, Incarnation
 from .lease import YES, Verdict
 from .member import Member
 from .membership import Agent
 from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held
 from .states import EnginePhase
-
-KEYS = 32
-"""Request keys remembered per engine, to tell a repeated answer from a new one."""
 
 _GENERATES = (None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT)
 
@@ -33,7 +28,6 @@ class Engine(msgspec.Struct, kw_only=True):
     lost_at: float = 0.0
     reason: str = ""
     last_epoch: Epoch = Epoch(0)
-    keys: deque[RequestId] = msgspec.field(default_factory=lambda: deque[RequestId](maxlen=KEYS))
 
     @classmethod
     def of(cls, agent: Agent) -> Engine:

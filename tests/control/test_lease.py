@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from weightbus.control.ids import AgentId, Epoch, Incarnation, Version
@@ -154,6 +155,20 @@ def test_versions_do_not_go_back() -> None:
     assert codes(world, "trainer") == [Code.VERSION_NOT_NEWER]
     assert "committed already" in world.publish(trainer, 5).reason
     assert world.committed == 5
+
+
+def test_committed_version_with_other_bits_is_refused() -> None:
+    """The committed version may be published again only with the digest table that was committed."""
+    world = World()
+    trainer = world.trainer()
+    world.publish(trainer, 5)
+    trainer.stop_before = Publish
+    trainer.acquire(5)
+    world.settle()
+    assert trainer.publishing
+    trainer.say(msgspec.structs.replace(trainer.publishing, table=trainer.publishing.manifest))
+    world.settle()
+    assert codes(world, "trainer") == [Code.VERSION_NOT_NEWER]
 
 
 @pytest.mark.parametrize(

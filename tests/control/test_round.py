@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from weightbus.control.effects import Committed, EpochTaken, RoundClosed, SendTo
-from weightbus.control.ids import Channel
+from weightbus.control.ids import Channel, Epoch
 from weightbus.control.limits import Limits
 from weightbus.control.messages import (
     Abort,
@@ -31,6 +31,7 @@ from weightbus.control.messages import (
     Sent,
     Serving,
     Step,
+    ToCoordinator,
     Transfer,
     Transferred,
     TransportKind,
@@ -479,6 +480,37 @@ def test_answer_of_an_older_epoch_is_refused() -> None:
     e0.say(old)
     world.settle()
     assert "stale_epoch" in world.transcript[-1]
+
+
+def test_late_answer_of_the_first_drive_does_not_count_for_the_second() -> None:
+    """An engine that is driven again is verified by what it says under the new epoch, not by an old `Verified`."""
+    world, victim, _, trainer = fleet()
+    victim.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+
+    def late(message: Message) -> ToCoordinator:
+        victim.script[Transfer] = lambda _message: None
+        assert isinstance(message, Transfer)
+        return Verified(
+            request=victim.key(),
+            channel=CHANNEL,
+            epoch=Epoch(message.epoch - 1),
+            version=message.version,
+            table=message.table,
+            verified_by="bucket-digest",
+            seconds=0.1,
+        )
+
+    first = victim.script[Transfer]
+
+    def break_then_late(message: Message) -> ToCoordinator | None:
+        victim.script[Transfer] = late
+        return first(message)
+
+    victim.script[Transfer] = break_then_late
+    trainer.acquire(1)
+    world.settle()
+    assert "stale_epoch" in world.transcript[-1]
+    assert world.committed is None
 
 
 def test_abort_reaches_engines_whatever_they_held() -> None:
