@@ -84,7 +84,7 @@ def build_parser(commands: Mapping[str, Command | str]) -> argparse.ArgumentPars
     choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in commands.items():
         if isinstance(command, str):
-            choices.add_parser(name, help=command)
+            choices.add_parser(name, help=command.replace("%", "%%"))
             continue
         child = choices.add_parser(name, help=command.help, description=command.help, parents=[debug])
         command.configure(child)
@@ -117,7 +117,7 @@ def _needed(arguments: Sequence[str]) -> dict[str, Command | str]:
     for name, target in known.items():
         try:
             commands[name] = load_command(name, target)
-        except ConfigurationError as problem:
+        except Exception as problem:  # noqa: BLE001  # a command that is broken must not hide the others
             commands[name] = f"(not available: {problem})"
     return commands
 

@@ -85,6 +85,11 @@ def test_command_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "not available" in capsys.readouterr().out
+    monkeypatch.setattr(cli, "load_command", lambda *_: 1 / 0)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "not available: division" in capsys.readouterr().out
+    monkeypatch.undo()
     monkeypatch.setattr(cli, "table", lambda: {"odd": "weightbus.control.cli:GROUP"})
     assert main(["odd"]) == 2
     assert "not a weightbus command" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_text_becomes_a_value(name: str, text: str, value: object) -> None:
         ({}, {"name": "x", "mood": "odd"}, "mood = 'odd'"),
         ({}, {"name": "x", "loud": "maybe"}, "true or false"),
         ({}, {"name": "x", "count": "13"}, "bad luck"),
-        ({}, {"nam": "x"}, "did you mean 'name'"),
+        ({}, {"names": "x"}, "did you mean 'name'"),
         ({"WEIGHTBUS_DEMO_CUONT": "1"}, {"name": "x"}, "WEIGHTBUS_DEMO_CUONT: .*did you mean 'COUNT'"),
         ({"WEIGHTBUS_DEMO_ZZZ": "1"}, {"name": "x"}, "known: COUNT"),
         ({"WEIGHTBUS_CONFIG": "/nowhere.toml"}, {"name": "x"}, "cannot be read"),
