@@ -98,7 +98,9 @@ class EngineAgent:
         self._incarnation = Incarnation(os.urandom(8).hex())
         self._records = RecordFile(settings.state_dir, settings.name)
         self._server = SGLangServer(settings.server, Keys(settings.api_key, settings.admin_api_key), settings.dialect)
-        self._worker = Worker(settings.name, self._server, self._receiver, settings.model_path, self.meters)
+        self._worker = Worker(
+            settings.name, self._server, self._receiver, settings.model_path, self.meters, proof=settings.verify
+        )
         self._server.observe(self._worker.called)
         self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
         self._view = self._machine.view()

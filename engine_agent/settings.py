@@ -1,5 +1,6 @@
 """What an engine agent can be told. Read once, at the start."""
 
+import enum
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,6 +17,15 @@ SECTION: Final = "engine-agent"
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Wait = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class Proof(enum.StrEnum):
+    """What a version must show before it is served."""
+
+    REQUIRED = "required"
+    """Live parameters or arrived buckets were compared with the digest table; anything else is refused."""
+    AVAILABLE = "available"
+    """Compared where that is possible. Where it is not, the version is served, and reported as not proven."""
 
 
 class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +54,9 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         TransportKind.LOCAL,
         TransportKind.DISTRIBUTED,
         TransportKind.DISK,
+    )
+    verify: Annotated[Proof, Meta(description="required: serve only what was proven; available: prove what can be")] = (
+        Proof.REQUIRED
     )
     dialect: Annotated[str, Meta(description="treat an unknown SGLang version as this one")] = ""
     poll_s: Annotated[Wait, Meta(description="how often the server is looked at")] = 1.0

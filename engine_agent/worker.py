@@ -34,12 +34,15 @@ from .events import (
     Validate,
     Verify,
 )
+from .settings import Proof
 from .sglang import CALL_S, SGLangServer
 
 VERIFY_S: Final = 240.0
 """Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
-LIVE: Final = "sglang-sha256-8"
+LIVE_ON_CPU: Final = "sglang-sha256-8"
 """What weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
+LIVE_ON_GPU: Final = "sglang-fmix32-8"
+"""... and for CUDA tensors: SGLang's gpu_tensor_hash (dataplane/fmix.py predicts it)."""
 
 _log = structlog.get_logger(__name__)
 
@@ -62,6 +65,8 @@ class Worker:
         receivers: Callable[[str], Receiver],
         checkpoint_dir: Path | None,
         meters: Meters,
+        *,
+        proof: Proof = Proof.REQUIRED,
     ) -> None:
         self.blobs: Blobs | None = None
         self._name = name
@@ -71,6 +76,7 @@ class Worker:
         self._active: Receiver | None = None
         self._checkpoint_dir = checkpoint_dir
         self._meters = meters
+        self._proof = proof
         self._layouts: dict[str, Manifest] = {}
         self._fits: set[tuple[str, str, str]] = set()
 
@@ -177,20 +183,29 @@ class Worker:
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
         _, table = self._read(command.manifest, command.table, VERIFY_S)
-        live = {digests.tp: digests for digests in table.live if digests.algorithm == LIVE}.get(self._server.tp)
-        if live is not None and self.live_digest():
+        wanted = (self.live_digest(), self._server.tp)
+        live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
+        if live is not None:
             compare(live.parameters, self._server.checksums(VERIFY_S))
             return Proven("live-digest")
         if checked:
             return Proven("bucket-digest")
-        if live is None:
-            raise WrongWeights("verify", "neither the buckets nor the live weights could be compared with the table")
-        raise WrongWeights("verify", f"this server cannot report {LIVE}, and its buckets were not compared either")
+        if self._proof is Proof.AVAILABLE:
+            _log.warning("version_unproven", version=command.version, transport=command.offer.transport.value)
+            return Proven("")
+        raise WrongWeights(
+            "verify",
+            f"this server cannot report digests that the trainer can predict (found {wanted[0] or 'none'} at tp"
+            f" {wanted[1]}), and no bucket was compared before the load: serve a model whose layout is known, use the"
+            " disk transport, or set verify = available to take versions that are not proven",
+        )
 
     def live_digest(self) -> str:
         """The algorithm by which the server reports its live parameters; empty when it cannot."""
-        able = self._server.dialect.cpu_checksums and self._server.facts.device == "cpu"
-        return LIVE if able else ""
+        dialect, device = self._server.dialect, self._server.facts.device
+        if device == "cuda" and dialect.checksums:
+            return LIVE_ON_GPU
+        return LIVE_ON_CPU if device == "cpu" and dialect.cpu_checksums else ""
 
     def _release(self, version: int | None, *, flush: bool, deadline_s: float) -> None:
         """Label last but for the flush, flush before anything generates."""

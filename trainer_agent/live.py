@@ -2,7 +2,8 @@
 
 SGLang's weights_checker on CPU tensors gives the first 8 bytes of the SHA-256 of each parameter's bytes, per rank. The
 parameter is fused and cut (dataplane/served_layout.py), and its parts may come in several buckets: a hash runs on as
-soon as its next part is there, and parts that come too early are kept.
+soon as its next part is there, and parts that come too early are kept. On a GPU it gives a checksum of its own, whose
+parts may come in any order (live_fmix.py).
 """
 
 from __future__ import annotations
@@ -14,45 +15,66 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import torch
 
 from weightbus.control.messages import EngineInfo
+from weightbus.dataplane import fmix
 from weightbus.dataplane.manifest import ITEM_BYTES, LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.served_layout import Box, ServedParameter, served_layout
 
-ALGORITHM: Final = "sglang-sha256-8"
-"""Of `EngineInfo.live_digest`: the only one that a trainer can predict without the engine's device."""
+from .live_fmix import FmixDigester, FmixLayout
+
+SHA256: Final = "sglang-sha256-8"
+"""Of `EngineInfo.live_digest`: servers on a CPU."""
+
+Want = tuple[str, int]
+"""An algorithm and a tensor-parallel size."""
+
+_log = structlog.get_logger(__name__)
 
 _DIGEST_DIGITS: Final = 16
 
 _Bytes = npt.NDArray[np.uint8]
 
 
-def layouts_wanted(engines: Mapping[str, EngineInfo]) -> frozenset[int]:
-    """The tensor-parallel sizes among `engines` for which a prediction can be compared."""
+def layouts_wanted(engines: Mapping[str, EngineInfo]) -> frozenset[Want]:
+    """The kinds of engine among `engines` for which a prediction can be compared."""
     return frozenset(
-        info.tp for info in engines.values() if info.live_digest == ALGORITHM and info.pp == 1 and info.dp == 1
+        (info.live_digest, info.tp)
+        for info in engines.values()
+        if info.live_digest in (SHA256, fmix.ALGORITHM) and info.pp == 1 and info.dp == 1
     )
 
 
 class LivePlan:
-    """Which part of which tensor goes into which hash. Made once for a manifest and a set of sizes."""
+    """Which part of which tensor goes into which hash. Made once for a manifest and a set of kinds of engine."""
 
-    def __init__(self, manifest: Manifest, sizes: Iterable[int], head_dim: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, wanted: Iterable[Want], head_dim: int | None = None) -> None:
         self.manifest = manifest
-        self.sizes = frozenset(sizes)
-        """What was asked for. Sizes without a known layout are left out of `layouts`."""
+        self.wanted = frozenset(wanted)
+        """What was asked for. Kinds without a known layout are left out of `layouts` and `on_gpu`."""
         self.layouts: dict[int, tuple[ServedParameter, ...]] = {}
+        self.on_gpu: dict[int, FmixLayout] = {}
         self.uses: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        """Tensor -> (tensor-parallel size, parameter, position of the box in it)."""
-        for size in sorted(self.sizes):
+        """Tensor -> (tensor-parallel size, parameter, position of the box in it), for `layouts`."""
+        for algorithm, size in sorted(self.wanted):
             layout = served_layout(manifest.model, manifest.tensors, size, head_dim)
             if layout is None:
                 continue
-            self.layouts[size] = layout
-            for at, parameter in enumerate(layout):
-                for position, box in enumerate(parameter.boxes):
-                    self.uses[box.tensor].append((size, at, position))
+            if algorithm == SHA256:
+                self._note(size, layout)
+                continue
+            try:
+                self.on_gpu[size] = FmixLayout(manifest, layout)
+            except ValueError as error:
+                _log.warning("no_live_digests", tp=size, reason=str(error))
+
+    def _note(self, size: int, layout: tuple[ServedParameter, ...]) -> None:
+        self.layouts[size] = layout
+        for at, parameter in enumerate(layout):
+            for position, box in enumerate(parameter.boxes):
+                self.uses[box.tensor].append((size, at, position))
 
 
 class LiveDigester:
@@ -61,11 +83,16 @@ class LiveDigester:
     def __init__(self, plan: LivePlan) -> None:
         self._plan = plan
         self._running = {size: [_Running(parameter) for parameter in layout] for size, layout in plan.layouts.items()}
+        self._on_gpu = {size: FmixDigester(layout) for size, layout in plan.on_gpu.items()}
 
     def feed(self, index: int, memory: torch.Tensor) -> None:
         """Take bucket `index`, packed in the first bytes of `memory`. Nothing of it is kept but parts out of turn."""
-        if not self._running:
-            return
+        for digester in self._on_gpu.values():
+            digester.feed(index, memory)
+        if self._running:
+            self._feed_hashes(index, memory)
+
+    def _feed_hashes(self, index: int, memory: torch.Tensor) -> None:
         manifest = self._plan.manifest
         bucket = manifest.buckets[index]
         data: _Bytes = memory[: bucket.nbytes].cpu().numpy()
@@ -79,10 +106,10 @@ class LiveDigester:
                 running.take(position, _part(whole, spec, running.parameter.boxes[position]))
 
     def result(self) -> tuple[LiveDigests, ...]:
-        """What engines of each size must report. Raises `ValueError` when a bucket was not fed."""
-        return tuple(
-            LiveDigests(ALGORITHM, size, _by_parameter(running)) for size, running in sorted(self._running.items())
-        )
+        """What engines of each kind must report. Raises `ValueError` when a bucket was not fed."""
+        hashed = (LiveDigests(SHA256, size, _by_parameter(running)) for size, running in sorted(self._running.items()))
+        mixed = (LiveDigests(fmix.ALGORITHM, size, each.result()) for size, each in sorted(self._on_gpu.items()))
+        return (*hashed, *mixed)
 
 
 class _Running:

@@ -83,11 +83,11 @@ class Staging:
 
     def digest(self, version: int, engines: Mapping[str, EngineInfo], watch: Stopwatch) -> DigestTable:
         """Read every bucket and digest it, for `engines`. Collective. Within one publication it is read only once."""
-        sizes = layouts_wanted(engines)
-        if self._table is not None and sizes <= self._plan.sizes:
+        wanted = layouts_wanted(engines)
+        if self._table is not None and wanted <= self._plan.wanted:
             return self._table
-        if self._plan.sizes != sizes:
-            self._plan = LivePlan(self.manifest, sizes, self._head_dim)
+        if self._plan.wanted != wanted:
+            self._plan = LivePlan(self.manifest, wanted, self._head_dim)
         live = LiveDigester(self._plan)
         digests: list[bytes] = []
         for index in range(len(self.manifest.buckets)):

@@ -13,15 +13,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from weightbus.control.messages import EngineInfo
+from weightbus.dataplane import fmix
 from weightbus.dataplane.manifest import LiveDigests, Manifest, TensorSpec
-from weightbus.trainer_agent.live import ALGORITHM, LiveDigester, LivePlan, layouts_wanted
+from weightbus.trainer_agent.live import SHA256, LiveDigester, LivePlan, layouts_wanted
 
 from ..kit.fake_bus import engine
 from ..kit.fake_source import pack, tiny_qwen3
@@ -36,9 +37,13 @@ def manifest_of(weights: dict[str, torch.Tensor], bucket_bytes: int, model: str 
 
 
 def predict(
-    manifest: Manifest, weights: dict[str, torch.Tensor], sizes: tuple[int, ...], order: list[int] | None = None
+    manifest: Manifest,
+    weights: dict[str, torch.Tensor],
+    sizes: tuple[int, ...],
+    order: list[int] | None = None,
+    algorithm: str = SHA256,
 ) -> tuple[LiveDigests, ...]:
-    live = LiveDigester(LivePlan(manifest, sizes, head_dim=16))
+    live = LiveDigester(LivePlan(manifest, [(algorithm, size) for size in sizes], head_dim=16))
     for index in order or range(len(manifest.buckets)):
         live.feed(index, pack(manifest, index, weights))
     return live.result()
@@ -50,10 +55,21 @@ def sha(*parts: torch.Tensor) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def test_fused_and_cut_parameters_are_hashed_as_the_engine_holds_them() -> None:
-    """Two ranks: fused rows, cut columns, a padded vocabulary, whole norms."""
+def mixed(*parts: torch.Tensor) -> str:
+    """What a GPU server reports, on whole tensors; test_fmix.py holds this against the definition."""
+    data = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts]).numpy()
+    lanes = fmix.Lanes([data.nbytes])
+    found = lanes.zeros()
+    fmix.accumulate(data, fmix.segments(0, data.nbytes, data.nbytes, 1, word=0, tile=0), found)
+    return lanes.finish(found)[0]
+
+
+@pytest.mark.parametrize(("algorithm", "sha"), [(SHA256, sha), (fmix.ALGORITHM, mixed)])
+def test_fused_and_cut_parameters_are_hashed_as_the_engine_holds_them(algorithm: str, sha: Callable[..., str]) -> None:
+    """Two ranks: fused rows, cut columns, a padded vocabulary, whole norms. By both algorithms."""
     weights = tiny_qwen3()
-    (found,) = predict(manifest_of(weights, 2**20), weights, (2,))
+    (found,) = predict(manifest_of(weights, 2**20), weights, (2,), algorithm=algorithm)
+    assert found.algorithm == algorithm
     at = "model.layers.1."
     parts = [weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"]
     expected = tuple(sha(*(part.chunk(2)[rank] for part in parts)) for rank in range(2))
@@ -65,23 +81,25 @@ def test_fused_and_cut_parameters_are_hashed_as_the_engine_holds_them() -> None:
     assert found.parameters["model.norm.weight"] == (sha(weights["model.norm.weight"]),) * 2
 
 
+@pytest.mark.parametrize("algorithm", [SHA256, fmix.ALGORITHM])
 @pytest.mark.parametrize("bucket_bytes", [1024, 5000, 2**20])
-def test_buckets_may_come_in_any_order_and_any_cut(bucket_bytes: int) -> None:
+def test_buckets_may_come_in_any_order_and_any_cut(bucket_bytes: int, algorithm: str) -> None:
     """Parts of one parameter in several buckets, the last one first: the same digests."""
     weights = tiny_qwen3()
-    reference = predict(manifest_of(weights, 2**20), weights, (1, 2))
+    reference = predict(manifest_of(weights, 2**20), weights, (1, 2), algorithm=algorithm)
     names = list(weights)
     random.Random(bucket_bytes).shuffle(names)
     shuffled = {name: weights[name] for name in names}
     manifest = manifest_of(shuffled, bucket_bytes)
-    assert predict(manifest, shuffled, (1, 2), list(reversed(range(len(manifest.buckets))))) == reference
+    order = list(reversed(range(len(manifest.buckets))))
+    assert predict(manifest, shuffled, (1, 2), order, algorithm) == reference
 
 
 def test_a_bucket_that_was_not_fed_is_an_error() -> None:
     """No digest is made of half a parameter."""
     weights = tiny_qwen3()
     manifest = manifest_of(weights, 2048)
-    live = LiveDigester(LivePlan(manifest, (1,)))
+    live = LiveDigester(LivePlan(manifest, [(SHA256, 1), (fmix.ALGORITHM, 1)]))
     live.feed(0, pack(manifest, 0, weights))
     with pytest.raises(ValueError, match="feed all buckets"):
         live.result()
@@ -97,11 +115,11 @@ def test_only_engines_that_report_comparable_digests_are_predicted_for() -> None
     """Another algorithm, several pipeline stages or replicas: their owners verify in another way."""
 
     def changed(**fields: int) -> EngineInfo:
-        plain = engine(2, ALGORITHM)
+        plain = engine(2, SHA256)
         return EngineInfo(**{name: fields.get(name, getattr(plain, name)) for name in plain.__struct_fields__})
 
-    engines = {"a": engine(4, ALGORITHM), "b": engine(1, "sglang-gpu"), "c": changed(pp=2), "d": changed(dp=2)}
-    assert layouts_wanted(engines) == {4}
+    engines = {"a": engine(4, SHA256), "b": engine(1, "sglang-gpu"), "c": changed(pp=2), "d": changed(dp=2)}
+    assert layouts_wanted(engines) == {(SHA256, 4)}
 
 
 # -- a real server -----------------------------------------------------------------------------------------------------
