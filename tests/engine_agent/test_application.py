@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from weightbus.control import messages as m
 from weightbus.control.messages import EngineHealth, Step
 from weightbus.engine_agent.events import ForgetAnswers, Receive, Record, Release, Remember, Run

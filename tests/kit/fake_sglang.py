@@ -147,8 +147,7 @@ class FakeSGLang:
     def _badly(self, fault: Fault, path: str, body: dict[str, Any]) -> Any:
         if fault == "corrupt":
             getattr(self, path.lstrip("/"))(body)
-            name = next(iter(self.weights.tensors))
-            self.weights.tensors[name] = self.weights.tensors[name] + 1
+            self.weights.spoil()
         return {"success": True, "message": "Success."}
 
     def health(self, _: dict[str, Any]) -> str:
@@ -231,6 +230,9 @@ class FakeSGLang:
     def _needs_sessions(self) -> None:
         if not self.dialect.sessions:
             raise Refusal(404, "Not Found")
+
+    def destroy_weights_update_group(self, _: dict[str, Any]) -> dict[str, Any]:
+        raise Refusal(400, "The group to be destroyed does not exist.")
 
     def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.dp > 1:

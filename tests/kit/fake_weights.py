@@ -92,10 +92,12 @@ class FakeWeights:
 
     def __init__(self, checkpoint: Path, tp: int) -> None:
         self.tensors = read(checkpoint)
+        self._digest = b""
         self.tp = tp
 
     def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
         """As load_weights does: names it does not know are skipped, other dtypes cast, other shapes deadly."""
+        self._digest = b""
         for name, tensor in named:
             mine = self.tensors.get(name)
             if mine is None:
@@ -106,10 +108,19 @@ class FakeWeights:
 
     def digest(self) -> bytes:
         """Of everything: what a generation depends on."""
+        if self._digest:
+            return self._digest
         whole = hashlib.sha256()
         for name in sorted(self.tensors):
             whole.update(_bytes(self.tensors[name]))
-        return whole.digest()
+        self._digest = whole.digest()
+        return self._digest
+
+    def spoil(self) -> None:
+        """One bit of difference in one tensor."""
+        name = next(iter(self.tensors))
+        self.tensors[name] = self.tensors[name] + 1
+        self._digest = b""
 
     def checksums(self, rank: int) -> dict[str, str]:
         """What weights_checker reports of one rank, by SGLang's names."""

@@ -1,0 +1,107 @@
+"""The contract on the fake, for every dialect; and what the client makes of failures that only the fake can have."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightbus.engine_agent.errors import ServerRefused, ServerSilent, ServerUnreachable
+from weightbus.engine_agent.sglang import SGLangServer
+from weightbus.engine_agent.wire import Keys
+
+from ..kit import tiny_model
+from ..kit.fake_sglang import FakeSGLang
+from .server_contract import Bench, ServerContract
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two sets of weights of one shape."""
+    folder = tmp_path_factory.mktemp("models")
+    return tiny_model.write(folder / "a", 1), tiny_model.write(folder / "b", 2)
+
+
+@pytest.fixture
+def fake(checkpoints: tuple[Path, Path]) -> Iterator[FakeSGLang]:
+    """A server with one rank."""
+    server = FakeSGLang(checkpoints[0]).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(
+    params=[("0.5.11", 1), ("0.5.17", 2), ("0.5.20", 1), ("0.5.21", 2), ("0.5.23", 1), ("0.5.23", 2)], ids=str
+)
+def bench(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path], tmp_path: Path) -> Iterator[Bench]:
+    """A fake of some version and number of ranks."""
+    version, tp = request.param
+    server = FakeSGLang(checkpoints[0], version, tp).start()
+    made = Bench(server.url, *checkpoints, tmp_path)
+    yield made
+    made.close()
+    server.stop()
+
+
+class TestFakeServer(ServerContract):
+    """The fake keeps the contract."""
+
+
+def test_a_restart_is_another_identity(fake: FakeSGLang) -> None:
+    """Launch weights under the old address are never taken for the old server."""
+    server = SGLangServer(fake.url)
+    first = server.connect(5)
+    fake.restart()
+    assert server.connect(5).identity != first.identity
+    server.close()
+
+
+def test_death_in_a_call_is_unreachable(fake: FakeSGLang) -> None:
+    """A connection that breaks before the answer: the weights count as touched."""
+    server = SGLangServer(fake.url)
+    server.connect(5)
+    fake.inject("/update_weights_from_disk", "die")
+    with pytest.raises(ServerUnreachable):
+        server.load_checkpoint("/x", 5)
+    assert server.touched
+    with pytest.raises(ServerUnreachable):
+        server.label(5)
+    server.close()
+
+
+def test_a_server_that_hangs_is_left_at_the_deadline(fake: FakeSGLang) -> None:
+    """No call outlives its own deadline."""
+    server = SGLangServer(fake.url)
+    server.connect(5)
+    fake.inject("/pause_generation", "hang")
+    with pytest.raises(ServerSilent, match=r"0\.2 s"):
+        server.pause("retract", 0.2)
+    server.close()
+
+
+def test_both_keys_are_used_where_they_belong(checkpoints: tuple[Path, Path]) -> None:
+    """With an admin key set, each kind of endpoint takes only its own key."""
+    fake = FakeSGLang(checkpoints[0], api_key="a", admin_key="b").start()
+    both, api_only = SGLangServer(fake.url, Keys("a", "b")), SGLangServer(fake.url, Keys("a"))
+    both.connect(5)
+    both.pause("retract", 5)
+    both.resume(5)
+    api_only.connect(5)
+    with pytest.raises(ServerRefused) as caught:
+        api_only.pause("retract", 5)
+    assert caught.value.status == 401
+    both.close()
+    api_only.close()
+    fake.stop()
+
+
+def test_flush_is_tried_again_until_requests_are_gone(fake: FakeSGLang) -> None:
+    """A refused flush is normal just after a pause; one that stays refused ends at the deadline."""
+    server = SGLangServer(fake.url)
+    server.connect(5)
+    fake.inject("/flush_cache", "refuse")
+    server.flush(5)
+    assert fake.calls.count("/flush_cache") == 2
+    fake.running = 1
+    with pytest.raises(ServerRefused):
+        server.flush(0.3)
+    server.close()
