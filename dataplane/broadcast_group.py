@@ -1,7 +1,7 @@
 """The trainer's rank in the collective group that SGLang's workers join: formed, used and aborted under deadlines.
 
-SGLang forms its side with ``init_custom_process_group``: a TCPStore client, wrapped in a PrefixStore of the group's name,
-given to torch's ``_new_process_group_helper``, which wraps it twice more. The same prefixes are applied here, and the
+SGLang forms its side with ``init_custom_process_group``: a TCPStore client, wrapped in a PrefixStore of the group's
+name, given to torch's ``_new_process_group_helper``, which wraps it twice more. The same prefixes are applied here, and the
 backend object is built directly: the trainer's default group, its timeouts and torch's registry stay as they are.
 """
 
@@ -37,8 +37,8 @@ def backend_for(device: torch.device) -> str:
     if found != "0":
         # SGLang sets 0 in its workers; with another value on this side the first broadcast hangs (seen on H200s).
         raise Unsupported(
-            f"NCCL_CUMEM_ENABLE is {found!r} in the trainer, SGLang's workers run with '0' and the first broadcast would "
-            "hang: start the trainer with NCCL_CUMEM_ENABLE=0"
+            f"NCCL_CUMEM_ENABLE is {found!r} in the trainer, SGLang's workers run with '0' and the first "
+            "broadcast would hang: start the trainer with NCCL_CUMEM_ENABLE=0"
         )
     return "nccl"
 
@@ -70,7 +70,7 @@ class BroadcastGroup:
         self._backend: _Backend | None = backend
 
     @classmethod
-    def form(  # noqa: PLR0917
+    def form(
         cls, store: c10d.Store, name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
     ) -> BroadcastGroup:
         """Blocks until every rank has come (gloo) or until the first broadcast (nccl, which connects lazily)."""
@@ -112,8 +112,8 @@ class BroadcastGroup:
     def abort(self) -> None:
         """Break it off, also while another thread is in `broadcast`. The group is of no use afterwards.
 
-        NCCL returns from everything at once. Gloo cannot abort (2.13: a no-op) and closes its connections, which is what
-        frees the other ranks, with its object: now, or when a broadcast under way reaches its own deadline.
+        NCCL returns from everything at once. Gloo cannot abort (2.13: a no-op) and closes its connections, which
+        is what frees the other ranks, with its object: now, or when a broadcast under way reaches its own deadline.
         """
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type == "cuda":
@@ -122,22 +122,22 @@ class BroadcastGroup:
 
 def _gloo(store: c10d.Store, host: str, world_size: int, timeout: timedelta) -> _Backend:
     make = cast("Callable[..., object]", c10d.ProcessGroupGloo)  # the stubs know only its form without options
-    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
-    options._timeout = timeout  # noqa: SLF001
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateUsage]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
     return cast("_Backend", make(store, ROOT, world_size, options))
 
 
 def _nccl(store: c10d.Store, world_size: int) -> _Backend:
     options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # noqa: SLF001  our deadlines decide; torch's watchdog would end the process
+    options._timeout = timedelta(days=1)
     with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return cast("_Backend", c10d.ProcessGroupNCCL(store, ROOT, world_size, options))
 
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """torch reads this setting from the environment when a group is made, and nowhere else."""
+    """Torch reads this setting from the environment when a group is made, and nowhere else."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

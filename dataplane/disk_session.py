@@ -46,9 +46,9 @@ class _State(msgspec.Struct, frozen=True):
 class SessionFolder:
     """The folder of one checkpoint, from either side."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: int = -1) -> None:
         self._path = path
-        self._lock = -1
+        self._lock = lock
 
     @classmethod
     def of(cls, checkpoint: Path) -> SessionFolder:
@@ -58,15 +58,14 @@ class SessionFolder:
     @classmethod
     def create(cls, checkpoint: Path, notes: Notes, engines: Sequence[str]) -> SessionFolder:
         """Sender: make the folder and hold its lock."""
-        folder = cls.of(checkpoint)
-        folder._path.mkdir()
+        path = checkpoint.with_name(checkpoint.name + ".session")
+        path.mkdir()
         for engine in engines:
-            (folder._path / f"reader-{engine}").touch()
-        path = folder._path / _SENDER
-        folder._lock = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        fcntl.flock(folder._lock, fcntl.LOCK_EX)
-        os.write(folder._lock, msgspec.json.encode(notes))
-        return folder
+            (path / f"reader-{engine}").touch()
+        lock = os.open(path / _SENDER, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, msgspec.json.encode(notes))
+        return cls(path, lock)
 
     def check(self, expected: Notes) -> None:
         """Receiver: raise unless the sender writes what is expected (`StaleSession` for another epoch)."""

@@ -1,7 +1,7 @@
 """Other hosts, or GPUs that cannot map each other: one collective group of the source rank and every engine rank.
 
-The sender broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart. The
-group is kept from round to round while its members stay and sessions end well; its name carries the epoch in which it
+The sender broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart.
+The group is kept from round to round while its members stay and sessions end well; its name carries the epoch in which it
 was formed. A collective cannot drop a member: when one engine fails, all are named in `failed`, the group is broken off
 and the next epoch forms a new one. The bytes go straight into the server's workers, so nothing here has checked them
 (`Receipt.checked` is false).
@@ -227,7 +227,7 @@ class DistributedReceiver:
         """The server was asked to change weights in the last session."""
         return self._touched
 
-    def receive(  # noqa: PLR0917
+    def receive(
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
         """Join the group if need be, then take every bucket."""
@@ -278,7 +278,7 @@ class DistributedReceiver:
             self._call(meeting, f"the group {group} to form", deadline, server.join_group, where, rank_offset)
         meeting.say("joined", "", deadline)
 
-    def _call(  # noqa: PLR0917
+    def _call(
         self, meeting: Attendance, what: str, deadline: Deadline, function: Callable[..., None], *arguments: object
     ) -> None:
         """Call the server on another thread, so that a sender that dies or gives up is noticed meanwhile."""

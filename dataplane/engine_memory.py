@@ -83,14 +83,14 @@ class _Slot:
         self.nbytes = nbytes
         self._segment = segments.Segment.create("engine", nbytes + _HEADER_BYTES)
         handle = f"/{self._segment.name}".encode("ascii")
-        self._storage = torch.UntypedStorage._new_shared_filename_cpu(manager, handle, nbytes)  # noqa: SLF001
+        self._storage = torch.UntypedStorage._new_shared_filename_cpu(manager, handle, nbytes)
         self._lent = HostMemory(manager, handle, nbytes)
         self.lend(1)
         self.memory = torch.empty(0, dtype=torch.uint8).set_(self._storage)
 
     def lend(self, tp: int) -> HostMemory:
         for _ in range(tp * _USES_PER_RANK):
-            self._storage._shared_incref()  # type: ignore[no-untyped-call]  # noqa: SLF001
+            self._storage._shared_incref()  # type: ignore[no-untyped-call]
         return self._lent
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class _Manager:
     def __init__(self, runtime_dir: Path, deadline: Deadline) -> None:
         program = Path(torch.__file__).parent / "bin" / "torch_shm_manager"
         try:
-            self._process = subprocess.Popen(  # noqa: S603  torch's own program
+            self._process = subprocess.Popen(
                 [program],
                 env={**os.environ, "TMPDIR": str(runtime_dir)},
                 stdin=subprocess.DEVNULL,

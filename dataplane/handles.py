@@ -88,7 +88,7 @@ def export_cuda(memory: torch.Tensor) -> CudaMemory:
     process can take over.
     """
     # The private tuple of torch.multiprocessing.reductions; test_handles.py fails when torch changes its order.
-    _, handle, storage_nbytes, offset, counter, counter_at, event, sync = memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]  # noqa: SLF001  # pyright: ignore
+    _, handle, storage_nbytes, offset, counter, counter_at, event, sync = memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     plain = handle if len(handle) == _IPC_HANDLE_BYTES else handle[2:] if handle[1:2] == b"c" else b""
     if len(plain) != _IPC_HANDLE_BYTES:
         raise NotExportable(

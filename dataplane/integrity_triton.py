@@ -1,6 +1,5 @@
 # pyright: basic
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
-# ruff: noqa: ANN001, ANN202
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
 """The sums of ``mix64x2`` on a GPU: one launch per bucket, over a table of segments. Imported only when needed.
 
@@ -25,7 +24,7 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def _sum_segments(memory, table, lanes, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def _sum_segments(memory, table, lanes, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     row = table + tl.program_id(0) * 4
     address = memory.to(tl.int64) + tl.load(row)
     position = tl.load(row + 1)

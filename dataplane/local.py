@@ -180,14 +180,7 @@ class LocalSender:
         self._selector.unregister(connection)
         self._strangers.remove(connection)
         try:
-            pid = connection.check_user()
-            hello = connection.from_receiver()
-            if not isinstance(hello, Hello):
-                raise PeerLost(f"the peer began with {type(hello).__name__}, expected Hello")
-            if reason := self._refusal(hello):
-                connection.send(Refused(epoch=self._session.epoch, reason=reason))
-                raise PeerLost(reason)
-            connection.send(Welcome(epoch=self._session.epoch))
+            pid, hello = self._admit(connection)
         except PeerLost:  # whoever it was has been told or is gone; a peer that never comes is named at the deadline
             connection.close()
             return
@@ -195,6 +188,18 @@ class LocalSender:
         receiver.connection = connection
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(receiver))
         self._watch_process(receiver, pid)
+
+    def _admit(self, connection: Connection) -> tuple[int, Hello]:
+        assert self._session is not None
+        pid = connection.check_user()
+        hello = connection.from_receiver()
+        if not isinstance(hello, Hello):
+            raise PeerLost(f"the peer began with {type(hello).__name__}, expected Hello")
+        if reason := self._refusal(hello):
+            connection.send(Refused(epoch=self._session.epoch, reason=reason))
+            raise PeerLost(reason)
+        connection.send(Welcome(epoch=self._session.epoch))
+        return pid, hello
 
     def _refusal(self, hello: Hello) -> str:
         assert self._session is not None
@@ -215,7 +220,9 @@ class LocalSender:
         except OSError:  # another PID namespace, or gone this instant: the socket will tell
             return
         if pid != os.getpid():
-            self._selector.register(receiver.pidfd, selectors.EVENT_READ, lambda: self._bury(receiver, "its process died"))
+            self._selector.register(
+                receiver.pidfd, selectors.EVENT_READ, lambda: self._bury(receiver, "its process died")
+            )
 
     def _bury(self, receiver: _Receiver, reason: str) -> None:
         """It is gone: what it said before that still counts, and knows the reason better."""

@@ -50,7 +50,7 @@ class LocalReceiver:
         """The server was asked to change weights in the last session."""
         return self._touched
 
-    def receive(  # noqa: PLR0917
+    def receive(
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
         """Take every bucket and load it into `server`."""
@@ -100,9 +100,7 @@ class LocalReceiver:
         loads: list[Future[None]] = []
         try:
             for index in range(len(session.manifest.buckets)):
-                message = connection.from_sender(deadline, f"bucket {index}")
-                if not isinstance(message, BucketReady) or message.index != index:
-                    raise PeerLost(f"the sender gave up before bucket {index}: {_reason(message)}")
+                message = _announcement(connection, index, deadline)
                 memory = handles.decode(message.handle)
                 if isinstance(memory, CudaMemory):
                     checked = False
@@ -153,6 +151,13 @@ class LocalReceiver:
         left = deadline.check(f"time to load bucket {index}")
         self._touched = True
         return self._loader.submit(server.load_shared, bucket, left)
+
+
+def _announcement(connection: Connection, index: int, deadline: Deadline) -> BucketReady:
+    message = connection.from_sender(deadline, f"bucket {index}")
+    if not isinstance(message, BucketReady) or message.index != index:
+        raise PeerLost(f"the sender gave up before bucket {index}: {_reason(message)}")
+    return message
 
 
 def _finished(load: Future[None], index: int, deadline: Deadline) -> None:

@@ -77,8 +77,8 @@ ToReceiver = Welcome | Refused | BucketReady | Failed
 ToSender = Hello | BucketDone | Finished | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
-_TO_RECEIVER: Final = msgspec.msgpack.Decoder(ToReceiver)
-_TO_SENDER: Final = msgspec.msgpack.Decoder(ToSender)
+_TO_RECEIVER: Final[msgspec.msgpack.Decoder[ToReceiver]] = msgspec.msgpack.Decoder(ToReceiver)
+_TO_SENDER: Final[msgspec.msgpack.Decoder[ToSender]] = msgspec.msgpack.Decoder(ToSender)
 
 
 def failed(reason: object) -> Failed:

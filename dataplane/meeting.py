@@ -58,8 +58,10 @@ class Meeting:
 
 
 class Attendance:
-    """A receiver's side. A store client cannot be given up on once it waits for a sender that stands still, so a thread
-    of its own asks, and the receiver only looks at what it last heard.
+    """A receiver's side: asks on a thread of its own, and never blocks the receiver beyond its deadline.
+
+    A store client cannot be given up on once it waits for a sender that stands still, so the receiver only looks at
+    what that thread last heard.
     """
 
     def __init__(self, address: str, epoch: int, engine: str) -> None:

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_storage_filename
+
 from weightbus.dataplane import integrity, transports
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
@@ -149,7 +150,7 @@ class LoopbackServer:
         loaded: dict[str, bytes] = {}
         for shard in sorted(set(index["weight_map"].values())):
             with safe_open(Path(path, shard), framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  not a dict
+                for name in file.keys():
                     assert index["weight_map"][name] == shard
                     tensor = file.get_tensor(name)
                     loaded[name] = bytes(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -177,6 +178,7 @@ def send_all(
     session: Session,
     pool: BucketPool,
     deadline_s: float,
+    *,
     before: Callable[[int], None] = lambda _: None,
     spoil: Callable[[int, torch.Tensor], None] = lambda *_: None,
 ) -> None:
@@ -243,7 +245,7 @@ def main() -> None:
             os.setpgid(0, 0)
             try:
                 _run(json.loads(line))
-            except Exception as error:  # noqa: BLE001  told to the test
+            except Exception as error:
                 _say(error=f"{type(error).__name__}: {error}")
             os._exit(0)
         children.append(pid)

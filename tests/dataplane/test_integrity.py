@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from weightbus.dataplane import integrity
 from weightbus.dataplane.errors import DigestMismatch
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.multiprocessing import reductions
+
 from weightbus.dataplane import engine_memory, handles, segments, staging
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import NotExportable, OutOfSharedMemory, TransferFailed
@@ -47,7 +48,7 @@ def test_generations_differ() -> None:
 
 
 def test_a_full_host_is_an_error_and_leaves_nothing() -> None:
-    """Memory that is not there is refused when the pool is made, with advice, and the slots made before it are freed."""
+    """Memory that is not there is refused when the pool is made, with advice, and nothing of it stays."""
     before = set(segments.DIRECTORY.glob("weightbus-greedy-*"))
     with pytest.raises(OutOfSharedMemory, match="shm-size"):
         staging.BucketPool("cpu", 1, 1 << 46, "greedy")
@@ -126,7 +127,10 @@ def test_handles_out_of_bounds(at: int) -> None:
 def test_torch_still_shares_gpu_memory_as_we_read_it() -> None:
     """`export_cuda` unpacks a private tuple of torch: its fields and their order are those of `reduce_tensor`."""
     source = "".join(inspect.getsource(reductions.reduce_tensor).split())
-    order = "(device,handle,storage_size_bytes,storage_offset_bytes,ref_counter_handle,ref_counter_offset,event_handle,event_sync_required,)=storage._share_cuda_()"
+    order = (
+        "(device,handle,storage_size_bytes,storage_offset_bytes,ref_counter_handle,ref_counter_offset,"
+        "event_handle,event_sync_required,)=storage._share_cuda_()"
+    )
     assert order in source
     taken = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert taken[7:] == [

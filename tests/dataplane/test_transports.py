@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from weightbus.dataplane import transports
 from weightbus.dataplane.errors import Unsupported
 
