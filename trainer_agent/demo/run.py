@@ -26,8 +26,8 @@ from .records import Follower, Round, verdict
 from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, Sync
 from .view import View
 
-START_S: Final = 180.0
-"""How long the servers may take to start; two of them take 20 to 60 s on two cores."""
+START_S: Final = 300.0
+"""How long the servers may take to start; two of them take 20 to 60 s on two idle cores."""
 ROUND_S: Final = 120.0
 """How long a round may take, the trainer's own start included."""
 _POLL_S: Final = 0.1
@@ -121,6 +121,7 @@ class Demo:
                 f"engine-agent{index}",
                 *("engine-agent", "--name", f"e{index}", "--channel", CHANNEL, "--coordinator", ports.coordinator),
                 *("--server", f"http://127.0.0.1:{server}", "--http-port", str(http)),
+                *("--state-dir", str(self._folder / "state"), "--runtime-dir", str(self._folder / "run")),
             )
         with self._view.awaiting("starting their sidecars"):
             for http in ports.sidecars:
