@@ -1,8 +1,8 @@
 """The trainer's rank in the collective group that SGLang's workers join: formed, used and aborted under deadlines.
 
 SGLang forms its side with ``init_custom_process_group``: a TCPStore client, wrapped in a PrefixStore of the group's
-name, given to torch's ``_new_process_group_helper``, which wraps it twice more. The same prefixes are applied here, and the
-backend object is built directly: the trainer's default group, its timeouts and torch's registry stay as they are.
+name, given to torch's ``_new_process_group_helper``, which wraps it twice more. The same prefixes are applied here, and
+the backend object is built directly: the trainer's default group, its timeouts and torch's registry stay as they are.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BroadcastGroup:
         self._backend: _Backend | None = backend
 
     @classmethod
-    def form(
+    def form(  # noqa: PLR0917
         cls, store: c10d.Store, name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
     ) -> BroadcastGroup:
         """Blocks until every rank has come (gloo) or until the first broadcast (nccl, which connects lazily)."""
@@ -122,15 +122,15 @@ class BroadcastGroup:
 
 def _gloo(store: c10d.Store, host: str, world_size: int, timeout: timedelta) -> _Backend:
     make = cast("Callable[..., object]", c10d.ProcessGroupGloo)  # the stubs know only its form without options
-    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateUsage]
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timeout
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+    options._timeout = timeout  # noqa: SLF001
     return cast("_Backend", make(store, ROOT, world_size, options))
 
 
 def _nccl(store: c10d.Store, world_size: int) -> _Backend:
     options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)
+    options._timeout = timedelta(days=1)  # noqa: SLF001  our deadlines decide; torch's watchdog would end the process
     with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
         return cast("_Backend", c10d.ProcessGroupNCCL(store, ROOT, world_size, options))
 

@@ -209,7 +209,7 @@ class DiskReceiver:
         """The server was asked to change weights in the last session."""
         return self._touched
 
-    def receive(
+    def receive(  # noqa: PLR0917
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
         """Wait for the checkpoint, check it, load it."""

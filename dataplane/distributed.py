@@ -1,8 +1,8 @@
 """Other hosts, or GPUs that cannot map each other: one collective group of the source rank and every engine rank.
 
 The sender broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart.
-The group is kept from round to round while its members stay and sessions end well; its name carries the epoch in which it
-was formed. A collective cannot drop a member: when one engine fails, all are named in `failed`, the group is broken off
+The group is kept from round to round while its members stay and sessions end well; its name carries the epoch in which
+it was formed. A collective cannot drop a member: when one engine fails, all are named in `failed`, the group is broken off
 and the next epoch forms a new one. The bytes go straight into the server's workers, so nothing here has checked them
 (`Receipt.checked` is false).
 """
@@ -109,7 +109,7 @@ class DistributedSender:
             self._await(self._sends[index], f"the broadcast of bucket {index}", Deadline(deadline_s))
         except TransferFailed as error:
             self._fail_all(error)
-        del self._sends[index]
+        self._sends.pop(index, None)
 
     def finish(self, deadline_s: float) -> None:
         """Wait until every engine has loaded everything, or all are in `failed`."""
@@ -183,6 +183,7 @@ class DistributedSender:
             self._failed.setdefault(peer.engine, str(error))
         if self._meeting is not None:
             self._meeting.announce("over", str(error))
+        self._sends.clear()
         self._break_off()
 
     def _hear_reasons(self) -> None:
@@ -227,7 +228,7 @@ class DistributedReceiver:
         """The server was asked to change weights in the last session."""
         return self._touched
 
-    def receive(
+    def receive(  # noqa: PLR0917
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
         """Join the group if need be, then take every bucket."""

@@ -4,8 +4,8 @@ The receiver copies a bucket here, checks the copy, and only then tells the serv
 memory afterwards cannot reach the server. Three properties of torch's sharing (2.9 to 2.13, libshm) shape this file:
 
 * A worker connects to a ``torch_shm_manager`` whose socket is named in the payload. One is started here, with its
-  output closed, in place of the one torch would fork with our standard error. It ends by itself a few seconds after its last
-  client has gone; the workers stay connected, so it may outlive us until the server ends, and does no harm.
+  output closed, in place of the one torch would fork with our standard error. It ends by itself when its last client
+  has gone; the workers stay connected, so it may outlive us until the server ends, and does no harm.
 * The first bytes of a segment count its users, and whoever takes the count to zero unlinks the name, dying with an
   uncaught C++ exception if that fails. The count is therefore kept far above what workers give back, and the name is
   unlinked by us alone.
@@ -83,14 +83,14 @@ class _Slot:
         self.nbytes = nbytes
         self._segment = segments.Segment.create("engine", nbytes + _HEADER_BYTES)
         handle = f"/{self._segment.name}".encode("ascii")
-        self._storage = torch.UntypedStorage._new_shared_filename_cpu(manager, handle, nbytes)
+        self._storage = torch.UntypedStorage._new_shared_filename_cpu(manager, handle, nbytes)  # noqa: SLF001
         self._lent = HostMemory(manager, handle, nbytes)
         self.lend(1)
         self.memory = torch.empty(0, dtype=torch.uint8).set_(self._storage)
 
     def lend(self, tp: int) -> HostMemory:
         for _ in range(tp * _USES_PER_RANK):
-            self._storage._shared_incref()  # type: ignore[no-untyped-call]
+            self._storage._shared_incref()  # type: ignore[no-untyped-call]  # noqa: SLF001
         return self._lent
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class _Manager:
     def __init__(self, runtime_dir: Path, deadline: Deadline) -> None:
         program = Path(torch.__file__).parent / "bin" / "torch_shm_manager"
         try:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603  torch's own program
                 [program],
                 env={**os.environ, "TMPDIR": str(runtime_dir)},
                 stdin=subprocess.DEVNULL,

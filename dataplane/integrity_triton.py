@@ -1,5 +1,6 @@
 # pyright: basic
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
+# ruff: noqa: ANN001, ANN202, N803
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
 """The sums of ``mix64x2`` on a GPU: one launch per bucket, over a table of segments. Imported only when needed.
 

@@ -50,7 +50,7 @@ class LocalReceiver:
         """The server was asked to change weights in the last session."""
         return self._touched
 
-    def receive(
+    def receive(  # noqa: PLR0917
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
         """Take every bucket and load it into `server`."""

@@ -1,7 +1,8 @@
 """One packed bucket as one safetensors file, written and read without a copy of it in memory.
 
 A safetensors file is eight bytes of header length, a JSON header, and the packed tensors: exactly the bytes of a
-bucket. The header of a bucket is a function of the manifest, so a reader compares it byte by byte instead of trusting it.
+bucket. The header of a bucket is a function of the manifest, so a reader compares it byte by byte and trusts
+nothing.
 """
 
 from __future__ import annotations

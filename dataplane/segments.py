@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .errors import OutOfSharedMemory, TransferFailed
 
-DIRECTORY: Final = Path("/dev/shm")
+DIRECTORY: Final = Path("/dev/shm")  # noqa: S108  where Linux keeps POSIX shared memory
 _NAME: Final = re.compile(r"^weightbus-[A-Za-z0-9._-]{0,64}-(\d+)-(\d+)-(\d+)-(\d+)$")
 _SERIAL: Final = itertools.count()
 

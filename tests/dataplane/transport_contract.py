@@ -251,7 +251,7 @@ class TransportContract:
 
     @pytest.mark.parametrize("at", range(BUCKETS))
     def test_sender_killed(self, places: Places, make_engine: Callable[..., Engine], halves: Halves, at: int) -> None:
-        """A trainer killed before any bucket is noticed long before the deadline; no server is half loaded unnoticed."""
+        """A trainer killed at any bucket is noticed long before the deadline; no server is half loaded unnoticed."""
         engine = make_engine("e0")
         halves.start(
             half="sender", kind=self.kind, root=str(places.root), epoch=4, version=41, peers=[["e0", 1]], at=at
