@@ -155,9 +155,13 @@ class SGLangServer:
         self._update("/update_weights_from_distributed", body, deadline_s)
 
     def load_checkpoint(self, path: str, deadline_s: float) -> None:
-        """update_weights_from_disk. Needs no session. The server must see `path` under the same name."""
+        """update_weights_from_disk. Needs no session. The server must see `path` under the same name.
+
+        The load format is named, because a server that was started with ``--load-format dummy`` refuses its own.
+        """
         self._touched = True
-        self._wire.admin("/update_weights_from_disk", {"model_path": path, "flush_cache": False}, deadline_s)
+        body = {"model_path": path, "load_format": "auto", "flush_cache": False}
+        self._wire.admin("/update_weights_from_disk", body, deadline_s)
 
     def join_group(self, address: Address, rank_offset: int, deadline_s: float) -> None:
         """init_weights_update_group. Stops the server's scheduler until the whole group has come."""

@@ -223,7 +223,8 @@ def rank_main(args: argparse.Namespace) -> None:
     layout = json.loads((work / "layout.json").read_text())
     from weightbus.trainer_agent.megatron import MegatronSource
 
-    source = MegatronSource(build(args, hf), hf_config=args.model, dtype=torch.bfloat16)
+    model = build(args, hf)
+    source = MegatronSource(model, hf_config=args.model, dtype=torch.bfloat16)
     root = dist.get_rank() == 0
     fleet = Fleet(layout) if root else None
     if fleet:
@@ -231,12 +232,12 @@ def rank_main(args: argparse.Namespace) -> None:
     dist.barrier()
     result: dict[str, Any] = {}
     for channel, transport in CHANNELS.items():
-        result[channel] = publish(source, layout, channel, transport, range(1, args.rounds + 1))
+        result[channel] = publish(source, model, layout, (channel, transport), range(1, args.rounds + 1))
     sums = {channel: fleet.checksum(channel) for channel in CHANNELS} if fleet else {}
     if fleet:
         fleet.overwrite("ipc")
         sums["noise"] = fleet.checksum("ipc")
-    result["disk"] = publish(source, layout, "ipc", "disk", [args.rounds + 1])
+    result["disk"] = publish(source, model, layout, ("ipc", "disk"), [args.rounds + 1], args.rounds)
     if fleet:
         sums["disk"] = fleet.checksum("ipc")
         (work / "result.json").write_text(json.dumps(summary(result, sums)))
@@ -297,9 +298,14 @@ def build(args: argparse.Namespace, hf: dict[str, Any]) -> Any:
 
 
 def publish(
-    source: Any, layout: dict[str, Any], channel: str, transport: str, versions: Iterable[int]
+    source: Any,
+    model: Any,
+    layout: dict[str, Any],
+    way: tuple[str, str],
+    versions: Iterable[int],
+    seed: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Publish every version on `channel` by `transport`; the reports."""
+    """Publish every version on a channel by a transport, each with other weights (`seed`: these); the reports."""
     import torch
 
     from weightbus.trainer_agent import TrainerAgent
@@ -311,6 +317,7 @@ def publish(
     reports = []
     with agent:
         for version in versions:
+            refill(model, seed or version)
             if source.device.type == "cuda":
                 torch.cuda.synchronize()
             began = time.perf_counter()
@@ -332,6 +339,20 @@ def publish(
                 }
             )
     return reports
+
+
+def refill(model: Any, seed: int) -> None:
+    """New weights, other on every rank and for every seed."""
+    import torch
+    import torch.distributed as dist
+
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(1000 * seed + dist.get_rank())
+    whole = torch.Generator(device).manual_seed(1000 * seed + 999)  # norms are on every rank alike
+    with torch.no_grad():
+        for parameter in model.parameters():
+            cut = getattr(parameter, "tensor_model_parallel", False)
+            parameter.normal_(0.0 if cut else 1.0, 0.02, generator=generator if cut else whole)
 
 
 class Fleet:
