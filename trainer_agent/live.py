@@ -20,7 +20,7 @@ import torch
 
 from weightbus.control.messages import EngineInfo
 from weightbus.dataplane import fmix
-from weightbus.dataplane.manifest import ITEM_BYTES, LiveDigests, Manifest, TensorSpec
+from weightbus.dataplane.manifest import LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.served_layout import Box, ServedParameter, served_layout
 
 from .live_fmix import FmixDigester, FmixLayout
@@ -144,15 +144,16 @@ class _Running:
 
 def _part(whole: _Bytes, spec: TensorSpec, box: Box) -> _Bytes:
     """The bytes of `box`; a view when they are contiguous. Layouts cut dimensions 0 and 1 only."""
-    rows = spec.shape[0] if spec.shape else 1
-    row_bytes = spec.nbytes // rows
-    if not box.start:
+    dims = len(spec.shape)
+    if dims == 0:
         return whole
-    column_bytes = row_bytes // spec.shape[1] if len(spec.shape) > 1 else ITEM_BYTES[spec.dtype]
-    first = box.start[1] * column_bytes if len(box.start) > 1 else 0
-    width = box.size[1] * column_bytes if len(box.size) > 1 else row_bytes
-    table = whole.reshape(rows, row_bytes)[box.start[0] : box.start[0] + box.size[0], first : first + width]
-    return np.ascontiguousarray(table).reshape(-1)
+    row_bytes = spec.nbytes // spec.shape[0]
+    column_bytes = row_bytes // spec.shape[1] if dims > 1 else row_bytes
+    first = box.start[1] * column_bytes if dims > 1 else 0
+    width = box.size[1] * column_bytes if dims > 1 else row_bytes
+    table = whole.reshape(spec.shape[0], row_bytes)
+    part = table[box.start[0] : box.start[0] + box.size[0], first : first + width]
+    return np.ascontiguousarray(part).reshape(-1)
 
 
 def _by_parameter(running: Iterable[_Running]) -> dict[str, tuple[str, ...]]:
