@@ -231,13 +231,14 @@ def rank_main(args: argparse.Namespace) -> None:
         fleet.wait_ready(args.deadline)
     dist.barrier()
     result: dict[str, Any] = {}
+    versions = range(1, args.rounds + 1)
     for channel, transport in CHANNELS.items():
-        result[channel] = publish(source, model, layout, (channel, transport), range(1, args.rounds + 1))
+        result[channel] = publish(source, model, layout, (channel, transport), {each: each for each in versions})
     sums = {channel: fleet.checksum(channel) for channel in CHANNELS} if fleet else {}
     if fleet:
         fleet.overwrite("ipc")
         sums["noise"] = fleet.checksum("ipc")
-    result["disk"] = publish(source, model, layout, ("ipc", "disk"), [args.rounds + 1], args.rounds)
+    result["disk"] = publish(source, model, layout, ("ipc", "disk"), {args.rounds + 1: args.rounds})
     if fleet:
         sums["disk"] = fleet.checksum("ipc")
         (work / "result.json").write_text(json.dumps(summary(result, sums)))
@@ -305,19 +306,20 @@ def publish(
     versions: Iterable[int],
     seed: int | None = None,
 ) -> list[dict[str, Any]]:
-    """Publish every version on a channel by a transport, each with other weights (`seed`: these); the reports."""
+    """Publish versions on a channel by a transport, each with the weights of its seed; the reports."""
     import torch
 
     from weightbus.trainer_agent import TrainerAgent
 
+    channel, transport = way
     agent = TrainerAgent.connect(
         source, channel=channel, name=f"trainer-{channel}", coordinator=f"tcp://127.0.0.1:{layout['bus']}",
         transport=(transport,), checkpoint_dir=Path(layout["checkpoints"]),
     )  # fmt: skip
     reports = []
     with agent:
-        for version in versions:
-            refill(model, seed or version)
+        for version, seed in seeds.items():
+            refill(model, seed)
             if source.device.type == "cuda":
                 torch.cuda.synchronize()
             began = time.perf_counter()
