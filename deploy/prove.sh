@@ -244,8 +244,9 @@ within 120 "prometheus: committed version is still 4" seen 'weightbus_committed_
 within 120 "engine ready again, by itself" seen 'weightbus_engine_ready{engine="e0"}' 1
 publish 5
 within 60 "prometheus: version lag 0 after the restart" seen "$lag" 0
-[ "$(docker inspect --format '{{.State.Health.Status}}' "$coordinator")" = healthy ] || fail "the container is not healthy"
-say "container: healthy, $(docker stats --no-stream --format '{{.MemUsage}}, {{.PIDs}} processes and threads' "$coordinator")"
+healthy() { [ "$(docker inspect --format '{{.State.Health.Status}}' "$coordinator")" = healthy ]; }
+within 60 "container: healthy" healthy
+say "container: $(docker stats --no-stream --format '{{.MemUsage}}, {{.PIDs}} processes and threads' "$coordinator")"
 docker exec "$coordinator" sh -c 'touch /opt/x 2>/dev/null || touch /x 2>/dev/null' && fail "the root file system can be written"
 say "container: uid $(docker exec "$coordinator" id -u), capabilities $(docker exec "$coordinator" sed -n 's/^CapEff:\t*//p' /proc/1/status), root read-only"
 say "PROVEN in $SECONDS s"
