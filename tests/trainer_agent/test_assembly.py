@@ -146,6 +146,20 @@ def test_nobody_holds_more_than_a_bucket() -> None:
         assert spec.nbytes <= sum(bucket.parcel_bytes.values()) <= spec.nbytes + 16 * len(bucket.parcel_bytes)
 
 
+def test_parcels_of_odd_sizes_lie_side_by_side() -> None:
+    """One rank's lone half-precision number does not push the next rank's float off its boundary."""
+    specs = [TensorSpec("half", "bfloat16", (1,)), TensorSpec("single", "float32", (3,))]
+    manifest = Manifest.of("M", specs)
+    buckets = plan(manifest, {1: [(0, Piece("half", 0, 0, 1, 1))], 2: [(0, Piece("single", 0, 0, 3, 1))]})
+    letters: dict[int, torch.Tensor] = {}
+    for rank, tensor in ((1, torch.tensor([0.5])), (2, torch.tensor([1.0, 2.0, 3.0]))):
+        Assembler(buckets, [tensor], rank, 0, Post(rank, letters)).run(0, None, CPU)
+    out = torch.zeros(14, dtype=torch.uint8)
+    Assembler(buckets, [], 0, 0, Post(0, letters)).run(0, out, CPU)
+    assert out[:12].view(torch.float32).tolist() == [1.0, 2.0, 3.0]
+    assert out[12:].view(torch.bfloat16).tolist() == [0.5]
+
+
 def test_a_missing_shard_is_noticed() -> None:
     """A stage or tensor rank that did not take part shows as a tensor that is not covered."""
     rosters, _, _ = trained(2, 2)
