@@ -124,5 +124,5 @@ def _reason(response: httpx.Response) -> str:
 
 
 def _short(text: str) -> str:
-    words = [word if len(word) < 120 else f"{word[:20]}[{len(word)} characters]" for word in text.split()]
+    words = [word if len(word) < 120 else f"[{len(word)} characters]" for word in text.split()]
     return " ".join(words)[:MAX_REASON] or "no reason given"

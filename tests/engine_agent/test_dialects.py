@@ -1,5 +1,7 @@
 """Versions are known or refused."""
 
+from itertools import pairwise
+
 import pytest
 
 from weightbus.engine_agent.dialects import DIALECTS, dialect_of
@@ -32,5 +34,5 @@ def test_unknown_versions_are_refused_with_advice(version: str) -> None:
 
 def test_ranges_follow_each_other() -> None:
     """Every version from the first to the last belongs to exactly one dialect."""
-    for before, after in zip(DIALECTS, DIALECTS[1:], strict=False):
+    for before, after in pairwise(DIALECTS):
         assert after.first == (*before.last[:2], before.last[2] + 1)

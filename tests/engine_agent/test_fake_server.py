@@ -29,14 +29,14 @@ def fake(checkpoints: tuple[Path, Path]) -> Iterator[FakeSGLang]:
     server.stop()
 
 
-@pytest.fixture(
-    params=[("0.5.11", 1), ("0.5.17", 2), ("0.5.20", 1), ("0.5.21", 2), ("0.5.23", 1), ("0.5.23", 2)], ids=str
-)
-def bench(request: pytest.FixtureRequest, checkpoints: tuple[Path, Path], tmp_path: Path) -> Iterator[Bench]:
+@pytest.fixture(scope="module", params=[("0.5.11", 1), ("0.5.20", 2), ("0.5.23", 2)], ids=str)
+def bench(
+    request: pytest.FixtureRequest, checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
     """A fake of some version and number of ranks."""
     version, tp = request.param
     server = FakeSGLang(checkpoints[0], version, tp).start()
-    made = Bench(server.url, *checkpoints, tmp_path)
+    made = Bench(server.url, *checkpoints, tmp_path_factory.mktemp("run"))
     yield made
     made.close()
     server.stop()

@@ -67,7 +67,7 @@ def test_a_missing_tensor_is_refused(folder: Path) -> None:
 
 def test_an_unknown_name_is_refused(folder: Path) -> None:
     """SGLang would skip it and report success."""
-    with pytest.raises(UnfitManifest, match="model.extra.*unknown"):
+    with pytest.raises(UnfitManifest, match=r"model\.extra.*unknown"):
         check([*specs(folder), TensorSpec("model.extra", "bfloat16", (1,))], folder)
 
 
@@ -81,7 +81,7 @@ def test_a_wrong_shape_is_refused_and_named(folder: Path) -> None:
 def test_another_dtype_is_refused(folder: Path) -> None:
     """SGLang would cast in silence, and digests of live weights would differ."""
     changed = [TensorSpec(s.name, "float32", s.shape) for s in specs(folder)]
-    with pytest.raises(UnfitManifest, match="25 tensors.*dtype"):
+    with pytest.raises(UnfitManifest, match=r"25 tensors.*dtype"):
         check(changed, folder)
 
 

@@ -1,0 +1,200 @@
+"""A whole sidecar against a fake server, a real coordinator and a real local transport: what clients could see."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from weightbus.engine_agent.record_file import RecordFile
+from weightbus.engine_agent.runner import EngineAgent
+from weightbus.engine_agent.settings import EngineAgentSettings
+from weightbus.trainer_agent import TrainerAgent
+
+from ..kit import tiny_model
+from ..kit.fake_sglang import FakeSGLang
+from ..kit.fake_source import FakeSource
+from ..kit.fake_weights import read
+
+pytestmark = pytest.mark.timeout(120)
+
+
+NUMBERS = itertools.count(1)
+
+
+def until(what: str, done: Callable[[], Any], deadline_s: float = 30.0) -> None:
+    """Ask until `done` says yes."""
+    end = time.monotonic() + deadline_s
+    while not done():
+        assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Deployment:
+    """One coordinator, one fake server, one sidecar that can be stopped and started."""
+
+    def __init__(self, folder: Path, coordinator: int) -> None:
+        self.folder, self.coordinator = folder, f"tcp://127.0.0.1:{coordinator}"
+        self.channel = f"c{next(NUMBERS)}"
+        self.run = tempfile.TemporaryDirectory(prefix="wb-")  # a socket's path must be short
+        self.first, self.second = tiny_model.write(folder / "a", 1), tiny_model.write(folder / "b", 2)
+        self.fake = FakeSGLang(self.first).start()
+        self.agent: EngineAgent | None = None
+        self.thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the sidecar and wait until it knows its server."""
+        settings = EngineAgentSettings(
+            name="e0",
+            channel=self.channel,
+            server=self.fake.url,
+            coordinator=self.coordinator,
+            http_port=0,
+            state_dir=self.folder / "state",
+            runtime_dir=Path(self.run.name),
+            poll_s=0.05,
+        )
+        agent = self.agent = EngineAgent(settings)
+        self.thread = threading.Thread(target=agent.run, daemon=True)
+        self.thread.start()
+        until("the sidecar", lambda: agent._bus is not None)
+
+    def stop(self) -> None:
+        """Stop the sidecar; the server stays as it is."""
+        if self.agent and self.thread:
+            self.agent.stop()
+            self.thread.join(20)
+            assert not self.thread.is_alive()
+
+    @property
+    def view(self) -> Any:
+        """What the sidecar says of its engine."""
+        assert self.agent is not None
+        return self.agent._view
+
+    def publish(self, version: int, folder: Path | None = None) -> Any:
+        """One round from a trainer that holds the weights of `folder`."""
+        source = FakeSource(read(folder or self.second))
+        with TrainerAgent.connect(
+            source,
+            channel=self.channel,
+            coordinator=self.coordinator,
+            transport=("local",),
+            bucket_bytes=100_000,
+            runtime_dir=Path(self.run.name),
+            redrives=0,
+            acquire_timeout_s=30.0,
+        ) as trainer:
+            return trainer.publish(version)
+
+    def close(self) -> None:
+        self.stop()
+        self.fake.stop()
+        self.run.cleanup()
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A real one, with ports that were free."""
+    folder, port, http = tmp_path_factory.mktemp("coordinator"), free_port(), free_port()
+    argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--router-port={port}"]
+    argv += [f"--pub-port={free_port()}", f"--http-port={http}", f"--journal={folder / 'j.sqlite'}"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+    def up() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"http://127.0.0.1:{http}/healthz", trust_env=False).status_code == 200
+        return False
+
+    until("the coordinator", up)
+    yield port
+    process.terminate()
+    process.wait(20)
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, coordinator: int) -> Iterator[Deployment]:
+    made = Deployment(tmp_path, coordinator)
+    made.start()
+    yield made
+    made.close()
+
+
+def test_a_round_in_the_right_order(deployment: Deployment) -> None:
+    """Pause, session, buckets, session closed, label, flush, go on; the label never moves before."""
+    report = deployment.publish(7)
+    assert report.engines[0].verified_by == "live-digest"
+    fake = deployment.fake
+    assert (fake.label, fake.mode, fake.session) == ("7", "", False)
+    known = {"/pause_generation": "P", "/begin_weight_update": "b", "/update_weights_from_tensor": "t"}
+    known |= {
+        "/end_weight_update": "e",
+        "/update_weight_version": "L",
+        "/flush_cache": "f",
+        "/continue_generation": "C",
+    }
+    order = "".join(known.get(call, "") for call in fake.calls)
+    assert order.lstrip("C") == "PbtttteLfC"
+    assert deployment.view.held.version == 7
+
+
+@pytest.mark.parametrize("fault", ["swallow", "corrupt", "refuse"])
+def test_bad_loads_never_serve(deployment: Deployment, fault: Any) -> None:
+    """Success that loaded nothing, wrong bits, a refusal half-way: paused and dirty until a good round."""
+    deployment.fake.inject("/update_weights_from_tensor", fault, after=2)
+    with contextlib.suppress(Exception):
+        deployment.publish(7)
+    until("the failure", lambda: deployment.view.health.value == "dirty" and not deployment.view.doing)
+    assert deployment.fake.mode == "retract"
+    assert deployment.fake.label == "default"
+    deployment.stop()
+    deployment.start()
+    until("the record", lambda: deployment.view.health.value == "dirty")
+    deployment.publish(8)
+    until("the repair", lambda: deployment.view.health.value == "clean")
+    assert (deployment.fake.label, deployment.fake.mode) == ("8", "")
+
+
+def test_a_server_that_dies_half_way_comes_back_paused(deployment: Deployment) -> None:
+    """Killed at the third bucket, launched again: paused at once, pending, mended by the next round."""
+    deployment.fake.inject("/update_weights_from_tensor", "die", after=2)
+    with contextlib.suppress(Exception):
+        deployment.publish(7)
+    until("the loss", lambda: not deployment.view.up)
+    record = RecordFile(deployment.folder / "state", "e0").read()
+    assert record is not None
+    assert record.health.value == "dirty"
+    deployment.fake.restart()
+    until("the pause", lambda: deployment.fake.mode == "retract")
+    until("the account", lambda: deployment.view.health.value in {"pending", "dirty"})
+    deployment.publish(8)
+    until("the repair", lambda: deployment.view.health.value == "clean")
+    assert deployment.fake.mode == ""
+
+
+def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_path: Path) -> None:
+    """A model of another shape is refused before the server hears of it."""
+    other = tiny_model.write(tmp_path / "wide", hidden=128)
+    calls = len(deployment.fake.calls)
+    with contextlib.suppress(Exception):
+        deployment.publish(7, other)
+    assert not {"/begin_weight_update", "/update_weights_from_tensor"} & set(deployment.fake.calls[calls:])
+    assert deployment.view.health.value == "clean"
