@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Final, Protocol, cast
 
@@ -123,7 +123,7 @@ class BroadcastGroup:
 def _gloo(store: c10d.Store, host: str, world_size: int, timeout: timedelta) -> _Backend:
     make = cast("Callable[..., object]", c10d.ProcessGroupGloo)  # the stubs know only its form without options
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001  # pyright: ignore[reportUnknownMemberType]
     options._timeout = timeout  # noqa: SLF001
     return cast("_Backend", make(store, ROOT, world_size, options))
 
@@ -136,7 +136,7 @@ def _nccl(store: c10d.Store, world_size: int) -> _Backend:
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
+def _environment(name: str, value: str) -> Generator[None, None, None]:
     """Torch reads this setting from the environment when a group is made, and nowhere else."""
     before = os.environ.get(name)
     os.environ[name] = value

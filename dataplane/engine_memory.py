@@ -83,7 +83,7 @@ class _Slot:
         self.nbytes = nbytes
         self._segment = segments.Segment.create("engine", nbytes + _HEADER_BYTES)
         handle = f"/{self._segment.name}".encode("ascii")
-        self._storage = torch.UntypedStorage._new_shared_filename_cpu(manager, handle, nbytes)  # noqa: SLF001
+        self._storage = torch.UntypedStorage._new_shared_filename_cpu(manager, handle, nbytes)  # noqa: SLF001  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage]
         self._lent = HostMemory(manager, handle, nbytes)
         self.lend(1)
         self.memory = torch.empty(0, dtype=torch.uint8).set_(self._storage)

@@ -6,7 +6,7 @@ travels is plain fields, and the side that needs torch's form again builds it fr
 
 import re
 import struct
-from typing import Final
+from typing import Final, cast
 
 import msgspec
 import torch
@@ -25,6 +25,9 @@ _SEGMENT: Final = re.compile(r"^[A-Za-z0-9._-]{1,128}$")
 
 _IPC_HANDLE_BYTES: Final = 64
 """cudaIpcMemHandle_t. Since 2.5 torch puts two bytes before it: a version and what kind of memory it is."""
+
+
+_Shared = tuple[int, bytes, int, int, bytes, int, bytes, bool]
 
 
 class HostSegment(msgspec.Struct, frozen=True):
@@ -88,12 +91,13 @@ def export_cuda(memory: torch.Tensor) -> CudaMemory:
     process can take over.
     """
     # The private tuple of torch.multiprocessing.reductions; test_handles.py fails when torch changes its order.
-    _, handle, storage_nbytes, offset, counter, counter_at, event, sync = memory.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    shared = cast("_Shared", memory.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage]
+    _, handle, storage_nbytes, offset, counter, counter_at, event, sync = shared
     plain = handle if len(handle) == _IPC_HANDLE_BYTES else handle[2:] if handle[1:2] == b"c" else b""
     if len(plain) != _IPC_HANDLE_BYTES:
         raise NotExportable(
             "this GPU memory comes from an expandable segment and cannot be opened by another process: "
             "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or choose the distributed or disk transport"
         )
-    uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
+    uuid = str(torch.cuda.get_device_properties(memory.device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     return CudaMemory(uuid, handle, storage_nbytes, offset, counter, counter_at, event, bool(sync))

@@ -75,5 +75,5 @@ def accumulate(memory: torch.Tensor, bounds: npt.NDArray[np.int64]) -> npt.NDArr
     table = torch.from_numpy(segments(bounds)).to(memory.device)
     lanes = torch.zeros((len(bounds) - 1, 2), dtype=torch.int64, device=memory.device)
     with torch.cuda.device_of(memory):
-        _sum_segments[(len(table),)](memory, table, lanes, WORDS=SEGMENT_WORDS, BLOCK=BLOCK, num_warps=8)
+        _sum_segments[(len(table),)](memory, table, lanes, WORDS=SEGMENT_WORDS, BLOCK=BLOCK, num_warps=8)  # pyright: ignore[reportCallIssue]
     return np.ascontiguousarray(lanes.cpu().numpy().view(np.uint64).T)

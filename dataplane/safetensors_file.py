@@ -85,4 +85,4 @@ def read(path: Path, manifest: Manifest, index: int) -> torch.Tensor:
             mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
         raise TransferFailed(f"{path} cannot be read: {error.strerror}") from error
-    return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8)[len(expected) :])
+    return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8)[len(expected) :])  # pyright: ignore[reportUnknownMemberType]
