@@ -50,6 +50,7 @@ class FakeSource:
         self.model = "Qwen3ForCausalLM"
         self.device = torch.device("cpu")
         self.assembled: list[int] = []
+        self.agreed = 0
         self.before_assembly: Callable[[int], None] = lambda _index: None
         """Called with the number of buckets assembled so far; may raise."""
 
@@ -78,6 +79,7 @@ class FakeSource:
 
     def agree(self, blob: bytes | None) -> bytes:
         assert (blob is not None) == self.root
+        self.agreed += 1
         return self.group.speak(blob)
 
 

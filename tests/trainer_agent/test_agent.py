@@ -247,6 +247,7 @@ def test_a_busy_channel_is_waited_for(rig: Build) -> None:
     one.coordinator.refusals[m.Acquire] = deque([busy, busy])
     assert one.report(1).committed
     assert len(one.coordinator.said(m.Acquire)) == 3
+    assert one.sources[1].agreed > len(one.sources[1].assembled) + 5
 
 
 def test_a_channel_that_stays_busy_ends_the_publication_on_every_rank(rig: Build) -> None:
