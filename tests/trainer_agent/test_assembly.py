@@ -147,13 +147,18 @@ def test_nobody_holds_more_than_a_bucket() -> None:
 
 
 def test_parcels_of_odd_sizes_lie_side_by_side() -> None:
-    """One rank's lone half-precision number does not push the next rank's float off its boundary."""
-    specs = [TensorSpec("half", "bfloat16", (1,)), TensorSpec("single", "float32", (3,))]
+    """One rank's lone half-precision number does not push the next rank's floats off their boundary."""
+    specs = [
+        TensorSpec("half", "bfloat16", (1,)),
+        TensorSpec("one", "float32", (1,)),
+        TensorSpec("two", "float32", (2,)),
+    ]
     manifest = Manifest.of("M", specs)
-    buckets = plan(manifest, {1: [(0, Piece("half", 0, 0, 1, 1))], 2: [(0, Piece("single", 0, 0, 3, 1))]})
+    held = {1: [(0, Piece("half", 0, 0, 1, 1)), (1, Piece("one", 0, 0, 1, 1))], 2: [(0, Piece("two", 0, 0, 2, 1))]}
+    buckets = plan(manifest, held)
     letters: dict[int, torch.Tensor] = {}
-    for rank, tensor in ((1, torch.tensor([0.5])), (2, torch.tensor([1.0, 2.0, 3.0]))):
-        Assembler(buckets, [tensor], rank, 0, Post(rank, letters)).run(0, None, CPU)
+    for rank, tensors in ((1, [torch.tensor([0.5]), torch.tensor([1.0])]), (2, [torch.tensor([2.0, 3.0])])):
+        Assembler(buckets, tensors, rank, 0, Post(rank, letters)).run(0, None, CPU)
     out = torch.zeros(14, dtype=torch.uint8)
     Assembler(buckets, [], 0, 0, Post(0, letters)).run(0, out, CPU)
     assert out[:12].view(torch.float32).tolist() == [1.0, 2.0, 3.0]
