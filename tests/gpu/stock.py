@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -299,12 +299,7 @@ def build(args: argparse.Namespace, hf: dict[str, Any]) -> Any:
 
 
 def publish(
-    source: Any,
-    model: Any,
-    layout: dict[str, Any],
-    way: tuple[str, str],
-    versions: Iterable[int],
-    seed: int | None = None,
+    source: Any, model: Any, layout: dict[str, Any], way: tuple[str, str], seeds: dict[int, int]
 ) -> list[dict[str, Any]]:
     """Publish versions on a channel by a transport, each with the weights of its seed; the reports."""
     import torch
