@@ -3,6 +3,7 @@
 import argparse
 import signal
 import threading
+from types import FrameType
 
 from rich.console import Console
 
@@ -30,9 +31,13 @@ class EngineAgentCommand:
             return 0
         configure_logging(resolved.value.log_level.value, resolved.value.log_format.value)
         agent = EngineAgent(resolved.value)
+
+        def stop(_number: int, _frame: FrameType | None) -> None:
+            agent.stop()
+
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: agent.stop())
+                signal.signal(number, stop)
         agent.run()
         return 0
 

@@ -102,7 +102,7 @@ class SGLangServer:
         ranks = answer.get("ranks")
         if not isinstance(ranks, list):
             raise ServerRefused("/weights_checker", 200, "no list of ranks in the answer")
-        return [_checksums_of(rank) for rank in ranks]  # pyright: ignore[reportUnknownVariableType]
+        return [_checksums_of(rank) for rank in ranks]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
     # -- pausing and labelling
 
@@ -135,7 +135,7 @@ class SGLangServer:
 
     def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
         """update_weights_from_tensor with a bucket that every rank maps by itself."""
-        body = {
+        body: dict[str, object] = {
             "serialized_named_tensors": serialized(bucket, self.tp),
             "load_format": LOAD_FORMAT,
             "flush_cache": False,
@@ -144,7 +144,7 @@ class SGLangServer:
 
     def load_broadcast(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
         """update_weights_from_distributed; the group's rank 0 broadcasts the packed tensors meanwhile."""
-        body = {
+        body: dict[str, object] = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],

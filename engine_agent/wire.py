@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Final, Protocol
 
 import httpx
@@ -77,7 +78,7 @@ class Wire:
         failed = True
         try:
             response = self._request(method, path, body, deadline_s, admin=admin)
-            failed = response.status_code != httpx.codes.OK
+            failed = response.status_code != HTTPStatus.OK
         finally:
             if self.observer is not None:
                 self.observer(path.lstrip("/"), time.monotonic() - started, failed=failed)

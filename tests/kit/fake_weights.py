@@ -47,7 +47,7 @@ def _host_storage(_kind: object, manager: bytes, handle: bytes, nbytes: int) -> 
 def _tensor(_kind: object, storage: bytes, where: tuple[int, Any, tuple[int, ...], bool]) -> torch.Tensor:
     offset, size, stride, requires_grad = where
     assert (offset, tuple(stride), requires_grad) == (0, (1,), False)
-    return torch.frombuffer(bytearray(storage), dtype=torch.uint8)[: tuple(size)[0]].clone()
+    return torch.frombuffer(bytearray(storage), dtype=torch.uint8)[: next(iter(size))].clone()
 
 
 def _typed(storage: bytes, dtype: torch.dtype) -> bytes:

@@ -22,7 +22,8 @@ def assign_req_to_token_pool_cpu(
 ) -> None:
     """Write each request's freshly allocated cache slots into its row of the token table."""
     taken = 0
-    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
+    columns = torch.stack([req_pool_indices.long(), start_offset.long(), end_offset.long()], dim=1)
+    spans: list[list[int]] = columns.tolist()  # type: ignore[no-untyped-call, unused-ignore]
     for row, start, end in spans:
         slots = out_cache_loc[taken : taken + end - start]
         req_to_token[row, start:end] = slots.to(req_to_token.dtype)
