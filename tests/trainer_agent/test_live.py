@@ -141,7 +141,10 @@ def checksums(checkpoint: Path) -> Iterator[list[dict[str, str]]]:
     log = checkpoint / "server.log"
     with log.open("wb") as out:
         server = subprocess.Popen(
-            [*command, "--port", str(port), "--tp-size", "2"], stdout=out, stderr=out, start_new_session=True
+            [*command, "--port", str(port), "--tp-size", "2", "--mem-fraction-static", "0.5"],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
         )
         try:
             base = f"http://127.0.0.1:{port}"
@@ -158,7 +161,7 @@ def checksums(checkpoint: Path) -> Iterator[list[dict[str, str]]]:
             server.wait()
 
 
-def _wait_until_up(base: str, server: subprocess.Popen[bytes], log: Path, deadline_s: float = 240.0) -> None:
+def _wait_until_up(base: str, server: subprocess.Popen[bytes], log: Path, deadline_s: float = 360.0) -> None:
     until = time.monotonic() + deadline_s
     while time.monotonic() < until:
         if server.poll() is not None:
@@ -172,7 +175,7 @@ def _wait_until_up(base: str, server: subprocess.Popen[bytes], log: Path, deadli
 
 
 @pytest.mark.real
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(480)
 def test_a_real_server_reports_what_was_predicted(checkpoint: Path, checksums: list[dict[str, str]]) -> None:
     """Every parameter of both ranks, and no parameter without a prediction."""
     from safetensors.torch import load_file
