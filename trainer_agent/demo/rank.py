@@ -80,7 +80,10 @@ class Actor:
 
     def report(self, number: int, seconds: dict[str, float], published: PublishReport | None) -> None:
         """Say what became of round `number`; from now on its version is the expected one."""
-        state = self._fleet.state()
+        if published:
+            lag = {engine.engine: published.version - (engine.version or 0) for engine in published.engines}
+        else:
+            lag = {name: engine.lag or 0 for name, engine in self._fleet.state().engines.items()}
         records.append(
             Path(self._plan.progress),
             records.Round(
@@ -90,8 +93,8 @@ class Actor:
                 responses=len(self._responses),
                 mismatched=sum(each.meta_info.weight_version != self._expected for each in self._responses),
                 mixed=sum(each.mixed for each in self._responses),
-                lag={name: engine.lag or 0 for name, engine in state.engines.items()},
-                seconds=seconds | ({name: published.seconds[name] for name in published.seconds} if published else {}),
+                lag=lag,
+                seconds=seconds | (published.seconds if published else {}),
                 nbytes=sum(engine.bytes for engine in published.engines) if published else 0,
             ),
         )

@@ -202,7 +202,7 @@ def run(settings: DemoSettings) -> int:
     view = View(as_json=settings.json)
     folder = Path(tempfile.mkdtemp(prefix="weightbus-demo-"))
     for name in ("logs", "run"):
-        (folder / name).mkdir()
+        (folder / name).mkdir(mode=0o700)
     good = False
     try:
         with _ending_on_signals(), Programs(folder / "logs") as programs:
