@@ -119,7 +119,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         at = 0
         for index, bucket in enumerate(self.buckets):
             if bucket.first != at or bucket.last <= bucket.first or bucket.last > len(self.tensors):
-                raise ManifestError(f"bucket {index} covers tensors {bucket.first}..{bucket.last}, expected to begin at {at}")
+                raise ManifestError(
+                    f"bucket {index} covers tensors {bucket.first}..{bucket.last}, expected to begin at {at}"
+                )
             offset = 0
             for tensor in self.tensors[bucket.first : bucket.last]:
                 if offset % ITEM_BYTES[tensor.dtype]:
@@ -200,7 +202,9 @@ class DigestTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Read what `encode` wrote. Raises `ManifestError` unless it belongs to `manifest` and is complete."""
         table = _decode(blob, DigestTable)
         if table.manifest != manifest.digest():
-            raise ManifestError(f"the digest table is for manifest {table.manifest[:12]}, expected {manifest.digest()[:12]}")
+            raise ManifestError(
+                f"the digest table is for manifest {table.manifest[:12]}, expected {manifest.digest()[:12]}"
+            )
         if len(table.tensors) != 16 * len(manifest.tensors):
             raise ManifestError(
                 f"the digest table holds {len(table.tensors)} bytes, expected 16 for each of {len(manifest.tensors)} tensors"
