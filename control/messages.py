@@ -157,7 +157,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Root of structures that travel inside messages."""
 
 
-# -- fragments -----------------------------------------------------------------------------------------------------
+# -- fragments -------------------------------------------------------------------------------------------------------
 
 
 class Held(Fragment, frozen=True):
@@ -247,7 +247,7 @@ class EngineReport(Fragment, frozen=True):
     seconds: dict[str, Seconds] = {}
     """By phase: prepare, pause, transfer, verify, resume; and ``paused``, from pause to resume."""
     verified_by: Text = ""
-    """``live-digest`` (read back from the server's parameters), ``bucket-digest`` (checked before the load) or empty."""
+    """``live-digest``: read back from the server's parameters. ``bucket-digest``: checked before the load. Or empty."""
     reason: Text = ""
 
 
@@ -324,7 +324,7 @@ class Release(Message, frozen=True):
 
 
 class PutBlob(Message, frozen=True):
-    """One page of a blob, with a blob frame. Answered by `Ack`, or `Refused` when the whole does not hash to `digest`."""
+    """One page of a blob, with a blob frame. Answered by `Ack`; `Refused` when the whole does not hash to `digest`."""
 
     request: RequestKey
     digest: BlobDigest
@@ -333,7 +333,7 @@ class PutBlob(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Start the round. Manifest and digest table must be known. Answered by `Ack` or `Refused`, later by `RoundDone`."""
+    """Start the round. Manifest and table must be known. Answered by `Ack` or `Refused`, later by `RoundDone`."""
 
     request: RequestKey
     channel: ChannelName
@@ -374,7 +374,7 @@ class Abandon(Message, frozen=True):
     reason: Text
 
 
-# -- engine agent -> coordinator (each repeated until answered by Ack) -------------------------------------------------
+# -- engine agent -> coordinator (each repeated until answered by Ack) -----------------------------------------------
 
 
 class Prepared(Message, frozen=True):
@@ -440,7 +440,7 @@ class Failed(Message, frozen=True):
     reason: Text
 
 
-# -- coordinator -> any agent ------------------------------------------------------------------------------------------
+# -- coordinator -> any agent ----------------------------------------------------------------------------------------
 
 
 class Welcome(Message, frozen=True):
@@ -495,7 +495,7 @@ class Status(Message, frozen=True):
     request: RequestKey
 
 
-# -- coordinator -> trainer --------------------------------------------------------------------------------------------
+# -- coordinator -> trainer ------------------------------------------------------------------------------------------
 
 
 class Granted(Message, frozen=True):
@@ -535,7 +535,7 @@ class RoundDone(Message, frozen=True):
     """By phase: prepare, pause, transfer, verify, commit, resume, total."""
 
 
-# -- coordinator -> engine agent (each repeated until its answer arrives) ------------------------------------------------
+# -- coordinator -> engine agent (each repeated until its answer arrives) --------------------------------------------
 
 
 class Prepare(Message, frozen=True):
@@ -552,7 +552,7 @@ class Prepare(Message, frozen=True):
 
 
 class Pause(Message, frozen=True):
-    """Stop generating. Answered by `Paused` or `Failed`. Without news for `lease_s` a CLEAN engine resumes by itself."""
+    """Stop generating. Answered by `Paused` or `Failed`. Without news for `lease_s` a CLEAN engine resumes."""
 
     channel: ChannelName
     epoch: EpochNumber
@@ -587,7 +587,7 @@ class Commit(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Stop what `epoch` began. A CLEAN engine resumes and answers `Serving`; a DIRTY one stays paused and says `Failed`."""
+    """Stop what `epoch` began. A CLEAN engine resumes and says `Serving`; a DIRTY one stays paused and says `Failed`."""
 
     channel: ChannelName
     epoch: EpochNumber
@@ -595,7 +595,7 @@ class Abort(Message, frozen=True):
     deadline_s: Seconds
 
 
-# -- coordinator -> whoever listens on the PUB socket ----------------------------------------------------------------------
+# -- coordinator -> whoever listens on the PUB socket ----------------------------------------------------------------
 
 
 class Hint(Message, frozen=True):

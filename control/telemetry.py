@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Never
 
 import msgspec
@@ -32,7 +32,6 @@ class Side(enum.StrEnum):
 
     COORDINATOR = "coordinator"
     ENGINE = "engine agent"
-    TRAINER = "trainer agent"
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -55,7 +54,7 @@ def _declare(side: Side, kind: Kind, name: str, labels: str, meaning: str) -> Me
     return metric
 
 
-_C, _E, _T = Side.COORDINATOR, Side.ENGINE, Side.TRAINER
+_C, _E = Side.COORDINATOR, Side.ENGINE
 _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 
 COMMITTED_VERSION = _declare(_C, _GAUGE, "committed_version", "channel", "version that is durable; it never goes back")
@@ -87,11 +86,6 @@ CALL_FAILURES = _declare(_E, _COUNTER, "sidecar_call_failures_total", "call", "H
 STEP_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_step_seconds", "step", "the engine's time by step of a round")
 STEP_FAILURES = _declare(_E, _COUNTER, "sidecar_step_failures_total", "step", "steps of a round that failed")
 
-PUBLISHED_VERSION = _declare(_T, _GAUGE, "trainer_published_version", "channel", "last version that was committed")
-PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "trainer_publish_seconds", "channel phase", "the trainer's time by phase")
-PUBLISHES = _declare(_T, _COUNTER, "trainer_publishes_total", "channel outcome", "publications by how they ended")
-SENT_BYTES = _declare(_T, _COUNTER, "trainer_sent_bytes_total", "channel transport", "bytes given to a transport")
-
 
 class Meters:
     """The metrics of one process, in a registry of their own. Safe to use from any thread."""
@@ -108,6 +102,11 @@ class Meters:
         """A gauge's value from now on."""
         gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
         (gauge.labels(**labels) if labels else gauge).set(value)
+
+    def live(self, metric: Metric, value: Callable[[], float]) -> None:
+        """A gauge without labels that is asked for whenever somebody reads it, on the reader's thread."""
+        gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
+        gauge.set_function(value)
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Raise a counter."""

@@ -102,6 +102,7 @@ class EngineAgent:
             settings.name, self._server, self._receiver, settings.model_path, self.meters, proof=settings.verify
         )
         self._server.observe(self._worker.called)
+        self.meters.live(SIDECAR_CONNECTED, self._connected)
         self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
         self._view = self._machine.view()
         self._events: queue.SimpleQueue[Event | _Stop] = queue.SimpleQueue()
@@ -348,7 +349,6 @@ class EngineAgent:
     def _readiness(self) -> Readiness:
         """Whether clients may be sent here: the server generates from one complete, known set of weights."""
         view = self._view
-        self.meters.set(SIDECAR_CONNECTED, self._connected())
         committed = self._bus.welcome.committed if self._bus and self._bus.welcome else None
         if not view.up or view.health is not EngineHealth.CLEAN:
             return Readiness(False, f"{view.health.value}: {view.reason}")

@@ -194,7 +194,7 @@ class Fleet:
         urls = sorted(self.engines[name].url for name in names)
         poll(f"{names} to be ready", lambda: sorted(self.channel()["ready"]) == urls)
 
-    def generate(self, name: str, prompt: list[int], tokens: int = 8) -> tuple[list[int], str]:
+    def generate(self, name: str, prompt: list[int], tokens: int) -> tuple[list[int], str]:
         """Greedy tokens of one server, and the version that wrote them."""
         sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling}

@@ -7,6 +7,7 @@ checkpoint that the trainer was filled from.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,14 +16,18 @@ from typing import Any
 
 import pytest
 
+from weightbus import engine_agent
 from weightbus.trainer_agent.demo.processes import Programs
 
 from .fleet import ROOT, Fleet, poll
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
-PROMPT = [5, 17, 33, 64, 101, 7]
+PROMPTS = [[5, 17, 33, 64, 101, 7], [400, 3, 9], [77, 78, 79, 80], [250, 1, 250, 2, 250], [11], [301, 302]]
 SEEDS = 7
+
+Answers = list[list[int]]
+"""The tokens that must be answered to each of `PROMPTS`."""
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +41,22 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoints: Path) -> dict[int, list[int]]:
-    """Greedy tokens of every seed, by transformers."""
-    from weightbus import engine_agent
-
+def expected(checkpoints: Path) -> dict[int, Answers]:
+    """What each seed must answer, by transformers; no two seeds answer alike."""
     shim = Path(engine_agent.__file__).parent / "cpu_shim"
-    oracle = [sys.executable, str(ROOT / "tests/e2e/oracle.py"), str(checkpoints), str(SEEDS), json.dumps(PROMPT)]
-    done = subprocess.run(oracle, check=True, stdout=subprocess.PIPE, env=_with_path(shim))
-    return {int(seed): tokens for seed, tokens in json.loads(done.stdout).items()}
+    path = os.pathsep.join([str(shim), os.environ.get("PYTHONPATH", "")])
+    oracle = [sys.executable, str(ROOT / "tests/e2e/oracle.py"), str(checkpoints), str(SEEDS), json.dumps(PROMPTS)]
+    done = subprocess.run(oracle, check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+    answers = {int(seed): tokens for seed, tokens in json.loads(done.stdout).items()}
+    assert all(sum(map(len, tokens)) >= 5 for tokens in answers.values()), answers
+    assert len({json.dumps(tokens) for tokens in answers.values()}) == SEEDS
+    return answers
 
 
 @pytest.fixture(scope="module")
-def fleet(checkpoints: Path) -> Iterator[Fleet]:
+def fleet(checkpoints: Path, expected: dict[int, Answers]) -> Iterator[Fleet]:
     """A coordinator, a TP1 and a TP2 engine, and a trainer."""
+    del expected  # computed first: an oracle that fails should not wait for servers
     with Programs(checkpoints) as programs:
         deployment = Fleet(checkpoints, programs)
         try:
@@ -62,10 +70,11 @@ def fleet(checkpoints: Path) -> Iterator[Fleet]:
             deployment.close()
 
 
-def _with_path(folder: Path) -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+def _serves(fleet: Fleet, name: str, answers: Answers, label: str) -> None:
+    """The server gives these tokens, under this version."""
+    for prompt, tokens in zip(PROMPTS, answers, strict=True):
+        if tokens:
+            assert fleet.generate(name, prompt, len(tokens)) == (tokens, label)
 
 
 def _outcomes(report: dict[str, Any]) -> dict[str, str]:
@@ -74,12 +83,12 @@ def _outcomes(report: dict[str, Any]) -> dict[str, str]:
 
 
 def test_before_the_first_version_engines_serve_what_they_were_started_with(
-    fleet: Fleet, expected: dict[int, list[int]]
+    fleet: Fleet, expected: dict[int, Answers]
 ) -> None:
     """Nothing was committed yet: both engines are ready with the weights of their launch."""
     assert fleet.channel()["committed"] is None
     for name in ("one", "two"):
-        assert fleet.generate(name, PROMPT) == (expected[0], "default")
+        _serves(fleet, name, expected[0], "default")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +96,7 @@ def test_before_the_first_version_engines_serve_what_they_were_started_with(
     [(1, "local", 1 << 20), (2, "local", 20_000), (3, "distributed", 50_000), (4, "disk", 1 << 20)],
 )
 def test_a_published_version_is_served_bit_for_bit(
-    fleet: Fleet, expected: dict[int, list[int]], version: int, transport: str, bucket_bytes: int
+    fleet: Fleet, expected: dict[int, Answers], version: int, transport: str, bucket_bytes: int
 ) -> None:
     """By every transport, both servers give the tokens of the trainer's weights, under the published version."""
     fleet.publish(version, version, transport, bucket_bytes=bucket_bytes)
@@ -96,14 +105,14 @@ def test_a_published_version_is_served_bit_for_bit(
     assert _outcomes(report) == {"one": "committed", "two": "committed"}
     assert {engine["verified_by"] for engine in report["engines"]} == {"live-digest"}
     for name in ("one", "two"):
-        assert fleet.generate(name, PROMPT) == (expected[version], str(version))
+        _serves(fleet, name, expected[version], str(version))
     channel = fleet.channel()
     assert channel["committed"] == version
     assert [engine["lag"] for engine in channel["engines"].values()] == [0, 0]
 
 
 def test_an_engine_killed_mid_round_stops_nobody_and_comes_back_verified(
-    fleet: Fleet, expected: dict[int, list[int]]
+    fleet: Fleet, expected: dict[int, Answers]
 ) -> None:
     """The survivor serves the new version; the victim is not ready until a later round has verified it."""
     fleet.publish(5, 5, "local", bucket_bytes=20_000, hold_at=2)
@@ -115,7 +124,7 @@ def test_an_engine_killed_mid_round_stops_nobody_and_comes_back_verified(
     outcomes = _outcomes(report)
     assert outcomes["one"] == "committed"
     assert outcomes["two"] in {"lost", "quarantined"}
-    assert fleet.generate("one", PROMPT) == (expected[5], "5")
+    _serves(fleet, "one", expected[5], "5")
     fleet.wait_ready("one")
 
     fleet.start_server("two")
@@ -125,7 +134,7 @@ def test_an_engine_killed_mid_round_stops_nobody_and_comes_back_verified(
     assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
     fleet.wait_ready("one", "two")
     for name in ("one", "two"):
-        assert fleet.generate(name, PROMPT) == (expected[6], "6")
+        _serves(fleet, name, expected[6], "6")
 
 
 def test_a_restarted_coordinator_knows_what_was_committed(fleet: Fleet) -> None:

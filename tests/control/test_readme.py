@@ -1,0 +1,15 @@
+"""README says what the code says."""
+
+from pathlib import Path
+
+from weightbus.control.telemetry import markdown_table
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_metrics_table_is_the_declared_one() -> None:
+    """Names, labels and meanings are declared once; README repeats them to the letter."""
+    text = README.read_text()
+    begin, end = "<!-- metrics:begin -->", "<!-- metrics:end -->"
+
+    assert text[text.index(begin) + len(begin) : text.index(end)].strip() == markdown_table().strip()
