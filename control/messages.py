@@ -587,7 +587,7 @@ class Commit(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    """Stop what `epoch` began. A CLEAN engine resumes and says `Serving`; a DIRTY one stays paused and says `Failed`."""
+    """Stop what `epoch` began. A CLEAN engine resumes and says `Serving`; a DIRTY one stays paused, says `Failed`."""
 
     channel: ChannelName
     epoch: EpochNumber

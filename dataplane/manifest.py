@@ -122,16 +122,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ManifestError(
                     f"bucket {index} covers tensors {bucket.first}..{bucket.last}, expected to begin at {at}"
                 )
-            offset = 0
-            for tensor in self.tensors[bucket.first : bucket.last]:
-                if offset % ITEM_BYTES[tensor.dtype]:
-                    raise ManifestError(f"{tensor.name!r} begins at byte {offset}, not on a multiple of its item size")
-                offset += tensor.nbytes
-            if offset != bucket.nbytes:
-                raise ManifestError(f"bucket {index} says {bucket.nbytes} bytes, its tensors take {offset}")
+            self._check_packing(index, bucket)
             at = bucket.last
         if at != len(self.tensors):
             raise ManifestError(f"the buckets cover {at} tensors of {len(self.tensors)}")
+
+    def _check_packing(self, index: int, bucket: BucketSpec) -> None:
+        offset = 0
+        for tensor in self.tensors[bucket.first : bucket.last]:
+            if offset % ITEM_BYTES[tensor.dtype]:
+                raise ManifestError(f"{tensor.name!r} begins at byte {offset}, not on a multiple of its item size")
+            offset += tensor.nbytes
+        if offset != bucket.nbytes:
+            raise ManifestError(f"bucket {index} says {bucket.nbytes} bytes, its tensors take {offset}")
 
     @property
     def nbytes(self) -> int:
@@ -207,7 +210,8 @@ class DigestTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if len(table.tensors) != 16 * len(manifest.tensors):
             raise ManifestError(
-                f"the digest table holds {len(table.tensors)} bytes, expected 16 for each of {len(manifest.tensors)} tensors"
+                f"the digest table holds {len(table.tensors)} bytes,"
+                f" expected 16 for each of {len(manifest.tensors)} tensors"
             )
         return table
 

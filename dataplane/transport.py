@@ -55,7 +55,9 @@ class Slot(Protocol):
     """A staging buffer that outlives rounds. `memory` is a 1-D uint8 tensor of its whole capacity."""
 
     @property
-    def memory(self) -> torch.Tensor: ...
+    def memory(self) -> torch.Tensor:
+        """The whole buffer."""
+        ...
 
     @property
     def exported(self) -> bytes:
@@ -133,7 +135,9 @@ class EngineServer(Protocol):
     """
 
     @property
-    def tp(self) -> int: ...
+    def tp(self) -> int:
+        """Tensor-parallel workers of the server."""
+        ...
 
     def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
         """update_weights_from_tensor, load_format ``flattened_bucket``; every rank maps the same memory."""
@@ -173,7 +177,7 @@ class Receiver(Protocol):
         """The server was asked to change weights at least once: from now on a failure leaves it DIRTY."""
         ...
 
-    def receive(
+    def receive(  # noqa: PLR0917 - the session, where, who, and how long, in the order of the call
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
         """Take every bucket and load it into `server`. Raises `TransferFailed`."""

@@ -123,7 +123,8 @@ def test_the_kernel_adds_what_numpy_adds() -> None:
 import numpy as np, torch
 from weightbus.dataplane import fmix, fmix_triton
 data = np.random.default_rng(1).integers(0, 256, 90_000, dtype=np.uint8)
-table = fmix.join([fmix.segments(4, 40_000, 40_000, 1, word=100, tile=0), fmix.segments(40_004, 400, 800, 60, word=3, tile=2)])
+whole = fmix.segments(4, 40_000, 40_000, 1, word=100, tile=0)
+table = fmix.join([whole, fmix.segments(40_004, 400, 800, 60, word=3, tile=2)])
 lanes = np.zeros((6, 2), dtype=np.uint32)
 fmix.accumulate(data, table, lanes)
 found = torch.zeros((6, 2), dtype=torch.int32)
