@@ -51,9 +51,11 @@ $(INSTALLED): $(PINS)
 	started=$$SECONDS
 	echo "env: installing into $(VENV) with $$($$python --version) (about 600 MB to fetch, 3 GB installed)"
 	[ -x $(BIN)/python ] || $$python -m venv $(VENV)
-	$(BIN)/python -m pip install -qq $(PIP_ARGS) --constraint requirements/constraints.txt \
+	$(BIN)/python -m pip install -qq --no-compile $(PIP_ARGS) --constraint requirements/constraints.txt \
 		$(foreach part,base engine-cpu trainer dev,--requirement requirements/$(part).txt)
-	$(BIN)/python -m pip install -qq $(PIP_ARGS) --no-deps --requirement requirements/engine-cpu-bare.txt
+	$(BIN)/python -m pip install -qq --no-compile $(PIP_ARGS) --no-deps --requirement requirements/engine-cpu-bare.txt
+	@# Compiled on all cores, which pip does on one; a few templates in packages are not Python and stay as they are.
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	touch $(INSTALLED)
 	echo "env: ready after $$((SECONDS - started)) s"
 
