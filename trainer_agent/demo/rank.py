@@ -81,7 +81,9 @@ class Actor:
     def report(self, number: int, seconds: dict[str, float], published: PublishReport | None) -> None:
         """Say what became of round `number`; from now on its version is the expected one."""
         if published:
-            lag = {engine.engine: published.version - (engine.version or 0) for engine in published.engines}
+            lag: dict[str, int] = {
+                str(engine.engine): published.version - (engine.version or 0) for engine in published.engines
+            }
         else:
             lag = {name: engine.lag or 0 for name, engine in self._fleet.state().engines.items()}
         records.append(
