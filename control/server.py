@@ -59,6 +59,8 @@ class Server:
         self._events: deque[AnyEvent] = deque()
         self._stop = threading.Event()
         self._stop_by: float | None = None
+        self._changed = False
+        """Something was announced since the status was written: whoever reads it next should see that."""
         self._status_at = clock()
         self._stale = False
         self._view = self.machine.status(self._status_at)
@@ -124,6 +126,7 @@ class Server:
                 self._send(effect.peer, effect.message, effect.blob)
             case PublishHint():
                 self._bus.hint(effect.hint)
+                self._changed = True
             case Evict():
                 self._bus.forget(effect.peer)
             case Observe():
