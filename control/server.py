@@ -29,6 +29,8 @@ STATUS_EVERY_S: Final = 0.02
 """How old the status document may be after something happened: with thousands of engines it is work to write it."""
 IDLE_S: Final = 1.0
 """The loop looks around at least so often; nothing depends on it but the age of the status document."""
+ENGINE_EVENTS: Final = frozenset({"ready", "not_ready"})
+"""Hints of single engines: thousands may come at once, and the status need not be written for each."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
@@ -123,10 +125,12 @@ class Server:
             case Persist():
                 self._persist(effect)
             case SendTo():
+                if self._changed:  # whoever is told that a round ended may read the status next
+                    self._show(self._clock())
                 self._send(effect.peer, effect.message, effect.blob)
             case PublishHint():
                 self._bus.hint(effect.hint)
-                self._changed = True
+                self._changed = self._changed or effect.hint.event not in ENGINE_EVENTS
             case Evict():
                 self._bus.forget(effect.peer)
             case Observe():
