@@ -18,7 +18,9 @@ _FLAGS = (
     "--attention-backend=torch_native",
     "--cuda-graph-backend-decode=disabled",
     "--cuda-graph-backend-prefill=disabled",
-    "--mem-fraction-static=0.05",
+    # The cache is bounded by the tokens. The fraction must only be generous: what other processes take of the machine's
+    # memory while the server starts counts against it, and a small one ends the start ("no GPU memory left").
+    "--mem-fraction-static=0.5",
     "--max-total-tokens=4096",
     "--sleep-on-idle",  # otherwise an idle server keeps one core busy
 )
