@@ -10,7 +10,6 @@ from rich.console import Console
 from weightbus.control import settings
 from weightbus.control.telemetry import configure_logging
 
-from .runner import EngineAgent
 from .settings import SECTION, EngineAgentSettings
 
 
@@ -29,6 +28,9 @@ class EngineAgentCommand:
         if args.check_config:
             Console(highlight=False).print(resolved.render(), markup=False)
             return 0
+        # Imported here: it brings torch, for which neither the list of commands nor a check of settings should wait.
+        from .runner import EngineAgent  # noqa: PLC0415
+
         configure_logging(resolved.value.log_level.value, resolved.value.log_format.value)
         agent = EngineAgent(resolved.value)
 
