@@ -22,7 +22,72 @@ from typing import Final, assert_never
 import msgspec
 
 from weightbus.control.errors import IllegalMove, InvariantBroken
-from weightbus.control.messages import Code, EngineReport, Held, Outcome, Receiver
+from weightbus.control.messages import Code, Held, Outcome
+
+from .publication_events import (
+    Accepted,
+    Announce,
+    AnyEffect,
+    AnyEvent,
+    AskLease,
+    Assemble,
+    Begin,
+    Broken,
+    Deliver,
+    Delivered,
+    Digested,
+    Effect,
+    Effects,
+    Ended,
+    Ending,
+    Event,
+    GiveBack,
+    GiveUp,
+    LeaseGranted,
+    Noted,
+    Reconnected,
+    Refusal,
+    ReportSent,
+    SendAsked,
+    StopDelivery,
+    Tick,
+    Unreachable,
+)
+
+__all__ = [
+    "Accepted",
+    "Announce",
+    "AnyEffect",
+    "AnyEvent",
+    "AskLease",
+    "Assemble",
+    "Begin",
+    "Broken",
+    "Deliver",
+    "Delivered",
+    "Digested",
+    "Effect",
+    "Effects",
+    "Ended",
+    "Ending",
+    "Event",
+    "GiveBack",
+    "GiveUp",
+    "LeaseGranted",
+    "Limits",
+    "Noted",
+    "Publication",
+    "Reconnected",
+    "Refusal",
+    "ReportSent",
+    "SendAsked",
+    "State",
+    "StopDelivery",
+    "Tick",
+    "Unreachable",
+    "Verdict",
+]
+"""With the events and effects: who has the machine has its vocabulary."""
 
 
 class State(enum.Enum):
@@ -44,27 +109,6 @@ class State(enum.Enum):
     """`verdict` says how it ended. Nothing more happens."""
 
 
-class Ending(enum.StrEnum):
-    """How a publication ended, by what the caller can do about it."""
-
-    COMMITTED = "committed"
-    """The version is durable and at least the required engines serve it."""
-    ABORTED = "aborted"
-    """The round was called off; engines serve what they served. The version may be published again."""
-    REFUSED = "refused"
-    """The coordinator does not allow it; asking again does not help."""
-    LEASE_BUSY = "lease_busy"
-    """Another trainer held the channel until the deadline."""
-    COORDINATOR_LOST = "coordinator_lost"
-    """No answer. Whether the version was committed is not known here."""
-    SOURCE_FAILED = "source_failed"
-    """The weights could not be read; the round was given up."""
-    WEIGHTS_CHANGED = "weights_changed"
-    """They were stepped while they were read; the round was given up. The source is well."""
-    INTERNAL = "internal"
-    """A step failed in a way that nobody foresaw; the round was given up."""
-
-
 class Verdict(msgspec.Struct, frozen=True):
     """The end of a publication: what every rank of the trainer learns."""
 
@@ -84,182 +128,6 @@ class Limits(msgspec.Struct, frozen=True):
     retry_s: float = 0.5
     """Pause before a question is asked again, unless the coordinator named one."""
 
-
-# -- events ------------------------------------------------------------------------------------------------------------
-
-
-class Event(msgspec.Struct, frozen=True):
-    """Root of what can happen."""
-
-
-class Begin(Event, frozen=True):
-    """A caller wants the version published."""
-
-
-class LeaseGranted(Event, frozen=True):
-    """The lease is ours under `epoch`."""
-
-    epoch: int
-    committed: Held | None = None
-
-
-class Refusal(Event, frozen=True):
-    """The last question was answered with no."""
-
-    code: Code
-    reason: str
-    retry_after_s: float = 0.0
-
-
-class Unreachable(Event, frozen=True):
-    """The last question was not answered in time."""
-
-    reason: str
-
-
-class Digested(Event, frozen=True):
-    """Every bucket was assembled and digested; `table` names the digest table."""
-
-    table: str
-
-
-class Broken(Event, frozen=True):
-    """A step on this side failed for good."""
-
-    ending: Ending
-    reason: str
-
-
-class Accepted(Event, frozen=True):
-    """The coordinator runs the round, or repeats that it does."""
-
-
-class SendAsked(Event, frozen=True):
-    """The coordinator wants `receivers` served under `epoch`."""
-
-    epoch: int
-    version: int
-    receivers: tuple[Receiver, ...]
-    deadline_s: float
-
-
-class Delivered(Event, frozen=True):
-    """Every sender of `epoch` is through; `failed` names the engines that did not get everything."""
-
-    epoch: int
-    failed: dict[str, str]
-
-
-class Noted(Event, frozen=True):
-    """The coordinator has taken the report of `epoch`."""
-
-    epoch: int
-
-
-class Ended(Event, frozen=True):
-    """The coordinator says that a round is over."""
-
-    epoch: int
-    version: int
-    outcome: Outcome
-    reason: str
-    engines: tuple[EngineReport, ...]
-    seconds: dict[str, float]
-
-
-class Reconnected(Event, frozen=True):
-    """The coordinator was greeted anew: it, or the connection, was gone for a while."""
-
-    committed: Held | None
-    restarted: bool
-    """It is another life of the coordinator: it may have forgotten the round."""
-
-
-class Tick(Event, frozen=True):
-    """Time passed."""
-
-
-AnyEvent = (
-    Begin
-    | LeaseGranted
-    | Refusal
-    | Unreachable
-    | Digested
-    | Broken
-    | Accepted
-    | SendAsked
-    | Delivered
-    | Noted
-    | Ended
-    | Reconnected
-    | Tick
-)
-
-
-# -- effects -----------------------------------------------------------------------------------------------------------
-
-
-class Effect(msgspec.Struct, frozen=True):
-    """Root of what the driver is asked to do."""
-
-
-class AskLease(Effect, frozen=True):
-    """Ask for the lease. Answered by LeaseGranted, Refusal or Unreachable."""
-
-
-class Assemble(Effect, frozen=True):
-    """Assemble and digest on all ranks. Answered by Digested or Broken."""
-
-
-class Announce(Effect, frozen=True):
-    """Put what the coordinator lacks and ask for the round of `epoch`; asked again, it is the same request.
-
-    Answered by Accepted, Refusal or Unreachable.
-    """
-
-    epoch: int
-
-
-class Deliver(Effect, frozen=True):
-    """Open the senders, offer them and send everything.
-
-    Answered by Refusal or Unreachable when the offer is not taken, else at last by Delivered or Broken.
-    """
-
-    epoch: int
-    receivers: tuple[Receiver, ...]
-    deadline_s: float
-
-
-class StopDelivery(Effect, frozen=True):
-    """Close the senders, whatever they are doing."""
-
-
-class ReportSent(Effect, frozen=True):
-    """Tell the coordinator that the transfer of `epoch` is over on this side.
-
-    Answered by Noted, Refusal or Unreachable.
-    """
-
-    epoch: int
-    failed: dict[str, str]
-
-
-class GiveUp(Effect, frozen=True):
-    """Tell the coordinator that the round of `epoch` cannot go on. Not answered."""
-
-    epoch: int
-    reason: str
-
-
-class GiveBack(Effect, frozen=True):
-    """Release the lease of `epoch` unused. Not answered."""
-
-    epoch: int
-
-
-AnyEffect = AskLease | Assemble | Announce | Deliver | StopDelivery | ReportSent | GiveUp | GiveBack
-Effects = tuple[AnyEffect, ...]
 
 _HIDDEN_COMMIT: Final = Verdict(Ending.COMMITTED, "committed before the coordinator was heard of again")
 

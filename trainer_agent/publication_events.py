@@ -1,0 +1,210 @@
+"""What can happen to a publication (events), how it can end, and what its driver is asked to do (effects).
+
+Plain values. publication.py decides which effects follow which event; drive.py carries them out.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from weightbus.control.messages import Code, EngineReport, Held, Outcome, Receiver
+
+
+class Ending(enum.StrEnum):
+    """How a publication ended, by what the caller can do about it."""
+
+    COMMITTED = "committed"
+    """The version is durable and at least the required engines serve it."""
+    ABORTED = "aborted"
+    """The round was called off; engines serve what they served. The version may be published again."""
+    REFUSED = "refused"
+    """The coordinator does not allow it; asking again does not help."""
+    LEASE_BUSY = "lease_busy"
+    """Another trainer held the channel until the deadline."""
+    COORDINATOR_LOST = "coordinator_lost"
+    """No answer. Whether the version was committed is not known here."""
+    SOURCE_FAILED = "source_failed"
+    """The weights could not be read; the round was given up."""
+    WEIGHTS_CHANGED = "weights_changed"
+    """They were stepped while they were read; the round was given up. The source is well."""
+    INTERNAL = "internal"
+    """A step failed in a way that nobody foresaw; the round was given up."""
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Root of what can happen."""
+
+
+class Begin(Event, frozen=True):
+    """A caller wants the version published."""
+
+
+class LeaseGranted(Event, frozen=True):
+    """The lease is ours under `epoch`."""
+
+    epoch: int
+    committed: Held | None = None
+
+
+class Refusal(Event, frozen=True):
+    """The last question was answered with no."""
+
+    code: Code
+    reason: str
+    retry_after_s: float = 0.0
+
+
+class Unreachable(Event, frozen=True):
+    """The last question was not answered in time."""
+
+    reason: str
+
+
+class Digested(Event, frozen=True):
+    """Every bucket was assembled and digested; `table` names the digest table."""
+
+    table: str
+
+
+class Broken(Event, frozen=True):
+    """A step on this side failed for good."""
+
+    ending: Ending
+    reason: str
+
+
+class Accepted(Event, frozen=True):
+    """The coordinator runs the round, or repeats that it does."""
+
+
+class SendAsked(Event, frozen=True):
+    """The coordinator wants `receivers` served under `epoch`."""
+
+    epoch: int
+    version: int
+    receivers: tuple[Receiver, ...]
+    deadline_s: float
+
+
+class Delivered(Event, frozen=True):
+    """Every sender of `epoch` is through; `failed` names the engines that did not get everything."""
+
+    epoch: int
+    failed: dict[str, str]
+
+
+class Noted(Event, frozen=True):
+    """The coordinator has taken the report of `epoch`."""
+
+    epoch: int
+
+
+class Ended(Event, frozen=True):
+    """The coordinator says that a round is over."""
+
+    epoch: int
+    version: int
+    outcome: Outcome
+    reason: str
+    engines: tuple[EngineReport, ...]
+    seconds: dict[str, float]
+
+
+class Reconnected(Event, frozen=True):
+    """The coordinator was greeted anew: it, or the connection, was gone for a while."""
+
+    committed: Held | None
+    restarted: bool
+    """It is another life of the coordinator: it may have forgotten the round."""
+
+
+class Tick(Event, frozen=True):
+    """Time passed."""
+
+
+AnyEvent = (
+    Begin
+    | LeaseGranted
+    | Refusal
+    | Unreachable
+    | Digested
+    | Broken
+    | Accepted
+    | SendAsked
+    | Delivered
+    | Noted
+    | Ended
+    | Reconnected
+    | Tick
+)
+
+
+# -- effects -----------------------------------------------------------------------------------------------------------
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Root of what the driver is asked to do."""
+
+
+class AskLease(Effect, frozen=True):
+    """Ask for the lease. Answered by LeaseGranted, Refusal or Unreachable."""
+
+
+class Assemble(Effect, frozen=True):
+    """Assemble and digest on all ranks. Answered by Digested or Broken."""
+
+
+class Announce(Effect, frozen=True):
+    """Put what the coordinator lacks and ask for the round of `epoch`; asked again, it is the same request.
+
+    Answered by Accepted, Refusal or Unreachable.
+    """
+
+    epoch: int
+
+
+class Deliver(Effect, frozen=True):
+    """Open the senders, offer them and send everything.
+
+    Answered by Refusal or Unreachable when the offer is not taken, else at last by Delivered or Broken.
+    """
+
+    epoch: int
+    receivers: tuple[Receiver, ...]
+    deadline_s: float
+
+
+class StopDelivery(Effect, frozen=True):
+    """Close the senders, whatever they are doing."""
+
+
+class ReportSent(Effect, frozen=True):
+    """Tell the coordinator that the transfer of `epoch` is over on this side.
+
+    Answered by Noted, Refusal or Unreachable.
+    """
+
+    epoch: int
+    failed: dict[str, str]
+
+
+class GiveUp(Effect, frozen=True):
+    """Tell the coordinator that the round of `epoch` cannot go on. Not answered."""
+
+    epoch: int
+    reason: str
+
+
+class GiveBack(Effect, frozen=True):
+    """Release the lease of `epoch` unused. Not answered."""
+
+    epoch: int
+
+
+AnyEffect = AskLease | Assemble | Announce | Deliver | StopDelivery | ReportSent | GiveUp | GiveBack
+Effects = tuple[AnyEffect, ...]
