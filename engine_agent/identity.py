@@ -28,6 +28,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     tp: int
     pp: int
     dp: int
+    dp_attention: bool
+    """Attention is cut for fewer ranks than `tp`: what a rank holds does not follow from `tp` alone."""
     device: str
     dtype: str
     """As asked for at launch: ``auto`` means the checkpoint's."""
@@ -40,14 +42,15 @@ class ServerFacts(msgspec.Struct, frozen=True):
 
 def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object], url: str) -> ServerFacts:
     """Read the answers of /server_info and /model_info. Replicas under attention data parallelism count as one."""
-    dp = 1 if server_info.get("enable_dp_attention") else _integer(server_info, "dp_size")
+    dp_attention = bool(server_info.get("enable_dp_attention")) or _integer(server_info, "attn_dp_size") > 1
     architectures = model_info.get("architectures")
     return ServerFacts(
         identity=_identity(server_info, url),
         version=str(server_info.get("version", "")),
         tp=_integer(server_info, "tp_size"),
         pp=_integer(server_info, "pp_size"),
-        dp=dp,
+        dp=1 if dp_attention else _integer(server_info, "dp_size"),
+        dp_attention=dp_attention,
         device=str(server_info.get("device") or "cuda"),
         dtype=str(server_info.get("dtype") or "auto"),
         model_path=str(model_info.get("model_path") or server_info.get("model_path") or ""),

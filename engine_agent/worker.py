@@ -201,8 +201,14 @@ class Worker:
         )
 
     def live_digest(self) -> str:
-        """The algorithm by which the server reports its live parameters; empty when it cannot."""
-        dialect, device = self._server.dialect, self._server.facts.device
+        """The algorithm by which the server reports its live parameters; empty when it cannot, or nobody predicts it.
+
+        Predictions follow the tensor-parallel size, which does not say how attention data parallelism cuts weights.
+        """
+        dialect, facts = self._server.dialect, self._server.facts
+        if facts.dp_attention:
+            return ""
+        device = facts.device
         if device == "cuda" and dialect.checksums:
             return LIVE_ON_GPU
         return LIVE_ON_CPU if device == "cpu" and dialect.cpu_checksums else ""

@@ -25,6 +25,7 @@ def facts(**changes: Any) -> ServerFacts:
         tp=1,
         pp=1,
         dp=1,
+        dp_attention=False,
         device="cpu",
         dtype="auto",
         model_path="/m",
