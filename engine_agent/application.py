@@ -11,33 +11,24 @@ One operation runs at a time. A command that comes meanwhile waits for its end; 
 epoch, also asks it to end soon. control/PROTOCOL.md says what the coordinator expects.
 """
 
-import enum
 from typing import Final, assert_never
 
-import msgspec
-
-from weightbus.control.ids import Channel, Epoch, RequestId, Version
+from weightbus.control.ids import Channel, Epoch
 from weightbus.control.messages import (
     Abort,
     Commit,
     EngineHealth,
-    EngineMessage,
-    Failed,
     Held,
     Pause,
-    Paused,
     PauseMode,
     Prepare,
-    Prepared,
-    Serving,
     Step,
     ToEngine,
     Transfer,
-    Transferred,
-    Verified,
     Welcome,
 )
 
+from .answers import Answers
 from .events import (
     Answer,
     Broken,
@@ -65,66 +56,12 @@ from .events import (
     Verify,
     Welcomed,
 )
+from .stages import STEP_OF, STEPS, Running, Stage, View
 
 HOLD_S: Final = 30.0
 """Deadline for pausing or resuming a server outside of a round, and pause between two tries."""
 UNSETTLED_S: Final = 10.0
 """A clean server found in an unknown state resumes after so long, unless the coordinator is heard of and settles it."""
-_REASON: Final = 2000
-
-
-class Stage(enum.Enum):
-    """How far the engine is in the round of `epoch`. What runs just now is the operation's affair."""
-
-    IDLE = "idle"
-    """No round, or it is over."""
-    PREPARED = "prepared"
-    """The manifest fits. The server generates as before."""
-    PAUSED = "paused"
-    """Paused for the round, weights untouched or, after a failure, dirty."""
-    LOADED = "loaded"
-    """Holds the new version, proven; waits for the commit."""
-
-
-STEPS: Final[dict[Stage, Step]] = {
-    Stage.IDLE: Step.RESUME,
-    Stage.PREPARED: Step.PREPARE,
-    Stage.PAUSED: Step.PAUSE,
-    Stage.LOADED: Step.VERIFY,
-}
-"""The step that has failed when the server is lost while waiting at a stage."""
-
-
-_STEP_OF: Final[dict[type[Operation], Step]] = {
-    Validate: Step.PREPARE,
-    PauseServer: Step.PAUSE,
-    Receive: Step.TRANSFER,
-    Verify: Step.VERIFY,
-    Release: Step.RESUME,
-}
-
-
-class _Running(msgspec.Struct):
-    number: int
-    operation: Operation
-    command: ToEngine | None
-    """The command it serves; null for what the agent does by itself."""
-    started: float
-    identity: str
-    """The launch it was started on. Its end says little about any other."""
-
-
-class View(msgspec.Struct, frozen=True):
-    """What others may know: heartbeats, the HTTP port, the log."""
-
-    up: bool
-    health: EngineHealth
-    held: Held | None
-    paused: bool
-    stage: Stage
-    epoch: Epoch
-    doing: str
-    reason: str
 
 
 class Application:
@@ -140,13 +77,11 @@ class Application:
         self.epoch = Epoch(record.epoch if record else 0)
         self.identity = ""
         self.reason = "the server has not answered yet"
-        self._channel = channel
-        self._incarnation = incarnation
         self._record = record
         self._checkpoint = ""
-        self._running: _Running | None = None
+        self._running: Running | None = None
         self._waiting: ToEngine | None = None
-        self._answers: dict[type[ToEngine], tuple[EngineMessage, ...]] = {}
+        self._answers = Answers(channel, incarnation)
         self._before: tuple[EngineHealth, Held | None] = (self.health, None)
         self._numbers = 0
         self._boot = 0
@@ -204,12 +139,10 @@ class Application:
             return (Note("stale_command", f"{type(message).__name__} of epoch {message.epoch}, now {self.epoch}"),)
         if message.epoch > self.epoch:
             self.epoch = Epoch(message.epoch)
-            self._answers.clear()
+            self._answers.forget()
         if self._running is not None:
             return self._wait(message, self._running)
-        if answered := self._answers.get(type(message)):
-            return tuple(Answer(answer) for answer in answered)
-        return self._carry_out(message, now)
+        return self._answers.again(message) or self._carry_out(message, now)
 
     def _carry_out(self, message: ToEngine, now: float) -> tuple[Effect, ...]:
         match message:
@@ -226,7 +159,7 @@ class Application:
             case _:
                 assert_never(message)
 
-    def _wait(self, message: ToEngine, running: _Running) -> tuple[Effect, ...]:
+    def _wait(self, message: ToEngine, running: Running) -> tuple[Effect, ...]:
         """Something runs. The same command again needs nothing; another one is next, and may shorten what runs."""
         served = running.command
         if served is not None and type(served) is type(message) and served.epoch == message.epoch:
@@ -268,7 +201,7 @@ class Application:
         return self._run(Release(command.version, command.flush, command.deadline_s), command, now)
 
     def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
-        self._answers.clear()
+        self._answers.forget()
         if not self.up or self.health is not EngineHealth.CLEAN:
             self.stage = Stage.IDLE
             return self._fail(command, Step.RESUME, self.reason)
@@ -281,7 +214,7 @@ class Application:
 
     def _run(self, operation: Operation, command: ToEngine | None, now: float) -> tuple[Effect, ...]:
         self._numbers += 1
-        self._running = _Running(self._numbers, operation, command, now, self.identity)
+        self._running = Running(self._numbers, operation, command, now, self.identity)
         return (Run(self._numbers, operation),)
 
     def _operated(self, event: Operated, now: float) -> tuple[Effect, ...]:
@@ -298,7 +231,7 @@ class Application:
             effects = (*effects, *self._command(waiting, now))
         return effects
 
-    def _outlived(self, running: _Running, result: Result) -> tuple[Effect, ...]:
+    def _outlived(self, running: Running, result: Result) -> tuple[Effect, ...]:
         """The server was launched again meanwhile, on the same address: the calls may have met either of the two."""
         self.paused = None
         untouched = isinstance(result, Broken) and not result.touched
@@ -308,9 +241,9 @@ class Application:
             effects = (self._remember(),)
         if running.command is None:
             return effects
-        return (*effects, *self._fail(running.command, _STEP_OF[type(running.operation)], self.reason))
+        return (*effects, *self._fail(running.command, STEP_OF[type(running.operation)], self.reason))
 
-    def _settle(self, running: _Running, result: Result, now: float) -> tuple[Effect, ...]:
+    def _settle(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
         command, seconds = running.command, now - running.started
         match running.operation:
             case Validate():
@@ -330,8 +263,7 @@ class Application:
             return self._fail(command, Step.PREPARE, result.reason)
         if self.stage is not Stage.LOADED:
             self.stage = Stage.PREPARED
-        answer = Prepared(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
-        return self._answer(command, answer)
+        return (self._answers.prepared(command, seconds),)
 
     def _pausing_ended(
         self, command: ToEngine | None, result: Result, seconds: float, now: float
@@ -348,8 +280,7 @@ class Application:
             return (Note("server_held_back", self.reason),)
         self._quiet_since = now
         self.stage = Stage.PAUSED
-        answer = Paused(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
-        return self._answer(command, answer)
+        return (self._answers.paused(command, seconds),)
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):
@@ -360,16 +291,8 @@ class Application:
                 return (self._remember(), *self._fail(command, Step.TRANSFER, reason))
             self.reason = f"version {command.version} was not taken completely: {reason}"
             return self._fail(command, Step.TRANSFER, reason)
-        transferred = Transferred(
-            request=self._key(),
-            channel=self._channel,
-            epoch=command.epoch,
-            bytes=result.bytes,
-            buckets=result.buckets,
-            seconds=seconds,
-        )
-        self._answers[Transfer] = (transferred,)
-        return (Answer(transferred), *self._run(Verify(command, result.checked), command, now))
+        transferred = self._answers.transferred(command, result, seconds)
+        return (transferred, *self._run(Verify(command, result.checked), command, now))
 
     def _verifying_ended(self, command: Transfer, result: Result, seconds: float) -> tuple[Effect, ...]:
         if not isinstance(result, Proven):
@@ -379,17 +302,7 @@ class Application:
         self.health, self.stage = EngineHealth.PENDING, Stage.LOADED
         self.held = Held(version=command.version, manifest=command.manifest, table=command.table)
         self.reason = f"holds version {command.version}, which is not committed yet"
-        verified = Verified(
-            request=self._key(),
-            channel=self._channel,
-            epoch=command.epoch,
-            version=command.version,
-            table=command.table,
-            verified_by=result.verified_by,
-            seconds=seconds,
-        )
-        self._answers[Transfer] = (*self._answers.get(Transfer, ()), verified)
-        return (self._remember(), Answer(verified))
+        return (self._remember(), self._answers.verified(command, result, seconds))
 
     def _releasing_ended(
         self, release: Release, command: ToEngine | None, result: Result, seconds: float, now: float
@@ -407,45 +320,14 @@ class Application:
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def _key(self) -> RequestId:
-        self._numbers += 1
-        return RequestId(f"{self._incarnation}-{self._numbers}")
-
-    def _answer(self, command: ToEngine, message: EngineMessage) -> tuple[Effect, ...]:
-        self._answers[type(command)] = (message,)
-        return (Answer(message),)
-
     def _serving(self, command: ToEngine, seconds: float, now: float) -> Answer:
-        """Said afresh each time: what is served is a fact of now, not of when the command first came."""
         paused_s = now - self._paused_at if self._paused_at is not None else 0.0
         self._paused_at = None
-        version: Version | None = self.held.version if self.held else None
-        return Answer(
-            Serving(
-                request=self._key(),
-                channel=self._channel,
-                epoch=command.epoch,
-                version=version,
-                seconds=seconds,
-                paused_s=paused_s,
-            )
-        )
+        return self._answers.serving(command, self.held.version if self.held else None, seconds, paused_s)
 
     def _fail(self, command: ToEngine, step: Step, reason: str) -> tuple[Effect, ...]:
-        failed = Failed(
-            request=self._key(),
-            channel=self._channel,
-            epoch=command.epoch,
-            step=step,
-            health=self.view().health,
-            reason=reason[:_REASON],
-        )
-        if isinstance(command, Prepare | Pause | Transfer):
-            self._answers[type(command)] = (*self._earlier(command, step), failed)
-        return (Answer(failed), Note("step_failed", f"{step.value}: {reason}"))
-
-    def _earlier(self, command: ToEngine, step: Step) -> tuple[EngineMessage, ...]:
-        return self._answers.get(type(command), ()) if step is Step.VERIFY else ()
+        failed = self._answers.failed(command, step, self.view().health, reason)
+        return (failed, Note("step_failed", f"{step.value}: {reason}"))
 
     def _remember(self) -> Remember:
         self._record = Record(
@@ -475,7 +357,7 @@ class Application:
             return () if was_up else (Note("server_answers_again"),)
         self.identity, self.paused, self.stage = event.identity, None, Stage.IDLE
         self._paused_at, self._quiet_since, self._lease_s = None, now, UNSETTLED_S
-        self._answers.clear()
+        self._answers.forget()
         return (*self._shorten(), *self._recognise(event, known))
 
     def _shorten(self) -> tuple[Effect, ...]:
@@ -505,19 +387,12 @@ class Application:
         if not self.up:
             return ()
         self.up, self.reason = False, f"the server does not answer: {reason}"
-        self._answers.clear()
+        self._answers.forget()
         stage, self.stage = self.stage, Stage.IDLE if self.stage is not Stage.LOADED else Stage.LOADED
         if stage is Stage.IDLE or self._running is not None:  # what runs will break by itself, and say so
             return (*self._shorten(), Note("server_lost", reason))
-        failed = Failed(
-            request=self._key(),
-            channel=self._channel,
-            epoch=self.epoch,
-            step=STEPS[stage],
-            health=self.view().health,
-            reason=self.reason[:_REASON],
-        )
-        return (Answer(failed), Note("server_lost", reason))
+        failed = self._answers.lost(self.epoch, STEPS[stage], self.view().health, self.reason)
+        return (failed, Note("server_lost", reason))
 
     # -- what the agent does by itself --------------------------------------------------------------------------------
 

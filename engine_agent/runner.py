@@ -7,6 +7,7 @@ speaker      answers, in order, each until it is acknowledged
 main         the machine; whatever dies, dies here, loudly
 """
 
+import logging
 import os
 import queue
 import threading
@@ -48,7 +49,7 @@ from weightbus.dataplane import transports
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.transport import Receiver
 
-from .application import Application, View
+from .application import Application
 from .errors import EngineAgentError
 from .events import (
     Answer,
@@ -68,6 +69,7 @@ from .identity import ServerFacts
 from .record_file import RecordFile
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
+from .stages import View
 from .validate import transports_of
 from .watch import Watch
 from .wire import Keys
@@ -80,7 +82,14 @@ _CLOSE_S: Final = 5.0
 
 def layout_of(facts: ServerFacts) -> tuple[str, ...]:
     """What of a server a `Hello` describes once and for all."""
-    return (facts.version, facts.device, str(facts.tp), str(facts.pp), str(facts.dp))
+    return (facts.version, facts.device, str(facts.tp), str(facts.pp), str(facts.dp), str(facts.dp_attention))
+
+
+def _level(view: View) -> int:
+    """Of a change of health: every round makes a server dirty and clean again, which is worth one line."""
+    if view.health is EngineHealth.CLEAN:
+        return logging.INFO
+    return logging.DEBUG if view.on_its_way else logging.WARNING
 
 
 class _Stop(msgspec.Struct, frozen=True):
@@ -250,8 +259,9 @@ class EngineAgent:
         self.meters.set(SIDECAR_VERSION, view.held.version if view.held else -1)
         for health in EngineHealth:
             self.meters.set(SIDECAR_HEALTH, view.health is health, health=health.value)
-        if view.health is not before.health:
-            self._log.info("health", health=view.health.value, held=view.held and view.held.version, reason=view.reason)
+        if (view.health, view.on_its_way) != (before.health, before.on_its_way):
+            held = view.held and view.held.version
+            self._log.log(_level(view), "health", health=view.health.value, held=held, reason=view.reason)
 
     def _close(self, http: HttpPort, threads: list[threading.Thread]) -> None:
         self._stopping.set()

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from weightbus.engine_agent.record_file import RecordFile
 from weightbus.engine_agent.runner import EngineAgent
@@ -154,6 +155,24 @@ def test_a_round_in_the_right_order(deployment: Deployment) -> None:
     order = "".join(known.get(call, "") for call in fake.calls)
     assert order.lstrip("C") == "PbtttteLfC"
     assert deployment.view.held.version == 7
+
+
+def test_the_log_tells_a_round_shortly_and_a_failure_loudly(deployment: Deployment) -> None:
+    """Dirty is every server on the way to a new version, which is no news; a server that stays dirty is."""
+    with capture_logs() as good:
+        deployment.publish(7)
+        until("the end", lambda: deployment.view.health.value == "clean" and not deployment.view.doing)
+    told = [line for line in good if line["log_level"] != "debug"]
+    assert len(told) < 10, told
+    assert [line["held"] for line in told if line["event"] == "health"] == [7]
+    deployment.fake.inject("/update_weights_from_tensor", "refuse", after=2)
+    with capture_logs() as bad:
+        with contextlib.suppress(Exception):
+            deployment.publish(8)
+        until("the failure", lambda: deployment.view.health.value == "dirty" and not deployment.view.doing)
+    loud = [line for line in bad if line["event"] == "health" and line["log_level"] == "warning"]
+    assert [line["health"] for line in loud] == ["dirty"]
+    assert "version 8 was not taken completely" in loud[0]["reason"]
 
 
 @pytest.mark.parametrize("fault", ["swallow", "corrupt", "refuse"])
