@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, TypeVar, cast, get_args
 import msgspec
 
 from .errors import Malformed, Oversize, ProtocolError, UnknownMessage, WrongProtocol
-from .messages import PROTOCOL, BlobPage, Hint, Message, PutBlob, Sent, Status, ToAgent, ToCoordinator
+from .messages import PROTOCOL, BlobPage, Hint, Message, Offered, PutBlob, Sent, Status, ToAgent, ToCoordinator
 
 MAGIC: Final = b"WB"
 MAX_FRAME_BYTES: Final = 1 << 20
@@ -119,7 +119,7 @@ def _cut_prose(message: M) -> M:
     changes: dict[str, Any] = {}
     if isinstance(reason, str) and len(reason) > MAX_PROSE:
         changes["reason"] = clip(reason)
-    if isinstance(message, Sent) and any(len(why) > MAX_PROSE for why in message.failed.values()):
+    if isinstance(message, Offered | Sent) and any(len(why) > MAX_PROSE for why in message.failed.values()):
         changes["failed"] = {engine: clip(why) for engine, why in message.failed.items()}
     return msgspec.structs.replace(message, **changes) if changes else message
 

@@ -353,6 +353,8 @@ class Offered(Message, frozen=True):
     channel: ChannelName
     epoch: EpochNumber
     offers: tuple[Offer, ...]
+    failed: dict[str, Text] = {}
+    """Engines whose transport could not be opened, with the reason: nothing is offered to them."""
 
 
 class Sent(Message, frozen=True):

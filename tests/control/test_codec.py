@@ -93,7 +93,7 @@ TO_COORDINATOR: tuple[tuple[m.ToCoordinator, bytes | None], ...] = (
     (m.Release(**_ROUND), None),
     (m.PutBlob(request=KEY, digest=MANIFEST, page=1, pages=2), b"page"),
     (m.Publish(**_ROUND, version=VERSION, manifest=MANIFEST, table=TABLE, bytes=2048, buckets=3, policy=POLICY), None),
-    (m.Offered(**_ROUND, offers=(OFFER,)), None),
+    (m.Offered(**_ROUND, offers=(OFFER,), failed={"e0": "no space left"}), None),
     (m.Sent(**_ROUND, failed={"e0": "gone"}), None),
     (m.Abandon(**_ROUND, reason="out of memory"), None),
     (m.Prepared(**_ROUND, seconds=0.25), None),
@@ -226,9 +226,10 @@ def test_long_reasons_are_cut_not_lost() -> None:
     assert len(got.reason) <= codec.MAX_PROSE
     assert got.reason.startswith("begin")
     assert got.reason.endswith("end")
-    sent, _ = codec.TO_COORDINATOR.decode(codec.TO_COORDINATOR.encode(m.Sent(**_ROUND, failed={"e0": long})))
-    assert isinstance(sent, m.Sent)
-    assert len(sent.failed["e0"]) <= codec.MAX_PROSE
+    for message in (m.Sent(**_ROUND, failed={"e0": long}), m.Offered(**_ROUND, offers=(), failed={"e0": long})):
+        came, _ = codec.TO_COORDINATOR.decode(codec.TO_COORDINATOR.encode(message))
+        assert isinstance(came, m.Sent | m.Offered)
+        assert len(came.failed["e0"]) <= codec.MAX_PROSE
 
 
 @FUZZ
