@@ -4,10 +4,17 @@ messages  ids  codec  errors        the protocol, and what can be wrong with it 
 states                              legal moves, as tables
 events  effects                     what may happen to the coordinator, what it asks of the world
 coordinator                         the machine: handle(event, now) -> effects, made of
-    membership  lease  channel          who is there, who may, one channel
-    round  member  orders  routing  duties   one round, its engines, their transports, unanswered commands
-    engines  blobs  status              engines between rounds, manifests, what may be known
-journal  server                     SQLite and the loop: the machine's hands
-bus  links  memory_bus  client      sockets, their seam, their stand-in, an agent's end
-settings  cli  commands  http  telemetry
+    membership  admission               who is there, who may say what
+    channel  lease  tenure  fleet       one channel: who may publish, who does, its engines outside a round
+    round  cohort  member               one round, its engines, one of them
+    orders  routing  duties             what a round tells them, by which transport, unanswered commands
+    engines  blobs  answers  status     one engine, manifests, how rounds ended, what may be known
+    limits                              every wait and bound
+journal  server  service            SQLite and the loop: the machine's hands; the process around them
+reporter  telemetry  http           what becomes of its observations: log, metrics, status
+bus  links  memory_bus  keys        sockets, their seam, their stand-in, CURVE key files
+client  session                     an agent's end, and the machine in it
+settings  settings_fields           where a process's settings come from, and one of them
+coordinator_settings                those of the coordinator
+cli  commands  status_view          the command `weightbus`, and the status for people
 """

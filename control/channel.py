@@ -1,7 +1,8 @@
 """One channel: its committed version, its lease, its round and its engines. Pure.
 
-Decides who may publish, what an engine that comes (back) is told, and who is ready to serve. What it wants sent,
-written down or noted it leaves in `out`, in order; after a record nothing follows until the record is durable.
+Takes what agents say, the journal's answers and the time to whom they concern: its `Tenure`, its `Round` or its
+`Fleet`. What it wants sent, written down or noted it leaves in `out`, in order; after a record nothing follows until
+the record is durable.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ from .effects import (
     AnyObservation,
     Committed,
     EpochTaken,
-    LeaseEnded,
-    LeaseGranted,
-    ReadinessChanged,
     RoundClosed,
     RoundEnded,
 )
 from .engines import Engine, readiness
 from .errors import InvariantBroken
+from .fleet import Fleet
 from .ids import AgentId, Epoch, Incarnation, RequestId, Version
 from .ids import Channel as ChannelId
 from .lease import YES, Lease, Verdict, may_acquire, may_use
@@ -33,30 +32,24 @@ from .limits import Limits
 from .membership import Agent
 from .messages import (
     Abandon,
-    Abort,
     Acquire,
     Code,
-    Commit,
     EngineHealth,
     EngineMessage,
-    Failed,
-    Granted,
     Heartbeat,
     Held,
     Offered,
     PauseMode,
     Publish,
-    Refused,
     Release,
     RoundDone,
     Sent,
-    Serving,
-    Step,
     ToAgent,
     TrainerInfo,
 )
-from .round import Round, Want
+from .round import Round
 from .states import SETTLED, EnginePhase, RoundState
+from .tenure import Answer, Tenure
 
 STORY: Final = 64
 """Recent events that an error carries."""
@@ -67,13 +60,6 @@ class Tell(msgspec.Struct, frozen=True):
 
     agent: AgentId
     message: ToAgent
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """The late answer to a request that had to wait for the journal."""
-
-    agent: AgentId
-    message: Granted | Refused
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,17 +83,21 @@ class Channel:
         self.epoch: Epoch = restored.epoch
         self.committed: Held | None = restored.committed
         self.committed_epoch: Epoch = restored.committed_epoch
-        self.lease: Lease | None = None
         self.round: Round | None = None
-        self.engines: dict[AgentId, Engine] = {}
         self.out: list[Out] = []
         self.story: deque[str] = deque(maxlen=STORY)
         self._limits = limits
         self._duties = Duties(limits.retry_s, limits.retry_max_s)
         self._answers = Answers(restored.answers)
-        self._asked: tuple[Agent, Acquire] | None = None
+        self._tenure = Tenure(name, limits, self.story)
+        self._fleet = Fleet(name, limits, self._duties)
+        self.engines: Mapping[AgentId, Engine] = self._fleet.engines
         self._holder: tuple[AgentId, Incarnation] | None = None
-        self._ready: dict[AgentId, bool] = {}
+
+    @property
+    def lease(self) -> Lease | None:
+        """Who may publish."""
+        return self._tenure.lease
 
     # -- trainers ---------------------------------------------------------------------------------------------------
 
@@ -125,10 +115,7 @@ class Channel:
             return verdict
         if self.committed and message.version < self.committed.version:
             return self._not_newer(message.version)
-        self._asked = (agent, message)
-        self.out.append(
-            EpochTaken(channel=self.name, epoch=Epoch(self.epoch + 1), holder=agent.name, version=message.version)
-        )
+        self.out.append(self._tenure.ask(agent, message, Epoch(self.epoch + 1)))
         return YES
 
     def release(self, agent: Agent, message: Release) -> Verdict:
@@ -155,7 +142,7 @@ class Channel:
             message,
             agent.name,
             agent.trainer or TrainerInfo(host="", device="", ranks=0, transports=()),
-            {engine.name: engine.as_info() for engine in self.engines.values() if engine.alive},
+            self._fleet.infos(),
             limits=self._limits,
             duties=self._duties,
             story=self.story,
@@ -179,9 +166,8 @@ class Channel:
         """Answer a `Publish` whose round is over."""
         done = self._answers.get(message.request)
         if done is None and self._is_committed(message) and self.round is None:
-            holders = [engine.name for engine in self.engines.values() if engine.alive and self._holds(engine)]
-            done = already_committed(message, self.committed_epoch, holders)
-            if self.lease and self.lease.holder == agent.name and self.lease.incarnation == agent.incarnation:
+            done = already_committed(message, self.committed_epoch, self._fleet.holders(self.committed))
+            if self._tenure.held_by(agent):
                 self._end_lease("the version was committed already")
         if done:
             self.out.append(Tell(agent.name, done))
@@ -192,7 +178,7 @@ class Channel:
         if not verdict.ok or self.round is None:
             return verdict
         if isinstance(message, Offered):
-            self.round.offered(message.epoch, message.offers, now)
+            self.round.offered(message.epoch, message.offers, message.failed, now)
         elif self.round.state is RoundState.OFFERING:
             return Verdict(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
         else:
@@ -223,12 +209,11 @@ class Channel:
 
     def trainer_heard(self, agent: Agent, now: float) -> None:
         """A trainer is alive; if it holds the lease, that goes on."""
-        if self.lease and self.lease.holder == agent.name and self.lease.incarnation == agent.incarnation:
-            self.lease = msgspec.structs.replace(self.lease, heard_at=now)
+        self._tenure.heard(agent, now)
 
     def trainer_lost(self, agent: Agent, reason: str, now: float) -> None:
         """A trainer left for good."""
-        if self.lease and self.lease.holder == agent.name and self.lease.incarnation == agent.incarnation:
+        if self._tenure.held_by(agent):
             self._end_lease(reason)
             if self.round:
                 self.round.trainer_lost(f"trainer {agent.name} {reason}", now)
@@ -240,13 +225,12 @@ class Channel:
         known = self.engines.get(agent.name)
         if known and known.incarnation != agent.incarnation and self.round:
             self.round.lost(agent.name, f"restarted as {agent.incarnation}", now)
-        engine = Engine.of(agent)
-        self.engines[agent.name] = engine
+        engine = self._fleet.joined(agent)
         member = self.round.members.get(agent.name) if self.round else None
         if member and member.phase not in SETTLED:
             self._duties.hurry(agent.name, now)
         else:
-            self._settle(engine, now)
+            self._fleet.settle(engine, self.epoch, self.committed, now)
 
     def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
         """A heartbeat may say that the server changed under the agent. Returns whether it did."""
@@ -258,13 +242,12 @@ class Channel:
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
         elif recovered and not self._takes_part(name) and self._duties.get(name) is None:
-            self._settle(engine, now)
+            self._fleet.settle(engine, self.epoch, self.committed, now)
         return True
 
     def engine_lost(self, name: AgentId, reason: str, now: float) -> None:
         """An engine fell silent or said `Bye`."""
-        if engine := self.engines.get(name):
-            engine.alive, engine.serving, engine.reason, engine.lost_at = False, False, reason, now
+        self._fleet.lost(name, reason, now)
         if self.round:
             self.round.lost(name, reason, now)
         self._duties.drop(name)
@@ -285,11 +268,10 @@ class Channel:
             case EpochTaken():
                 self.epoch = record.epoch
                 if record.redrive and self.round:
-                    if self.lease:
-                        self.lease = msgspec.structs.replace(self.lease, epoch=record.epoch)
+                    self._tenure.redriven(record.epoch)
                     self.round.epoch_taken(record.epoch, now)
                 else:
-                    self._grant(record, now)
+                    self.out.extend(self._tenure.grant(record, self.committed, self._fleet.infos(), now))
             case Committed():
                 if self.committed and record.version <= self.committed.version:
                     raise InvariantBroken(
@@ -308,11 +290,8 @@ class Channel:
             case EpochTaken():
                 if record.redrive and self.round:
                     self.round.epoch_refused(reason, now)
-                elif self._asked:
-                    agent, message = self._asked
-                    self._asked = None
-                    refused = Refused(request=message.request, code=Code.READ_ONLY, reason=reason, retry_after_s=2.0)
-                    self.out.append(Answer(agent.name, refused))
+                else:
+                    self.out.extend(self._tenure.refuse(reason))
             case Committed():
                 if self.round:
                     self.round.commit_refused(reason, now)
@@ -332,17 +311,13 @@ class Channel:
                 self._end_lease(f"nothing published within {self._limits.publish_s:.0f} s")
         if self.round:
             self.round.tick(now)
-        for engine in [e for e in self.engines.values() if not e.alive and now - e.lost_at > self._limits.forget_s]:
-            del self.engines[engine.name]
-            self._ready.pop(engine.name, None)
+        self._fleet.forget(now)
 
     def next_deadline(self) -> float | None:
         """When `tick` or `flush` has something to do."""
         times: list[float] = []
-        if self.lease:
-            times.append(self.lease.expires_at(self._limits.lease_s))
-            if self.round is None:
-                times.append(self.lease.granted_at + self._limits.publish_s)
+        if (at := self._tenure.next_deadline(in_round=self.round is not None)) is not None:
+            times.append(at)
         if self.round and (at := self.round.next_deadline()) is not None:
             times.append(at)
         if (at := self._duties.next_deadline()) is not None:
@@ -361,13 +336,13 @@ class Channel:
         if self.round:
             self.out.extend(self.round.notes)
             self.round.notes.clear()
-        self._note_readiness()
+        self.out.extend(self._fleet.readiness_changes(self.phase, self.committed))
         tells = [Tell(agent, command) for agent, command in self._duties.due(now)]
         out: list[Out] = [o for o in self.out if not isinstance(o, ChannelRecord)]
         out.extend(tells)
         out.extend(o for o in self.out if isinstance(o, ChannelRecord))
         self.out.clear()
-        if self.round and (record := self._wanted(self.round, now)):
+        if self.round and (record := self.round.record(Epoch(self.epoch + 1), now)):
             out.append(record)
         return out
 
@@ -408,105 +383,20 @@ class Channel:
     def _takes_part(self, name: AgentId) -> bool:
         return self.phase(name) not in (None, *SETTLED)
 
-    def _grant(self, record: EpochTaken, now: float) -> None:
-        if self._asked is None:
-            raise InvariantBroken(f"epoch {record.epoch} is durable, but nobody asked for it", self.story)
-        agent, message = self._asked
-        self._asked = None
-        if self.lease:
-            self._end_lease("its holder acquired again")
-        self.lease = Lease(
-            holder=agent.name,
-            incarnation=agent.incarnation,
-            epoch=record.epoch,
-            first_epoch=record.epoch,
-            version=message.version,
-            granted_at=now,
-            heard_at=now,
-        )
-        granted = Granted(
-            request=message.request,
-            channel=self.name,
-            epoch=record.epoch,
-            lease_s=self._limits.lease_s,
-            committed=self.committed,
-            engines={engine.name: engine.as_info() for engine in self.engines.values() if engine.alive},
-        )
-        self.out.append(Answer(agent.name, granted))
-        note = LeaseGranted(channel=self.name, holder=agent.name, epoch=record.epoch, version=message.version)
-        self.out.append(note)
-
     def _end_lease(self, reason: str) -> None:
-        if lease := self.lease:
-            self.lease = None
-            self.out.append(LeaseEnded(channel=self.name, holder=lease.holder, epoch=lease.epoch, reason=reason))
-
-    def _wanted(self, round_: Round, now: float) -> ChannelRecord | None:
-        """The record that the round waits for; asked for once."""
-        want, round_.wants = round_.wants, None
-        match want:
-            case Want.EPOCH:
-                return EpochTaken(
-                    channel=self.name,
-                    epoch=Epoch(self.epoch + 1),
-                    holder=round_.holder,
-                    version=round_.version,
-                    redrive=True,
-                )
-            case Want.COMMIT:
-                return Committed(
-                    channel=self.name,
-                    epoch=round_.epoch,
-                    version=round_.version,
-                    manifest=round_.publish.manifest,
-                    table=round_.publish.table,
-                    request=round_.publish.request,
-                    engines=round_.verified(),
-                )
-            case Want.CLOSE:
-                return RoundClosed(request=round_.publish.request, done=round_.done(now))
-            case None:
-                return None
+        self.out.extend(self._tenure.end(reason))
 
     def _close(self, record: RoundClosed, now: float) -> None:
         round_ = self.round
         if round_ is None:
             raise InvariantBroken("a round was closed that is not there", self.story)
-        for member in round_.members.values():
-            if member.phase not in SETTLED and (engine := self.engines.get(member.name)):
-                engine.serving, engine.reason = False, member.reason
+        self._fleet.left_by(round_.members.values())
         self.round = None
         self._answers.remember(record.request, record.done)
         self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done))
         self._end_lease("the round ended")
         self.out.append(Tell(round_.holder, record.done))
-        for engine in self.engines.values():
-            if engine.alive and not engine.serving and self._duties.get(engine.name) is None and self._holds(engine):
-                self._settle(engine, now)
-
-    def _holds(self, engine: Engine) -> bool:
-        return self.committed is not None and engine.held == self.committed
-
-    def _settle(self, engine: Engine, now: float) -> None:
-        """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
-        engine.serving = False
-        if self.epoch == 0 and engine.health is EngineHealth.CLEAN:
-            engine.serving = True  # nobody was ever allowed to pause it
-            self._duties.drop(engine.name)
-        elif self.committed and self._holds(engine):
-            commit = Commit(
-                channel=self.name,
-                epoch=self.epoch,
-                version=self.committed.version,
-                table=self.committed.table,
-                flush=True,
-                deadline_s=self._limits.resume_s,
-            )
-            self._duties.assign(engine.name, commit, now)
-        else:
-            reason = "no round concerns you"
-            abort = Abort(channel=self.name, epoch=self.epoch, reason=reason, deadline_s=self._limits.abort_s)
-            self._duties.assign(engine.name, abort, now)
+        self._fleet.settle_idle(self.epoch, self.committed, now)
 
     def _take_answer(self, engine: Engine, message: EngineMessage, now: float) -> Verdict:
         member = self.round.members.get(engine.name) if self.round else None
@@ -518,32 +408,11 @@ class Channel:
             self.round.answered(engine.name, message, now)
             engine.absorb(message, member, self.committed)
             return YES
-        duty = self._duties.get(engine.name)
-        if duty and duty.epoch == message.epoch:
-            self._settled(engine, message, duty)
+        if self._fleet.answered(engine, message, self.committed):
             return YES
         if message.epoch == engine.last_epoch:
             return YES  # a repetition of what was answered in time
         return Verdict(Code.STALE_EPOCH, f"no round of epoch {message.epoch} is running; the highest was {self.epoch}")
-
-    def _settled(self, engine: Engine, message: EngineMessage, duty: object) -> None:
-        if isinstance(message, Serving):
-            engine.serving, engine.health, engine.reason = True, EngineHealth.CLEAN, ""
-            if isinstance(duty, Commit) and self.committed and message.version == self.committed.version:
-                engine.held = self.committed
-            self._duties.drop(engine.name)
-        elif isinstance(message, Failed):
-            engine.health, engine.serving, engine.reason = message.health, False, message.reason
-            if message.health is not EngineHealth.CLEAN or message.step in (Step.RESUME, Step.COMMIT):
-                self._duties.drop(engine.name)
-
-    def _note_readiness(self) -> None:
-        for engine in self.engines.values():
-            verdict = readiness(engine, self.phase(engine.name), self.committed)
-            if self._ready.get(engine.name, False) is not verdict.ok:
-                note = ReadinessChanged(channel=self.name, engine=engine.name, ready=verdict.ok, reason=verdict.reason)
-                self.out.append(note)
-            self._ready[engine.name] = verdict.ok
 
     def _is_committed(self, message: Publish) -> bool:
         held = self.committed

@@ -18,7 +18,7 @@ import msgspec
 from . import status
 from .admission import may_join, may_say
 from .blobs import Blobs
-from .channel import Answer, Channel, Out, Restored, Tell
+from .channel import Channel, Out, Restored, Tell
 from .effects import (
     AgentJoined,
     AgentLeft,
@@ -82,6 +82,7 @@ from .messages import (
     Welcome,
 )
 from .states import RoundState
+from .tenure import Answer
 
 HEARTBEAT_KEY: Final = RequestId("heartbeat")
 """Heartbeats carry no key; this one stands in the `Refused` that tells a stranger to say `Hello`."""

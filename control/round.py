@@ -1,7 +1,9 @@
 """One round: a version on its way into the engines of a channel, or back out of them. Pure.
 
-The round decides; it sends nothing by itself. Commands go to `Duties`, which repeats them until they are answered.
-What it needs of its channel stands in `wants`: a new epoch or the commit made durable, or to be closed. Nothing of the
+The round decides when everybody may go on; what concerns one engine alone is decided in its `Cohort`. It sends nothing
+by itself: commands go to `Duties`, which repeats them until they are answered.
+What it needs of its channel stands in `wants`, and `record` writes it out: a new epoch or the commit made durable, or
+to be closed. Nothing of the
 new version is told to an engine before `committed` was called, and after that there is no way back.
 """
 
@@ -12,40 +14,15 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
+from .cohort import HOPEFUL, UNTOUCHED, Cohort
 from .duties import Duties
-from .effects import AnyObservation, EngineFailed, Redriven, StateEntered
+from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClosed, StateEntered
 from .ids import AgentId, Channel, Epoch, Version
 from .limits import Limits
 from .member import Member
-from .messages import (
-    EngineHealth,
-    EngineInfo,
-    EngineMessage,
-    Failed,
-    Offer,
-    Outcome,
-    Paused,
-    Prepared,
-    Publish,
-    RoundDone,
-    Serving,
-    Step,
-    TrainerInfo,
-    Transferred,
-    Verified,
-)
-from .orders import Orders
-from .routing import choose
-from .states import ENGINE_MOVES, ROUND_MOVES, SETTLED, EnginePhase, RoundState, move
+from .messages import EngineInfo, EngineMessage, Offer, Outcome, Publish, RoundDone, TrainerInfo
+from .states import ROUND_MOVES, EnginePhase, RoundState, move
 
-_UNTOUCHED: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.PAUSING, EnginePhase.PAUSED)
-_HOPEFUL: Final = (
-    *_UNTOUCHED,
-    EnginePhase.TRANSFERRING,
-    EnginePhase.TRANSFERRED,
-    EnginePhase.VERIFIED,
-    EnginePhase.BROKEN,
-)
 _BEFORE_COMMIT: Final = frozenset(RoundState) - {
     RoundState.IDLE,
     RoundState.COMMITTING,
@@ -97,11 +74,11 @@ class Round:
         self.wants: Want | None = None
         self.outcome: Outcome | None = None
         self.reason = ""
-        self.members: dict[AgentId, Member] = {}
         self.notes: list[AnyObservation] = []
         self._limits = limits
         self._duties = duties
-        self._orders = Orders(publish, limits)
+        self._cohort = Cohort(publish, trainer, engines, limits=limits, duties=duties, story=story, notes=self.notes)
+        self.members: Mapping[AgentId, Member] = self._cohort.members
         self._story = story
         self._began_at = now
         self._since = now
@@ -112,64 +89,27 @@ class Round:
         self._trainer_gone = False
         self._sent = False
         self._sent_once = False
-        for name, info in engines.items():
-            route = choose(trainer, info)
-            self.members[name] = Member(
-                name=name,
-                info=info,
-                phase=EnginePhase.PREPARING if route.transport else EnginePhase.LEFT,
-                epoch=self.epoch,
-                transport=route.transport,
-                health=info.health,
-                reason="" if route.transport else route.reason,
-                seconds={},
-            )
 
     # -- what happens to it -----------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
         """Send `Prepare` to every engine that has a transport. Without any engine the version commits at once."""
         self._enter(RoundState.PREPARING, now, self._limits.prepare_s + self._limits.grace_s)
-        for member in self._in(EnginePhase.PREPARING):
-            self._duties.assign(member.name, self._orders.prepare(member), now)
+        self._cohort.prepare(now)
         self._advance(now)
 
     def answered(self, name: AgentId, message: EngineMessage, now: float) -> None:
         """An engine of the round answered at its current epoch. Answers that come too late change nothing."""
-        member = self.members[name]
-        match message:
-            case Prepared():
-                self._step(member, EnginePhase.PREPARING, EnginePhase.PREPARED, "prepare", message.seconds)
-            case Paused():
-                self._step(member, EnginePhase.PAUSING, EnginePhase.PAUSED, "pause", message.seconds)
-            case Transferred():
-                if self._step(member, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, "transfer", message.seconds):
-                    member.bytes, member.buckets = message.bytes, message.buckets
-            case Verified():
-                self._verified(member, message)
-            case Serving():
-                self._serving(member, message, now)
-            case Failed():
-                self._failed(member, message, now)
-            case _:
-                assert_never(message)
+        self._cohort.answered(name, message, now)
         self._advance(now)
 
-    def offered(self, epoch: Epoch, offers: tuple[Offer, ...], now: float) -> None:
-        """The trainer's half stands: the engines of the last `Send` may come."""
+    def offered(self, epoch: Epoch, offers: tuple[Offer, ...], failed: Mapping[str, str], now: float) -> None:
+        """The trainer's half stands: the engines of the last `Send` may come. `failed` says why some may not."""
         if self.state is not RoundState.OFFERING or epoch != self.epoch:
             return
         self._duties.drop(self.holder)
-        by_kind = {offer.transport: offer for offer in offers}
         self._enter(RoundState.TRANSFERRING, now, self.publish.policy.transfer_timeout_s + self._limits.grace_s)
-        for member in self._in(EnginePhase.PAUSED, EnginePhase.BROKEN):
-            offer = by_kind.get(member.transport) if member.transport else None
-            if offer is None:
-                self._leave(member, f"the trainer made no {member.transport} offer", now)
-                continue
-            self._move(member, EnginePhase.TRANSFERRING)
-            member.epoch, member.give_up_at = self.epoch, None
-            self._duties.assign(member.name, self._orders.transfer(member, offer), now)
+        self._cohort.transfer(epoch, offers, failed, now)
         self._advance(now)
 
     def sent(self, epoch: Epoch, failed: Mapping[str, str], now: float) -> None:
@@ -177,21 +117,13 @@ class Round:
         if self.state is not RoundState.TRANSFERRING or epoch != self.epoch:
             return
         self._sent = self._sent_once = True
-        for member in self._in(EnginePhase.TRANSFERRING):
-            if member.name in failed:
-                member.reason = f"the trainer could not serve it: {failed[member.name]}"
-                member.give_up_at = now + self._limits.grace_s
+        self._cohort.doubt(failed, now)
         self._advance(now)
 
     def lost(self, name: AgentId, reason: str, now: float) -> None:
         """An engine is gone, or another incarnation has its name. It no longer holds up the round."""
-        member = self.members.get(name)
-        if member is None or member.phase in SETTLED:
-            return
-        self._note_failure(member, reason)
-        self._move(member, EnginePhase.LOST)
-        self._duties.drop(name)
-        self._advance(now)
+        if self._cohort.lost(name, reason):
+            self._advance(now)
 
     def trainer_lost(self, reason: str, now: float) -> None:
         """The lease is gone. Before the bytes are across that ends the round; afterwards it can do without."""
@@ -215,7 +147,7 @@ class Round:
         """`epoch` is durable: send everything again to the engines that broke."""
         self.wants = None
         self.epoch = epoch
-        broken = tuple(member.name for member in self._in(EnginePhase.BROKEN))
+        broken = tuple(member.name for member in self._cohort.within(EnginePhase.BROKEN))
         self.notes.append(Redriven(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
         self._offer(now)
         self._advance(now)
@@ -232,9 +164,7 @@ class Round:
         self.wants = None
         self.outcome = Outcome.COMMITTED
         self._enter(RoundState.RESUMING, now, self._limits.resume_s + self._limits.grace_s)
-        for member in self._in(EnginePhase.VERIFIED):
-            self._move(member, EnginePhase.RESUMING)
-            self._duties.assign(member.name, self._orders.commit(member), now)
+        self._cohort.commit(now)
         self._advance(now)
 
     def commit_refused(self, reason: str, now: float) -> None:
@@ -249,9 +179,7 @@ class Round:
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        for member in self._in(EnginePhase.TRANSFERRING):
-            if member.give_up_at is not None and now >= member.give_up_at:
-                self._break(member, member.reason)
+        self._cohort.tick(now)
         if now >= self._deadline and self.wants is None:
             self._timeout(now)
         self._advance(now)
@@ -262,8 +190,8 @@ class Round:
         """When `tick` has something to do."""
         if self.wants is Want.CLOSE:
             return None
-        times = [m.give_up_at for m in self._in(EnginePhase.TRANSFERRING) if m.give_up_at is not None]
-        return min([self._deadline, *times])
+        given_up = self._cohort.next_deadline()
+        return self._deadline if given_up is None else min(self._deadline, given_up)
 
     def age_s(self, now: float) -> float:
         """How long the round has been running."""
@@ -285,9 +213,28 @@ class Round:
             seconds=seconds,
         )
 
-    def verified(self) -> tuple[AgentId, ...]:
-        """Who holds the version, verified."""
-        return tuple(member.name for member in self._in(EnginePhase.VERIFIED))
+    def record(self, next_epoch: Epoch, now: float) -> EpochTaken | Committed | RoundClosed | None:
+        """What has to be durable before the round goes on; asked for once."""
+        want, self.wants = self.wants, None
+        match want:
+            case Want.EPOCH:
+                return EpochTaken(
+                    channel=self.channel, epoch=next_epoch, holder=self.holder, version=self.version, redrive=True
+                )
+            case Want.COMMIT:
+                return Committed(
+                    channel=self.channel,
+                    epoch=self.epoch,
+                    version=self.version,
+                    manifest=self.publish.manifest,
+                    table=self.publish.table,
+                    request=self.publish.request,
+                    engines=tuple(member.name for member in self._cohort.within(EnginePhase.VERIFIED)),
+                )
+            case Want.CLOSE:
+                return RoundClosed(request=self.publish.request, done=self.done(now))
+            case None:
+                return None
 
     def check(self) -> tuple[str, ...]:
         """What is wrong with the round, if anything."""
@@ -298,75 +245,15 @@ class Round:
             wrong.append(f"an engine was told of version {self.version} in {self.state}, before it was durable")
         if self.state in (RoundState.PREPARING, RoundState.PAUSING) and EnginePhase.TRANSFERRING in phases:
             wrong.append(f"an engine takes weights in {self.state}")
-        if self.state is RoundState.TRANSFERRING and phases & set(_UNTOUCHED) - {EnginePhase.PAUSED}:
+        if self.state is RoundState.TRANSFERRING and phases & set(UNTOUCHED) - {EnginePhase.PAUSED}:
             wrong.append("weights travel while an engine is not paused")
         if durable and self.outcome is not Outcome.COMMITTED:
             wrong.append("resuming a version that was not committed")
-        if durable and phases & set(_HOPEFUL):
+        if durable and phases & set(HOPEFUL):
             wrong.append("an engine was forgotten at the commit")
         if any(member.epoch > self.epoch for member in self.members.values()):
             wrong.append("an engine is ahead of its round's epoch")
         return tuple(wrong)
-
-    # -- answers ----------------------------------------------------------------------------------------------------
-
-    def _step(self, member: Member, found: EnginePhase, wanted: EnginePhase, clock: str, seconds: float) -> bool:
-        if member.phase is not found:
-            return False
-        self._move(member, wanted)
-        member.seconds[clock] = seconds
-        self._duties.drop(member.name)
-        return True
-
-    def _verified(self, member: Member, message: Verified) -> None:
-        if member.phase not in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
-            return
-        if message.version != self.version or message.table != self.publish.table:
-            member.health = EngineHealth.DIRTY
-            found = f"version {message.version}, table {message.table[:12]}"
-            self._break(member, f"verified {found}; expected {self.version}, {self.publish.table[:12]}")
-            return
-        self._move(member, EnginePhase.VERIFIED)
-        member.seconds["verify"] = message.seconds
-        member.verified_by = message.verified_by
-        self._duties.drop(member.name)
-
-    def _serving(self, member: Member, message: Serving, now: float) -> None:
-        if member.phase is EnginePhase.RESUMING:
-            right = message.version == self.version
-            self._move(member, EnginePhase.SERVING if right else EnginePhase.QUARANTINED)
-            member.health = EngineHealth.CLEAN if right else EngineHealth.PENDING
-            if not right:
-                self._note_failure(member, f"serves version {message.version} after the commit of {self.version}")
-        elif member.phase is EnginePhase.LEAVING:
-            self._move(member, EnginePhase.LEFT)
-            member.health = EngineHealth.CLEAN
-        else:
-            if member.phase in (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING):
-                self._leave(member, "it resumed by itself", now)
-            return
-        member.seconds["resume"], member.seconds["paused"] = message.seconds, message.paused_s
-        self._duties.drop(member.name)
-
-    def _failed(self, member: Member, message: Failed, now: float) -> None:
-        reason = f"{message.step.value}: {message.reason}"
-        if member.phase in SETTLED:
-            return
-        member.health = message.health
-        if member.phase is EnginePhase.RESUMING:
-            self._note_failure(member, reason)
-            self._move(member, EnginePhase.QUARANTINED)
-            self._duties.drop(member.name)
-        elif member.phase is EnginePhase.LEAVING:
-            if message.health is EngineHealth.CLEAN and message.step is not Step.RESUME:
-                return  # crossed with our Abort, which it has yet to answer
-            member.reason = member.reason or reason
-            self._move(member, EnginePhase.QUARANTINED)
-            self._duties.drop(member.name)
-        elif member.phase in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
-            self._break(member, reason)
-        elif member.phase is not EnginePhase.BROKEN:
-            self._leave(member, reason, now)
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
@@ -381,18 +268,18 @@ class Round:
         match self.state:
             case RoundState.PREPARING if not self.members and not self.publish.policy.min_engines:
                 self._commit(now)
-            case RoundState.PREPARING if not self._in(EnginePhase.PREPARING) and self._enough(now):
+            case RoundState.PREPARING if not self._cohort.within(EnginePhase.PREPARING) and self._enough(now):
                 self._pause(now)
-            case RoundState.PAUSING if not self._in(EnginePhase.PAUSING) and self._enough(now):
+            case RoundState.PAUSING if not self._cohort.within(EnginePhase.PAUSING) and self._enough(now):
                 self._offer(now)
-            case RoundState.OFFERING if not self._in(EnginePhase.PAUSED, EnginePhase.BROKEN):
+            case RoundState.OFFERING if not self._cohort.within(EnginePhase.PAUSED, EnginePhase.BROKEN):
                 self._give_up_transfer("no engine is left to send to", now)
             case RoundState.TRANSFERRING if self._enough(now):
-                if self._sent and not self._in(EnginePhase.TRANSFERRING):
+                if self._sent and not self._cohort.within(EnginePhase.TRANSFERRING):
                     self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
-            case RoundState.VERIFYING if not self._in(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+            case RoundState.VERIFYING if not self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
                 self._conclude(now)
-            case RoundState.RESUMING | RoundState.ABORTING if all(m.phase in SETTLED for m in self.members.values()):
+            case RoundState.RESUMING | RoundState.ABORTING if self._cohort.settled:
                 self.wants = Want.CLOSE
             case _:
                 pass
@@ -400,7 +287,7 @@ class Round:
     def _enough(self, now: float) -> bool:
         """Whether the version can still reach as many engines as its policy asks for; aborts when not."""
         needed = max(1, self.publish.policy.min_engines)
-        left = len(self._in(*_HOPEFUL))
+        left = len(self._cohort.within(*HOPEFUL))
         if left >= needed:
             return True
         why = "; ".join(f"{m.name}: {m.reason}" for m in self.members.values() if m.reason)
@@ -409,24 +296,21 @@ class Round:
 
     def _pause(self, now: float) -> None:
         self._enter(RoundState.PAUSING, now, self._limits.pause_s + self._limits.grace_s)
-        for member in self._in(EnginePhase.PREPARED):
-            self._move(member, EnginePhase.PAUSING)
-            self._duties.assign(member.name, self._orders.pause(member), now)
+        self._cohort.pause(now)
 
     def _offer(self, now: float) -> None:
         self._enter(RoundState.OFFERING, now, self._limits.offer_s + self._limits.grace_s)
         self._sent = False
-        send = self._orders.send(self.epoch, self._in(EnginePhase.PAUSED, EnginePhase.BROKEN))
-        self._duties.assign(self.holder, send, now)
+        self._duties.assign(self.holder, self._cohort.wanted(self.epoch), now)
 
     def _conclude(self, now: float) -> None:
-        broken = self._in(EnginePhase.BROKEN)
+        broken = self._cohort.within(EnginePhase.BROKEN)
         if broken and self._redrives_left and not self._trainer_gone:
             self._redrives_left -= 1
             self.wants = Want.EPOCH
             return
         for member in broken:
-            self._leave(member, member.reason, now)
+            self._cohort.leave(member, member.reason, now)
         if self._enough(now):
             self._commit(now)
 
@@ -437,15 +321,15 @@ class Round:
 
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
-        verified = self._in(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
+        verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
         if not self._sent_once or len(verified) < max(1, self.publish.policy.min_engines):
             self._abort(reason, now)
             return
         self._redrives_left = 0
         self.reason = reason
         self._duties.drop(self.holder)
-        for member in self._in(EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.BROKEN):
-            self._leave(member, reason, now)
+        for member in self._cohort.within(EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.BROKEN):
+            self._cohort.leave(member, reason, now)
         if self.state is RoundState.OFFERING:
             self._commit(now)
         else:
@@ -457,28 +341,28 @@ class Round:
         self.wants = None
         self._duties.drop(self.holder)
         self._enter(RoundState.ABORTING, now, self._limits.abort_s + self._limits.grace_s)
-        for member in self._in(*_HOPEFUL):
-            self._leave(member, member.reason, now, told=reason)
+        for member in self._cohort.within(*HOPEFUL):
+            self._cohort.leave(member, member.reason, now, told=reason)
 
     def _timeout(self, now: float) -> None:  # noqa: C901  # one case per state
         waited = f"no answer within {now - self._since:.0f} s"
         match self.state:
             case RoundState.PREPARING | RoundState.PAUSING:
-                for member in self._in(EnginePhase.PREPARING, EnginePhase.PAUSING):
-                    self._leave(member, f"{member.phase.value}: {waited}", now)
+                for member in self._cohort.within(EnginePhase.PREPARING, EnginePhase.PAUSING):
+                    self._cohort.leave(member, f"{member.phase.value}: {waited}", now)
             case RoundState.OFFERING:
                 self._give_up_transfer(f"the trainer offered nothing: {waited}", now)
             case RoundState.TRANSFERRING:
-                for member in self._in(EnginePhase.TRANSFERRING):
-                    self._leave(member, f"transfer: {waited}", now)
+                for member in self._cohort.within(EnginePhase.TRANSFERRING):
+                    self._cohort.leave(member, f"transfer: {waited}", now)
                 self._sent = self._sent_once = True
             case RoundState.VERIFYING:
-                for member in self._in(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
-                    self._leave(member, f"verify: {waited}", now)
+                for member in self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+                    self._cohort.leave(member, f"verify: {waited}", now)
             case RoundState.COMMITTING:
                 self.wants = Want.COMMIT
             case RoundState.RESUMING | RoundState.ABORTING:
-                for member in self._in(EnginePhase.RESUMING, EnginePhase.LEAVING):
+                for member in self._cohort.within(EnginePhase.RESUMING, EnginePhase.LEAVING):
                     member.reason = member.reason or f"{member.phase.value}: {waited}; it is told until it answers"
                 self.wants = Want.CLOSE
             case RoundState.IDLE:
@@ -486,25 +370,7 @@ class Round:
             case _:
                 assert_never(self.state)
 
-    def _break(self, member: Member, reason: str) -> None:
-        self._note_failure(member, reason)
-        self._move(member, EnginePhase.BROKEN)
-        self._duties.drop(member.name)
-
-    def _leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
-        """Take an engine out of the round: it resumes if it is clean, and stays paused otherwise."""
-        if reason and reason != member.reason:
-            self._note_failure(member, reason)
-        self._move(member, EnginePhase.LEAVING)
-        self._duties.assign(member.name, self._orders.abort(member, told or reason), now)
-
     # -- small things -----------------------------------------------------------------------------------------------
-
-    def _in(self, *phases: EnginePhase) -> list[Member]:
-        return [member for member in self.members.values() if member.phase in phases]
-
-    def _move(self, member: Member, phase: EnginePhase) -> None:
-        member.phase = move(f"engine {member.name}", ENGINE_MOVES, member.phase, phase, self._story)
 
     def _enter(self, state: RoundState, now: float, wait_s: float) -> None:
         left = self.state
@@ -515,17 +381,5 @@ class Round:
         self._since, self._deadline = now, now + wait_s
         note = StateEntered(
             channel=self.channel, version=self.version, epoch=self.epoch, left=left, state=state, seconds=spent
-        )
-        self.notes.append(note)
-
-    def _note_failure(self, member: Member, reason: str) -> None:
-        member.reason = reason
-        note = EngineFailed(
-            channel=self.channel,
-            engine=member.name,
-            version=self.version,
-            epoch=member.epoch,
-            step=member.phase.value,
-            reason=reason,
         )
         self.notes.append(note)

@@ -1,0 +1,271 @@
+"""The engines of one round: how far each has come, what it is told next, and what its answers change. Pure.
+
+Here is decided what concerns one engine alone; round.py decides when all of them may go on. An engine that gets into
+difficulties either *breaks*, and may be driven again, or *leaves*: it is told to abort and resumes if it is clean.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, assert_never
+
+from .duties import Duties
+from .effects import AnyObservation, EngineFailed
+from .ids import AgentId, Epoch
+from .limits import Limits
+from .member import Member
+from .messages import (
+    EngineHealth,
+    EngineInfo,
+    EngineMessage,
+    Failed,
+    Offer,
+    Paused,
+    Prepared,
+    Publish,
+    Send,
+    Serving,
+    Step,
+    TrainerInfo,
+    Transferred,
+    Verified,
+)
+from .orders import Orders
+from .routing import choose
+from .states import ENGINE_MOVES, SETTLED, EnginePhase, move
+
+UNTOUCHED: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.PAUSING, EnginePhase.PAUSED)
+"""Before a byte of the new version."""
+HOPEFUL: Final = (
+    *UNTOUCHED,
+    EnginePhase.TRANSFERRING,
+    EnginePhase.TRANSFERRED,
+    EnginePhase.VERIFIED,
+    EnginePhase.BROKEN,
+)
+"""The new version may still reach it."""
+
+
+class Cohort:
+    """The members of one round. What it tells them goes to `duties`, what it observes to `notes`."""
+
+    def __init__(
+        self,
+        publish: Publish,
+        trainer: TrainerInfo,
+        engines: Mapping[AgentId, EngineInfo],
+        *,
+        limits: Limits,
+        duties: Duties,
+        story: deque[str],
+        notes: list[AnyObservation],
+    ) -> None:
+        self.members: dict[AgentId, Member] = {}
+        self._publish = publish
+        self._limits = limits
+        self._duties = duties
+        self._orders = Orders(publish, limits)
+        self._story = story
+        self._notes = notes
+        for name, info in engines.items():
+            route = choose(trainer, info)
+            self.members[name] = Member(
+                name=name,
+                info=info,
+                phase=EnginePhase.PREPARING if route.transport else EnginePhase.LEFT,
+                epoch=publish.epoch,
+                transport=route.transport,
+                health=info.health,
+                reason="" if route.transport else route.reason,
+                seconds={},
+            )
+
+    def within(self, *phases: EnginePhase) -> list[Member]:
+        """The members that stand in one of `phases`."""
+        return [member for member in self.members.values() if member.phase in phases]
+
+    @property
+    def settled(self) -> bool:
+        """Nobody's answer is waited for any more."""
+        return all(member.phase in SETTLED for member in self.members.values())
+
+    # -- what they are told -----------------------------------------------------------------------------------------
+
+    def prepare(self, now: float) -> None:
+        """Send `Prepare` to every engine that has a transport."""
+        for member in self.within(EnginePhase.PREPARING):
+            self._duties.assign(member.name, self._orders.prepare(member), now)
+
+    def pause(self, now: float) -> None:
+        """Stop the engines that are prepared."""
+        for member in self.within(EnginePhase.PREPARED):
+            self._move(member, EnginePhase.PAUSING)
+            self._duties.assign(member.name, self._orders.pause(member), now)
+
+    def wanted(self, epoch: Epoch) -> Send:
+        """What the trainer is to send under `epoch`, and to whom."""
+        return self._orders.send(epoch, self.within(EnginePhase.PAUSED, EnginePhase.BROKEN))
+
+    def transfer(self, epoch: Epoch, offers: tuple[Offer, ...], failed: Mapping[str, str], now: float) -> None:
+        """Tell the engines of the last `Send` where their tensors are; those without an offer leave.
+
+        `failed` is the trainer's account of the offers that it could not make.
+        """
+        by_kind = {offer.transport: offer for offer in offers}
+        for member in self.within(EnginePhase.PAUSED, EnginePhase.BROKEN):
+            offer = by_kind.get(member.transport) if member.transport else None
+            if offer is None:
+                why = failed.get(member.name)
+                self.leave(member, f"the trainer made no {member.transport} offer{f': {why}' if why else ''}", now)
+                continue
+            self._move(member, EnginePhase.TRANSFERRING)
+            member.epoch, member.give_up_at = epoch, None
+            self._duties.assign(member.name, self._orders.transfer(member, offer), now)
+
+    def doubt(self, failed: Mapping[str, str], now: float) -> None:
+        """The trainer could not serve these: each gets a little time to speak for itself, then it breaks."""
+        for member in self.within(EnginePhase.TRANSFERRING):
+            if member.name in failed:
+                member.reason = f"the trainer could not serve it: {failed[member.name]}"
+                member.give_up_at = now + self._limits.grace_s
+
+    def commit(self, now: float) -> None:
+        """The version is durable: whoever holds it, verified, is to serve it."""
+        for member in self.within(EnginePhase.VERIFIED):
+            self._move(member, EnginePhase.RESUMING)
+            self._duties.assign(member.name, self._orders.commit(member), now)
+
+    def leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
+        """Take an engine out of the round: it resumes if it is clean, and stays paused otherwise."""
+        if reason and reason != member.reason:
+            self._note_failure(member, reason)
+        self._move(member, EnginePhase.LEAVING)
+        self._duties.assign(member.name, self._orders.abort(member, told or reason), now)
+
+    # -- what happens to them ---------------------------------------------------------------------------------------
+
+    def answered(self, name: AgentId, message: EngineMessage, now: float) -> None:
+        """A member answered at its current epoch. Answers that come too late change nothing."""
+        member = self.members[name]
+        match message:
+            case Prepared():
+                self._step(member, EnginePhase.PREPARING, EnginePhase.PREPARED, "prepare", message.seconds)
+            case Paused():
+                self._step(member, EnginePhase.PAUSING, EnginePhase.PAUSED, "pause", message.seconds)
+            case Transferred():
+                if self._step(member, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, "transfer", message.seconds):
+                    member.bytes, member.buckets = message.bytes, message.buckets
+            case Verified():
+                self._verified(member, message)
+            case Serving():
+                self._serving(member, message, now)
+            case Failed():
+                self._failed(member, message, now)
+            case _:
+                assert_never(message)
+
+    def lost(self, name: AgentId, reason: str) -> bool:
+        """An engine is gone, or another incarnation has its name. Returns whether the round was waiting for it."""
+        member = self.members.get(name)
+        if member is None or member.phase in SETTLED:
+            return False
+        self._note_failure(member, reason)
+        self._move(member, EnginePhase.LOST)
+        self._duties.drop(name)
+        return True
+
+    def tick(self, now: float) -> None:
+        """Time has passed: engines that the trainer gave up on, and that said nothing themselves, break."""
+        for member in self.within(EnginePhase.TRANSFERRING):
+            if member.give_up_at is not None and now >= member.give_up_at:
+                self._break(member, member.reason)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        times = [m.give_up_at for m in self.within(EnginePhase.TRANSFERRING) if m.give_up_at is not None]
+        return min(times, default=None)
+
+    # -- answers ----------------------------------------------------------------------------------------------------
+
+    def _step(self, member: Member, found: EnginePhase, wanted: EnginePhase, clock: str, seconds: float) -> bool:
+        if member.phase is not found:
+            return False
+        self._move(member, wanted)
+        member.seconds[clock] = seconds
+        self._duties.drop(member.name)
+        return True
+
+    def _verified(self, member: Member, message: Verified) -> None:
+        if member.phase not in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
+            return
+        if message.version != self._publish.version or message.table != self._publish.table:
+            member.health = EngineHealth.DIRTY
+            found = f"version {message.version}, table {message.table[:12]}"
+            self._break(member, f"verified {found}; expected {self._publish.version}, {self._publish.table[:12]}")
+            return
+        self._move(member, EnginePhase.VERIFIED)
+        member.seconds["verify"] = message.seconds
+        member.verified_by = message.verified_by
+        self._duties.drop(member.name)
+
+    def _serving(self, member: Member, message: Serving, now: float) -> None:
+        if member.phase is EnginePhase.RESUMING:
+            right = message.version == self._publish.version
+            self._move(member, EnginePhase.SERVING if right else EnginePhase.QUARANTINED)
+            member.health = EngineHealth.CLEAN if right else EngineHealth.PENDING
+            if not right:
+                self._note_failure(
+                    member, f"serves version {message.version} after the commit of {self._publish.version}"
+                )
+        elif member.phase is EnginePhase.LEAVING:
+            self._move(member, EnginePhase.LEFT)
+            member.health = EngineHealth.CLEAN
+        else:
+            if member.phase in (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING):
+                self.leave(member, "it resumed by itself", now)
+            return
+        member.seconds["resume"], member.seconds["paused"] = message.seconds, message.paused_s
+        self._duties.drop(member.name)
+
+    def _failed(self, member: Member, message: Failed, now: float) -> None:
+        reason = f"{message.step.value}: {message.reason}"
+        if member.phase in SETTLED:
+            return
+        member.health = message.health
+        if member.phase is EnginePhase.RESUMING:
+            self._note_failure(member, reason)
+            self._move(member, EnginePhase.QUARANTINED)
+            self._duties.drop(member.name)
+        elif member.phase is EnginePhase.LEAVING:
+            if message.health is EngineHealth.CLEAN and message.step is not Step.RESUME:
+                return  # crossed with our Abort, which it has yet to answer
+            member.reason = member.reason or reason
+            self._move(member, EnginePhase.QUARANTINED)
+            self._duties.drop(member.name)
+        elif member.phase in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
+            self._break(member, reason)
+        elif member.phase is not EnginePhase.BROKEN:
+            self.leave(member, reason, now)
+
+    # -- small things -----------------------------------------------------------------------------------------------
+
+    def _break(self, member: Member, reason: str) -> None:
+        self._note_failure(member, reason)
+        self._move(member, EnginePhase.BROKEN)
+        self._duties.drop(member.name)
+
+    def _move(self, member: Member, phase: EnginePhase) -> None:
+        member.phase = move(f"engine {member.name}", ENGINE_MOVES, member.phase, phase, self._story)
+
+    def _note_failure(self, member: Member, reason: str) -> None:
+        member.reason = reason
+        note = EngineFailed(
+            channel=self._publish.channel,
+            engine=member.name,
+            version=self._publish.version,
+            epoch=member.epoch,
+            step=member.phase.value,
+            reason=reason,
+        )
+        self._notes.append(note)

@@ -1,0 +1,122 @@
+"""The engines of one channel outside its rounds: who is here, what each is to do, and who is ready to serve. Pure.
+
+An engine that comes, comes back or is left behind by a round is *settled*: it is told to serve the committed version if
+it holds it, and else to go on with what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from .duties import Duties
+from .effects import ReadinessChanged
+from .engines import Engine, readiness
+from .ids import AgentId, Channel, Epoch
+from .limits import Limits
+from .member import Member
+from .membership import Agent
+from .messages import Abort, Commit, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Serving, Step
+from .states import SETTLED, EnginePhase
+
+
+class Fleet:
+    """The engines of a channel. What it tells them goes to `duties`."""
+
+    def __init__(self, channel: Channel, limits: Limits, duties: Duties) -> None:
+        self.engines: dict[AgentId, Engine] = {}
+        self._channel = channel
+        self._limits = limits
+        self._duties = duties
+        self._ready: dict[AgentId, bool] = {}
+
+    def infos(self) -> dict[AgentId, EngineInfo]:
+        """The engines that are here, as they are today."""
+        return {engine.name: engine.as_info() for engine in self.engines.values() if engine.alive}
+
+    def holders(self, committed: Held | None) -> tuple[AgentId, ...]:
+        """The engines that are here and hold the committed version."""
+        return tuple(each.name for each in self.engines.values() if each.alive and _holds(each, committed))
+
+    def joined(self, agent: Agent) -> Engine:
+        """An engine said `Hello`: what was known under its name is forgotten."""
+        engine = self.engines[agent.name] = Engine.of(agent)
+        return engine
+
+    def lost(self, name: AgentId, reason: str, now: float) -> None:
+        """An engine fell silent or said `Bye`."""
+        if engine := self.engines.get(name):
+            engine.alive, engine.serving, engine.reason, engine.lost_at = False, False, reason, now
+
+    def forget(self, now: float) -> None:
+        """Engines that have been gone for long are not shown any more."""
+        for engine in [e for e in self.engines.values() if not e.alive and now - e.lost_at > self._limits.forget_s]:
+            del self.engines[engine.name]
+            self._ready.pop(engine.name, None)
+
+    def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
+        """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
+        engine.serving = False
+        if epoch == 0 and engine.health is EngineHealth.CLEAN:
+            engine.serving = True  # nobody was ever allowed to pause it
+            self._duties.drop(engine.name)
+        elif committed and _holds(engine, committed):
+            commit = Commit(
+                channel=self._channel,
+                epoch=epoch,
+                version=committed.version,
+                table=committed.table,
+                flush=True,
+                deadline_s=self._limits.resume_s,
+            )
+            self._duties.assign(engine.name, commit, now)
+        else:
+            reason = "no round concerns you"
+            abort = Abort(channel=self._channel, epoch=epoch, reason=reason, deadline_s=self._limits.abort_s)
+            self._duties.assign(engine.name, abort, now)
+
+    def left_by(self, members: Iterable[Member]) -> None:
+        """A round closed before some of its engines had come to an end: they do not serve."""
+        for member in members:
+            if member.phase not in SETTLED and (engine := self.engines.get(member.name)):
+                engine.serving, engine.reason = False, member.reason
+
+    def settle_idle(self, epoch: Epoch, committed: Held | None, now: float) -> None:
+        """Engines that hold the committed version and do not serve it, though nothing was asked of them, are to."""
+        for engine in self.engines.values():
+            idle = engine.alive and not engine.serving and self._duties.get(engine.name) is None
+            if idle and _holds(engine, committed):
+                self.settle(engine, epoch, committed, now)
+
+    def answered(self, engine: Engine, message: EngineMessage, committed: Held | None) -> bool:
+        """Take an answer to what `settle` or a closed round asked. Returns whether it was one."""
+        duty = self._duties.get(engine.name)
+        if duty is None or duty.epoch != message.epoch:
+            return False
+        if isinstance(message, Serving):
+            engine.serving, engine.health, engine.reason = True, EngineHealth.CLEAN, ""
+            if isinstance(duty, Commit) and committed and message.version == committed.version:
+                engine.held = committed
+            self._duties.drop(engine.name)
+        elif isinstance(message, Failed):
+            engine.health, engine.serving, engine.reason = message.health, False, message.reason
+            if message.health is not EngineHealth.CLEAN or message.step in (Step.RESUME, Step.COMMIT):
+                self._duties.drop(engine.name)
+        return True
+
+    def readiness_changes(
+        self, phase: Callable[[AgentId], EnginePhase | None], committed: Held | None
+    ) -> list[ReadinessChanged]:
+        """Who became ready, or ceased to be, since the last call."""
+        notes: list[ReadinessChanged] = []
+        for engine in self.engines.values():
+            verdict = readiness(engine, phase(engine.name), committed)
+            if self._ready.get(engine.name, False) is not verdict.ok:
+                notes.append(
+                    ReadinessChanged(channel=self._channel, engine=engine.name, ready=verdict.ok, reason=verdict.reason)
+                )
+            self._ready[engine.name] = verdict.ok
+        return notes
+
+
+def _holds(engine: Engine, committed: Held | None) -> bool:
+    return committed is not None and engine.held == committed
