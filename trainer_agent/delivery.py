@@ -62,6 +62,18 @@ class Delivery:
             self._turn.wait_for(lambda: all(lane.offered or lane.over for lane in self._lanes), _OFFER_S)
             return tuple(_offer(lane.kind, lane.address) for lane in self._lanes if lane.address is not None)
 
+    @property
+    def unopened(self) -> dict[str, str]:
+        """Engines whose lane has offered nothing, with the reason."""
+        with self._turn:
+            silence = f"the sender did not open within {_OFFER_S:g} s"
+            return {
+                peer.engine: lane.failed.get(peer.engine, silence)
+                for lane in self._lanes
+                if lane.address is None
+                for peer in lane.peers
+            }
+
     def wanted(self) -> int | None:
         """The bucket that should be assembled now; None when its slot is still in use, or all are there."""
         with self._turn:
@@ -132,7 +144,8 @@ class _Lane:
         self.offered = self.over = self.stopped = False
         self.filled = self.reclaimed = 0
         self.failed: dict[str, str] = {}
-        self._sender, self._peers, self._session, self._slots = sender, peers, session, slots
+        self.peers = peers
+        self._sender, self._session, self._slots = sender, session, slots
         self._deadline, self._turn = deadline, turn
         self._thread = threading.Thread(target=self._run, name=f"weightbus-{kind}", daemon=True)
 
@@ -156,7 +169,7 @@ class _Lane:
             # Read before closing: the failures belong to the session that is being let go of.
             failed = dict(self._sender.failed)
             if reason:
-                failed = {peer.engine: failed.get(peer.engine, reason) for peer in self._peers}
+                failed = {peer.engine: failed.get(peer.engine, reason) for peer in self.peers}
             self._sender.close()
             with self._turn:
                 self.failed, self.over = failed, True
@@ -166,7 +179,7 @@ class _Lane:
         memory = self._slots[0].memory
         if memory.device.type == "cuda":
             torch.cuda.set_device(memory.device)
-        address = self._sender.offer(self._session, self._peers)
+        address = self._sender.offer(self._session, self.peers)
         with self._turn:
             self.address, self.offered = address, True
             self._turn.notify_all()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Final, Protocol, assert_never
 
 import msgspec
@@ -278,7 +278,10 @@ class Drive:
         if staging.whole:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
-        self._request(m.Offered(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), offers=offers))
+        epoch, failed = Epoch(effect.epoch), _told(delivery.unopened)
+        if failed:
+            self._log.warning("engines_not_offered", epoch=effect.epoch, failed=failed)
+        self._request(m.Offered(request=self._key(), channel=self._channel, epoch=epoch, offers=offers, failed=failed))
 
     def _stop_delivery(self) -> None:
         delivery, self._delivery = self._delivery, None
@@ -290,7 +293,7 @@ class Drive:
             self._of.senders.pop(kind, None)
 
     def _report_sent(self, effect: p.ReportSent) -> p.AnyEvent:
-        failed = {engine: reason[:_TEXT] for engine, reason in effect.failed.items()}
+        failed = _told(effect.failed)
         if failed:
             self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
         self._request(m.Sent(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), failed=failed))
@@ -350,3 +353,8 @@ class Drive:
         if self._of.progress is not None:
             buckets = len(self._of.staging.manifest.buckets)
             self._of.progress(Progress(self.version, self.machine.state.value, buckets_sent, buckets))
+
+
+def _told(failed: Mapping[str, str]) -> dict[str, str]:
+    """Reasons as they may travel."""
+    return {engine: reason[:_TEXT] for engine, reason in failed.items()}

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from weightbus.control.effects import Committed, EpochTaken, RoundClosed, SendTo
+from weightbus.control.effects import Committed, EngineFailed, EpochTaken, RoundClosed, SendTo
 from weightbus.control.ids import Channel, Epoch
 from weightbus.control.limits import Limits
 from weightbus.control.messages import (
@@ -273,6 +273,22 @@ def test_engine_that_no_transport_reaches_is_left_out_with_the_reason() -> None:
         " distributed: the engine agent does not offer it"
     )
     assert not far.got(Prepare)
+
+
+def test_an_offer_that_could_not_be_made_is_reported_with_the_trainers_reason() -> None:
+    """Log and report say what only the trainer knows; nothing is sent, and the engines serve what they served."""
+    world, e0, e1, trainer = fleet()
+    why = "/var/lib/weightbus: no space left on device"
+    trainer.unopened = {"e0": why, "e1": why}
+    done = world.publish(trainer, 1)
+    said = f"the trainer made no local offer: {why}"
+    assert done.outcome is Outcome.ABORTED
+    assert said in done.reason
+    assert [report.reason for report in done.engines] == [said, said]
+    assert [note.reason for note in world.observed if isinstance(note, EngineFailed)] == [said, said]
+    assert e0.generating
+    assert e1.generating
+    assert not e0.got(Transfer)
 
 
 # -- trainers that fail ----------------------------------------------------------------------------------------------

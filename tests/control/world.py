@@ -317,6 +317,8 @@ class Trainer(Agent):
         self.policy = Policy()
         self.publishing: Publish | None = None
         self.failed: Mapping[str, str] = {}
+        self.unopened: Mapping[str, str] = {}
+        """Engines whose transport cannot be opened."""
         self.offering: Offered | None = None
         self.stop_before: type[Message] | None = None
         """Says nothing from this message on."""
@@ -371,9 +373,16 @@ class Trainer(Agent):
                 )
                 self.try_say(self.publishing)
             case Send():
-                kinds = dict.fromkeys(receiver.transport for receiver in message.receivers)
+                lacking = {
+                    each.engine: self.unopened[each.engine]
+                    for each in message.receivers
+                    if each.engine in self.unopened
+                }
+                kinds = dict.fromkeys(each.transport for each in message.receivers if each.engine not in lacking)
                 offers = tuple(Offer(transport=kind, address=f"at-{kind}") for kind in kinds)
-                self.offering = Offered(request=self.key(), channel=CHANNEL, epoch=message.epoch, offers=offers)
+                self.offering = Offered(
+                    request=self.key(), channel=CHANNEL, epoch=message.epoch, offers=offers, failed=lacking
+                )
                 self.try_say(self.offering)
             case Ack() if self.offering and message.request == self.offering.request:
                 sent = Sent(request=self.key(), channel=CHANNEL, epoch=self.offering.epoch, failed=dict(self.failed))

@@ -19,6 +19,8 @@ class FakeSender:
         self.calls: list[str] = []
         self.lose: dict[tuple[int, int], str] = {}
         """(epoch, bucket) -> the engine that dies there."""
+        self.refusal = ""
+        """Why `offer` raises; empty when it does not."""
         self.block = threading.Event()
         """While `blocking` is set, `ready` waits for this, or for `close`."""
         self.blocking = False
@@ -30,6 +32,8 @@ class FakeSender:
         self.calls.append(f"offer {session.epoch}")
         self._session, self._peers, self._held = session, list(peers), {}
         self.failed = {}
+        if self.refusal:
+            raise TransferFailed(self.refusal)
         for peer in peers:
             self.taken[session.epoch, peer.engine] = []
         return Address(f"/fake/{session.epoch}")

@@ -210,6 +210,20 @@ def test_an_engine_that_dies_is_named_and_the_others_are_served(rig: Build) -> N
     assert sent.failed == {"e0": "died at bucket 2"}
 
 
+def test_a_transport_that_cannot_be_opened_is_offered_to_nobody_and_the_reason_travels(rig: Build) -> None:
+    """`Offered` names the engines that cannot be served and why; the others get their weights."""
+    kinds = (m.TransportKind.LOCAL, m.TransportKind.DISK)
+    one = rig(2, FakeCoordinator({kind.value: engine(transports=(kind,)) for kind in kinds}))
+    one.senders[m.TransportKind.DISK].refusal = "no space left on device"
+    report = one.report(1)
+    (offered,) = one.coordinator.said(m.Offered)
+    assert isinstance(offered, m.Offered)
+    assert [offer.transport for offer in offered.offers] == [m.TransportKind.LOCAL]
+    assert offered.failed == {"disk": "no space left on device"}
+    assert report.engines_by(m.Outcome.QUARANTINED) == ("disk",)
+    assert one.sent(1, "local") == one.expected()
+
+
 @pytest.mark.parametrize("slots", [2, 64])
 def test_a_redrive_sends_everything_again(rig: Build, slots: int) -> None:
     """Under the new epoch, from the first bucket on, whether or not the model is staged whole."""
