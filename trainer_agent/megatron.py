@@ -101,6 +101,11 @@ class MegatronSource:
         """Where the parameters are."""
         return self._parameters[0].device
 
+    @property
+    def head_dim(self) -> int:
+        """Elements of one attention head: with it, Llama under tensor parallelism has predictable live digests."""
+        return self._model.head_dim
+
     def tensors(self) -> Sequence[TensorSpec]:
         """What is served, in checkpoint order."""
         return self._tensors

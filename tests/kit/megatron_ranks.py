@@ -25,6 +25,7 @@ from torch import nn
 from weightbus.dataplane.manifest import Manifest
 from weightbus.trainer_agent import megatron_cpu
 from weightbus.trainer_agent.assembly import DTYPES
+from weightbus.trainer_agent.leader import KnowsHeads
 from weightbus.trainer_agent.megatron import MegatronSource
 from weightbus.trainer_agent.source import AssemblyFailed, SourceError
 
@@ -51,6 +52,8 @@ def run_case(name: str, case: Case, out: Path) -> None:
     fill(chunks)
     served = [_wrap(chunk) for chunk in chunks] if case.wrapped else chunks
     source = MegatronSource(served, hf_config=hf, dtype=DTYPES[case.dtype] if case.dtype else None, timeout_s=60.0)
+    assert isinstance(source, KnowsHeads), "the leader would not ask it"
+    assert source.head_dim == hf["head_dim"]
     tensors = export(source, case.bucket_bytes)
     if source.root:
         save_file(tensors, out / f"{name}.safetensors")
