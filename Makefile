@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 ##@ Start here
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: env ## Train a toy policy with real Megatron ranks and two real SGLang servers (SYNC=off to compare)
 	@exec $(BIN)/weightbus demo --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) $(DEMO_ARGS)
@@ -75,7 +75,7 @@ types: env ## mypy and pyright, both strict
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: env ## Tests that start no server and no training rank
-	@$(BIN)/python -m pytest -m "not real and not gpu" --numprocesses 2 $(ARGS)
+	@$(BIN)/python -m pytest -m "not real and not gpu" $(ARGS)
 
 real: env ## Tests with real SGLang servers and real Megatron ranks
 	@$(BIN)/python -m pytest -m "real and not gpu" $(ARGS)
@@ -87,7 +87,10 @@ build: env ## The wheel, in dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	ls -l dist
 
+deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs Docker; exit 77 says why not)
+	@PYTHON=$(BIN)/python exec deploy/prove.sh
+
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real build clean
+.PHONY: help demo env test lint types unit real build deploy-check clean
