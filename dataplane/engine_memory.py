@@ -15,6 +15,7 @@ memory afterwards cannot reach the server. Three properties of torch's sharing (
 import os
 import select
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,11 @@ _HEADER_BYTES: Final = 4096
 """torch keeps 64 bytes before the data; a page leaves room for more."""
 _USES_PER_RANK: Final = 16
 """More than one load can use up: pipeline stages open the payload of their tensor rank too."""
+
+_MAX_PATH: Final = 107
+"""sun_path of a Unix socket, less its terminating zero."""
+_MANAGER_NAME_BYTES: Final = len("/torch-shm-dir-XXXXXX/manager.sock")
+"""What the manager adds to the folder that it is given."""
 
 
 class EngineMemory:
@@ -98,6 +104,14 @@ class _Slot:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 
+def _short_enough(runtime_dir: Path) -> Path:
+    """Where the manager may make its own folder: a socket's name holds 107 bytes, and torch only says "no such file"."""
+    for folder in (runtime_dir, Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")):  # noqa: S108 - its folder is its own
+        if len(os.fsencode(folder)) + _MANAGER_NAME_BYTES <= _MAX_PATH and os.access(folder, os.W_OK):
+            return folder
+    raise DataplaneError(f"{runtime_dir} is too long for the name of a socket, and /tmp cannot be written: shorten it")
+
+
 class _Manager:
     """A ``torch_shm_manager`` of our own. `handle` is the path of its socket."""
 
@@ -106,7 +120,7 @@ class _Manager:
         try:
             self._process = subprocess.Popen(  # noqa: S603  torch's own program
                 [program],
-                env={**os.environ, "TMPDIR": str(runtime_dir)},
+                env={**os.environ, "TMPDIR": str(_short_enough(runtime_dir))},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
