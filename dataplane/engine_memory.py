@@ -105,7 +105,7 @@ class _Slot:
 
 
 def _short_enough(runtime_dir: Path) -> Path:
-    """Where the manager may make its own folder: a socket's name holds 107 bytes, and torch only says "no such file"."""
+    """Where the manager may make its folder: torch says "no such file" of a socket whose name does not fit."""
     for folder in (runtime_dir, Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")):  # noqa: S108 - its folder is its own
         if len(os.fsencode(folder)) + _MANAGER_NAME_BYTES <= _MAX_PATH and os.access(folder, os.W_OK):
             return folder
