@@ -63,4 +63,4 @@ def accumulate(memory: torch.Tensor, table: torch.Tensor, lanes: torch.Tensor) -
     """
     if len(table):
         with torch.cuda.device_of(memory):
-            _sum_segments[(len(table),)](memory, table, lanes, BLOCK=BLOCK, num_warps=4)
+            _sum_segments[(len(table),)](memory, table, lanes, BLOCK=BLOCK)

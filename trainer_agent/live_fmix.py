@@ -50,7 +50,7 @@ class FmixLayout:
         """The same, on `device`; copied there once."""
         found = self._on_device.get((index, device))
         if found is None:
-            found = self._on_device[index, device] = torch.from_numpy(self._tables[index]).to(device)
+            found = self._on_device[index, device] = torch.as_tensor(self._tables[index], device=device)
         return found
 
     def _place(self, at: int, parameter: ServedParameter) -> int:
