@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dataplane.loopback import CHANNEL, make_manifest, make_session
-from tests.kit.fake_sender import FakeSender
 from weightbus.control.messages import TransportKind
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Peer
 from weightbus.trainer_agent.delivery import Delivery
+
+from ..dataplane.loopback import CHANNEL, make_manifest, make_session
+from ..kit.fake_sender import FakeSender
 
 LOCAL = TransportKind.LOCAL
 
