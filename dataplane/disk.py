@@ -25,7 +25,7 @@ from . import integrity, safetensors_file
 from .deadline import Deadline
 from .disk_session import POLL_S, Notes, Reader, SessionFolder
 from .errors import PeerLost, TransferFailed, Unsupported
-from .transport import Address, EngineServer, Peer, Receipt, Session, Slot
+from .transport import JOIN_S, Address, EngineServer, Peer, Receipt, Session, Slot
 
 KEEP: Final = 2
 """Checkpoints that stay: the newest, and the one before it for whoever comes late."""
@@ -68,9 +68,9 @@ class DiskSender:
             raise Unsupported(f"{self._root} cannot take a checkpoint: {error}") from error
         return Address(os.fspath(self._target.absolute()))
 
-    def ready(self, deadline_s: float) -> None:
-        """Wait until every engine's agent has come to read."""
-        self._wait(deadline_s, lambda engine: self._reader(engine).state == "", "did not come")
+    def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
+        """Wait until every engine's agent has come to read, or is in `failed`: those that have not within `join_s`."""
+        self._wait(min(deadline_s, join_s), lambda engine: self._reader(engine).state == "", "did not come")
         self._require_some()
 
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:

@@ -23,9 +23,11 @@ from .broadcast_group import BroadcastGroup, backend_for, serve_store
 from .deadline import Deadline
 from .errors import DataplaneError, PeerLost, TransferFailed
 from .meeting import POLL_S, Attendance, Meeting
-from .transport import Address, EngineServer, Peer, Receipt, Session, Slot
+from .transport import JOIN_S, Address, EngineServer, Peer, Receipt, Session, Slot
 
 _REASONS_S: Final = 0.3
+_FORM_S: Final = 60.0
+"""How long a new group may take to form: a server that died meanwhile leaves the others waiting for it in vain."""
 _LEAVE_S: Final = 5.0
 """How long a server may take to forget a group that is broken anyway."""
 
@@ -72,21 +74,25 @@ class DistributedSender:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return Address(f"tcp://{host}:{self._store.port}", self._group_name(), backend, world_size)
 
-    def ready(self, deadline_s: float) -> None:
-        """Wait until every engine's ranks are in the group: the one from the last round, or a new one."""
+    def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
+        """Wait until every engine's ranks are in the group: the one from the last round, or a new one.
+
+        All are in `failed` when an agent has not come within `join_s`, or the group has not formed `_FORM_S` later.
+        """
         deadline = Deadline(deadline_s)
         meeting, session = self._open()
         try:
-            self._wait_for("came", "to come", deadline)
+            self._wait_for("came", "to come", Deadline(min(join_s, deadline.left())))
+            forming = Deadline(min(_FORM_S, deadline.left()))
             held = {meeting.heard("came", peer.engine) for peer in self._peers}
             if self._group is None or self._members != self._peers or held != {self._group.name}:
                 self._break_off()
                 name = f"weightbus-{self._channel}-{session.epoch}"
                 meeting.announce("group", name)
-                self._form(name, deadline)
+                self._form(name, forming)
             else:
                 meeting.announce("group", self._group.name)
-            self._wait_for("joined", "to join the group", deadline)
+            self._wait_for("joined", "to join the group", forming)
         except TransferFailed as error:
             self._fail_all(error)
             raise

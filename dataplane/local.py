@@ -23,7 +23,7 @@ import torch
 from .deadline import Deadline
 from .errors import PeerLost, TransferFailed, Unsupported
 from .local_wire import BucketDone, BucketReady, Connection, Failed, Finished, Hello, Refused, Welcome, failed
-from .transport import Address, Peer, Session, Slot
+from .transport import JOIN_S, Address, Peer, Session, Slot
 
 _MAX_PATH: Final = 107
 """sun_path of a Unix socket, less its terminating zero."""
@@ -81,10 +81,10 @@ class LocalSender:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         return Address(os.fspath(path))
 
-    def ready(self, deadline_s: float) -> None:
-        """Wait until every peer has connected, or is in `failed`."""
+    def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
+        """Wait until every peer has connected, or is in `failed`: those that have not within `join_s`."""
         self._pump(0.0)
-        self._wait(deadline_s, lambda receiver: receiver.connection is None, "did not come")
+        self._wait(min(deadline_s, join_s), lambda receiver: receiver.connection is None, "did not come")
         self._require_some()
 
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:

@@ -17,12 +17,17 @@ then may the caller write to that slot again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import torch
 
 from .manifest import BucketSpec, DigestTable, Manifest, TensorSpec
+
+JOIN_S: Final = 15.0
+"""How long a sender waits for receivers to come. They are told where at once, and coming takes no time: whoever has not
+come by then is lost, and the others, paused for this round, do not wait for it any longer. Above the control plane's
+own silence_s, so that a lost message has been sent again."""
 
 
 class Session(msgspec.Struct, frozen=True):
@@ -77,8 +82,11 @@ class Sender(Protocol):
         """Open this half for `peers` and say where. Returns at once; receivers may come from now on."""
         ...
 
-    def ready(self, deadline_s: float) -> None:
-        """Wait until every peer has come, or is in `failed`. Raises `TransferFailed` when none is left."""
+    def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
+        """Wait until every peer has come, or is in `failed`. Raises `TransferFailed` when none is left.
+
+        Peers that have not come within `join_s` are failed; what else it takes to begin may last until `deadline_s`.
+        """
         ...
 
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:

@@ -62,6 +62,13 @@ class Delivery:
             self._turn.wait_for(lambda: all(lane.offered or lane.over for lane in self._lanes), _OFFER_S)
             return tuple(_offer(lane.kind, lane.address) for lane in self._lanes if lane.address is not None)
 
+    def told(self) -> None:
+        """The coordinator knows of the offers. Until now no receiver could come, so only now they are waited for."""
+        with self._turn:
+            for lane in self._lanes:
+                lane.told = True
+            self._turn.notify_all()
+
     @property
     def unopened(self) -> dict[str, str]:
         """Engines whose lane has offered nothing, with the reason."""
@@ -141,7 +148,7 @@ class _Lane:
     ) -> None:
         self.kind = kind
         self.address: Address | None = None
-        self.offered = self.over = self.stopped = False
+        self.offered = self.told = self.over = self.stopped = False
         self.filled = self.reclaimed = 0
         self.failed: dict[str, str] = {}
         self.peers = peers
@@ -183,6 +190,7 @@ class _Lane:
         with self._turn:
             self.address, self.offered = address, True
             self._turn.notify_all()
+            self._turn.wait_for(lambda: self.told or self.stopped, self._left("the offer to be told"))
         self._sender.ready(self._left("the receivers"))
         count, depth = len(self._session.manifest.buckets), len(self._slots)
         for index in range(count):

@@ -281,7 +281,11 @@ class Drive:
         epoch, failed = Epoch(effect.epoch), _told(delivery.unopened)
         if failed:
             self._log.warning("engines_not_offered", epoch=effect.epoch, failed=failed)
-        self._request(m.Offered(request=self._key(), channel=self._channel, epoch=epoch, offers=offers, failed=failed))
+        offered = m.Offered(request=self._key(), channel=self._channel, epoch=epoch, offers=offers, failed=failed)
+        try:
+            self._request(offered)
+        finally:
+            delivery.told()  # an answer may be lost where the offer was not
 
     def _stop_delivery(self) -> None:
         delivery, self._delivery = self._delivery, None

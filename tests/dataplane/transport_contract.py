@@ -175,22 +175,27 @@ class TransportContract:
     def test_whoever_does_not_come_is_named(
         self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
     ) -> None:
-        """`ready` ends at its deadline; those who came are served, unless they are a collective."""
+        """Absentees cost `join_s`, not the deadline; those who came are served, unless they are a collective."""
         manifest = make_manifest(BUCKETS)
         session = make_session(3, 31, manifest)
         sender, engine = places.sender(self.kind), make_engine("here")
         address = sender.offer(session, [Peer("here", 1), Peer("absent", 1)])
         engine.start(session, address, 1)
+        began = time.monotonic()
         if self.collective:
             with pytest.raises(TransferFailed, match="absent"):
-                sender.ready(0.5)
+                sender.ready(PATIENCE_S, join_s=1.0)
+            assert time.monotonic() - began < PROMPT_S
             assert set(sender.failed) == {"here", "absent"}
             assert isinstance(engine.join(), TransferFailed)
         else:
-            sender.ready(0.5)
+            sender.ready(PATIENCE_S, join_s=1.0)
+            assert time.monotonic() - began < PROMPT_S
+            assert "did not come within 1.0 s" in sender.failed["absent"]
             send_all(sender, session, pool, PATIENCE_S)
             assert set(sender.failed) == {"absent"}
-            assert isinstance(engine.join(), Receipt)
+            assert engine.join() == Receipt(manifest.nbytes, BUCKETS, checked=self.checked)
+            assert engine.server.weights == [wanted(manifest, session.version)]
         sender.close()
 
     @pytest.mark.parametrize("at", range(BUCKETS))

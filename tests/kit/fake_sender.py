@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.transport import Address, Peer, Session, Slot
+from weightbus.dataplane.transport import JOIN_S, Address, Peer, Session, Slot
 
 
 class FakeSender:
@@ -38,7 +38,8 @@ class FakeSender:
             self.taken[session.epoch, peer.engine] = []
         return Address(f"/fake/{session.epoch}")
 
-    def ready(self, deadline_s: float) -> None:
+    def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
+        del join_s  # who comes is the test's business
         self.calls.append("ready")
         if self.blocking and not self.block.wait(deadline_s):
             raise PeerLost("nobody came")
