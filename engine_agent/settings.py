@@ -11,7 +11,7 @@ from weightbus.control.coordinator_settings import LogFormat, LogLevel, state_fo
 from weightbus.control.ids import NAME_PATTERN
 from weightbus.control.messages import TransportKind
 
-SECTION: Final = "engine-agent"
+SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
