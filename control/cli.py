@@ -103,14 +103,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `weightbus status | head`: the reader has seen enough
         return 141
     except Exception as error:  # noqa: BLE001  # the edge of the program: every error becomes a line and a code
-        return _explain(error, debug="--debug" in arguments)
+        return _explain(error, _chosen(arguments), debug="--debug" in arguments)
     return code
+
+
+def _chosen(arguments: Sequence[str]) -> str:
+    return next((word for word in arguments if not word.startswith("-")), "")
 
 
 def _needed(arguments: Sequence[str]) -> dict[str, Command | str]:
     """Only the command that was asked for is imported; all of them to show what there is."""
     known = table()
-    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    chosen = _chosen(arguments)
     if chosen in known:
         return {chosen: load_command(chosen, known[chosen])}
     commands: dict[str, Command | str] = {}
@@ -122,14 +126,28 @@ def _needed(arguments: Sequence[str]) -> dict[str, Command | str]:
     return commands
 
 
-def _explain(error: Exception, *, debug: bool) -> int:
+def _explain(error: Exception, command: str, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
-    expected = any(base.__name__ in {"WeightbusError", "DataplaneError"} for base in type(error).__mro__)
-    text = str(error) if expected else f"{type(error).__name__}: {error}"
-    more = "" if debug or expected else "\nThis was not foreseen. Run it again with --debug for the traceback."
-    print(f"weightbus: error: {text}{more}", file=sys.stderr)  # noqa: T201
-    return 2 if isinstance(error, ConfigurationError) else 1
+    text = _foreseen(error, command)
+    more = "" if debug or text else "\nThis was not foreseen. Run it again with --debug for the traceback."
+    shown = text or f"{type(error).__name__}: {error}"
+    print(f"weightbus: error: {shown}{more}", file=sys.stderr)  # noqa: T201
+    return 2 if isinstance(error, ConfigurationError | ModuleNotFoundError) else 1
+
+
+def _foreseen(error: Exception, command: str) -> str:
+    """What to tell about an error that says enough; empty for one that only its traceback explains."""
+    # Agents have roots of their own, which control must not import: where a class is defined says that it is ours.
+    if any(base.__module__.startswith("weightbus.") for base in type(error).__mro__):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        extra = f"[{EXTRAS[command]}]" if command in EXTRAS else ""
+        return f"`weightbus {command}` needs {error.name}, which is not installed: pip install 'weightbus{extra}'"
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"`weightbus {command}`: {where}{error.strerror}"
+    return ""
 
 
 if __name__ == "__main__":

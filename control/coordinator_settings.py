@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,17 @@ from .limits import Limits
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Wait = Annotated[float, Meta(gt=0, le=86400)]
+
+
+def state_folder() -> Path:
+    """Where this user's programs keep what must survive them, wherever they are started from."""
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if given.is_absolute():  # the specification of XDG wants others ignored
+        return given / "weightbus"
+    try:
+        return Path.home() / ".local/state/weightbus"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path("/var/lib/weightbus")
 
 
 class LogLevel(enum.StrEnum):
@@ -42,8 +54,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     pub_port: Annotated[Port, Meta(description="hints (PUB)")] = 5751
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5752
-    journal: Annotated[Path, Meta(description="SQLite file; on a local disk, never on NFS")] = Path(
-        "weightbus-journal.sqlite"
+    journal: Annotated[Path, Meta(description="SQLite file; on a local disk, never on NFS")] = msgspec.field(
+        default_factory=lambda: state_folder() / "journal.sqlite"
     )
     keys: Annotated[Path | None, Meta(description="folder made by `weightbus keygen`: turns CURVE on")] = None
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from .messages import Code
 
@@ -109,18 +110,22 @@ class RequestRefused(WeightbusError):
         super().__init__(f"refused ({code.value}): {reason}{again}")
 
 
+_BUS_ADVICE: Final = (
+    "Check that `weightbus coordinator` runs there, that host and port are its own, that no firewall stands between,"
+    " and, where keys are used, that this agent's public key is among the coordinator's"
+)
+
+
 class CoordinatorUnreachable(WeightbusError):
     """Nothing useful came back in time."""
 
-    def __init__(self, endpoint: str, tried_s: float, waiting_for: str, found: str) -> None:
+    def __init__(self, endpoint: str, tried_s: float, waiting_for: str, found: str, advice: str = _BUS_ADVICE) -> None:
         self.endpoint = endpoint
         self.tried_s = tried_s
         self.waiting_for = waiting_for
         self.found = found
         super().__init__(
-            f"coordinator at {endpoint}: no answer to {waiting_for} in {tried_s:.1f} s ({found}). Check that"
-            " `weightbus coordinator` runs there, that host and port are its own, that no firewall stands between,"
-            " and, where keys are used, that this agent's public key is among the coordinator's"
+            f"coordinator at {endpoint}: no answer to {waiting_for} in {tried_s:.1f} s ({found}). {advice}"
         )
 
 

@@ -6,6 +6,7 @@ two callables, which run on its threads and must not touch the state of others: 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -95,6 +96,16 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away, or never spoke, is its own affair; anything else is logged as the error it is."""
+        del request
+        log = structlog.get_logger("http")
+        problem = sys.exc_info()[1]
+        if isinstance(problem, (ConnectionError, TimeoutError)):
+            log.debug("client_gone", client=client_address, problem=str(problem))
+        else:
+            log.error("request_failed", client=client_address, exc_info=problem)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -101,11 +101,13 @@ class SqliteJournal:
         self._wall_clock = wall_clock
         self.boot = 0
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # one thread at a time uses it; which one is the driver's affair
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
-            raise JournalError(path, f"cannot be opened ({error})", "is the folder ours to write?") from error
+            raise JournalError(
+                path, f"cannot be opened ({error})", "name a file that you may write, with --journal"
+            ) from error
         try:
             self._open()
         except BaseException:

@@ -30,6 +30,7 @@ COORDINATOR: Final = "coordinator"
 AGENTS: Final = "agents"
 _Z85: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _RELOAD_S: Final = 1.0
+_ELSEWHERE: Final = "choose a folder that you may write, with --keys"
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -80,7 +81,10 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
         advice = f"its secret may be on another machine; remove {public_path.name} to make a new pair"
         raise PeerKeyError(secret_path, f"missing, though {public_path.name} exists", advice)
     pair = make()
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise PeerKeyError(secret_path, f"its folder cannot be made: {problem.strerror}", _ELSEWHERE) from problem
     comment = f"# weightbus secret key of {name}. Only for that machine; never in an image or an environment variable."
     _write_new(secret_path, f"{comment}\n{pair.secret}\n", 0o600)
     _write_public(public_path, name, pair.public)
@@ -160,6 +164,6 @@ def _write_new(path: Path, text: str, mode: int) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except OSError as problem:
-        raise PeerKeyError(path, f"cannot be written: {problem.strerror}", "choose another folder") from problem
+        raise PeerKeyError(path, f"cannot be written: {problem.strerror}", _ELSEWHERE) from problem
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(text)

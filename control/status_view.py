@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.error
 import urllib.request
 from http.client import HTTPException
 from typing import Final
@@ -17,6 +16,7 @@ from rich.text import Text
 from .errors import ConfigurationError, CoordinatorUnreachable, Malformed, WeightbusError
 from .status import ChannelView, EngineView, StatusView
 
+_ADVICE: Final = "Check that `weightbus coordinator` runs there, and that --url names its HTTP port (--http-port)"
 _DECODER: Final = msgspec.json.Decoder(StatusView)
 # The port is on this host or this network: a proxy for the Internet has no business here.
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -30,8 +30,9 @@ def fetch(url: str, timeout_s: float) -> bytes:
     try:
         with _OPENER.open(f"{url.rstrip('/')}/status", timeout=timeout_s) as answer:
             body: bytes = answer.read()
-    except (urllib.error.URLError, HTTPException, OSError) as problem:
-        raise CoordinatorUnreachable(url, time.monotonic() - begun, "GET /status", str(problem)) from problem
+    except (HTTPException, OSError) as problem:
+        reason = getattr(problem, "reason", problem)  # urllib wraps what the socket said
+        raise CoordinatorUnreachable(url, time.monotonic() - begun, "GET /status", str(reason), _ADVICE) from problem
     return body
 
 

@@ -34,7 +34,7 @@ class UnfitManifest(EngineAgentError):
 
 
 class StateUnreadable(EngineAgentError):
-    """The state folder holds something that this version did not write."""
+    """The state folder cannot be used, or holds something that this version did not write."""
 
 
 class ServerError(EngineAgentError, TransferFailed):

@@ -13,7 +13,13 @@ class RecordFile:
     """The record of the engine `name` in `folder`."""
 
     def __init__(self, folder: Path, name: str) -> None:
+        """Makes the folder at once: an agent that cannot remember must not start. Raises `StateUnreadable`."""
         self.path = folder / f"{name}.json"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            advice = "name one that you may write, with --state-dir"
+            raise StateUnreadable(f"state folder {folder} cannot be made: {error.strerror}; {advice}") from error
 
     def read(self) -> Record | None:
         """What was written last; None when nothing was. Raises `StateUnreadable` on anything else."""
@@ -32,7 +38,6 @@ class RecordFile:
 
     def write(self, record: Record) -> None:
         """Make `record` durable: when this returns, a crash of the machine does not undo it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.path.with_suffix(".new")
         with fresh.open("wb") as file:
             file.write(msgspec.json.encode(record))

@@ -7,11 +7,11 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from weightbus.control.coordinator_settings import LogFormat, LogLevel
+from weightbus.control.coordinator_settings import LogFormat, LogLevel, state_folder
 from weightbus.control.ids import NAME_PATTERN
 from weightbus.control.messages import TransportKind
 
-SECTION: Final = "engine-agent"
+SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
@@ -41,8 +41,8 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_api_key: Annotated[str, Meta(description="the server's --admin-api-key; likewise")] = ""
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5760
-    state_dir: Annotated[Path, Meta(description="folder for what must survive the agent; local disk")] = Path(
-        ".weightbus"
+    state_dir: Annotated[Path, Meta(description="folder for what must survive the agent; local disk")] = msgspec.field(
+        default_factory=state_folder
     )
     runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, shared with a trainer on this host")] = (
         None

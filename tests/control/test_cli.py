@@ -111,6 +111,32 @@ def test_errors_are_one_line(probe: Probe, capsys: pytest.CaptureFixture[str]) -
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_foreseen_errors_say_what_to_do(probe: Probe, capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors of the agents, the system's and missing packages are one line, without asking for a traceback."""
+    ours = type("AnyError", (Exception,), {"__module__": "weightbus.engine_agent.errors"})
+    for error, expected in (
+        (ours("the server is away"), "the server is away"),
+        (PermissionError(13, "Permission denied", "/keys"), "`weightbus probe`: /keys: Permission denied"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            "`weightbus probe` needs torch, which is not installed: pip install 'weightbus'",
+        ),
+    ):
+        probe.error = error
+        assert main(["probe"]) in {1, 2}
+        assert capsys.readouterr().err == f"weightbus: error: {expected}\n"
+
+
+def test_missing_package_names_the_extra(
+    probe: Probe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A demo without torch says which installation brings it."""
+    monkeypatch.setattr(cli, "table", lambda: {"demo": "here:probe"})
+    probe.error = ModuleNotFoundError("No module named 'torch'", name="torch")
+    assert main(["demo"]) == 2
+    assert "pip install 'weightbus[demo]'" in capsys.readouterr().err
+
+
 def test_interrupt_and_closed_pipe(probe: Probe, capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C and a reader that has seen enough are no errors worth a message."""
     probe.error = KeyboardInterrupt()
@@ -163,6 +189,9 @@ def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
     pairs = ["coordinator", "agents/t0", "agents/e0", "agents/e1"]
     assert names == sorted(f"{pair}.{half}" for pair in pairs for half in ("key", "pub"))
+    (tmp_path / "file").touch()
+    assert main(["keygen", "--keys", str(tmp_path / "file" / "keys")]) == 2
+    assert "--keys" in capsys.readouterr().err
     assert main(["keygen", "--keys", str(folder), "../escape"]) == 2
     assert "not a name" in capsys.readouterr().err
 
@@ -179,7 +208,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_status_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     """A coordinator that is away is one clear line; an address that is none is a configuration error."""
     assert main(["status", "--url", "http://127.0.0.1:1"]) == 1
-    assert "http://127.0.0.1:1" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "http://127.0.0.1:1" in text
+    assert "refused" in text
+    assert "key" not in text
     assert main(["status", "--url", "ftp://x"]) == 2
 
 

@@ -105,6 +105,18 @@ def test_silent_client_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch)
     assert http_module.REQUEST_TIMEOUT_S <= 10
 
 
+def test_client_that_goes_away_costs_no_traceback(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """A scraper that hangs up is a line for debugging; what is our fault stays an error with its cause."""
+    with structlog.testing.capture_logs() as logs:
+        for problem in (BrokenPipeError(), ConnectionResetError(), TimeoutError(), ValueError("ours")):
+            try:
+                raise problem  # noqa: TRY301
+            except Exception:  # noqa: BLE001
+                world.port._server.handle_error(None, ("127.0.0.1", 1))
+    assert [entry["log_level"] for entry in logs] == ["debug", "debug", "debug", "error"]
+    assert capfd.readouterr().err == ""
+
+
 def test_port_in_use_is_a_configuration_error(world: World) -> None:
     """The message names address and port."""
     with pytest.raises(ConfigurationError, match=f"127.0.0.1:{world.port.port}"):

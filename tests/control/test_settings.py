@@ -209,3 +209,14 @@ def test_coordinator_settings_refused(flags: dict[str, object], said: str) -> No
     """Settings that cannot work together, or at all."""
     with pytest.raises(ConfigurationError, match=said):
         load(CoordinatorSettings, "coordinator", flags=flags)
+
+
+def test_journal_does_not_follow_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A coordinator restarted from another folder finds what it had committed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert CoordinatorSettings().journal == tmp_path / "weightbus" / "journal.sqlite"
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert CoordinatorSettings().journal == Path("/home/somebody/.local/state/weightbus/journal.sqlite")
+    monkeypatch.setenv("HOME", "")
+    assert CoordinatorSettings().journal.is_absolute()
