@@ -25,7 +25,7 @@ import msgspec
 from . import codec
 from .bus import DealerLink
 from .errors import BlobMismatch, ClientClosed, RequestRefused, WeightbusError
-from .ids import Digest, RequestId
+from .ids import Digest, RequestId, Version
 from .keys import CurveFiles
 from .links import AgentLink
 from .messages import (
@@ -152,6 +152,11 @@ class BusClient:
     def welcome(self) -> Welcome | None:
         """The newest one."""
         return self._welcome
+
+    @property
+    def committed(self) -> Version | None:
+        """The version that is committed in this agent's channel, as the coordinator said it last."""
+        return self._session.committed
 
     @property
     def heard_at(self) -> float | None:

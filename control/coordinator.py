@@ -323,8 +323,9 @@ class Coordinator:
         self._flush(channel, now)
 
     def _heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
-        self._send(peer, Alive(seq=message.seq, boot=self.boot))
         channel = self._channel(agent.channel)
+        committed = channel.committed.version if channel.committed else None
+        self._send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed))
         if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
             self._flush(channel, now)
 

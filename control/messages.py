@@ -464,6 +464,8 @@ class Alive(Message, frozen=True):
 
     seq: Count
     boot: Count
+    committed: VersionNumber | None = None
+    """Of the agent's channel, now: an engine that a round has left behind learns it from here."""
 
 
 class Ack(Message, frozen=True):

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from .errors import CoordinatorUnreachable, ProtocolError, RequestRefused, WeightbusError, WrongProtocol
-from .ids import RequestId
+from .ids import RequestId, Version
 from .messages import Ack, Alive, BlobPage, Code, Granted, Refused, Status, ToAgent, ToCoordinator, Welcome
 
 RETRYABLE: Final = frozenset({Code.NAME_TAKEN, Code.SHUTTING_DOWN, Code.READ_ONLY})
@@ -152,6 +152,8 @@ class Session:
         """`keys` begins every Hello's request key; it must be unlike that of any other session."""
         self.phase = Phase.JOINING
         self.welcome: Welcome | None = None
+        self.committed: Version | None = None
+        """Newest version that the coordinator called committed in this agent's channel."""
         self.refusal: RequestRefused | None = None
         """Why the last `Hello` was refused, while it is repeated."""
         self._endpoint = endpoint
@@ -234,6 +236,8 @@ class Session:
                 known = self._pending.pop(message.request, None)
                 return (Resolve(message.request, message, blob),) if known else ()  # a duplicate, or too late
             case Alive():
+                if self.welcome is not None and message.boot == self.welcome.boot:
+                    self.committed = message.committed
                 return ()
             case _:
                 return (Deliver(message),)
@@ -243,6 +247,7 @@ class Session:
             return ()  # a duplicate
         self.phase = Phase.JOINED
         self.welcome, self.refusal, self._noise = welcome, None, ""
+        self.committed = welcome.committed.version if welcome.committed else None
         self._beat_at = now + welcome.heartbeat_s
         for each in self._pending.values():
             each.resend_at, each.backoff_s = now, self._timing.resend_first_s

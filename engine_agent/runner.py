@@ -359,15 +359,18 @@ class EngineAgent:
     def _readiness(self) -> Readiness:
         """Whether clients may be sent here: the server generates from one complete, known set of weights."""
         view = self._view
-        committed = self._bus.welcome.committed if self._bus and self._bus.welcome else None
+        bus = self._bus
+        committed = bus.committed if bus else None
         if not view.up or view.health is not EngineHealth.CLEAN:
             return Readiness(False, f"{view.health.value}: {view.reason}")
         if view.paused:
             return Readiness(False, f"paused, {view.doing or view.stage.value}")
-        if committed is not None and (view.held is None or view.held.version < committed.version):
-            found = f"version {view.held.version}" if view.held else "the weights of its launch"
-            return Readiness(False, f"holds {found}, committed is {committed.version}")
-        return Readiness(True, f"version {view.held.version}" if view.held else "the weights of its launch")
+        if not self._connected():
+            return Readiness(False, "the coordinator is silent: what is committed by now is not known")
+        found = f"version {view.held.version}" if view.held else "the weights of its launch"
+        if committed is not None and (view.held is None or view.held.version < committed):
+            return Readiness(False, f"holds {found}, committed is {committed}")
+        return Readiness(True, found)
 
     def _status(self) -> bytes:
         readiness = self._readiness()

@@ -37,8 +37,12 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     url: Annotated[str, Meta(description="where clients reach the server, if that is elsewhere")] = ""
     coordinator: Annotated[str, Meta(description="endpoint of the coordinator")] = "tcp://127.0.0.1:5750"
     keys: Annotated[Path | None, Meta(description="folder with this agent's CURVE keys")] = None
-    api_key: Annotated[str, Meta(description="the server's --api-key; better given by environment or file")] = ""
-    admin_api_key: Annotated[str, Meta(description="the server's --admin-api-key; likewise")] = ""
+    api_key: Annotated[
+        str, Meta(description="the server's --api-key; better given by environment or file", extra={"secret": True})
+    ] = ""
+    admin_api_key: Annotated[
+        str, Meta(description="the server's --admin-api-key; likewise", extra={"secret": True})
+    ] = ""
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5760
     state_dir: Annotated[Path, Meta(description="folder for what must survive the agent; local disk")] = msgspec.field(

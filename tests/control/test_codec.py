@@ -105,7 +105,7 @@ TO_COORDINATOR: tuple[tuple[m.ToCoordinator, bytes | None], ...] = (
 )
 TO_AGENT: tuple[tuple[m.ToAgent, bytes | None], ...] = (
     (m.Welcome(request=KEY, boot=2, epoch=EPOCH, committed=HELD, heartbeat_s=1.0, silence_s=10.0), None),
-    (m.Alive(seq=3, boot=2), None),
+    (m.Alive(seq=3, boot=2, committed=VERSION), None),
     (m.Ack(request=KEY), None),
     (m.Refused(request=KEY, code=m.Code.LEASE_HELD, reason="held by t1", retry_after_s=2.5), None),
     (m.BlobPage(request=KEY, digest=MANIFEST, page=0, pages=2), b"page"),

@@ -23,6 +23,7 @@ from weightbus.control.messages import (
     Abandon,
     Abort,
     Acquire,
+    Alive,
     Code,
     Commit,
     EngineHealth,
@@ -99,6 +100,16 @@ def test_commit_record_is_durable_before_any_engine_hears_of_it() -> None:
     lines = world.transcript
     record = next(i for i, line in enumerate(lines) if "journal Committed" in line)
     assert record < min(i for i, line in enumerate(lines) if "<- Commit" in line)
+
+
+def test_alive_names_the_committed_version() -> None:
+    """An engine that a round went past hears of it with the next heartbeat, without joining anew."""
+    world = World()
+    engine = world.engine("e0")
+    world.publish(world.trainer(), 7)
+    effects = world.machine.handle(MessageReceived(peer=engine.peer, message=engine.heartbeat()), world.now)
+    (alive,) = [e.message for e in effects if isinstance(e, SendTo) and isinstance(e.message, Alive)]
+    assert alive.committed == 7
 
 
 def test_early_and_repeated_ticks_do_nothing() -> None:

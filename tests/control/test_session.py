@@ -111,6 +111,15 @@ def test_heartbeats_follow_the_welcome(joined: Conversation) -> None:
     assert joined.after(1.0) == (SayAlive(2),)
 
 
+def test_the_committed_version_is_known_from_every_word_that_names_it(joined: Conversation) -> None:
+    """The Welcome may be hours old: what `Alive` says counts, unless it is of another boot."""
+    assert joined.session.committed is None
+    joined(Heard(Alive(seq=1, boot=1, committed=Version(8))))
+    assert joined.session.committed == 8
+    joined(Heard(Alive(seq=2, boot=0, committed=Version(3))))
+    assert joined.session.committed == 8
+
+
 def test_silence_means_a_new_connection(joined: Conversation) -> None:
     """After silence_s without a word: connect, Hello under a new key, and everything unanswered again."""
     joined.ask()

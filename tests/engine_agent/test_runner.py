@@ -12,15 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 from structlog.testing import capture_logs
 
+from weightbus.control.ids import Digest, Epoch, Version
+from weightbus.control.messages import EngineHealth, Held
 from weightbus.engine_agent.record_file import RecordFile
 from weightbus.engine_agent.runner import EngineAgent
 from weightbus.engine_agent.settings import EngineAgentSettings
+from weightbus.engine_agent.stages import Stage, View
 from weightbus.trainer_agent import TrainerAgent
 
 from ..kit import tiny_model
@@ -207,6 +211,32 @@ def test_a_server_that_dies_half_way_comes_back_paused(deployment: Deployment) -
     deployment.publish(8)
     until("the repair", lambda: deployment.view.health.value == "clean")
     assert deployment.fake.mode == ""
+
+
+@pytest.mark.parametrize(
+    ("held", "committed", "heard_s_ago", "why_not"),
+    [
+        (7, 7, 1.0, ""),
+        (7, 8, 1.0, "holds version 7, committed is 8"),
+        (None, 8, 1.0, "holds the weights of its launch, committed is 8"),
+        (None, None, 1.0, ""),
+        (7, 7, 11.0, "the coordinator is silent"),
+    ],
+)
+def test_ready_means_the_committed_version(
+    tmp_path: Path, held: int | None, committed: int | None, heard_s_ago: float, why_not: str
+) -> None:
+    """An engine that rounds have left behind is not ready, nor one that may have been, by the newest word heard."""
+    agent = EngineAgent(EngineAgentSettings(name="e0", channel="c", state_dir=tmp_path))
+    weights = None if held is None else Held(version=Version(held), manifest=Digest("a" * 64), table=Digest("b" * 64))
+    agent._view = View(True, EngineHealth.CLEAN, weights, False, Stage.IDLE, Epoch(1), "", "")
+    bus = SimpleNamespace(
+        committed=committed, heard_at=time.monotonic() - heard_s_ago, welcome=SimpleNamespace(silence_s=10.0)
+    )
+    agent._bus = cast("Any", bus)
+    verdict = agent._readiness()
+    assert verdict.ready is (not why_not)
+    assert why_not in verdict.reason
 
 
 def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_path: Path) -> None:
