@@ -85,6 +85,7 @@ class Application:
         self._before: tuple[EngineHealth, Held | None] = (self.health, None)
         self._numbers = 0
         self._boot = 0
+        self._ours = False
         self._lease_s = UNSETTLED_S
         self._quiet_since = 0.0
         self._paused_at: float | None = None
@@ -366,6 +367,7 @@ class Application:
 
     def _recognise(self, event: ServerFound, known: str) -> tuple[Effect, ...]:
         if known == event.identity and self._record is not None:
+            self._ours = self._record.health is not EngineHealth.PENDING  # which needs no round to be written
             self.health, self.held = self._record.health, self._record.held
             self._checkpoint = self._record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
@@ -374,7 +376,7 @@ class Application:
 
     def _new_launch(self, event: ServerFound, *, restarted: bool) -> tuple[Effect, ...]:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
-        self._checkpoint = event.checkpoint
+        self._checkpoint, self._ours = event.checkpoint, False
         updated = self._record is not None or self.epoch > 0 or event.label.isdigit()
         self.health, self.held = EngineHealth.PENDING if updated else EngineHealth.CLEAN, None
         if not updated:
@@ -399,16 +401,30 @@ class Application:
     def _tick(self, heard_at: float, now: float) -> tuple[Effect, ...]:
         """The pause lease: a clean server must not stay paused because the coordinator is gone."""
         clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
-        if self._running is not None or not clean or now < heard_at + self._lease_s or not self._due(now):
+        if (
+            not self._answerable
+            or self._running is not None
+            or not clean
+            or now < heard_at + self._lease_s
+            or not self._due(now)
+        ):
             return ()
         return self._run(Release(None, False, HOLD_S), None, now)
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
         """A server that must not generate is paused, whatever happened to it."""
         held_back = self.health is EngineHealth.CLEAN or self.paused is True
-        if not self.up or held_back or self._running is not None or not self._due(now):
+        if not self._answerable or not self.up or held_back or self._running is not None or not self._due(now):
             return ()
         return self._run(PauseServer(PauseMode.RETRACT.value, HOLD_S), None, now)
+
+    @property
+    def _answerable(self) -> bool:
+        """Whether this server is ours to pause or resume unasked: a stray agent must not touch that of another.
+
+        A welcome says so, or the record of a round on this very launch.
+        """
+        return self._boot > 0 or self._ours
 
     def _due(self, now: float) -> bool:
         if now < self._tried_at + 1.0:

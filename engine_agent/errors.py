@@ -4,6 +4,8 @@ EngineAgentError
     UnknownDialect      this SGLang version was never checked: name a dialect by hand, or pin a known version
     UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
     StateUnreadable     the state folder holds something this version did not write
+    StateUnwritable     (also a ConfigurationError) nothing can be kept in the state folder
+    StateInUse          (also a ConfigurationError) another agent keeps the record of this engine
     ServerError         (also a TransferFailed) the server did not do what it was asked
         ServerUnreachable   no connection, or it broke before an answer came
         ServerSilent        no answer within the deadline; what was asked may still happen
@@ -11,6 +13,9 @@ EngineAgentError
         WrongWeights        the server said yes, and its live weights are not the ones that were sent
 """
 
+from pathlib import Path
+
+from weightbus.control.errors import ConfigurationError
 from weightbus.dataplane.errors import TransferFailed
 
 
@@ -35,6 +40,26 @@ class UnfitManifest(EngineAgentError):
 
 class StateUnreadable(EngineAgentError):
     """The state folder cannot be used, or holds something that this version did not write."""
+
+
+class StateUnwritable(EngineAgentError, ConfigurationError):
+    """Nothing can be kept in the state folder."""
+
+    def __init__(self, folder: Path, problem: OSError) -> None:
+        super().__init__(
+            f"state folder {folder} cannot be written ({problem.strerror or problem}): make it writable for this agent,"
+            " or name another with --state-dir"
+        )
+
+
+class StateInUse(EngineAgentError, ConfigurationError):
+    """Another agent keeps the record of this engine."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(
+            f"another agent with the name {name!r} runs on the state folder {folder}: end it, or give this one another"
+            " --name"
+        )
 
 
 class ServerError(EngineAgentError, TransferFailed):

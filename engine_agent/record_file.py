@@ -1,11 +1,13 @@
 """Where an agent keeps what must survive its death: one small file per engine, replaced atomically."""
 
+import fcntl
 import os
+import weakref
 from pathlib import Path
 
 import msgspec
 
-from .errors import StateUnreadable
+from .errors import StateInUse, StateUnreadable, StateUnwritable
 from .events import Record
 
 
@@ -13,13 +15,35 @@ class RecordFile:
     """The record of the engine `name` in `folder`."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Makes the folder at once: an agent that cannot remember must not start. Raises `StateUnreadable`."""
         self.path = folder / f"{name}.json"
+        self._name = name
+        self._lock: weakref.finalize[[int], RecordFile] | None = None
+
+    def claim(self) -> None:
+        """Be the only agent of that name here, and prove that a record can be kept. Raises a `ConfigurationError`."""
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._take_lock()
+            fresh = self._write_fresh(b"{}")
+            fresh.unlink()
         except OSError as error:
-            advice = "name one that you may write, with --state-dir"
-            raise StateUnreadable(f"state folder {folder} cannot be made: {error.strerror}; {advice}") from error
+            self.release()
+            raise StateUnwritable(self.path.parent, error) from error
+
+    def release(self) -> None:
+        """Let another agent claim it."""
+        if self._lock is not None:
+            self._lock()
+
+    def _take_lock(self) -> None:
+        # Beside the record, because the record is another file after every write.
+        lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = weakref.finalize(self, os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise StateInUse(self.path.parent, self._name) from error
 
     def read(self) -> Record | None:
         """What was written last; None when nothing was. Raises `StateUnreadable` on anything else."""
@@ -38,14 +62,18 @@ class RecordFile:
 
     def write(self, record: Record) -> None:
         """Make `record` durable: when this returns, a crash of the machine does not undo it."""
-        fresh = self.path.with_suffix(".new")
-        with fresh.open("wb") as file:
-            file.write(msgspec.json.encode(record))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self.path)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._write_fresh(msgspec.json.encode(record)).replace(self.path)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def _write_fresh(self, content: bytes) -> Path:
+        fresh = self.path.with_suffix(".new")
+        with fresh.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return fresh

@@ -53,6 +53,7 @@ from .application import Application
 from .errors import EngineAgentError
 from .events import (
     Answer,
+    Broken,
     Cancel,
     Commanded,
     Effect,
@@ -60,6 +61,8 @@ from .events import (
     ForgetAnswers,
     Note,
     Operated,
+    Receive,
+    Record,
     Remember,
     Run,
     Ticked,
@@ -106,6 +109,8 @@ class EngineAgent:
         self.meters = Meters(Side.ENGINE)
         self._incarnation = Incarnation(os.urandom(8).hex())
         self._records = RecordFile(settings.state_dir, settings.name)
+        self._records.claim()
+        self._unsaved: Record | None = None
         self._server = SGLangServer(settings.server, Keys(settings.api_key, settings.admin_api_key), settings.dialect)
         self._worker = Worker(
             settings.name, self._server, self._receiver, settings.model_path, self.meters, proof=settings.verify
@@ -220,6 +225,8 @@ class EngineAgent:
             return
         if event is not None:
             self._dispatch(event)
+        if self._unsaved is not None:
+            self._remember(self._unsaved)
         self._dispatch(Ticked(self._heard_at()))
 
     def _heard_at(self) -> float:
@@ -229,14 +236,37 @@ class EngineAgent:
     def _dispatch(self, event: Event) -> None:
         effects = self._machine.handle(event, time.monotonic())
         self._machine.check()
+        unsaved = ""
         for effect in effects:
-            self._carry_out(effect)
+            if isinstance(effect, Remember):
+                unsaved = self._remember(effect.record)
+            elif unsaved and isinstance(effect, Run) and isinstance(effect.operation, Receive):
+                # Nobody would know after a crash that the weights are mixed: the transfer does not begin.
+                self._events.put(Operated(effect.number, Broken(unsaved)))
+            else:
+                self._carry_out(effect)
         self._show(self._machine.view())
+
+    def _remember(self, record: Record) -> str:
+        """Write it; if that is impossible, return why, and try again with every step.
+
+        A record that stays behind is of a worse state than the true one, but for the one before a transfer.
+        """
+        try:
+            self._records.write(record)
+        except OSError as error:
+            reason = f"cannot write {self._records.path}: {error.strerror or error}"
+            if self._unsaved is None:
+                self._log.error("record_not_written", reason=reason, health=record.health.value)
+            self._unsaved = record
+            return reason
+        self._unsaved = None
+        return ""
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Remember():
-                self._records.write(effect.record)
+                self._remember(effect.record)
             case Answer():
                 self._answers.put((self._boot, effect.message))
             case ForgetAnswers():
@@ -277,6 +307,7 @@ class EngineAgent:
         self._worker.close()
         self._server.close()
         http.stop()
+        self._records.release()
 
     # -- other threads ------------------------------------------------------------------------------------------------
 

@@ -179,6 +179,27 @@ def test_commit_failure_stays_paused_and_can_be_repeated_by_a_new_commit() -> No
     assert ran(world.commit()) == ["Release"]
 
 
+@pytest.mark.parametrize("label", ["default", "7"])
+@pytest.mark.parametrize("lives", [1, 2])
+def test_a_stray_agent_touches_nothing(label: str, lives: int) -> None:
+    """Before a welcome a server is neither paused nor resumed, not even by an agent that was started again."""
+    record: Record | None = None
+    for _ in range(lives):
+        world = World(record, label=label, joined=False)
+        world.tick(100)
+        world.tick(100)
+        assert world.doing is None
+        record = world.record
+    assert ran(world.welcome()) == (["PauseServer"] if label == "7" else [])
+
+
+def test_a_dirty_server_is_held_back_without_the_coordinator() -> None:
+    """The record of a round is enough to know whose server it is."""
+    record = Record(identity="first", health=m.EngineHealth.DIRTY, epoch=3)
+    world = World(record, joined=False)
+    assert ran(tuple(world.effects)) == ["PauseServer"]
+
+
 def test_pause_lease_resumes_a_clean_engine() -> None:
     """With the coordinator gone, a paused engine that nobody touched serves its old version again."""
     world = World()

@@ -1,30 +1,46 @@
-"""The folder in which a sidecar remembers."""
+"""Where an agent keeps what must survive it."""
 
-import stat
 from pathlib import Path
 
 import pytest
 
-from weightbus.engine_agent.errors import StateUnreadable
+from weightbus.control.errors import ConfigurationError
+from weightbus.control.messages import EngineHealth
+from weightbus.engine_agent.errors import StateInUse, StateUnwritable
+from weightbus.engine_agent.events import Record
 from weightbus.engine_agent.record_file import RecordFile
-from weightbus.engine_agent.settings import EngineAgentSettings
 
 
-def test_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
-    """What a sidecar remembers is nobody else's to change."""
-    folder = tmp_path / "state" / "weightbus"
-    assert RecordFile(folder, "e0").read() is None
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+def test_a_claim_leaves_the_record_as_it_is(tmp_path: Path) -> None:
+    """That the folder can be written is tried out beside the record."""
+    record = Record(identity="first", health=EngineHealth.DIRTY, epoch=3)
+    first = RecordFile(tmp_path / "state", "e0")
+    first.claim()
+    assert first.read() is None
+    first.write(record)
+    first.release()
+    second = RecordFile(tmp_path / "state", "e0")
+    second.claim()
+    assert second.read() == record
 
 
-def test_folder_that_cannot_be_made_names_the_flag(tmp_path: Path) -> None:
-    """An agent that could not remember does not start."""
-    (tmp_path / "file").touch()
-    with pytest.raises(StateUnreadable, match=r"file/state.*--state-dir"):
-        RecordFile(tmp_path / "file" / "state", "e0")
+def test_one_agent_of_a_name(tmp_path: Path) -> None:
+    """A second agent with the same name and folder does not start; with another name, or after the first, it does."""
+    first, second, other = RecordFile(tmp_path, "e0"), RecordFile(tmp_path, "e0"), RecordFile(tmp_path, "e1")
+    first.claim()
+    with pytest.raises(StateInUse, match="another agent with the name 'e0'"):
+        second.claim()
+    other.claim()
+    first.release()
+    second.claim()
 
 
-def test_state_does_not_follow_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A sidecar restarted from another folder knows whether its server was left half loaded."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert EngineAgentSettings(name="e0", channel="policy").state_dir == tmp_path / "weightbus"
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -> None:
+    """As a mistake of configuration that names the folder, not in mid-round."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateUnwritable, match=str(tmp_path / "file" / "state")) as refused:
+        RecordFile(tmp_path / "file" / "state", "e0").claim()
+    assert isinstance(refused.value, ConfigurationError)
+    (tmp_path / "e1.new").mkdir()
+    with pytest.raises(StateUnwritable, match="--state-dir"):
+        RecordFile(tmp_path, "e1").claim()

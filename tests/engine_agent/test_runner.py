@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import socket
 import subprocess
@@ -19,8 +20,10 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.control.ids import Digest, Epoch, Version
+from weightbus.control import messages as m
+from weightbus.control.ids import Channel, Digest, Epoch, Version
 from weightbus.control.messages import EngineHealth, Held
+from weightbus.engine_agent.events import Commanded, Release
 from weightbus.engine_agent.record_file import RecordFile
 from weightbus.engine_agent.runner import EngineAgent
 from weightbus.engine_agent.settings import EngineAgentSettings
@@ -31,6 +34,7 @@ from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang
 from ..kit.fake_source import FakeSource
 from ..kit.fake_weights import read
+from .world import World
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -237,6 +241,40 @@ def test_ready_means_the_committed_version(
     verdict = agent._readiness()
     assert verdict.ready is (not why_not)
     assert why_not in verdict.reason
+
+
+def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk in mid-round: the server is sent nothing and stays clean, the abort resumes it."""
+    agent, world = EngineAgent(EngineAgentSettings(name="e0", channel="c", state_dir=tmp_path)), World(up=False)
+    world.machine = agent._machine
+    world.found()
+    world.to_paused()
+
+    def full(_record: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(agent._records, "write", full)
+    offer = m.Offer(transport=m.TransportKind.LOCAL, address="/run/x")
+    order: dict[str, Any] = {"channel": Channel("c"), "epoch": Epoch(1), "deadline_s": 30.0}
+    weights: dict[str, Any] = {"version": Version(7), "manifest": Digest("a" * 64), "table": Digest("b" * 64)}
+    agent._dispatch(Commanded(m.Transfer(**order, **weights, offer=offer, rank_offset=1)))
+    assert agent._operations.empty()
+    agent._step(agent._next())
+    _, answer = agent._answers.get_nowait() or (0, None)
+    assert isinstance(answer, m.Failed)
+    assert (answer.step, answer.health) == (m.Step.TRANSFER, EngineHealth.CLEAN)
+    assert "No space left on device" in answer.reason
+    agent._dispatch(Commanded(m.Abort(**order, reason="the test says so")))
+    run = agent._operations.get_nowait()
+    assert run is not None
+    assert isinstance(run.operation, Release)
+    monkeypatch.undo()
+    agent._step(None)
+    kept = agent._records.read()
+    assert kept is not None
+    assert kept.health is EngineHealth.CLEAN
 
 
 def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ MANIFEST, TABLE, OTHER = "a" * 64, "b" * 64, "c" * 64
 class World:
     """One engine, its clock, and everything the machine asked for."""
 
-    def __init__(self, record: Record | None = None, *, up: bool = True, label: str = "default") -> None:
+    def __init__(
+        self, record: Record | None = None, *, up: bool = True, label: str = "default", joined: bool = True
+    ) -> None:
         self.machine = Application(CHANNEL, "life1", record)
         self.now = 100.0
         self.heard_at = 100.0
@@ -45,6 +47,8 @@ class World:
         self._pending: list[Run] = []
         if up:
             self.found("first", label)
+        if joined:
+            self.welcome()
 
     # -- events
 
