@@ -197,10 +197,15 @@ class Demo:
             time.sleep(_POLL_S)
 
 
+_LONGEST_TEMP = 50
+"""Characters of a folder for temporary files: sockets lie below it, and their names hold 107 bytes."""
+
+
 def run(settings: DemoSettings) -> int:
     """Run the demo; the exit status."""
     view = View(as_json=settings.json)
-    folder = Path(tempfile.mkdtemp(prefix="weightbus-demo-"))
+    deep = len(tempfile.gettempdir()) > _LONGEST_TEMP
+    folder = Path(tempfile.mkdtemp(prefix="weightbus-demo-", dir="/tmp" if deep else None))  # noqa: S108 - made for us
     for name in ("logs", "run"):
         (folder / name).mkdir(mode=0o700)
     good = False
