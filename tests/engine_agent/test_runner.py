@@ -21,6 +21,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from weightbus.control import messages as m
+from weightbus.control.errors import ConfigurationError
 from weightbus.control.ids import Channel, Digest, Epoch, Version
 from weightbus.control.messages import EngineHealth, Held
 from weightbus.engine_agent.events import Commanded, Release
@@ -75,6 +76,7 @@ class Deployment:
             channel=self.channel,
             server=self.fake.url,
             coordinator=self.coordinator,
+            insecure_loopback=True,
             http_port=0,
             state_dir=self.folder / "state",
             runtime_dir=Path(self.run.name),
@@ -105,6 +107,7 @@ class Deployment:
             source,
             channel=self.channel,
             coordinator=self.coordinator,
+            insecure_loopback=True,
             transport=("local",),
             bucket_bytes=100_000,
             runtime_dir=Path(self.run.name),
@@ -124,6 +127,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A real one, with ports that were free."""
     folder, port, http = tmp_path_factory.mktemp("coordinator"), free_port(), free_port()
     argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--router-port={port}"]
+    argv += ["--insecure-loopback"]
     argv += [f"--pub-port={free_port()}", f"--http-port={http}", f"--journal={folder / 'j.sqlite'}"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -241,6 +245,23 @@ def test_ready_means_the_committed_version(
     verdict = agent._readiness()
     assert verdict.ready is (not why_not)
     assert why_not in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({}, "weightbus keygen"),
+        ({"insecure_loopback": True, "coordinator": "tcp://10.0.0.5:5750"}, "weightbus keygen"),
+    ],
+)
+def test_a_sidecar_without_keys_does_not_start(
+    given: dict[str, Any], advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it looks for its server, and with what to do: no keys, and off the loopback not even when told."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    agent = EngineAgent(EngineAgentSettings(name="e0", channel="c", state_dir=tmp_path, **given))
+    with pytest.raises(ConfigurationError, match=advice):
+        agent.run()
 
 
 def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
