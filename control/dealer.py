@@ -1,4 +1,4 @@
-"""The agent's ZeroMQ sockets: a DEALER for its conversation, a SUB for hints. bus.py says why they are set as they are."""
+"""The agent's ZeroMQ sockets: a DEALER for its conversation, a SUB for hints. bus.py says why their options are so."""
 
 from __future__ import annotations
 
