@@ -22,8 +22,9 @@ from structlog.testing import capture_logs
 
 from weightbus.control import messages as m
 from weightbus.control.errors import ConfigurationError
-from weightbus.control.ids import Channel, Digest, Epoch, Version
-from weightbus.control.messages import EngineHealth, Held
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
+from weightbus.control.messages import EngineHealth, Held, Role
+from weightbus.control.provision import Member, provision
 from weightbus.engine_agent.events import Commanded, Release
 from weightbus.engine_agent.record_file import RecordFile
 from weightbus.engine_agent.runner import EngineAgent
@@ -60,8 +61,9 @@ def free_port() -> int:
 class Deployment:
     """One coordinator, one fake server, one sidecar that can be stopped and started."""
 
-    def __init__(self, folder: Path, coordinator: int) -> None:
-        self.folder, self.coordinator = folder, f"tcp://127.0.0.1:{coordinator}"
+    def __init__(self, folder: Path, coordinator: tuple[int, Path]) -> None:
+        port, self.keys = coordinator
+        self.folder, self.coordinator = folder, f"tcp://127.0.0.1:{port}"
         self.channel = f"c{next(NUMBERS)}"
         self.run = tempfile.TemporaryDirectory(prefix="wb-")  # a socket's path must be short
         self.first, self.second = tiny_model.write(folder / "a", 1), tiny_model.write(folder / "b", 2)
@@ -76,7 +78,7 @@ class Deployment:
             channel=self.channel,
             server=self.fake.url,
             coordinator=self.coordinator,
-            insecure_loopback=True,
+            keys=self.keys,
             http_port=0,
             state_dir=self.folder / "state",
             runtime_dir=Path(self.run.name),
@@ -107,7 +109,7 @@ class Deployment:
             source,
             channel=self.channel,
             coordinator=self.coordinator,
-            insecure_loopback=True,
+            keys=self.keys,
             transport=("local",),
             bucket_bytes=100_000,
             runtime_dir=Path(self.run.name),
@@ -123,11 +125,16 @@ class Deployment:
 
 
 @pytest.fixture(scope="module")
-def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A real one, with ports that were free."""
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """A real one, with ports that were free; its port, and the folder of everybody's keys."""
     folder, port, http = tmp_path_factory.mktemp("coordinator"), free_port(), free_port()
+    everywhere = (Channel("*"),)
+    provision(
+        folder / "keys",
+        [Member(AgentId("e0"), Role.ENGINE, everywhere), Member(AgentId("trainer"), Role.TRAINER, everywhere)],
+    )
     argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--router-port={port}"]
-    argv += ["--insecure-loopback"]
+    argv += [f"--keys={folder / 'keys'}"]
     argv += [f"--pub-port={free_port()}", f"--http-port={http}", f"--journal={folder / 'j.sqlite'}"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -138,13 +145,13 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         return False
 
     until("the coordinator", up)
-    yield port
+    yield port, folder / "keys"
     process.terminate()
     process.wait(20)
 
 
 @pytest.fixture
-def deployment(tmp_path: Path, coordinator: int) -> Iterator[Deployment]:
+def deployment(tmp_path: Path, coordinator: tuple[int, Path]) -> Iterator[Deployment]:
     made = Deployment(tmp_path, coordinator)
     made.start()
     yield made
