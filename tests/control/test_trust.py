@@ -83,7 +83,7 @@ def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
         (E0.key, E0.key[:-1], "pattern|regex"),
         (E0.key, T0.key, "same key"),
         ('role = "engine"', 'role = "engine"\nmore = 1', "more"),
-        ("[agents", "[agants", "agants"),
+        ("[agents", "[names", "names"),
         ('"e0"', '"e 0"', "pattern|regex"),
         ('"e0"', '"e0', "line"),
         ("[agents", "\xff", "decode|Invalid|line"),
