@@ -80,6 +80,14 @@ unit: env ## Tests that start no server and no training rank
 real: env ## Tests with real SGLang servers and real Megatron ranks
 	@$(BIN)/python -m pytest -m "real and not gpu" $(ARGS)
 
+# make fuzz N=100000000
+N ?= 1000000
+fuzz: env ## Hostile frames for the decoders, N of them, on every core (100 million take half an hour on two)
+	@exec $(BIN)/python -m tests.fuzz.decoder $(N)
+
+fuzz-live: env ## Attacks on a running coordinator's CURVE sockets, with N frames of garbage
+	@exec $(BIN)/python -m tests.fuzz.live $(N)
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -93,4 +101,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real build deploy-check clean
+.PHONY: help demo env test lint types unit real fuzz fuzz-live build deploy-check clean

@@ -374,3 +374,51 @@ def test_dead_authenticator_lets_nobody_in(curve_bus: RouterBus, folder: Path) -
         curve_bus.poll(0.0)
     curve_bus._authenticator = None  # look past that check: what would the sockets do?
     assert not _let_in(curve_bus, _strangers(folder)["unknown key"], patience_s=0.7)
+
+
+COMMON = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 1000,
+    zmq.RCVHWM: 1000,
+    zmq.MAXMSGSIZE: 1 << 20,
+    zmq.HEARTBEAT_IVL: 1000,
+    zmq.HEARTBEAT_TIMEOUT: 3000,
+    zmq.HEARTBEAT_TTL: 3000,
+    zmq.ROUTING_ID: b"",
+    zmq.MECHANISM: zmq.CURVE,
+}
+BOUND = {zmq.HANDSHAKE_IVL: 2000, zmq.BACKLOG: 4096, zmq.CURVE_SERVER: 1, zmq.ZAP_DOMAIN: b"weightbus"}
+CONNECTED = {zmq.CONNECT_TIMEOUT: 1000, zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.CURVE_SERVER: 0}
+
+
+def test_the_profile_of_every_socket(curve_bus: RouterBus, folder: Path) -> None:
+    """Every option that was chosen against a failure is set, on both sides, also after the hints were opened anew."""
+    curve = CurveFiles.of(folder, "friend")
+    link, reader = link_to(curve_bus, curve), HintReader(f"tcp://127.0.0.1:{curve_bus.pub_port}", curve)
+    provision(folder, [Member(AgentId("second"), Role.OBSERVER, (Channel("c"),))])
+    curve_bus.poll(0.3)
+    before = curve_bus._pub
+    distrust(folder, "second")
+    until(lambda: curve_bus.poll(0.3))
+    until(lambda: curve_bus.poll(0.02) or curve_bus._pub not in (None, before))
+    for socket_, options in (
+        (curve_bus._router, COMMON | BOUND),
+        (curve_bus._pub, COMMON | BOUND),
+        (link._socket, COMMON | CONNECTED | {zmq.IMMEDIATE: 1}),
+        (reader._sub, COMMON | CONNECTED),
+    ):
+        assert socket_ is not None
+        assert {option: socket_.get(option) for option in options} == options
+    link.close()
+    reader.close()
+
+
+def test_a_peer_that_comes_back_is_never_ignored(bus: RouterBus) -> None:
+    """Connections that break and are made anew while nobody serves the socket: the newest one is heard."""
+    for _ in range(6):
+        link = link_to(bus)
+        until(lambda: link.send(GetStatus(request=RequestId("old"))) or link.poll(0.01))  # noqa: B023  used at once
+        link.open()
+        until(lambda: link.send(GetStatus(request=RequestId("new"))) or link.poll(0.01))  # noqa: B023  used at once
+        until(lambda: any("new" in str(item) for item in bus.poll(0.1) if isinstance(item, Received)))
+        link.close()
