@@ -94,6 +94,7 @@ class RouterBus:
         host = _host(bind, keys)
         self._keys = keys
         self._queues: dict[Peer, deque[codec.Frames]] = {}
+        self._encoded: tuple[ToAgent | None, codec.Frames] = (None, [])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._waker = _Waker()
@@ -139,7 +140,7 @@ class RouterBus:
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
         """Send without ever waiting."""
-        frames = codec.TO_AGENT.encode(message, blob)
+        frames = self._encode(message, blob)
         queue = self._queues.get(peer)
         if queue is None:
             outcome = self._offer(peer, frames)
@@ -174,6 +175,12 @@ class RouterBus:
         self._pub.close(linger=0)
         self._context.term()
         self._waker.close()
+
+    def _encode(self, message: ToAgent, blob: bytes | None) -> codec.Frames:
+        """Frames of `message`; of one that goes to many, one after the other, only once."""
+        if message is not self._encoded[0] or blob is not None:
+            self._encoded = (message, codec.TO_AGENT.encode(message, blob))
+        return self._encoded[1]
 
     def _read(self, parts: list[zmq.Frame]) -> Received | Rejected:
         peer = Peer(parts[0].bytes)

@@ -1,6 +1,6 @@
 """The yardstick: a ROUTER with CURVE and an allow-list, and nothing else. One payload to every peer, one echo of each.
 
-    python tests/bench/bare_router.py KEYS COUNT    prints its port, then carries out commands from stdin
+python tests/bench/bare_router.py KEYS COUNT    prints its port, then carries out commands from stdin
 """
 
 from __future__ import annotations

@@ -106,6 +106,8 @@ class Coordinator:
         argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--keys={keys}", "--log-format=json"]
         argv += ["--router-port=0", "--pub-port=0", "--http-port=0", f"--journal={folder / 'journal.sqlite'}"]
         argv += ["--silence-s=600", "--lease-s=600"]
+        if os.environ.get("PROF"):
+            argv[1:3] = ["/tmp/scale/prof.py"]
         self.process = subprocess.Popen(argv, stderr=self._log, start_new_session=True)
         started = self._started()
         self.endpoint = f"tcp://127.0.0.1:{started['router_port']}"
@@ -180,7 +182,11 @@ class Bench:
         }
         self.bare.tell(do="accept")
         bare = max(answer["seconds"] for answer in self._all(do="connect", side="bare", **self._at("bare")))
-        return {**found, "bare_storm_s": bare, "bare_storm_cpu_ms_per_agent": 1000 * self.bare.hear()["cpu_s"] / self.agents}
+        return {
+            **found,
+            "bare_storm_s": bare,
+            "bare_storm_cpu_ms_per_agent": 1000 * self.bare.hear()["cpu_s"] / self.agents,
+        }
 
     def heartbeats(self) -> dict[str, Any]:
         """One a second from each agent."""
@@ -310,7 +316,11 @@ def main() -> None:
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="wb-bench-")))
         bench = Bench(folder, given.agents, given.processes, undo)
-        report: dict[str, Any] = {"agents": given.agents, "machine": machine(), "date": f"{dt.date.today()}"}
+        report: dict[str, Any] = {
+            "agents": given.agents,
+            "machine": machine(),
+            "date": f"{dt.datetime.now(tz=dt.UTC).date()}",
+        }
         report["command"] = f"make bench-control AGENTS={given.agents}"
         report |= bench.connect()
         say(f"storm: {report['storm_s']:.2f} s, bare {report['bare_storm_s']:.2f} s")
@@ -329,12 +339,17 @@ def machine() -> dict[str, Any]:
     """What it ran on."""
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
     python = platform.python_version()
-    return {"cores": os.cpu_count(), "cpu": model.partition(":")[2].strip(), "python": python, "libzmq": libzmq_version()}
+    return {
+        "cores": os.cpu_count(),
+        "cpu": model.partition(":")[2].strip(),
+        "python": python,
+        "libzmq": libzmq_version(),
+    }
 
 
 def say(line: str) -> None:
     """One line."""
-    print(line, flush=True)
+    print(line, flush=True)  # noqa: T201  # the result of this program
 
 
 if __name__ == "__main__":
