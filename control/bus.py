@@ -36,6 +36,9 @@ from .links import Delivery, Received, Rejected
 from .messages import Hint, ToAgent, ToCoordinator
 
 ZAP_DOMAIN: Final = "weightbus"
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Plain numbers: the arithmetic of enums would cost more than the call."""
 HWM: Final = 1000
 QUEUE_LIMIT: Final = 1000
 """Messages kept for a peer that does not take them; with one more it counts as gone."""
@@ -134,8 +137,8 @@ class RouterBus:
             raise WeightbusError("the thread that authenticates agents died: nobody new can connect; start again")
         self._flush()
         wait_s = min(timeout_s, FLUSH_S) if self._queues else timeout_s
-        self._poller.poll(max(0, round(wait_s * 1000)))
-        self._waker.clear()
+        if any(ready == self._waker.fileno() for ready, _ in self._poller.poll(max(0, round(wait_s * 1000)))):
+            self._waker.clear()
         return [self._read(frames) for frames in _burst(self._router)]
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
@@ -203,7 +206,10 @@ class RouterBus:
 
     def _offer(self, peer: Peer, frames: codec.Frames) -> Delivery:
         try:
-            self._router.send_multipart([peer, *frames], zmq.NOBLOCK)
+            self._router.send(peer, _MORE)  # whether the rest can go is decided here
+            for frame in frames[:-1]:
+                self._router.send(frame, _MORE)
+            self._router.send(frames[-1], _NOBLOCK)
         except zmq.Again:
             return Delivery.QUEUED
         except zmq.ZMQError as error:

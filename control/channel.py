@@ -341,15 +341,17 @@ class Channel:
             self.out.extend(self.round.notes)
             self.round.notes.clear()
             self._fleet.touch(*self.round.take_moved())
-        if self._outlook != (self.round, self.committed):
+        if self._outlook[0] is not self.round or self._outlook[1] is not self.committed:
             self._outlook = (self.round, self.committed)
             self._fleet.touch_all()
         self.out.extend(self._fleet.readiness_changes(self.phase, self.committed))
-        tells = [Tell(agent, command) for agent, command in self._duties.due(now)]
-        out: list[Out] = [o for o in self.out if not isinstance(o, ChannelRecord)]
-        out.extend(tells)
-        out.extend(o for o in self.out if isinstance(o, ChannelRecord))
-        self.out.clear()
+        out: list[Out] = []
+        if self.out:
+            out += [each for each in self.out if not isinstance(each, ChannelRecord)]
+        out += [Tell(agent, command) for agent, command in self._duties.due(now)]
+        if self.out:
+            out += [each for each in self.out if isinstance(each, ChannelRecord)]
+            self.out.clear()
         if self.round and (record := self.round.record(Epoch(self.epoch + 1), now)):
             out.append(record)
         return out

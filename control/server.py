@@ -23,11 +23,13 @@ from .ids import RequestId
 from .journal import Journal
 from .limits import Limits
 from .links import CoordinatorBus, Delivery, Rejected
-from .messages import Code, Refused, ToAgent
+from .messages import Ack, Code, Refused, ToAgent
 from .status_desk import StatusDesk
 
 IDLE_S: Final = 1.0
 """The loop looks around at least so often; nothing depends on it."""
+ACK_S: Final = 0.05
+"""How long an `Ack` may wait while messages come in. Its agent repeats itself after ten times as long."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
@@ -54,6 +56,8 @@ class Server:
         self._observe = observe
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
+        self._acks: list[tuple[Peer, Ack]] = []
+        self._acks_by = clock()
         self._stop = threading.Event()
         self._stop_by: float | None = None
         self._desk = StatusDesk(self.machine.status, clock)
@@ -89,7 +93,9 @@ class Server:
 
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
-        received = self._bus.poll(timeout_s)
+        received = self._bus.poll(0.0 if self._acks else timeout_s)
+        if self._acks and (not received or self._clock() >= self._acks_by):
+            self._acknowledge()
         if self._stop.is_set() and self._stop_by is None:
             self._stop_by = self._clock() + STOP_S
             self._events.append(StopRequested())
@@ -119,7 +125,10 @@ class Server:
             case Persist():
                 self._persist(effect)
             case SendTo():
-                self._send(effect.peer, effect.message, effect.blob)
+                if isinstance(effect.message, Ack):
+                    self._acknowledge_later(effect.peer, effect.message)
+                else:
+                    self._send(effect.peer, effect.message, effect.blob)
             case PublishHint():
                 self._bus.hint(effect.hint)
             case Evict():
@@ -148,6 +157,17 @@ class Server:
             return
         if delivery is Delivery.GONE:
             self._events.append(PeerLost(peer=peer))
+
+    def _acknowledge_later(self, peer: Peer, ack: Ack) -> None:
+        """Nobody goes on because of an `Ack`: it yields to whatever is there to be read, for a moment."""
+        if not self._acks:
+            self._acks_by = self._clock() + ACK_S
+        self._acks.append((peer, ack))
+
+    def _acknowledge(self) -> None:
+        acks, self._acks = self._acks, []
+        for peer, ack in acks:
+            self._send(peer, ack)
 
     def _reject(self, item: Rejected) -> None:
         code = Code.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else Code.NOT_ALLOWED

@@ -106,8 +106,6 @@ class Coordinator:
         argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--keys={keys}", "--log-format=json"]
         argv += ["--router-port=0", "--pub-port=0", "--http-port=0", f"--journal={folder / 'journal.sqlite'}"]
         argv += ["--silence-s=600", "--lease-s=600"]
-        if os.environ.get("PROF"):
-            argv[1:3] = ["/tmp/scale/prof.py"]
         self.process = subprocess.Popen(argv, stderr=self._log, start_new_session=True)
         started = self._started()
         self.endpoint = f"tcp://127.0.0.1:{started['router_port']}"
