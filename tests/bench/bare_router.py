@@ -15,14 +15,13 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from weightbus.control.keys import AllowList, read_secret
+from weightbus.control.keys import read_secret
+from weightbus.control.trust import TRUST_FILE, TrustList
 
 
 class _Doorman:
     def __init__(self, keys: Path) -> None:
-        allow = AllowList(keys / "agents")
-        allow.agent_of("", fresh=True)
-        self._known = {key.encode() for key in allow._names}
+        self._known = {key.encode() for key in TrustList(keys / TRUST_FILE).principals()}
 
     def callback(self, domain: str, key: bytes) -> bool:
         return bool(domain) and key in self._known

@@ -30,10 +30,9 @@ from typing import Any
 
 from agents import CHANNEL, name_of
 
-from weightbus.control.bus import libzmq_version, new_keypair, public_of
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.ids import AgentId, Incarnation, Version
-from weightbus.control.keys import AGENTS, CurveFiles, write_pair
+from weightbus.control.keys import CurveFiles
 from weightbus.control.messages import (
     Acquire,
     Granted,
@@ -50,6 +49,7 @@ from weightbus.control.messages import (
     TrainerInfo,
     TransportKind,
 )
+from weightbus.control.sockets import libzmq_version
 
 HERE = Path(__file__).parent
 TRAINER = "trainer"
@@ -150,9 +150,10 @@ class Bench:
     def __init__(self, folder: Path, agents: int, processes: int, undo: ExitStack) -> None:
         self.agents = agents
         keys = folder / "keys"
-        write_pair(keys, "coordinator", new_keypair, public_of)
-        for name in [TRAINER, *(name_of(number) for number in range(agents))]:
-            write_pair(keys / AGENTS, name, new_keypair, public_of)
+        names = [name_of(number) for number in range(agents)]
+        weightbus("keygen", f"--keys={keys}", TRAINER, *names)
+        weightbus("trust", "add", TRAINER, f"--keys={keys}", "--role=trainer", f"--channels={CHANNEL}")
+        weightbus("trust", "add", *names, f"--keys={keys}", "--role=engine", f"--channels={CHANNEL}")
         self.keys = keys
         self.coordinator = Coordinator(folder, keys)
         undo.callback(self.coordinator.close)
@@ -274,6 +275,11 @@ def _hello() -> Hello:
         incarnation=Incarnation("1"),
         trainer=TrainerInfo(host="bench", device="cuda", ranks=1, transports=(TransportKind.DISK,)),
     )
+
+
+def weightbus(*argv: str) -> None:
+    """Run one command of the project's own."""
+    subprocess.run([sys.executable, "-m", "weightbus.control.cli", *argv], check=True, stdout=subprocess.DEVNULL)
 
 
 def barriers(bench: Bench, repetitions: int) -> dict[str, Any]:
