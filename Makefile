@@ -19,6 +19,9 @@ SYNC ?= on
 TRANSPORT ?= local
 ROUNDS ?= 20
 DEMO_ARGS ?=
+# make bench-control AGENTS=256 SAVE=tests/bench/results/control.json
+AGENTS ?= 2048
+SAVE ?=
 # make unit ARGS="-k lease -x"
 ARGS ?=
 # Passed to every pip install, for example an index that holds CPU builds of torch.
@@ -80,6 +83,8 @@ unit: env ## Tests that start no server and no training rank
 real: env ## Tests with real SGLang servers and real Megatron ranks
 	@$(BIN)/python -m pytest -m "real and not gpu" $(ARGS)
 
+##@ Measure and break
+
 # make fuzz N=100000000
 N ?= 1000000
 fuzz: env ## Hostile frames for the decoders, N of them, on every core (100 million take half an hour on two)
@@ -87,6 +92,9 @@ fuzz: env ## Hostile frames for the decoders, N of them, on every core (100 mill
 
 fuzz-live: env ## Attacks on a running coordinator's CURVE sockets, with N frames of garbage
 	@exec $(BIN)/python -m tests.fuzz.live $(N)
+
+bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
+	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
 
 ##@ Packages
 
@@ -101,4 +109,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real fuzz fuzz-live build deploy-check clean
+.PHONY: help demo env test lint types unit real fuzz fuzz-live bench-control build deploy-check clean
