@@ -290,6 +290,9 @@ class Coordinator:
         returning = before is not None and before.incarnation == message.incarnation
         if before and not returning:
             self._leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
+            if self._writing:  # losing it moved its round on: who comes is told how things stand after that
+                self._waiting.appendleft(event)
+                return
         elif before and before.peer and before.peer != peer:
             self._effects.append(Evict(peer=before.peer, reason="came back on another connection"))
         self.members.join(message, peer, now)
