@@ -90,7 +90,7 @@ class CoordinatorProcess(Process):
         except JournalCorrupt as error:
             self._world.judge.broken("never-back", str(error))
             return
-        if server._finished():  # noqa: SLF001 - `run` would return here
+        if server._finished():
             self.die("was stopped")
             return
         self._busy_until = self.loop.now + self.lag
@@ -105,9 +105,12 @@ class CoordinatorProcess(Process):
         match what:
             case StateEntered():
                 self.loop.note(self.name, f"round {what.version} epoch {what.epoch}: {what.state}")
+                self._world.entered(what.state.value)
             case RoundEnded():
                 told = " ".join(f"{each.engine}={each.outcome}" for each in what.done.engines)
-                self.loop.note(self.name, f"round {what.done.version} is over: {what.outcome} {told} {what.done.reason}")
+                self.loop.note(
+                    self.name, f"round {what.done.version} is over: {what.outcome} {told} {what.done.reason}"
+                )
                 self._world.round_ended(what.done)
             case JournalChanged():
                 self.loop.note(self.name, "journal takes writes again" if what.writable else "journal is read-only")

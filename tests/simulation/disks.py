@@ -67,7 +67,7 @@ class JournalDisk:
         known = self.channels.get(record.channel, Restored())
         held = known.committed
         newer = held is None or held.version < record.version or getattr(record, "rollback", False)
-        if record.epoch > known.epoch or not (newer or held and held.table == record.table):
+        if record.epoch > known.epoch or not (newer or (held and held.table == record.table)):
             raise JournalCorrupt("journal", f"version {record.version} would go back", "this is a bug")
         now = Held(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
         self.channels[record.channel] = msgspec.structs.replace(known, committed=now, committed_epoch=record.epoch)
@@ -93,8 +93,7 @@ class JournalDisk:
             if at >= oldest:
                 answers.setdefault(Channel(done.channel), {})[request] = done
         return {
-            name: msgspec.structs.replace(known, answers=answers.get(name, {}))
-            for name, known in self.channels.items()
+            name: msgspec.structs.replace(known, answers=answers.get(name, {})) for name, known in self.channels.items()
         }
 
 

@@ -227,9 +227,12 @@ class EngineProcess(Process):
             else:
                 if not self._up or server.launch != self._launch or server.label != self._last_label:
                     self._up, self._launch, self._last_label = True, server.launch, server.label
-                    self._post(ServerFound(f"{self.name}-launch-{server.launch}", server.label))
+                    self._post(ServerFound(self._identity(), server.label))
                 self._misses = 0
             yield 0.2 if self._up and self._misses else POLL_S
+
+    def _identity(self) -> str:
+        return f"{self.name}-launch-{self.server.launch}"
 
     # -- the worker
 
@@ -239,6 +242,7 @@ class EngineProcess(Process):
                 yield self._work_bell
                 continue
             run = self._operations.popleft()
+            self._meant = run.identity
             result = yield from self._perform(run.operation)
             self._post(Operated(run.number, result))
 
@@ -298,6 +302,8 @@ class EngineProcess(Process):
     def call(self, what: Callable[[], None], deadline_s: float, *, touches: bool = False) -> Thread:
         """One HTTP call. Raises `CallFailed`; one that was not answered in time may still be carried out."""
         self.passes("call", "before")
+        if self._meant != self._identity() and what != self.server.pause:
+            raise CallFailed("the server was launched anew since this operation began")
         self.touched = self.touched or touches
         bell = Bell()
         answers: list[CallFailed | None] = []

@@ -49,7 +49,7 @@ INVARIANTS: Final = {
     "nothing-lost": "what a trainer was told to be committed is committed on disk, with that trainer's own table",
     "same-answer": "the same request gets the same answer",
     "ready-is-ready": "who is listed as ready holds exactly the committed bits",
-    "commit-verified": "a version is committed only when a server holds exactly its buckets",
+    "commit-verified": "a version is committed only when a server has held exactly its buckets",
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
     "memory-bounded": "nothing grows with time",
     "every-wait-ends": "once faults stop, rounds end, engines serve or say why not, and a publication commits",
@@ -60,7 +60,7 @@ READY_GRACE_S: Final = 25.0
 REMEMBERED: Final = (Acquire, Release, Publish, Offered, Sent, Abandon)
 
 
-class Violation(Exception):  # noqa: N818
+class Violation(Exception):
     """An invariant does not hold."""
 
     def __init__(self, invariant: str, what: str) -> None:
@@ -79,6 +79,8 @@ class Judge:
         self._tables: dict[int, str] = {}
         self._committed: Held | None = None
         self._committed_requests: dict[str | None, int] = {}
+        self._held: set[str] = set()
+        """Tags that a server held as a whole."""
         self._ghosts: list[Committed] = []
         self._outcomes: dict[int, Outcome] = {}
         self._answers: dict[tuple[str, str], ToAgent] = {}
@@ -112,6 +114,8 @@ class Judge:
 
     def loaded(self, server: ServerModel, epoch: int) -> None:
         """A bucket of `epoch` landed."""
+        if len(server.tags) == 1:
+            self._held.add(server.tags[0])
         if epoch < server.epoch_loaded:
             self.broken("fenced-bytes", f"{server.name} took a bucket of epoch {epoch} after {server.epoch_loaded}")
 
@@ -137,8 +141,8 @@ class Judge:
         known = self._tables.setdefault(record.version, record.table)
         if known != record.table:
             self.broken("one-table", f"version {record.version} has two tables")
-        if record.engines and not self._world.somebody_holds(record.table):
-            self.broken("commit-verified", f"version {record.version} is committed, and no server holds it")
+        if record.engines and self._world.tag_of(record.table) not in self._held:
+            self.broken("commit-verified", f"version {record.version} is committed, and no server ever held it")
         self._committed_requests[record.request] = record.version
         self._committed = Held(version=record.version, manifest=record.manifest, table=record.table)
 
@@ -239,7 +243,7 @@ class Judge:
                 self.broken("ready-is-ready", f"{name} has been listed for {now - since:.0f} s: {against}")
 
     def _against(self, name: str) -> str:
-        """What speaks against an engine: empty, a thing that it did by itself and that takes time to learn, or wrong."""
+        """What speaks against an engine: nothing, what it did by itself and takes time to learn, or ``wrong``."""
         server, held = self._world.server(name), self._committed
         wanted = self._world.tag_of(held.table) if held else LAUNCH
         if server.tags == (wanted,):

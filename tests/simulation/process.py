@@ -25,7 +25,7 @@ class Killed(BaseException):
 
 
 class Trap:
-    """Death at the `count`-th time that the process passes a `point`, right before or right after what is done there."""
+    """Death at the `count`-th time that the process passes a `point`, right before or after what is done there."""
 
     def __init__(self, point: str, count: int, where: str) -> None:
         self.point, self.count, self.where = point, count, where
@@ -88,7 +88,7 @@ class Alarm:
     def _off(self, when: float) -> None:
         if when == self._at:
             self._at = float("inf")
-            self._process._enter(self._work, self._life)  # noqa: SLF001  # its own timer
+            self._process._enter(self._work, self._life)  # its own timer
 
 
 class Process:

@@ -1,4 +1,4 @@
-"""What one seed means: a deployment, its weather, and the faults that befall it. Plain values, so that they can shrink."""
+"""What one seed means: a deployment, its weather, and the faults that befall it. Plain values, which can shrink."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from weightbus.control.messages import TransportKind
 from .network import Weather
 
 LOCAL, GROUP = TransportKind.LOCAL, TransportKind.DISTRIBUTED
-LONGEST_S = 75.0
+LONGEST_S = 60.0
+MOMENTS = ("preparing", "pausing", "offering", "transferring", "verifying", "committing", "resuming", "aborting")
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +26,10 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that goes wrong at `at` and, where that means anything, ends after `lasts` seconds."""
+    """One thing that goes wrong at `at` and, where that means anything, ends after `lasts` seconds.
+
+    With `moment` it waits, from `at` on, until a round next enters that state.
+    """
 
     at: float
     kind: str
@@ -34,9 +38,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 0
     point: str = ""
     where: str = ""
+    moment: str = ""
 
     def __str__(self) -> str:
-        words = [f"{self.at:7.2f} s", self.kind, self.who]
+        when = f", when a round is next {self.moment}:" if self.moment else ""
+        words = [f"{self.at:7.2f} s{when}", self.kind, self.who]
         if self.point:
             words.append(f"{self.where} {self.point} number {self.count}")
         elif self.count:
@@ -68,7 +74,7 @@ def draw(seed: int) -> Scenario:
     rng = random.Random(f"weightbus-{seed}")
     engines = tuple(_engine(rng, f"e{index}") for index in range(rng.choice((1, 2, 2, 3, 3, 4))))
     trainers = ("t0", "t1") if rng.random() < 0.5 else ("t0",)
-    calm_from = rng.uniform(15.0, LONGEST_S - 15.0)
+    calm_from = rng.uniform(10.0, LONGEST_S - 15.0)
     weather = Weather(
         lose=rng.choice((0.0, 0.0, 0.02, 0.1, 0.25)),
         repeat=rng.choice((0.0, 0.05, 0.2)),
@@ -106,6 +112,15 @@ def _engine(rng: random.Random, name: str) -> EngineSpec:
 def _fault(
     rng: random.Random, engines: tuple[str, ...], trainers: tuple[str, ...], at: float, calm_from: float
 ) -> Fault:
+    fault = _befalls(rng, engines, trainers, at, calm_from)
+    if rng.random() < 0.4:
+        return msgspec.structs.replace(fault, moment=rng.choice(MOMENTS))
+    return fault
+
+
+def _befalls(  # noqa: PLR0911  # one case per kind
+    rng: random.Random, engines: tuple[str, ...], trainers: tuple[str, ...], at: float, calm_from: float
+) -> Fault:
     left = max(0.5, calm_from - at)
     lasts = min(left, rng.choice((0.2, 1.0, 4.0, 8.0, 15.0, 30.0)) * rng.uniform(0.5, 1.5))
     engine, agent = rng.choice(engines), rng.choice((*engines, *trainers))
@@ -118,7 +133,7 @@ def _fault(
             return Fault(at=at, kind=kind, who=process, lasts=lasts)
         case "cut" | "cut-up" | "cut-down" | "disconnect":
             return Fault(at=at, kind=kind, who=agent, lasts=lasts)
-        case "server-kill" | "server-freeze" | "host-kill":
+        case "server-kill" | "server-freeze" | "host-kill" | "server-kill-unseen":
             return Fault(at=at, kind=kind, who=engine, lasts=lasts)
         case "server-dies-loading":
             return Fault(at=at, kind=kind, who=engine, lasts=lasts, count=rng.randrange(0, 3))
@@ -146,6 +161,7 @@ KINDS = (
     "server-kill",
     "server-kill",
     "server-freeze",
+    "server-kill-unseen",
     "host-kill",
     "server-dies-loading",
     "server-dies-loading",

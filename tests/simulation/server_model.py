@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LAUNCH = "default/launch"
 
 
-class CallFailed(Exception):  # noqa: N818
+class CallFailed(Exception):
     """No answer, or no connection."""
 
 
@@ -140,9 +140,9 @@ class ServerModel:
         if self._dies_at is not None and bucket >= self._dies_at:
             self.die()
             raise CallFailed("the connection broke")
+        self.buckets[bucket] = tag
         self._world.judge.loaded(self, epoch)
         self.epoch_loaded = max(self.epoch_loaded, epoch)
-        self.buckets[bucket] = tag
         self._world.loop.note(self.name, f"server loads bucket {bucket}: {tag} (epoch {epoch})")
         self._changed()
 

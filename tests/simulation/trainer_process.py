@@ -276,7 +276,8 @@ class _Delivery:
 
     def over(self, now: float) -> bool:
         """Every outlet is through."""
-        over = all([outlet.over(now, self._deadline) for outlet in self.outlets])
+        states = [outlet.over(now, self._deadline) for outlet in self.outlets]
+        over = all(states)
         if over:
             self.close()
         return over

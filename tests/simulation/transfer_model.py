@@ -21,7 +21,7 @@ JOIN_S = 8.0
 STEP_S = 0.05
 
 
-class TransferBroken(Exception):  # noqa: N818
+class TransferBroken(Exception):
     """The transfer came to nothing."""
 
 
@@ -79,7 +79,7 @@ class Outlet:
         return {engine: why for engine, why in self.done.items() if why}
 
 
-def receive(
+def receive(  # noqa: PLR0917
     world: World, engine: EngineProcess, address: str, epoch: int, wanted: tuple[str, ...], deadline: float
 ) -> Thread:
     """Take every bucket and load it. Returns whether each was compared before; raises `TransferBroken`."""
@@ -99,7 +99,7 @@ def receive(
             _still(outlet, engine, deadline)
             found = outlet.content(bucket)
             if not outlet.collective and found != tag:
-                raise TransferBroken(f"bucket {bucket} is not what the table says")
+                raise TransferBroken(f"bucket {bucket} is not what the table says")  # noqa: TRY301
             yield from engine.call(
                 lambda at=bucket, what=found: engine.server.load(at, what, epoch),
                 deadline - engine.clock(),
@@ -126,12 +126,12 @@ def _still(outlet: Outlet, engine: EngineProcess, deadline: float) -> None:
 
 
 def _join(outlet: Outlet, engine: EngineProcess, deadline: float) -> Thread:
-    while outlet.collective and len(outlet.came) < len(outlet.engines) or outlet.trainer.frozen:
+    while (outlet.collective and len(outlet.came) < len(outlet.engines)) or outlet.trainer.frozen:
         yield 0.2
         _still(outlet, engine, deadline)
 
 
 def _in_step(outlet: Outlet, engine: EngineProcess, count: int, deadline: float) -> Thread:
-    while outlet.collective and min(outlet.came.values()) < count or outlet.trainer.frozen:
+    while (outlet.collective and min(outlet.came.values()) < count) or outlet.trainer.frozen:
         yield 0.1
         _still(outlet, engine, deadline)

@@ -13,12 +13,12 @@ from weightbus.control.messages import EngineHealth, Outcome, PauseMode, Policy,
 from .coordinator_process import CoordinatorProcess
 from .disks import JournalDisk
 from .engine_process import EngineProcess
-from .invariants import Judge, Violation
+from .invariants import Judge
 from .loop import Loop
 from .network import Network, Weather
 from .process import Process, Trap
 from .scenario import Fault, Scenario
-from .server_model import LAUNCH, ServerModel
+from .server_model import ServerModel
 from .trainer_process import TrainerProcess
 from .transfer_model import Outlet
 
@@ -39,7 +39,7 @@ LIMITS = Limits(
 )
 """Waits as in a deployment, shortened where a deployment waits for gigabytes. The ratios are what matters."""
 SETTLE_S = 240.0
-"""Within so long after the last fault every wait has ended: the longest round, its trainer's silence, and a re-drive."""
+"""Within so long after the last fault every wait has ended: the longest round, a silent trainer, and a re-drive."""
 TRANSFER_S = 20.0
 RESTART_S = 1.0
 LOOK_S = 1.0
@@ -89,6 +89,8 @@ class World:
         self.outlets: dict[str, Outlet] = {}
         self.faults = 0
         self._corrupt_next: int | None = None
+        self._awaited: list[Fault] = []
+        """Faults that wait for their moment."""
         self._restart_s: dict[str, float] = {}
         self._tables: dict[tuple[str, int], str] = {}
         self._requests: dict[tuple[str, int], str] = {}
@@ -129,7 +131,7 @@ class World:
     def _begin(self) -> None:
         self.network.weather = self.scenario.weather
         for fault in self.scenario.faults:
-            self.loop.at(fault.at, lambda each=fault: self._befalls(each))
+            self.loop.at(fault.at, lambda each=fault: self._due(each))
         for process in self.processes:
             self._watch_over(process)
         self.coordinator.start()
@@ -152,7 +154,7 @@ class World:
 
     # -- what is asked of the calm
 
-    def _unsettled(self) -> str:
+    def _unsettled(self) -> str:  # noqa: PLR0911  # a list of what may be left
         server = self.coordinator.server
         channel = server.machine.channels.get(self.channel) if server else None
         if channel is None:
@@ -242,10 +244,6 @@ class World:
         """What a bucket of that table holds."""
         return self._tags[table]
 
-    def somebody_holds(self, table: str) -> bool:
-        """Whether a server holds exactly the buckets of `table`."""
-        return any(server.tags == (self._tags[table],) for server in self.servers.values())
-
     def committed_version(self) -> int:
         """What the journal's disk holds; 0 for nothing."""
         known = self.journal.channels.get(self.channel)
@@ -290,7 +288,7 @@ class World:
                 and server.paused
                 and machine.up
                 and machine.health is EngineHealth.CLEAN
-                and machine._answerable  # noqa: SLF001
+                and machine._answerable
                 and not self._hears(engine)
             )
             if not held_up:
@@ -308,13 +306,13 @@ class World:
         sizes: dict[str, tuple[int, int]] = {}
         if self.coordinator.server is not None:
             machine = self.coordinator.server.machine
-            sizes["answers"] = (len(machine._answers), self.limits.answers)  # noqa: SLF001
+            sizes["answers"] = (len(machine._answers), self.limits.answers)
             sizes["blobs"] = (machine.blobs.held_bytes, self.limits.blob_bytes)
-            sizes["waiting events"] = (len(machine._waiting), 0)  # noqa: SLF001
+            sizes["waiting events"] = (len(machine._waiting), 0)
         for agent in (*self.engines.values(), *self.trainers.values()):
             if agent.client is not None:
-                sizes[f"inbox of {agent.name}"] = (len(agent.client._inbox), INBOX)  # noqa: SLF001
-                sizes[f"requests of {agent.name}"] = (len(agent.client._session.pending), 8)  # noqa: SLF001
+                sizes[f"inbox of {agent.name}"] = (len(agent.client._inbox), INBOX)
+                sizes[f"requests of {agent.name}"] = (len(agent.client._session.pending), 8)
         for engine in self.engines.values():
             if engine.machine is not None:
                 sizes[f"answers of {engine.name}"] = (engine.unsaid, INBOX)
@@ -324,7 +322,24 @@ class World:
 
     # -- faults
 
-    def _befalls(self, fault: Fault) -> None:  # noqa: C901  # one case per kind
+    def _due(self, fault: Fault) -> None:
+        if fault.moment:
+            self._awaited.append(fault)
+        else:
+            self._befalls(fault)
+
+    def entered(self, state: str) -> None:
+        """A round came so far: what waited for that happens now, or in a moment."""
+        due = [fault for fault in self._awaited if fault.moment == state]
+        for fault in due:
+            self._awaited.remove(fault)
+            self.loop.after(self._dice.choice((0.0, 0.004, 0.02, 0.1)), lambda each=fault: self._befalls_in_time(each))
+
+    def _befalls_in_time(self, fault: Fault) -> None:
+        if self.loop.now < self.scenario.calm_from:
+            self._befalls(fault)
+
+    def _befalls(self, fault: Fault) -> None:  # noqa: C901, PLR0912  # one case per kind
         self.faults += 1
         who, lasts = fault.who, fault.lasts
         match fault.kind:
@@ -350,6 +365,10 @@ class World:
                     self._restart_s[who] = lasts
                     self.engines[who].die("its host lost power")
                 self._kill_server(who, lasts)
+            case "server-kill-unseen":
+                self.engines[who].freeze()
+                self._kill_server(who, 1.0)
+                self.loop.after(max(1.5, lasts), self.engines[who].thaw)
             case "server-freeze":
                 self.servers[who].freeze()
                 self.loop.after(lasts, self.servers[who].thaw)
@@ -364,6 +383,8 @@ class World:
             case "wall-jump":
                 self.loop.note("coordinator", f"** the wall clock jumps by {lasts:g} s")
                 self.journal.wall_offset += lasts
+            case "mislabel":  # never drawn: shows that the judge sees
+                self.servers[who].set_label("a lie")
             case "stop":
                 self._restart_s[who] = lasts
                 self.coordinator.stop()
@@ -372,6 +393,7 @@ class World:
 
     def _calm(self) -> None:
         """Everything works again."""
+        self._awaited.clear()
         self.network.weather = Weather()
         self.loop.note("world", "-- from here on nothing goes wrong any more")
         for process in self.processes:
@@ -414,6 +436,3 @@ class World:
 def simulate(scenario: Scenario) -> Ended:
     """Run a scenario."""
     return World(scenario).run()
-
-
-__all__ = ["LAUNCH", "Ended", "Violation", "World", "simulate"]
