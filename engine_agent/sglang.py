@@ -215,17 +215,14 @@ class SGLangServer:
         """Raise `AnotherLaunch` unless the server is still the one that was meant.
 
         A server that was launched anew generates, from weights of its own: a bucket or a label would make them lie.
-        The agent may have been stopped while that happened, so this is asked right before the call. Where its process
-        cannot be seen, another launch shows by its label.
+        The agent may have been stopped while that happened, so this is asked right before the call. Another launch
+        shows by its process, where that can be seen, and by its label.
         """
         if not self._launch:
             return
-        facts = self.facts
-        if facts.process is not None:
-            same = start_time(facts.process[0]) == facts.process[1]
-        else:
-            same = self.label(min(deadline_s, CALL_S)) == self.last_label
-        if not same or facts.identity != self._launch:
+        process = self.facts.process
+        ended = process is not None and start_time(process[0]) != process[1]
+        if ended or self.facts.identity != self._launch or self.label(min(deadline_s, CALL_S)) != self.last_label:
             raise AnotherLaunch(path)
 
     def _begin_update(self, deadline_s: float) -> None:

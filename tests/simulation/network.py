@@ -295,6 +295,6 @@ def brief(message: msgspec.Struct) -> str:
     words = [type(message).__name__]
     for name in _TOLD:
         value = getattr(message, name, None)
-        if value not in (None, "", {}):  # noqa: PLR6201  # a dict has no hash
+        if value not in (None, "", {}):  # a dict has no hash
             words.append(f"{name}={value}")
     return " ".join(words)
