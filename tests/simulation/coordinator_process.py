@@ -16,21 +16,6 @@ from .process import Process
 if TYPE_CHECKING:
     from .world import World
 
-SHOWN_EVERY = 64
-"""The status document is made so rarely here: it is work, and nothing depends on it."""
-
-
-class _Server(Server):
-    """The real loop. Only the status document is made less often."""
-
-    shown = 0
-
-    def _show(self, now: float) -> None:
-        self.shown += 1
-        self._status_at, self._stale, self._changed = now, False, False
-        if self.shown % SHOWN_EVERY == 1:
-            super()._show(now)
-
 
 class CoordinatorProcess(Process):
     """One name, many lives."""
@@ -38,7 +23,7 @@ class CoordinatorProcess(Process):
     def __init__(self, world: World, network: Network, journal: JournalDisk, drift: float) -> None:
         super().__init__(world, "coordinator", drift)
         self._world, self._network, self._journal = world, network, journal
-        self.server: _Server | None = None
+        self.server: Server | None = None
         self._alarm = self.alarm(self.step)
         self._busy_until = 0.0
         self._away = True
@@ -48,7 +33,7 @@ class CoordinatorProcess(Process):
         self._alarm, self._busy_until, self._away = self.alarm(self.step), 0.0, True
         self._world.judge.restarted()
         journal = SimJournal(self._journal, self)
-        server = _Server(self._network, journal, self._world.limits, observe=self._observed, clock=self.clock)
+        server = Server(self._network, journal, self._world.limits, observe=self._observed, clock=self.clock)
         self.server = server
         handle, check = server.machine.handle, server.machine.check
 
@@ -96,6 +81,8 @@ class CoordinatorProcess(Process):
         self._busy_until = self.loop.now + self.lag
         self._world.judge.look_at_ready(fresh=self._away)
         self._away = False
+        if server._acks:  # the loop comes round at once
+            self.soon(self.step)
         deadline = server.machine.next_deadline()
         if deadline is not None:
             self._alarm.set(deadline)
