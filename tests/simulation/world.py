@@ -307,7 +307,7 @@ class World:
         if self.coordinator.server is not None:
             machine = self.coordinator.server.machine
             machine.status(self.coordinator.clock())  # whoever looks at it finds it in one piece
-            sizes["answers"] = (len(machine._answers), self.limits.answers)
+            sizes["answers"] = (len(machine.replies), self.limits.answers)
             sizes["blobs"] = (machine.blobs.held_bytes, self.limits.blob_bytes)
             sizes["waiting events"] = (len(machine._waiting), 0)
         for agent in (*self.engines.values(), *self.trainers.values()):
