@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from .test_rounds import RANKS, Deployment
 
 BY_THE_CLOCK = (m.Heartbeat, m.Alive, m.Hello, m.Welcome)
 """Said as time passes, and not because of a round."""
+
+
+ACKNOWLEDGED = ("PutBlob", "Publish", "Offered", "Sent", "Prepared", "Paused", "Transferred", "Verified", "Serving")
 
 
 class Wiretap:
@@ -37,6 +41,13 @@ class Wiretap:
 
     def clear(self) -> None:
         self.heard.clear()
+
+    def wait_for_acks(self) -> None:
+        """A round is over for its trainer before the last engine's answer is acknowledged."""
+        until = time.monotonic() + 10
+        while self.messages["Ack"] != sum(self.messages[name] for name in ACKNOWLEDGED):
+            assert time.monotonic() < until, self.messages
+            time.sleep(0.01)
 
     @property
     def messages(self) -> Counter[str]:
@@ -69,8 +80,10 @@ def steady_round(root: Path, tensors: int, wire: Wiretap) -> Traffic:
             deployment.engine(name)
         deployment.connect(bucket_bytes=1 << 20)
         deployment.publish(1)
+        wire.wait_for_acks()
         wire.clear()
         report = deployment.publish(2)
+        wire.wait_for_acks()
         assert {engine.outcome for engine in report.engines} == {m.Outcome.COMMITTED}
         return Traffic(dict(wire.messages), wire.payload_bytes, wire.blob_bytes)
     finally:
