@@ -175,7 +175,7 @@ class Coordinator:
             case MessageReceived():
                 self._received(work, now)
             case PeerLost():
-                self.members.disconnect(work.peer)
+                self.members.disconnect(work.peer, now)
             case Tick():
                 self._tick(now)
             case StopRequested():
@@ -183,8 +183,10 @@ class Coordinator:
                 self._waiting.extend(_ChannelStop(name) for name in self.channels)
             case _Silent():
                 agent = self.members.get(work.agent)
-                if agent and now >= agent.heard_at + self.limits.silence_s:
-                    self._leave(agent, f"was silent for {now - agent.heard_at:.1f} s", now)
+                if agent and self.members.is_lost(agent, now):
+                    gone = agent.role is Role.ENGINE and agent.peer is None
+                    why = ", and its connection is gone" if gone else ""
+                    self._leave(agent, f"was silent for {now - agent.heard_at:.1f} s{why}", now)
             case _ChannelTick():
                 self.channels[work.channel].tick(now)
                 self._flush(self.channels[work.channel], now)
@@ -197,7 +199,7 @@ class Coordinator:
                 assert_never(work)
 
     def _tick(self, now: float) -> None:
-        self._waiting.extend(_Silent(agent.name) for agent in self.members.silent(now))
+        self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))
         self._waiting.extend(_ChannelTick(name) for name in self.channels)
         if self._probe_at is not None and now >= self._probe_at:
             self._probe_at = now + self.limits.probe_s

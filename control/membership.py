@@ -28,6 +28,8 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     peer: Peer | None
     """None while its connection is gone and it may still come back."""
+    gone_at: float | None = None
+    """When its connection was found to be gone."""
     heard_at: float
     engine: EngineInfo | None = None
     trainer: TrainerInfo | None = None
@@ -40,6 +42,8 @@ class Membership:
         self._limits = limits
         self._agents: dict[AgentId, Agent] = {}
         self._by_peer: dict[Peer, AgentId] = {}
+        self._away: set[AgentId] = set()
+        """Engines without a connection."""
 
     def verdict(self, hello: Hello, peer: Peer, now: float) -> Verdict:
         """Whether this `Hello` may have the name it asks for."""
@@ -63,6 +67,7 @@ class Membership:
         if (other := self._by_peer.get(peer)) and other != hello.agent:
             self.remove(other)
         self._agents.pop(hello.agent, None)
+        self._away.discard(hello.agent)
         self._agents[hello.agent] = Agent(
             name=hello.agent,
             role=hello.role,
@@ -90,17 +95,21 @@ class Membership:
         name = self._by_peer.get(peer)
         return self._agents[name] if name is not None else None
 
-    def disconnect(self, peer: Peer) -> Agent | None:
-        """The connection is gone; its agent may come back on another until it has been silent for too long."""
+    def disconnect(self, peer: Peer, now: float) -> Agent | None:
+        """The connection is gone; its agent may come back on another until it is lost."""
         name = self._by_peer.pop(peer, None)
         if name is None:
             return None
-        self._agents[name] = msgspec.structs.replace(self._agents[name], peer=None)
-        return self._agents[name]
+        agent = msgspec.structs.replace(self._agents[name], peer=None, gone_at=now)
+        self._agents[name] = agent
+        if agent.role is Role.ENGINE:
+            self._away.add(name)
+        return agent
 
     def remove(self, name: AgentId) -> Agent | None:
         """Forget the agent."""
         agent = self._agents.pop(name, None)
+        self._away.discard(name)
         if agent and agent.peer:
             self._by_peer.pop(agent.peer, None)
         return agent
@@ -109,15 +118,28 @@ class Membership:
         """The agent of that name."""
         return self._agents.get(name)
 
-    def silent(self, now: float) -> list[Agent]:
-        """Who has not been heard of for too long."""
-        silence_s = self._limits.silence_s
-        return list(takewhile(lambda agent: now >= agent.heard_at + silence_s, self._agents.values()))
+    def lost(self, now: float) -> list[Agent]:
+        """Who has not been heard of, or has had no connection, for too long."""
+        silent = list(takewhile(lambda agent: now >= agent.heard_at + self._limits.silence_s, self._agents.values()))
+        away = (self._agents[name] for name in sorted(self._away))
+        return silent + [agent for agent in away if agent not in silent and self.is_lost(agent, now)]
+
+    def is_lost(self, agent: Agent, now: float) -> bool:
+        """Whether this agent is not waited for any longer. A trainer keeps its lease without a connection, too."""
+        return now >= self._lost_at(agent)
 
     def next_deadline(self) -> float | None:
-        """When the next agent will have been silent for too long."""
+        """When the next agent will be lost, if nothing is heard of it."""
         most_silent = next(iter(self._agents.values()), None)
-        return None if most_silent is None else most_silent.heard_at + self._limits.silence_s
+        if most_silent is None:
+            return None
+        return min(self._lost_at(agent) for agent in (most_silent, *(self._agents[name] for name in self._away)))
+
+    def _lost_at(self, agent: Agent) -> float:
+        silent = agent.heard_at + self._limits.silence_s
+        if agent.gone_at is None or agent.role is not Role.ENGINE:
+            return silent
+        return min(silent, agent.gone_at + self._limits.reconnect_s)
 
     def __len__(self) -> int:
         return len(self._agents)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .ids import Epoch
 from .limits import Limits
@@ -18,6 +18,7 @@ from .messages import (
     Send,
     Transfer,
     TransportKind,
+    Withdraw,
 )
 
 
@@ -68,6 +69,10 @@ class Orders:
             receivers=tuple(receivers),
             deadline_s=self._publish.policy.transfer_timeout_s,
         )
+
+    def withdraw(self, epoch: Epoch, out: Mapping[str, str]) -> Withdraw:
+        """Wait for these no longer."""
+        return Withdraw(channel=self._publish.channel, epoch=epoch, engines=dict(out))
 
     def transfer(self, member: Member, offer: Offer) -> Transfer:
         """Take the tensors."""

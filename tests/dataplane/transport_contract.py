@@ -198,6 +198,97 @@ class TransportContract:
             assert engine.server.weights == [wanted(manifest, session.version)]
         sender.close()
 
+    def test_whoever_is_withdrawn_is_not_waited_for(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+    ) -> None:
+        """The wait for an engine ends when somebody knows that it will not come; a collective spares those who came."""
+        manifest = make_manifest(BUCKETS)
+        session = make_session(3, 32, manifest)
+        sender, engine = places.sender(self.kind), make_engine("here")
+        sender.withdraw("absent", "said of an earlier session")
+        address = sender.offer(session, [Peer("here", 1), Peer("absent", 1)])
+        engine.start(session, address, 1)
+        threading.Timer(0.3, sender.withdraw, ("absent", "its agent died")).start()
+        began = time.monotonic()
+        if self.collective:
+            with pytest.raises(TransferFailed, match="its agent died"):
+                sender.ready(PATIENCE_S, join_s=PATIENCE_S)
+            assert set(sender.failed) == {"here", "absent"}
+            assert sender.spared == {"here"}
+            assert isinstance(engine.join(), TransferFailed)
+            assert not engine.receiver.touched
+        else:
+            sender.ready(PATIENCE_S, join_s=PATIENCE_S)
+            send_all(sender, session, pool, PATIENCE_S)
+            assert sender.failed == {"absent": "its agent died"}
+            assert sender.spared == frozenset()
+            assert isinstance(engine.join(), Receipt)
+        assert time.monotonic() - began < PROMPT_S
+        sender.close()
+
+    def test_withdrawn_in_the_middle(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+    ) -> None:
+        """An engine that stands still is dropped as soon as it is withdrawn; with bytes under way nobody is spared."""
+        withdrawn = threading.Event()
+
+        def stand_still(index: int) -> None:
+            if index == 1 or self.kind == "disk":
+                sender.withdraw("stuck", "its connection is gone")
+                withdrawn.wait(PATIENCE_S)
+                raise TransferFailed("nobody waits any more")
+
+        manifest = make_manifest(BUCKETS)
+        session = make_session(2, 33, manifest)
+        sender, good = places.sender(self.kind), make_engine("good")
+        stuck = make_engine("stuck", on_load=stand_still)
+        address = sender.offer(session, [Peer("good", 1), Peer("stuck", 1)])
+        good.start(session, address, 1)
+        stuck.start(session, address, 2)
+        sender.ready(PATIENCE_S)
+        began = time.monotonic()
+        with contextlib.suppress(TransferFailed):  # a collective has nobody left
+            send_all(sender, session, pool, PATIENCE_S)
+        assert time.monotonic() - began < PROMPT_S
+        assert sender.failed["stuck"] == "its connection is gone"
+        assert sender.spared == frozenset()
+        sender.close()
+        withdrawn.set()
+        assert isinstance(stuck.join(), TransferFailed)
+        result = good.join()
+        if not self.collective:
+            assert set(sender.failed) == {"stuck"}
+            assert isinstance(result, Receipt)
+
+    def test_withdrawing_one_that_is_served_changes_nothing(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+    ) -> None:
+        """What becomes of an engine that has confirmed the last bucket, or is no peer, is not the transfer's concern."""
+        manifest = make_manifest(BUCKETS)
+        session = make_session(2, 34, manifest)
+        sender, first = places.sender(self.kind), make_engine("first")
+
+        def first_is_through(_: int) -> None:
+            first.join()
+            sender.withdraw("first", "its agent left")
+            sender.withdraw("stranger", "who?")
+
+        def all_is_sent(index: int) -> None:
+            if index == BUCKETS and self.kind != "disk":
+                first_is_through(index)
+
+        # A checkpoint is there only when the sender finishes: then the other engine waits for the first to be through.
+        last = make_engine("last", on_load=first_is_through) if self.kind == "disk" else make_engine("last")
+        address = sender.offer(session, [Peer("first", 1), Peer("last", 1)])
+        first.start(session, address, 1)
+        last.start(session, address, 2)
+        sender.ready(PATIENCE_S)
+        send_all(sender, session, pool, PATIENCE_S, before=all_is_sent)
+        assert sender.failed == {}
+        for engine in (first, last):
+            assert isinstance(engine.join(), Receipt)
+        sender.close()
+
     @pytest.mark.parametrize("at", range(BUCKETS))
     def test_receiver_killed(
         self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine], halves: Halves, at: int
