@@ -4,8 +4,8 @@ The sender broadcasts a whole packed bucket per call, in the order in which SGLa
 The group is kept from round to round while its members stay and sessions end well; its name carries the epoch in which
 it was formed. A collective cannot drop a member: when one engine fails, all are named in `failed`, the group is broken
 off and the next epoch forms a new one. A group that broke while it formed takes the rendezvous store with it: SGLang's
-ranks would wait in it for the missing one for half an hour, and answer nothing meanwhile. The bytes go straight into the server's workers, so nothing here has checked
-them (`Receipt.checked` is false).
+ranks would wait in it for the missing one for half an hour, and answer nothing meanwhile. The bytes go straight into
+the server's workers, so nothing here has checked them (`Receipt.checked` is false).
 """
 
 from __future__ import annotations

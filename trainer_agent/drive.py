@@ -187,7 +187,7 @@ class Drive:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:
+    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:  # noqa: C901  one line for each effect
         match effect:
             case p.AskLease():
                 return self._asking(self._acquire)

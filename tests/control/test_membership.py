@@ -101,7 +101,7 @@ def test_silent_agent_is_lost_and_seen_as_lost() -> None:
 
 @pytest.mark.parametrize("back", [False, True])
 def test_an_engine_whose_connection_is_gone_is_lost_unless_it_comes_back(back: bool) -> None:
-    """A round does not wait `silence_s` for an agent that was killed; one that only lost its connection keeps its seat."""
+    """A round does not wait `silence_s` for a killed agent; one that only lost its connection keeps its seat."""
     world = World()
     engine = world.engine("e0")
     engine.alive = False

@@ -399,10 +399,18 @@ class Trainer(Agent):
                 self.try_say(
                     Sent(request=self.key(), channel=CHANNEL, epoch=message.epoch, failed=failed, spared=spared)
                 )
-            case Ack() if self.offering and message.request == self.offering.request and self.offering.epoch in self.waits_in:
+            case Ack() if (
+                self.offering and message.request == self.offering.request and self.offering.epoch in self.waits_in
+            ):
                 self.offering = None
             case Ack() if self.offering and message.request == self.offering.request:
-                sent = Sent(request=self.key(), channel=CHANNEL, epoch=self.offering.epoch, failed=dict(self.failed), spared=self.spared)
+                sent = Sent(
+                    request=self.key(),
+                    channel=CHANNEL,
+                    epoch=self.offering.epoch,
+                    failed=dict(self.failed),
+                    spared=self.spared,
+                )
                 self.offering = None
                 self.try_say(sent)
             case _:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from weightbus import engine_agent
+from weightbus.dataplane.transport import JOIN_S
 from weightbus.trainer_agent.demo.processes import Programs
 
 from .fleet import ROOT, Fleet, poll
@@ -149,3 +151,62 @@ def test_a_restarted_coordinator_knows_what_was_committed(fleet: Fleet) -> None:
 
     assert "committed is 6" in answer["error"]
     assert fleet.channel()["committed"]["version"] == 6
+
+
+@pytest.mark.parametrize(
+    ("version", "victim", "transport"),
+    [(7, "sidecar", "local"), (9, "sidecar", "distributed"), (11, "server", "distributed")],
+)
+def test_an_engine_lost_before_it_connects_is_not_waited_for(
+    fleet: Fleet, expected: dict[int, Answers], version: int, victim: str, transport: str
+) -> None:
+    """Nobody waits `JOIN_S` for it, re-drives are not needed for that, and the victim comes back verified."""
+    seed = version % SEEDS
+    fleet.publish(version, seed, transport, bucket_bytes=50_000, hold_at=0, redrives=0)
+    assert fleet.answer()["held"] == 0
+    fleet.kill(f"{victim}-two")
+    began = time.monotonic()
+    fleet.tell("go on")
+    report = fleet.answer()
+
+    assert time.monotonic() - began < 0.8 * JOIN_S
+    assert _outcomes(report) == {"one": "committed", "two": "lost" if victim == "sidecar" else "quarantined"}
+    _serves(fleet, "one", expected[seed], str(version))
+    fleet.wait_ready("one")
+
+    (fleet.start_sidecar if victim == "sidecar" else fleet.start_server)("two")
+    returned = {"serving", "pending"} if victim == "sidecar" else {"pending"}
+    poll("the victim to be there again", lambda: fleet.channel()["engines"]["two"]["state"] in returned)
+    assert fleet.channel()["ready"] == [fleet.engines["one"].url]
+    fleet.publish(version + 1, version % SEEDS, transport)
+    assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
+    fleet.wait_ready("one", "two")
+    _serves(fleet, "two", expected[seed], str(version + 1))
+
+
+@pytest.mark.parametrize(("version", "transport"), [(13, "local"), (15, "distributed")])
+def test_an_engine_that_cannot_keep_its_record_takes_nothing_and_stops_nobody(
+    fleet: Fleet, expected: dict[int, Answers], version: int, transport: str
+) -> None:
+    """As on a full disk: the others have the new version in seconds, and the engine serves its old one, whole."""
+    (before,) = {engine["version"] for engine in fleet.channel()["engines"].values()}
+    assert before == version - 1
+    obstacle = fleet.state / "two.new"  # where the next record would be written; also root cannot
+    obstacle.mkdir()
+    began = time.monotonic()
+    fleet.publish(version, version % SEEDS, transport)
+    report = fleet.answer()
+
+    assert time.monotonic() - began < 0.8 * JOIN_S
+    assert _outcomes(report) == {"one": "committed", "two": "aborted"}
+    (reason,) = (engine["reason"] for engine in report["engines"] if engine["engine"] == "two")
+    assert "cannot write" in reason
+    _serves(fleet, "one", expected[version % SEEDS], str(version))
+    _serves(fleet, "two", expected[(version - 2) % SEEDS], str(before))
+    fleet.wait_ready("one")
+
+    obstacle.rmdir()
+    fleet.publish(version + 1, version % SEEDS, transport)
+    assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
+    fleet.wait_ready("one", "two")
+    _serves(fleet, "two", expected[version % SEEDS], str(version + 1))
