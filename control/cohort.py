@@ -118,7 +118,7 @@ class Cohort:
     def withdrawn(self, epoch: Epoch) -> Withdraw | None:
         """Whom the trainer, which sends under `epoch`, waits for in vain; None while there is nobody."""
         invited = (self.members[name] for name in self._invited)
-        out = {member.name: member.reason for member in invited if member.phase not in _TAKING}
+        out: dict[str, str] = {member.name: member.reason for member in invited if member.phase not in _TAKING}
         return self._orders.withdraw(epoch, out) if out else None
 
     def transfer(self, epoch: Epoch, offers: tuple[Offer, ...], failed: Mapping[str, str], now: float) -> None:

@@ -263,7 +263,7 @@ class TransportContract:
     def test_withdrawing_one_that_is_served_changes_nothing(
         self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
     ) -> None:
-        """What becomes of an engine that has confirmed the last bucket, or is no peer, does not concern the transfer."""
+        """What becomes of an engine that has confirmed the last bucket, or is no peer, is of no concern."""
         manifest = make_manifest(BUCKETS)
         session = make_session(2, 34, manifest)
         sender, first = places.sender(self.kind), make_engine("first")
