@@ -130,6 +130,7 @@ def test_a_trainer_without_a_connection_keeps_its_lease() -> None:
     world.now += world.limits.reconnect_s + 0.1
     world.handle(Tick())
     assert world.machine.channels[CHANNEL].lease is not None
+    assert (world.machine.next_deadline() or 0.0) > world.now, "the coordinator would tick without end"
 
 
 def test_bye_is_immediate_and_silent() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from weightbus.dataplane.errors import (
     StaleSession,
     TransferFailed,
 )
+from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Address, Peer, Receipt, Receiver, Session
 
@@ -272,13 +273,24 @@ class TransportContract:
             first.join()
             sender.withdraw("first", "its agent left")
             sender.withdraw("stranger", "who?")
+            until = time.monotonic() + 0.2  # for a sender that waits meanwhile to look at it
+            while time.monotonic() < until and not sender.failed:
+                time.sleep(0.01)
 
         def all_is_sent(index: int) -> None:
-            if index == BUCKETS and self.kind != "disk":
+            if index == BUCKETS and self.kind == "local":
                 first_is_through(index)
 
-        # A checkpoint is there only when the sender finishes: then the other engine waits for the first to be through.
+        # Otherwise the sender waits for the other engine when it hears of the first one.
         last = make_engine("last", on_load=first_is_through) if self.kind == "disk" else make_engine("last")
+        load = last.server.load_broadcast
+
+        def load_late(group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+            load(group, tensors, deadline_s)
+            if last.server.loads == BUCKETS:
+                first_is_through(BUCKETS)
+
+        last.server.load_broadcast = load_late  # type: ignore[method-assign]
         address = sender.offer(session, [Peer("first", 1), Peer("last", 1)])
         first.start(session, address, 1)
         last.start(session, address, 2)
