@@ -2,7 +2,8 @@
 
 For demos and tests. Dense bf16 models (Qwen3, Llama) only. This process becomes the server (exec), so its process id
 is the server's; start it in a process group of its own and end the group, because the server's workers are children
-that rename themselves. When it leads its group, the group ends with it, however it ends. Ready when ``GET /health_generate`` answers 200, 20 to 60 seconds later.
+that rename themselves. When it leads its group, the group ends with it, however it ends. Ready when
+``GET /health_generate`` answers 200, 20 to 60 seconds later.
 """
 
 import argparse

@@ -436,8 +436,8 @@ class TransportContract:
             address = sender.offer(session, [Peer("e0", 1), Peer("e1", 1)])
             for offset, engine in enumerate(engines):
                 engine.start(session, address, 1 + offset)
-            sender.ready(PATIENCE_S)
             try:
+                sender.ready(PATIENCE_S)  # a collective may hear of the refusal before all have joined
                 send_all(sender, session, pool, PATIENCE_S)
             except TransferFailed:
                 assert epoch == 1

@@ -172,9 +172,13 @@ def test_an_engine_lost_before_it_connects_is_not_waited_for(
     _serves(fleet, "one", expected[seed], str(version))
     fleet.wait_ready("one")
 
+    if victim == "server":
+        poll("its sidecar to notice", lambda: not fleet.sidecar("two")["engine"]["up"])
     (fleet.start_sidecar if victim == "sidecar" else fleet.start_server)("two")
-    returned = {"serving", "pending"} if victim == "sidecar" else {"pending"}
-    poll("the victim to be there again", lambda: fleet.channel()["engines"]["two"]["state"] in returned)
+    poll(
+        "the victim to be there again",
+        lambda: fleet.sidecar("two")["connected"] and fleet.sidecar("two")["engine"]["up"],
+    )
     assert fleet.channel()["ready"] == [fleet.engines["one"].url]
     fleet.publish(version + 1, version % SEEDS, transport)
     assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
