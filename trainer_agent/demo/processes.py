@@ -113,7 +113,8 @@ class Programs:
                 while (groups := self._left(groups)) and time.monotonic() < until:
                     time.sleep(0.05)
             for program in self._running:
-                program.process.poll()  # a zombie is no longer among the living, and still ours to reap
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    program.process.wait(GRACE_S)  # no longer among the living; ours to reap when its threads are too
             self._running.clear()
 
     def _left(self, groups: Sequence[int]) -> list[int]:
