@@ -28,8 +28,6 @@ class Member(msgspec.Struct, kw_only=True):
     rank_offset: int = 0
     spared: bool = False
     """Nothing was sent to it in the last attempt, only because another engine failed: it is not at fault."""
-    give_up_at: float | None = None
-    """The trainer said that it could not serve this engine: how long its own account is waited for."""
 
     @property
     def outcome(self) -> Outcome:

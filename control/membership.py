@@ -7,7 +7,7 @@ sidecar that was killed and restarted is back before anybody takes it for lost.
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -19,7 +19,7 @@ from .limits import Limits
 from .messages import Code, EngineInfo, Hello, Role, TrainerInfo
 
 
-class Agent(msgspec.Struct, frozen=True, kw_only=True):
+class Agent(msgspec.Struct, kw_only=True):
     """One agent that said `Hello`."""
 
     name: AgentId
@@ -28,8 +28,6 @@ class Agent(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     peer: Peer | None
     """None while its connection is gone and it may still come back."""
-    gone_at: float | None = None
-    """When its connection was found to be gone."""
     heard_at: float
     engine: EngineInfo | None = None
     trainer: TrainerInfo | None = None
@@ -42,8 +40,8 @@ class Membership:
         self._limits = limits
         self._agents: dict[AgentId, Agent] = {}
         self._by_peer: dict[Peer, AgentId] = {}
-        self._away: set[AgentId] = set()
-        """Engines without a connection."""
+        self._away: dict[AgentId, float] = {}
+        """Engines without a connection, and since when; the longest first."""
 
     def verdict(self, hello: Hello, peer: Peer, now: float) -> Verdict:
         """Whether this `Hello` may have the name it asks for."""
@@ -67,7 +65,7 @@ class Membership:
         if (other := self._by_peer.get(peer)) and other != hello.agent:
             self.remove(other)
         self._agents.pop(hello.agent, None)
-        self._away.discard(hello.agent)
+        self._away.pop(hello.agent, None)
         self._agents[hello.agent] = Agent(
             name=hello.agent,
             role=hello.role,
@@ -86,7 +84,8 @@ class Membership:
         name = self._by_peer.get(peer)
         if name is None:
             return None
-        agent = msgspec.structs.replace(self._agents.pop(name), heard_at=now)
+        agent = self._agents.pop(name)
+        agent.heard_at = now
         self._agents[name] = agent  # at the end: the dict stays ordered by `heard_at`, the most silent first
         return agent
 
@@ -100,16 +99,16 @@ class Membership:
         name = self._by_peer.pop(peer, None)
         if name is None:
             return None
-        agent = msgspec.structs.replace(self._agents[name], peer=None, gone_at=now)
+        agent = msgspec.structs.replace(self._agents[name], peer=None)
         self._agents[name] = agent
-        if agent.role is Role.ENGINE:
-            self._away.add(name)
+        if agent.role is Role.ENGINE:  # a trainer keeps its lease until it is silent for too long
+            self._away[name] = now
         return agent
 
     def remove(self, name: AgentId) -> Agent | None:
         """Forget the agent."""
         agent = self._agents.pop(name, None)
-        self._away.discard(name)
+        self._away.pop(name, None)
         if agent and agent.peer:
             self._by_peer.pop(agent.peer, None)
         return agent
@@ -120,26 +119,24 @@ class Membership:
 
     def lost(self, now: float) -> list[Agent]:
         """Who has not been heard of, or has had no connection, for too long."""
-        silent = list(takewhile(lambda agent: now >= agent.heard_at + self._limits.silence_s, self._agents.values()))
-        away = (self._agents[name] for name in sorted(self._away))
-        return silent + [agent for agent in away if agent not in silent and self.is_lost(agent, now)]
+        silent = list(takewhile(lambda agent: self._silent_at(agent) <= now, self._agents.values()))
+        away = takewhile(lambda name: self._away[name] + self._limits.reconnect_s <= now, self._away)
+        return silent + [agent for agent in map(self._agents.__getitem__, away) if self._silent_at(agent) > now]
 
     def is_lost(self, agent: Agent, now: float) -> bool:
-        """Whether this agent is not waited for any longer. A trainer keeps its lease without a connection, too."""
-        return now >= self._lost_at(agent)
+        """Whether this agent is not waited for any longer."""
+        gone_at = self._away.get(agent.name)
+        gone = gone_at is not None and gone_at + self._limits.reconnect_s <= now
+        return gone or self._silent_at(agent) <= now
 
     def next_deadline(self) -> float | None:
         """When the next agent will be lost, if nothing is heard of it."""
-        most_silent = next(iter(self._agents.values()), None)
-        if most_silent is None:
-            return None
-        return min(self._lost_at(agent) for agent in (most_silent, *(self._agents[name] for name in self._away)))
+        times = [self._silent_at(agent) for agent in islice(self._agents.values(), 1)]
+        times += [gone_at + self._limits.reconnect_s for gone_at in islice(self._away.values(), 1)]
+        return min(times, default=None)
 
-    def _lost_at(self, agent: Agent) -> float:
-        silent = agent.heard_at + self._limits.silence_s
-        if agent.gone_at is None or agent.role is not Role.ENGINE:
-            return silent
-        return min(silent, agent.gone_at + self._limits.reconnect_s)
+    def _silent_at(self, agent: Agent) -> float:
+        return agent.heard_at + self._limits.silence_s
 
     def __len__(self) -> int:
         return len(self._agents)
