@@ -213,10 +213,8 @@ class Coordinator:
 
     def _give_up_on(self, name: AgentId, now: float) -> None:
         agent = self.members.get(name)
-        if agent and self.members.is_lost(agent, now):
-            gone = agent.role is Role.ENGINE and agent.peer is None
-            why = ", and its connection is gone" if gone else ""
-            self._leave(agent, f"was silent for {now - agent.heard_at:.1f} s{why}", now)
+        if agent and (reason := self.members.why_lost(agent, now)):
+            self._leave(agent, reason, now)
 
     def _tick(self, now: float) -> None:
         self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))

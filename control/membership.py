@@ -123,11 +123,13 @@ class Membership:
         away = takewhile(lambda name: self._away[name] + self._limits.reconnect_s <= now, self._away)
         return silent + [agent for agent in map(self._agents.__getitem__, away) if self._silent_at(agent) > now]
 
-    def is_lost(self, agent: Agent, now: float) -> bool:
-        """Whether this agent is not waited for any longer."""
+    def why_lost(self, agent: Agent, now: float) -> str:
+        """Why this agent is not waited for any longer; empty while it is."""
+        silence = f"was silent for {now - agent.heard_at:.1f} s"
         gone_at = self._away.get(agent.name)
-        gone = gone_at is not None and gone_at + self._limits.reconnect_s <= now
-        return gone or self._silent_at(agent) <= now
+        if gone_at is not None and gone_at + self._limits.reconnect_s <= now:
+            return f"{silence}, and its connection is gone"
+        return silence if self._silent_at(agent) <= now else ""
 
     def next_deadline(self) -> float | None:
         """When the next agent will be lost, if nothing is heard of it."""
