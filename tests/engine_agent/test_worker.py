@@ -1,4 +1,4 @@
-"""What the worker says of a server's live digests before a round, and whose versions it takes."""
+"""What is asked of a server, and of whoever published, before its weights are touched."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
-from weightbus.control.messages import Policy, Prepare, Role, Seal, TransportKind
+from weightbus.control.messages import Offer, Policy, Prepare, Role, Seal, Transfer, TransportKind
 from weightbus.control.provision import Member, provision
 from weightbus.control.telemetry import Meters, Side
 from weightbus.control.trust import TRUST_FILE, TrustList
 from weightbus.engine_agent.dialects import dialect_of
-from weightbus.engine_agent.events import Broken, Validate
+from weightbus.engine_agent.events import Broken, Receive, Validate
 from weightbus.engine_agent.identity import facts_of
+from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.worker import Worker
 
 
@@ -71,3 +72,28 @@ def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path
     result = made.perform(Validate(msgspec.structs.replace(prepare, seal=seal), ""))
     assert isinstance(result, Broken)
     assert "(unknown_signer)" in result.reason
+
+
+def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
+    """A group that waits for its ranks would hold every other engine; found out before, it holds nobody."""
+    made: list[str] = []
+
+    def receiver(kind: str) -> Any:
+        made.append(kind)
+
+    command = Transfer(
+        channel=Channel("c"),
+        epoch=Epoch(1),
+        version=Version(1),
+        manifest=Digest("a" * 64),
+        table=Digest("b" * 64),
+        offer=Offer(transport=TransportKind.DISTRIBUTED, address="tcp://127.0.0.1:9"),
+        rank_offset=1,
+        deadline_s=600.0,
+    )
+    gone = Worker("e0", SGLangServer("http://127.0.0.1:9"), receiver, None, Meters(Side.ENGINE))
+    result = gone.perform(Receive(command, ""))
+    assert isinstance(result, Broken)
+    assert "/model_info" in result.reason
+    assert not result.touched
+    assert not made
