@@ -148,6 +148,7 @@ class Channel:
             story=self.story,
             now=now,
         )
+        self._fleet.all_changed()
         self.round.start(now)
         return YES
 
@@ -237,6 +238,7 @@ class Channel:
         engine = self.engines.get(name)
         if engine is None or message.health is None or (engine.health, engine.held) == (message.health, message.held):
             return False
+        self._fleet.changed(name)
         recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
         engine.health, engine.held = message.health, message.held
         if engine.health is not EngineHealth.CLEAN:
@@ -256,6 +258,7 @@ class Channel:
         """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
         engine = self.engines[name]
         verdict = self._take_answer(engine, message, now)
+        self._fleet.changed(name)
         if verdict.ok:
             engine.last_epoch = message.epoch
         return verdict
@@ -279,6 +282,7 @@ class Channel:
                     )
                 self.committed = Held(version=record.version, manifest=record.manifest, table=record.table)
                 self.committed_epoch = record.epoch
+                self._fleet.all_changed()
                 if self.round:
                     self.round.committed(now)
             case RoundClosed():
@@ -336,6 +340,8 @@ class Channel:
         if self.round:
             self.out.extend(self.round.notes)
             self.round.notes.clear()
+            self._fleet.changed(*self.round.moved)
+            self.round.moved.clear()
         self.out.extend(self._fleet.readiness_changes(self.phase, self.committed))
         tells = [Tell(agent, command) for agent, command in self._duties.due(now)]
         out: list[Out] = [o for o in self.out if not isinstance(o, ChannelRecord)]
@@ -377,6 +383,8 @@ class Channel:
                 wrong.append(f"{engine.name} is ready, but holds {engine.held}")
             if phase is EnginePhase.SERVING and (self.committed is None or self.round is None):
                 wrong.append(f"{engine.name} serves what was never committed")
+        if unnoticed := self._fleet.unnoticed(self.phase, self.committed):
+            wrong.append(f"the readiness of {', '.join(unnoticed)} changed unnoticed")
         if wrong:
             raise InvariantBroken("; ".join(wrong), tuple(self.story))
 
@@ -392,6 +400,7 @@ class Channel:
             raise InvariantBroken("a round was closed that is not there", self.story)
         self._fleet.left_by(round_.members.values())
         self.round = None
+        self._fleet.all_changed()
         self._answers.remember(record.request, record.done)
         self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done))
         self._end_lease("the round ended")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Final, assert_never
 
+from .census import Census
 from .duties import Duties
 from .effects import AnyObservation, EngineFailed
 from .ids import AgentId, Epoch
@@ -62,6 +64,8 @@ class Cohort:
         notes: list[AnyObservation],
     ) -> None:
         self.members: dict[AgentId, Member] = {}
+        self.moved: dict[AgentId, None] = {}
+        """Whose phase changed since somebody last looked and cleared it, in order."""
         self._publish = publish
         self._limits = limits
         self._duties = duties
@@ -80,15 +84,22 @@ class Cohort:
                 reason="" if route.transport else route.reason,
                 seconds={},
             )
+        self._census = Census(self.members.values())
+        self._doubted: dict[AgentId, float] = {}
+        """Whom the trainer could not serve, and how long each one's own account is waited for; the earliest first."""
+
+    def count(self, *phases: EnginePhase) -> int:
+        """How many members stand in one of `phases`."""
+        return self._census.count(*phases)
 
     def within(self, *phases: EnginePhase) -> list[Member]:
         """The members that stand in one of `phases`."""
-        return [member for member in self.members.values() if member.phase in phases]
+        return self._census.within(*phases)
 
     @property
     def settled(self) -> bool:
         """Nobody's answer is waited for any more."""
-        return all(member.phase in SETTLED for member in self.members.values())
+        return self._census.count(*SETTLED) == len(self.members)
 
     # -- what they are told -----------------------------------------------------------------------------------------
 
@@ -120,7 +131,7 @@ class Cohort:
                 self.leave(member, f"the trainer made no {member.transport} offer{f': {why}' if why else ''}", now)
                 continue
             self._move(member, EnginePhase.TRANSFERRING)
-            member.epoch, member.give_up_at = epoch, None
+            member.epoch = epoch
             self._duties.assign(member.name, self._orders.transfer(member, offer), now)
 
     def doubt(self, failed: Mapping[str, str], now: float) -> None:
@@ -128,7 +139,7 @@ class Cohort:
         for member in self.within(EnginePhase.TRANSFERRING):
             if member.name in failed:
                 member.reason = f"the trainer could not serve it: {failed[member.name]}"
-                member.give_up_at = now + self._limits.grace_s
+                self._doubted.setdefault(member.name, now + self._limits.grace_s)
 
     def commit(self, now: float) -> None:
         """The version is durable: whoever holds it, verified, is to serve it."""
@@ -177,14 +188,12 @@ class Cohort:
 
     def tick(self, now: float) -> None:
         """Time has passed: engines that the trainer gave up on, and that said nothing themselves, break."""
-        for member in self.within(EnginePhase.TRANSFERRING):
-            if member.give_up_at is not None and now >= member.give_up_at:
-                self._break(member, member.reason)
+        for name in list(takewhile(lambda name: now >= self._doubted[name], self._doubted)):
+            self._break(self.members[name], self.members[name].reason)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        times = [m.give_up_at for m in self.within(EnginePhase.TRANSFERRING) if m.give_up_at is not None]
-        return min(times, default=None)
+        return next(iter(self._doubted.values()), None)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -205,6 +214,7 @@ class Cohort:
             self._break(member, f"verified {found}; expected {self._publish.version}, {self._publish.table[:12]}")
             return
         self._move(member, EnginePhase.VERIFIED)
+        member.reason = ""  # what went wrong before, in this attempt or an earlier one, is mended
         member.seconds["verify"] = message.seconds
         member.verified_by = message.verified_by
         self._duties.drop(member.name)
@@ -256,7 +266,9 @@ class Cohort:
         self._duties.drop(member.name)
 
     def _move(self, member: Member, phase: EnginePhase) -> None:
-        member.phase = move(f"engine {member.name}", ENGINE_MOVES, member.phase, phase, self._story)
+        self._census.move(member, move(f"engine {member.name}", ENGINE_MOVES, member.phase, phase, self._story))
+        self._doubted.pop(member.name, None)
+        self.moved[member.name] = None
 
     def _note_failure(self, member: Member, reason: str) -> None:
         member.reason = reason

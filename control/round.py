@@ -79,6 +79,7 @@ class Round:
         self._duties = duties
         self._cohort = Cohort(publish, trainer, engines, limits=limits, duties=duties, story=story, notes=self.notes)
         self.members: Mapping[AgentId, Member] = self._cohort.members
+        self.moved = self._cohort.moved
         self._story = story
         self._began_at = now
         self._since = now
@@ -268,16 +269,16 @@ class Round:
         match self.state:
             case RoundState.PREPARING if not self.members and not self.publish.policy.min_engines:
                 self._commit(now)
-            case RoundState.PREPARING if not self._cohort.within(EnginePhase.PREPARING) and self._enough(now):
+            case RoundState.PREPARING if not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
                 self._pause(now)
-            case RoundState.PAUSING if not self._cohort.within(EnginePhase.PAUSING) and self._enough(now):
+            case RoundState.PAUSING if not self._cohort.count(EnginePhase.PAUSING) and self._enough(now):
                 self._offer(now)
-            case RoundState.OFFERING if not self._cohort.within(EnginePhase.PAUSED, EnginePhase.BROKEN):
+            case RoundState.OFFERING if not self._cohort.count(EnginePhase.PAUSED, EnginePhase.BROKEN):
                 self._give_up_transfer("no engine is left to send to", now)
             case RoundState.TRANSFERRING if self._enough(now):
-                if self._sent and not self._cohort.within(EnginePhase.TRANSFERRING):
+                if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
                     self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
-            case RoundState.VERIFYING if not self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+            case RoundState.VERIFYING if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
                 self._conclude(now)
             case RoundState.RESUMING | RoundState.ABORTING if self._cohort.settled:
                 self.wants = Want.CLOSE
@@ -287,7 +288,7 @@ class Round:
     def _enough(self, now: float) -> bool:
         """Whether the version can still reach as many engines as its policy asks for; aborts when not."""
         needed = max(1, self.publish.policy.min_engines)
-        left = len(self._cohort.within(*HOPEFUL))
+        left = self._cohort.count(*HOPEFUL)
         if left >= needed:
             return True
         why = "; ".join(f"{m.name}: {m.reason}" for m in self.members.values() if m.reason)
@@ -321,8 +322,8 @@ class Round:
 
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
-        verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
-        if not self._sent_once or len(verified) < max(1, self.publish.policy.min_engines):
+        verified = self._cohort.count(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
+        if not self._sent_once or verified < max(1, self.publish.policy.min_engines):
             self._abort(reason, now)
             return
         self._redrives_left = 0

@@ -178,7 +178,7 @@ class Server:
         return self._stop_by is not None and (self.machine.stopped or self._clock() >= self._stop_by)
 
     def _show(self, now: float) -> None:
-        self._status_at, self._stale = now, False
+        self._status_at, self._stale, self._changed = now, False, False
         self._view = self.machine.status(now)
         self._on_status(self._view)
 

@@ -1,4 +1,8 @@
-"""The contract on real SGLang servers, with one rank and with two; and their greedy tokens against transformers'."""
+"""The contract on real SGLang servers, with one rank and with two; and their greedy tokens against transformers'.
+
+``WEIGHTBUS_SGLANG_OVERLAY`` runs it on another release than the installed one: a path list, as in PYTHONPATH, of
+folders into which wheels were unpacked. Only the servers see them.
+"""
 
 import json
 import os
@@ -20,6 +24,7 @@ from .server_contract import PROMPT, Bench, ServerContract
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 START_S = 300.0
+OVERLAY = os.environ.get("WEIGHTBUS_SGLANG_OVERLAY", "")
 ORACLE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -40,9 +45,11 @@ def serve(folder: Path, tp: int, log: Path) -> tuple[subprocess.Popen[bytes], st
     """Start a server and wait until it generates."""
     port = free_port()
     argv = [sys.executable, "-m", "weightbus.engine_agent.cpu_server", "--model-path", str(folder), "--port", str(port)]
+    path = os.pathsep.join(part for part in (OVERLAY, os.environ.get("PYTHONPATH", "")) if part)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*argv, "--tp-size", str(tp), "--skip-tokenizer-init"],
+            env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
