@@ -4,6 +4,7 @@
 folders into which wheels were unpacked. Only the servers see them.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -68,8 +69,9 @@ def serve(folder: Path, tp: int, log: Path) -> tuple[subprocess.Popen[bytes], st
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End the whole process group."""
-    os.killpg(process.pid, signal.SIGKILL)
+    """End the whole process group, if it has not ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
 
 
