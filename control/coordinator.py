@@ -287,6 +287,8 @@ class Coordinator:
         if not verdict.ok:
             self._refuse(peer, message.agent, message, verdict)
             return
+        if rival := self.members.rival(message):
+            self._leave(rival, f"is gone, and {message.agent} answers for its server now", now)
         returning = before is not None and before.incarnation == message.incarnation
         if before and not returning:
             self._leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
