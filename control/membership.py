@@ -81,7 +81,8 @@ class Membership:
             f"{found}, last heard of {silent_s:.1f} s ago: one server, one agent. Stop one of the two; if they are"
             " different servers, tell each agent with --url where clients reach its own"
         )
-        return Verdict(Code.SERVER_TAKEN, reason, self._limits.silence_s - silent_s)
+        # Asked now and then, because the other may say Bye before it would be taken for lost.
+        return Verdict(Code.SERVER_TAKEN, reason, min(self._limits.silence_s - silent_s, self._limits.takeover_s))
 
     def join(self, hello: Hello, peer: Peer, now: float) -> Agent | None:
         """Seat the agent of `hello` on `peer`. Returns who had the name before."""

@@ -46,11 +46,15 @@ from weightbus.control.telemetry import (
     Side,
 )
 from weightbus.dataplane import transports
+from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.host import host_identity
+from weightbus.dataplane.local import open_runtime_dir
 from weightbus.dataplane.transport import Receiver
+from weightbus.dataplane.transports import default_runtime_dir
 
 from .application import Application
-from .errors import EngineAgentError
+from .claim import ClaimHeld, server_claim
+from .errors import EngineAgentError, ServerInUse
 from .events import (
     Answer,
     Broken,
@@ -110,6 +114,7 @@ class EngineAgent:
         self._incarnation = Incarnation(os.urandom(8).hex())
         self._records = RecordFile(settings.state_dir, settings.name)
         self._records.claim()
+        self._claim = server_claim(settings.runtime_dir or default_runtime_dir(), settings.server, settings.name)
         self._unsaved: Record | None = None
         self._server = SGLangServer(settings.server, Keys(settings.api_key, settings.admin_api_key), settings.dialect)
         self._worker = Worker(
@@ -131,6 +136,7 @@ class EngineAgent:
 
     def run(self) -> None:
         """Serve until `stop`. Raises what made it impossible to go on."""
+        self._claim_server()
         http = HttpPort(
             self.settings.http_bind,
             self.settings.http_port,
@@ -153,6 +159,17 @@ class EngineAgent:
     def stop(self) -> None:
         """End `run`, from any thread or signal handler."""
         self._events.put(_Stop())
+
+    def _claim_server(self) -> None:
+        """Be the only agent beside this server on this host. The coordinator looks after what is beyond it."""
+        try:
+            open_runtime_dir(self._claim.path.parent)
+            self._claim.take()
+        except ClaimHeld as held:
+            raise ServerInUse(self.settings.server, held.holder) from held
+        except (OSError, Unsupported) as error:
+            # Only the local transport needs the folder, and says so when it is asked for.
+            self._log.warning("server_not_claimed", reason=str(error))
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
@@ -308,6 +325,7 @@ class EngineAgent:
         self._server.close()
         http.stop()
         self._records.release()
+        self._claim.release()
 
     # -- other threads ------------------------------------------------------------------------------------------------
 

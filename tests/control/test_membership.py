@@ -169,7 +169,7 @@ def test_restarted_agent_of_a_server_is_not_its_own_rival() -> None:
 
 
 def test_new_name_for_a_server_when_the_old_one_is_gone() -> None:
-    """After `silence_s` at the latest, told when to come again; at once after `Bye`."""
+    """After `silence_s` of the old one, told to come again before; at once after `Bye`."""
     world = World()
     first = world.engine("e0", url=URL)
     world.advance(1.0)
@@ -177,7 +177,7 @@ def test_new_name_for_a_server_when_the_old_one_is_gone() -> None:
     second = world.engine("e1", url=URL)
     (refused,) = second.got(Refused)
     assert isinstance(refused, Refused)
-    assert refused.retry_after_s == world.limits.silence_s
+    assert refused.retry_after_s == world.limits.takeover_s
     world.advance(world.limits.silence_s)
     assert world.ready == ("e1",)
     world.handle(MessageReceived(peer=second.peer, message=Bye()))
