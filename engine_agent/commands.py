@@ -5,6 +5,7 @@ import signal
 import threading
 from types import FrameType
 
+import structlog
 from rich.console import Console
 
 from weightbus.control import settings
@@ -32,6 +33,8 @@ class EngineAgentCommand:
         from .runner import EngineAgent  # noqa: PLC0415
 
         configure_logging(resolved.value.log_level.value, resolved.value.log_format.value)
+        for found in resolved.exposed():
+            structlog.get_logger(__name__).warning("secret_exposed", reason=found)
         agent = EngineAgent(resolved.value)
 
         def stop(_number: int, _frame: FrameType | None) -> None:

@@ -73,13 +73,13 @@ from .events import (
     Welcomed,
 )
 from .identity import ServerFacts
+from .key_files import read_keys
 from .record_file import RecordFile
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .stages import View
 from .validate import transports_of
 from .watch import Watch
-from .wire import Keys
 from .worker import Worker
 
 TICK_S: Final = 0.5
@@ -116,7 +116,8 @@ class EngineAgent:
         self._records.claim()
         self._claim = server_claim(settings.runtime_dir or default_runtime_dir(), settings.server, settings.name)
         self._unsaved: Record | None = None
-        self._server = SGLangServer(settings.server, Keys(settings.api_key, settings.admin_api_key), settings.dialect)
+        keys, exposed = read_keys(settings)
+        self._server = SGLangServer(settings.server, keys, settings.dialect)
         self._worker = Worker(
             settings.name, self._server, self._receiver, settings.model_path, self.meters, proof=settings.verify
         )
@@ -133,6 +134,8 @@ class EngineAgent:
         self._described: tuple[str, ...] = ()
         self._stopping = threading.Event()
         self._log = structlog.get_logger(__name__).bind(agent=settings.name, channel=settings.channel)
+        for each in exposed:
+            self._log.warning("key_file_exposed", setting=each.setting, reason=each.advice)
 
     def run(self) -> None:
         """Serve until `stop`. Raises what made it impossible to go on."""
