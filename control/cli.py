@@ -88,7 +88,9 @@ def build_parser(commands: Mapping[str, Command | str]) -> argparse.ArgumentPars
         if isinstance(command, str):
             choices.add_parser(name, help=command.replace("%", "%%"))
             continue
-        child = choices.add_parser(name, help=command.help, description=command.help, parents=[debug], allow_abbrev=False)
+        child = choices.add_parser(
+            name, help=command.help, description=command.help, parents=[debug], allow_abbrev=False
+        )
         command.configure(child)
         child.set_defaults(run=command.run)
     return parser

@@ -103,8 +103,8 @@ class KeygenSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if COORDINATOR in self.agents:
             raise ValueError(
-                f"no agent may be called {COORDINATOR!r}: its {COORDINATOR}.key and {COORDINATOR}.pub would be taken for"
-                " the coordinator's own, which are made without being named; name the agent otherwise"
+                f"no agent may be called {COORDINATOR!r}: its key files would be taken for the coordinator's own, which"
+                " are made without being named; name the agent otherwise"
             )
 
 

@@ -7,8 +7,8 @@ Every value comes from the first of these that has it::
 The file is the one named by ``--config``, else by ``WEIGHTBUS_CONFIG``; there is no other. Unknown keys are errors
 wherever they stand, with the nearest valid name suggested. One file may serve several processes: each reads its own
 section. Describe a field with ``Annotated[int, msgspec.Meta(description="...", ge=0)]``; mark a secret with
-``extra={"secret": True}``, so that it is never printed, and has no flag, which everybody could read in ``ps``. Where `kind` has a ``__post_init__`` that raises ValueError,
-its message becomes a `ConfigurationError`.
+``extra={"secret": True}``, so that it is never printed, and has no flag, which everybody could read in ``ps``. Where
+`kind` has a ``__post_init__`` that raises ValueError, its message becomes a `ConfigurationError`.
 
 A command uses two calls: `configure` gives its parser one flag for each field, `from_args` reads what was given.
 """

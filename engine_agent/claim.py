@@ -13,7 +13,7 @@ _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 _NETWORK: Final = Path("/proc/self/ns/net")
 
 
-class ClaimHeld(Exception):  # noqa: N818 - a fact that the caller turns into its own error
+class ClaimHeld(Exception):
     """Another process holds the claim; `holder` is how it named itself."""
 
     def __init__(self, holder: str) -> None:

@@ -5,10 +5,10 @@ import signal
 import threading
 from types import FrameType
 
-import structlog
 from rich.console import Console
 
 from weightbus.control import settings
+from weightbus.control.log import get_log
 from weightbus.control.telemetry import configure_logging
 
 from .settings import SECTION, EngineAgentSettings
@@ -34,7 +34,7 @@ class EngineAgentCommand:
 
         configure_logging(resolved.value.log_level.value, resolved.value.log_format.value)
         for found in resolved.exposed():
-            structlog.get_logger(__name__).warning("secret_exposed", reason=found)
+            get_log(__name__).warning("secret_exposed", reason=found)
         agent = EngineAgent(resolved.value)
 
         def stop(_number: int, _frame: FrameType | None) -> None:

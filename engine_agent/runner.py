@@ -15,13 +15,13 @@ import time
 from typing import Final, assert_never
 
 import msgspec
-import structlog
 
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
 from weightbus.control.http import HttpPort, Readiness
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.control.keys import CurveFiles
+from weightbus.control.log import get_log
 from weightbus.control.messages import (
     Abort,
     Commit,
@@ -133,7 +133,7 @@ class EngineAgent:
         self._bus: BusClient | None = None
         self._described: tuple[str, ...] = ()
         self._stopping = threading.Event()
-        self._log = structlog.get_logger(__name__).bind(agent=settings.name, channel=settings.channel)
+        self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
         for each in exposed:
             self._log.warning("key_file_exposed", setting=each.setting, reason=each.advice)
 

@@ -188,7 +188,11 @@ def journal_with(folder_mode: int, file_mode: int) -> Iterator[Path]:
     ("folder", "file", "said"),
     [
         (0o555, 0o666, r"folder cannot be read and written by user \d+: it belongs to user \d+, mode 0555; give it to"),
-        (0o777, 0o444, r"folder/j cannot be read and written by user \d+: it belongs to user \d+, mode 0444; give it to"),
+        (
+            0o777,
+            0o444,
+            r"folder/j cannot be read and written by user \d+: it belongs to user \d+, mode 0444; give it to",
+        ),
     ],
 )
 def test_what_may_not_be_written_is_found_before_anything_is_promised(folder: int, file: int, said: str) -> None:

@@ -245,7 +245,7 @@ def test_journal_that_fails_is_tried_again() -> None:
 
 
 def test_status_is_written_once_for_what_was_announced() -> None:
-    """Whoever is told of a grant reads it in the status; messages after that do not describe the fleet once more each."""
+    """Whoever is told of a grant reads it in the status; no message after that describes the fleet once more."""
     bus, journal, shown = MemoryBus(), FailingJournal(), list[StatusView]()
     journal.full = False
     server = Server(

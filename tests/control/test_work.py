@@ -29,11 +29,11 @@ from .world import Agent, World
 ANSWERS = Prepared | Paused | Transferred | Verified | Serving | Failed | Heartbeat
 SMALL, LARGE = 32, 256
 GROWTH = 1.5
-"""An answer may cost this much more in the large fleet. Work that grows with the fleet would cost eight times as much."""
+"""How much dearer an answer may be in the large fleet. Work that grows with the fleet would make it eight times so."""
 
 
 class CountingWorld(World):
-    """Counts the instructions that the machine spends on what engines say. Skips its checks, which look at everybody."""
+    """Counts the instructions that the machine spends on what engines say. Skips its checks: they look at everybody."""
 
     def __init__(self) -> None:
         self.instructions, self.answers = 0, 0
