@@ -37,9 +37,13 @@ print(json.dumps(model.generate(asked, eos_token_id=None, **options)[0, asked.sh
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that is free, and to which SGLang 0.5.11 can add 10,000 for its gRPC."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port < 50_000:
+            return port
 
 
 def serve(folder: Path, tp: int, log: Path) -> tuple[subprocess.Popen[bytes], str]:
