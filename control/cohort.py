@@ -6,12 +6,10 @@ difficulties either *breaks*, and may be driven again, or *leaves*: it is told t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
-from itertools import takewhile
 from typing import Final, assert_never
 
-from .census import Census
 from .duties import Duties
 from .effects import AnyObservation, EngineFailed
 from .ids import AgentId, Epoch
@@ -64,14 +62,14 @@ class Cohort:
         notes: list[AnyObservation],
     ) -> None:
         self.members: dict[AgentId, Member] = {}
-        self.moved: dict[AgentId, None] = {}
-        """Whose phase changed since somebody last looked and cleared it, in order."""
         self._publish = publish
         self._limits = limits
         self._duties = duties
         self._orders = Orders(publish, limits)
         self._story = story
         self._notes = notes
+        self._doubted: dict[AgentId, float] = {}
+        self._moved: set[AgentId] = set()
         for name, info in engines.items():
             route = choose(trainer, info)
             self.members[name] = Member(
@@ -84,22 +82,30 @@ class Cohort:
                 reason="" if route.transport else route.reason,
                 seconds={},
             )
-        self._census = Census(self.members.values())
-        self._doubted: dict[AgentId, float] = {}
-        """Whom the trainer could not serve, and how long each one's own account is waited for; the earliest first."""
+        self._counts = Counter(member.phase for member in self.members.values())
 
     def count(self, *phases: EnginePhase) -> int:
-        """How many members stand in one of `phases`."""
-        return self._census.count(*phases)
+        """How many members stand in one of `phases`; asked with every answer, so nobody is looked at for it."""
+        return sum(self._counts[phase] for phase in phases)
+
+    def take_moved(self) -> set[AgentId]:
+        """Who changed phase since this was asked last."""
+        moved, self._moved = self._moved, set()
+        return moved
 
     def within(self, *phases: EnginePhase) -> list[Member]:
         """The members that stand in one of `phases`."""
-        return self._census.within(*phases)
+        return [member for member in self.members.values() if member.phase in phases]
 
     @property
     def settled(self) -> bool:
         """Nobody's answer is waited for any more."""
-        return self._census.count(*SETTLED) == len(self.members)
+        return self.count(*SETTLED) == len(self.members)
+
+    def check(self) -> tuple[str, ...]:
+        """What is wrong with the count, if anything."""
+        found = Counter(member.phase for member in self.members.values())
+        return () if found == self._counts else (f"engines by phase are {found}, counted as {self._counts}",)
 
     # -- what they are told -----------------------------------------------------------------------------------------
 
@@ -132,6 +138,7 @@ class Cohort:
                 continue
             self._move(member, EnginePhase.TRANSFERRING)
             member.epoch = epoch
+            self._doubted.pop(member.name, None)
             self._duties.assign(member.name, self._orders.transfer(member, offer), now)
 
     def doubt(self, failed: Mapping[str, str], now: float) -> None:
@@ -139,7 +146,7 @@ class Cohort:
         for member in self.within(EnginePhase.TRANSFERRING):
             if member.name in failed:
                 member.reason = f"the trainer could not serve it: {failed[member.name]}"
-                self._doubted.setdefault(member.name, now + self._limits.grace_s)
+                self._doubted[member.name] = now + self._limits.grace_s
 
     def commit(self, now: float) -> None:
         """The version is durable: whoever holds it, verified, is to serve it."""
@@ -188,12 +195,12 @@ class Cohort:
 
     def tick(self, now: float) -> None:
         """Time has passed: engines that the trainer gave up on, and that said nothing themselves, break."""
-        for name in list(takewhile(lambda name: now >= self._doubted[name], self._doubted)):
+        for name in [name for name, give_up_at in self._doubted.items() if now >= give_up_at]:
             self._break(self.members[name], self.members[name].reason)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        return next(iter(self._doubted.values()), None)
+        return min(self._doubted.values(), default=None)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -266,9 +273,13 @@ class Cohort:
         self._duties.drop(member.name)
 
     def _move(self, member: Member, phase: EnginePhase) -> None:
-        self._census.move(member, move(f"engine {member.name}", ENGINE_MOVES, member.phase, phase, self._story))
-        self._doubted.pop(member.name, None)
-        self.moved[member.name] = None
+        left = member.phase
+        member.phase = move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)
+        self._counts[left] -= 1
+        self._counts[phase] += 1
+        self._moved.add(member.name)
+        if left is EnginePhase.TRANSFERRING:
+            self._doubted.pop(member.name, None)  # it spoke for itself, or left
 
     def _note_failure(self, member: Member, reason: str) -> None:
         member.reason = reason

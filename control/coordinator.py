@@ -454,8 +454,13 @@ class Coordinator:
         self._effects.append(Observe(what=what))
 
     def _flush(self, channel: Channel, now: float) -> None:
+        hinted: set[str] = set()
         for out in channel.flush(now):
             self._put(channel, out)
+            event = _announced_as(out)
+            if event and event not in hinted:  # hints name no engine: one says as much as a thousand
+                hinted.add(event)
+                self._hint(channel, event)
 
     def _put(self, channel: Channel, out: Out) -> None:
         match out:
@@ -467,26 +472,31 @@ class Coordinator:
                     self._send(agent.peer, out.message)
             case EpochTaken() | Committed() | RoundClosed():
                 self._persist(out, channel.name)
+            case ReadinessChanged():
+                self._observe(out)
             case _:
                 channel.story.append(str(out))
                 self._observe(out)
-                self._hint(channel, out)
 
-    def _hint(self, channel: Channel, what: AnyObservation) -> None:
-        match what:
-            case LeaseGranted():
-                event = "granted"
-            case StateEntered() if what.state is RoundState.RESUMING:
-                event = "committed"
-            case RoundEnded():
-                event = f"round_{what.outcome.value}"
-            case ReadinessChanged():
-                event = "ready" if what.ready else "not_ready"
-            case _:
-                return
+    def _hint(self, channel: Channel, event: str) -> None:
         self._hints += 1
         version = channel.committed.version if channel.committed else None
         hint = Hint(
             seq=self._hints, boot=self.boot, channel=channel.name, event=event, version=version, epoch=channel.epoch
         )
         self._effects.append(PublishHint(hint=hint))
+
+
+def _announced_as(out: Out) -> str | None:
+    """What whoever listens is told of it, if anything."""
+    match out:
+        case ReadinessChanged():
+            return "ready" if out.ready else "not_ready"
+        case LeaseGranted():
+            return "granted"
+        case StateEntered() if out.state is RoundState.RESUMING:
+            return "committed"
+        case RoundEnded():
+            return f"round_{out.outcome.value}"
+        case _:
+            return None

@@ -7,7 +7,6 @@ it holds it, and else to go on with what it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import takewhile
 
 from .duties import Duties
 from .effects import ReadinessChanged
@@ -29,10 +28,8 @@ class Fleet:
         self._limits = limits
         self._duties = duties
         self._ready: dict[AgentId, bool] = {}
-        self._changed: dict[AgentId, None] = {}
-        """Whose readiness may differ from `_ready`: looking at all engines after each answer would cost the fleet."""
-        self._lost: dict[AgentId, None] = {}
-        """Who is gone, the first to go first."""
+        self._touched: set[AgentId] = set()
+        """Engines whose readiness may be another than was last announced."""
 
     def infos(self) -> dict[AgentId, EngineInfo]:
         """The engines that are here, as they are today."""
@@ -45,37 +42,25 @@ class Fleet:
     def joined(self, agent: Agent) -> Engine:
         """An engine said `Hello`: what was known under its name is forgotten."""
         engine = self.engines[agent.name] = Engine.of(agent)
-        self._lost.pop(agent.name, None)
-        self.changed(agent.name)
+        self._touched.add(agent.name)
         return engine
-
-    def changed(self, *names: AgentId) -> None:
-        """Something that these engines' readiness follows from is different now: the engine, or its phase."""
-        self._changed.update(dict.fromkeys(names))
-
-    def all_changed(self) -> None:
-        """The same of everybody: another version is committed, or a round began or ended."""
-        self.changed(*self.engines)
 
     def lost(self, name: AgentId, reason: str, now: float) -> None:
         """An engine fell silent or said `Bye`."""
         if engine := self.engines.get(name):
             engine.alive, engine.serving, engine.reason, engine.lost_at = False, False, reason, now
-            self._lost.pop(name, None)
-            self._lost[name] = None
-            self.changed(name)
+            self._touched.add(name)
 
     def forget(self, now: float) -> None:
         """Engines that have been gone for long are not shown any more."""
-        forget_s = self._limits.forget_s
-        for name in list(takewhile(lambda name: now - self.engines[name].lost_at > forget_s, self._lost)):
-            del self.engines[name], self._lost[name]
-            self._ready.pop(name, None)
+        for engine in [e for e in self.engines.values() if not e.alive and now - e.lost_at > self._limits.forget_s]:
+            del self.engines[engine.name]
+            self._ready.pop(engine.name, None)
 
     def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
-        self.changed(engine.name)
         engine.serving = False
+        self._touched.add(engine.name)
         if epoch == 0 and engine.health is EngineHealth.CLEAN:
             engine.serving = True  # nobody was ever allowed to pause it
             self._duties.drop(engine.name)
@@ -99,7 +84,7 @@ class Fleet:
         for member in members:
             if member.phase not in SETTLED and (engine := self.engines.get(member.name)):
                 engine.serving, engine.reason = False, member.reason
-                self.changed(engine.name)
+                self._touched.add(engine.name)
 
     def settle_idle(self, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Engines that hold the committed version and do not serve it, though nothing was asked of them, are to."""
@@ -124,29 +109,41 @@ class Fleet:
                 self._duties.drop(engine.name)
         return True
 
+    def touch(self, *names: AgentId) -> None:
+        """Something was said by or about these engines: judge anew whether they are ready."""
+        self._touched.update(names)
+
+    def touch_all(self) -> None:
+        """Something changed that every engine is judged by."""
+        self._touched.update(self.engines)
+
     def readiness_changes(
         self, phase: Callable[[AgentId], EnginePhase | None], committed: Held | None
     ) -> list[ReadinessChanged]:
-        """Who became ready, or ceased to be, since the last call."""
+        """Who became ready, or ceased to be, among those that were touched since the last call."""
+        touched, self._touched = self._touched, set()
+        # of several, in the order in which they joined: that of a set is another in every process
+        names = touched if len(touched) == 1 else [name for name in self.engines if name in touched] if touched else ()
         notes: list[ReadinessChanged] = []
-        changed, self._changed = self._changed, {}
-        for engine in (self.engines[name] for name in changed if name in self.engines):
-            verdict = readiness(engine, phase(engine.name), committed)
+        for engine in (self.engines[name] for name in names if name in self.engines):
+            stands = phase(engine.name)
+            verdict = readiness(engine, stands, committed)
             if self._ready.get(engine.name, False) is not verdict.ok:
                 notes.append(
-                    ReadinessChanged(channel=self._channel, engine=engine.name, ready=verdict.ok, reason=verdict.reason)
+                    ReadinessChanged(
+                        channel=self._channel,
+                        engine=engine.name,
+                        ready=verdict.ok,
+                        reason=verdict.reason,
+                        in_round=stands is not None,
+                    )
                 )
             self._ready[engine.name] = verdict.ok
         return notes
 
-    def unnoticed(self, phase: Callable[[AgentId], EnginePhase | None], committed: Held | None) -> list[AgentId]:
-        """Engines whose readiness is not what was announced, though nobody said `changed`. For checks."""
-        return [
-            engine.name
-            for engine in self.engines.values()
-            if engine.name not in self._changed
-            and readiness(engine, phase(engine.name), committed).ok is not self._ready.get(engine.name, False)
-        ]
+    def announced(self, name: AgentId) -> bool:
+        """Whether the engine was last announced as ready."""
+        return self._ready.get(name, False)
 
 
 def _holds(engine: Engine, committed: Held | None) -> bool:

@@ -79,7 +79,6 @@ class Round:
         self._duties = duties
         self._cohort = Cohort(publish, trainer, engines, limits=limits, duties=duties, story=story, notes=self.notes)
         self.members: Mapping[AgentId, Member] = self._cohort.members
-        self.moved = self._cohort.moved
         self._story = story
         self._began_at = now
         self._since = now
@@ -194,6 +193,10 @@ class Round:
         given_up = self._cohort.next_deadline()
         return self._deadline if given_up is None else min(self._deadline, given_up)
 
+    def take_moved(self) -> set[AgentId]:
+        """Engines that changed phase since this was asked last."""
+        return self._cohort.take_moved()
+
     def age_s(self, now: float) -> float:
         """How long the round has been running."""
         return now - self._began_at
@@ -239,7 +242,7 @@ class Round:
 
     def check(self) -> tuple[str, ...]:
         """What is wrong with the round, if anything."""
-        wrong: list[str] = []
+        wrong = list(self._cohort.check())
         phases = {member.phase for member in self.members.values()}
         durable = self.state is RoundState.RESUMING
         if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not durable:
@@ -322,8 +325,8 @@ class Round:
 
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
-        verified = self._cohort.count(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
-        if not self._sent_once or verified < max(1, self.publish.policy.min_engines):
+        verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
+        if not self._sent_once or len(verified) < max(1, self.publish.policy.min_engines):
             self._abort(reason, now)
             return
         self._redrives_left = 0

@@ -21,7 +21,6 @@ from weightbus.control.links import AgentLink
 from weightbus.control.memory_bus import MemoryBus
 from weightbus.control.messages import (
     Acquire,
-    Alive,
     Code,
     Granted,
     Hello,
@@ -32,7 +31,6 @@ from weightbus.control.messages import (
     Welcome,
 )
 from weightbus.control.server import Server
-from weightbus.control.status import StatusView
 
 from .world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
 
@@ -242,34 +240,6 @@ def test_journal_that_fails_is_tried_again() -> None:
     trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
     wire.until(lambda: bool(trainer.got(Granted)))
     running.stop()
-    bus.close()
-
-
-def test_status_is_written_once_for_what_was_announced() -> None:
-    """Whoever is told of a grant reads it in the status; no message after that describes the fleet once more."""
-    bus, journal, shown = MemoryBus(), FailingJournal(), list[StatusView]()
-    journal.full = False
-    server = Server(
-        bus,
-        journal,  # type: ignore[arg-type]
-        LIMITS,
-        observe=lambda _what: None,
-        on_status=shown.append,
-        clock=lambda: 100.0,  # so that no status is due to the passing of time
-    )
-    wire = Wire(bus.link)
-    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
-    trainer.deaf = True
-    server.step(0)
-    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
-    for _ in range(3):
-        server.step(0)
-    wire.until(lambda: bool(trainer.got(Granted)))
-    for _ in range(20):
-        trainer.say(trainer.heartbeat())
-        server.step(0)
-    wire.until(lambda: len(trainer.got(Alive)) == 20)
-    assert [view.channels[CHANNEL].lease is not None for view in shown] == [True]
     bus.close()
 
 
