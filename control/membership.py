@@ -84,15 +84,15 @@ class Membership:
         # Asked now and then, because the other may say Bye before it would be taken for lost.
         return Verdict(Code.SERVER_TAKEN, reason, min(self._limits.silence_s - silent_s, self._limits.takeover_s))
 
-    def join(self, hello: Hello, peer: Peer, now: float) -> Agent | None:
-        """Seat the agent of `hello` on `peer`. Returns who had the name before."""
+    def join(self, hello: Hello, peer: Peer, now: float) -> Agent:
+        """Seat the agent of `hello` on `peer`."""
         before = self._agents.get(hello.agent)
         if before and before.peer:
             self._by_peer.pop(before.peer, None)
         if (other := self._by_peer.get(peer)) and other != hello.agent:
             self.remove(other)
         self._forget(hello.agent)
-        self._agents[hello.agent] = Agent(
+        agent = self._agents[hello.agent] = Agent(
             name=hello.agent,
             role=hello.role,
             channel=hello.channel,
@@ -105,7 +105,7 @@ class Membership:
         self._by_peer[peer] = hello.agent
         if server := _server(hello.engine):
             self._by_server[server] = hello.agent
-        return before
+        return agent
 
     def heard(self, peer: Peer, now: float) -> Agent | None:
         """Who speaks on `peer`; noted as alive."""
