@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from weightbus.control.effects import AgentLeft, Evict, Refusal
-from weightbus.control.events import MessageReceived, Peer, PeerLost, Principal
+from weightbus.control.events import MessageReceived, Peer, PeerLost, Principal, Tick
 from weightbus.control.ids import AgentId, Channel, RequestId
 from weightbus.control.messages import (
     PROTOCOL,
@@ -16,6 +16,7 @@ from weightbus.control.messages import (
     Heartbeat,
     Hello,
     Message,
+    Publish,
     Refused,
     Role,
     Status,
@@ -94,6 +95,40 @@ def test_silent_agent_is_lost_and_seen_as_lost() -> None:
     assert [note.agent for note in world.observed if isinstance(note, AgentLeft)] == ["e0"]
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_an_engine_whose_connection_is_gone_is_lost_unless_it_comes_back(back: bool) -> None:
+    """A round does not wait `silence_s` for a killed agent; one that only lost its connection keeps its seat."""
+    world = World()
+    engine = world.engine("e0")
+    engine.alive = False
+    world.handle(PeerLost(peer=engine.peer))
+    assert world.ready == ("e0",)
+    world.now += world.limits.reconnect_s - 0.1
+    world.handle(Tick())
+    assert world.ready == ("e0",)
+    if back:
+        engine.connect()
+        world.settle()
+    world.now += 0.1
+    assert (world.machine.next_deadline() == world.now) is not back
+    world.handle(Tick())
+    assert world.ready == (("e0",) if back else ())
+
+
+def test_a_trainer_without_a_connection_keeps_its_lease() -> None:
+    """It may be busy assembling for longer than it takes to reconnect: only silence ends a lease."""
+    world = World()
+    trainer = world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    world.handle(PeerLost(peer=trainer.peer))
+    world.now += world.limits.reconnect_s + 0.1
+    world.handle(Tick())
+    assert world.machine.channels[CHANNEL].lease is not None
+    assert (world.machine.next_deadline() or 0.0) > world.now, "the coordinator would tick without end"
+
+
 def test_bye_is_immediate_and_silent() -> None:
     """Who leaves on purpose is gone at once, without an answer; its connection is forgotten."""
     world = World()
@@ -164,8 +199,8 @@ def test_restarted_agent_of_a_server_is_not_its_own_rival() -> None:
     assert ready_urls(world) == (URL,)
 
 
-def test_new_name_for_a_server_when_the_old_one_is_gone() -> None:
-    """After `silence_s` of the old one, told to come again before; at once after `Bye`."""
+def test_new_name_for_a_server_when_the_old_one_is_lost() -> None:
+    """Told to come again until the old one is lost by silence; at once after `Bye`."""
     world = World()
     first = world.engine("e0", url=URL)
     world.advance(1.0)
@@ -174,7 +209,7 @@ def test_new_name_for_a_server_when_the_old_one_is_gone() -> None:
     (refused,) = second.got(Refused)
     assert isinstance(refused, Refused)
     assert refused.retry_after_s == world.limits.takeover_s
-    world.advance(world.limits.silence_s)
+    world.advance(world.limits.silence_s + 1)
     assert world.ready == ("e1",)
     world.handle(MessageReceived(peer=second.peer, message=Bye()))
     world.engine("e2", url=URL)
@@ -182,15 +217,21 @@ def test_new_name_for_a_server_when_the_old_one_is_gone() -> None:
     assert ready_urls(world) == (URL,)
 
 
-def test_new_name_for_a_server_whose_agent_lost_its_connection() -> None:
-    """It is let in at once, the old one is gone, and is the one that is refused when it comes back."""
+def test_connection_that_breaks_does_not_hand_the_server_over() -> None:
+    """Who may come back keeps its server; another name gets it once the old one is lost, and is not given it back."""
     world = World()
     first = world.engine("e0", url=URL)
     world.handle(PeerLost(peer=first.peer))
     world.engine("e1", url=URL)
-    assert refusals(world, "e1") == []
-    assert [note.agent for note in world.observed if isinstance(note, AgentLeft)] == ["e0"]
+    assert refusals(world, "e1") == [Code.SERVER_TAKEN]
     first.connect()
+    world.settle()
+    assert world.ready == ("e0",)
+    first.die()
+    world.handle(PeerLost(peer=first.peer))
+    world.advance(world.limits.reconnect_s + 1)
+    assert world.ready == ("e1",)
+    first.live()
     world.settle()
     assert refusals(world, "e0") == [Code.SERVER_TAKEN]
     assert ready_urls(world) == (URL,)
