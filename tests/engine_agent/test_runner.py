@@ -320,6 +320,7 @@ def test_a_full_disk_beside_one_server_stops_nobody(
     The trainer once waited for it as long as for the whole transfer, and then gave up the other one as well.
     """
     full = Deployment(tmp_path / "full", coordinator, "e1")
+    full.run.cleanup()
     full.channel, full.run = deployment.channel, deployment.run
     with contextlib.closing(full):
         full.start()
