@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from weightbus.control.errors import ConfigurationError
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
 from weightbus.control.messages import EngineHealth, Held, Role
 from weightbus.control.provision import Member, provision
+from weightbus.control.trust import TRUST_FILE, edited
 from weightbus.engine_agent.errors import ServerInUse
 from weightbus.engine_agent.events import Commanded, Release
 from weightbus.engine_agent.record_file import RecordFile
@@ -32,6 +34,7 @@ from weightbus.engine_agent.runner import EngineAgent
 from weightbus.engine_agent.settings import EngineAgentSettings
 from weightbus.engine_agent.stages import Stage, View
 from weightbus.trainer_agent import TrainerAgent
+from weightbus.trainer_agent.errors import RoundAborted
 
 from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang
@@ -64,6 +67,7 @@ class Deployment:
 
     def __init__(self, folder: Path, coordinator: tuple[int, Path]) -> None:
         port, self.keys = coordinator
+        self.engine_keys = self.keys
         self.folder, self.coordinator = folder, f"tcp://127.0.0.1:{port}"
         self.channel = f"c{next(NUMBERS)}"
         self.run = tempfile.TemporaryDirectory(prefix="wb-")  # a socket's path must be short
@@ -79,7 +83,7 @@ class Deployment:
             channel=self.channel,
             server=self.fake.url,
             coordinator=self.coordinator,
-            keys=self.keys,
+            keys=self.engine_keys,
             http_port=0,
             state_dir=self.folder / "state",
             runtime_dir=Path(self.run.name),
@@ -257,6 +261,32 @@ def test_ready_means_the_committed_version(
     verdict = agent._readiness()
     assert verdict.ready is (not why_not)
     assert why_not in verdict.reason
+
+
+def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: Deployment) -> None:
+    """Its own list decides, not the coordinator's: nothing is paused or loaded, and the refusal is counted."""
+    deployment.publish(1, deployment.first)
+    deployment.stop()
+    deployment.engine_keys = deployment.folder / "engine-keys"
+    shutil.copytree(deployment.keys, deployment.engine_keys)
+    with edited(deployment.engine_keys / TRUST_FILE) as agents:
+        trainer = agents.pop("trainer")
+    deployment.start()
+    until("the engine", lambda: deployment.view.health is EngineHealth.CLEAN)
+    calls = len(deployment.fake.calls)
+    with pytest.raises(RoundAborted, match="unknown_signer"):
+        deployment.publish(2)
+    assert not [call for call in deployment.fake.calls[calls:] if "pause" in call or "weights_from" in call]
+    assert deployment.view.held.version == 1
+    assert deployment.agent is not None
+    counted = deployment.agent.meters.registry.get_sample_value(
+        "weightbus_sidecar_publications_refused_total", {"cause": "unknown_signer"}
+    )
+    assert counted == 1
+    with edited(deployment.engine_keys / TRUST_FILE) as agents:
+        agents["trainer"] = trainer
+    deployment.publish(2)
+    until("the engine", lambda: deployment.view.held is not None and deployment.view.held.version == 2)
 
 
 @pytest.mark.parametrize(
