@@ -55,7 +55,7 @@ def digest_tensors(memory: torch.Tensor, offsets: Sequence[int]) -> bytes:
         lanes = accumulate(memory, bounds)
     else:
         lanes = _accumulate_bytes(memory.numpy(), bounds)
-    return _finish(lanes, np.diff(bounds))
+    return finish(lanes, np.diff(bounds))
 
 
 def check(memory: torch.Tensor, offsets: Sequence[int], expected: bytes, names: Sequence[str]) -> None:
@@ -73,7 +73,8 @@ def check(memory: torch.Tensor, offsets: Sequence[int], expected: bytes, names: 
             raise DigestMismatch(name, found[cut].hex(), expected[cut].hex())
 
 
-def _finish(lanes: _Words, nbytes: _Bounds) -> bytes:
+def finish(lanes: _Words, nbytes: _Bounds) -> bytes:
+    """Digests from the sums of both lanes, (2, tensors), and the tensors' sizes in bytes."""
     lengths = nbytes.astype(np.uint64)
     out = np.empty((len(lengths), 2), dtype="<u8")
     for lane, factor in enumerate((LANE_A, LANE_B)):
