@@ -2,6 +2,7 @@
 
     DataplaneError
         ManifestError            a layout that cannot travel: the publisher must change it
+            CoverageError        pieces that do not make up a tensor exactly once: names it
         TransferFailed           bytes did not arrive: retryable under a new epoch
             StaleSession         the other side speaks of another epoch
             PeerLost             the other side died or stopped answering
@@ -21,6 +22,14 @@ class DataplaneError(Exception):
 
 class ManifestError(DataplaneError):
     """A layout or digest table that cannot travel, or is not one."""
+
+
+class CoverageError(ManifestError):
+    """The pieces of a tensor leave a part of it out, or hold a part twice."""
+
+    def __init__(self, tensor: str, detail: str) -> None:
+        self.tensor = tensor
+        super().__init__(f"{tensor!r}: {detail}: describe every rank of the model, each with all of its chunks")
 
 
 class TransferFailed(DataplaneError):

@@ -58,6 +58,7 @@ finish() {
         tail -n 20 "$work"/*.log || true
     fi
     for leader in "${group[@]}"; do kill -KILL -- "-$leader" 2>/dev/null || true; done
+    wait "${group[@]}" 2>/dev/null || true # reaped here, or bash reports each of them as killed
     "${compose[@]}" down --volumes --timeout 15 >"$work/down.log" 2>&1 || cat "$work/down.log"
     rm -rf "$work"
     exit "$status"
