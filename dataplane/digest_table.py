@@ -2,8 +2,8 @@
 
 Algorithm ``mix64x2`` sums over the 64-bit words of a tensor's packed bytes, each mixed with its position. A sum does
 not care who adds which part: every holder of a box adds the words of its box, and the parts of all holders together
-are the digest of the tensor. So nobody packs a tensor to digest it, and a trainer's shards and an engine's fused parameters are
-compared without a common cut.
+are the digest of the tensor. So nobody packs a tensor to digest it, and a trainer's shards and an engine's fused
+parameters are compared without a common cut.
 
 It works where every box begins and ends on a word along the tensor's last axis: four elements of bfloat16. Boxes that
 do not are *odd*; whoever has one reads it back and digests the packed tensor.

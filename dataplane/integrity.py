@@ -73,6 +73,16 @@ def check(memory: torch.Tensor, offsets: Sequence[int], expected: bytes, names: 
             raise DigestMismatch(name, found[cut].hex(), expected[cut].hex())
 
 
+def mix(words: _Words, at: _Bounds) -> _Words:
+    """(2,): what words of one tensor, at these indexes of its packed words, add to its two lanes."""
+    x = words + (at.astype(np.uint64) + np.uint64(1)) * np.uint64(PHI)
+    scratch = np.empty_like(x)
+    _splitmix(x, scratch)
+    y = x * np.uint64(LANE_B)
+    y ^= y >> np.uint64(32)
+    return np.array([np.add.reduce(x), np.add.reduce(y)], dtype=np.uint64)
+
+
 def finish(lanes: _Words, nbytes: _Bounds) -> bytes:
     """Digests from the sums of both lanes, (2, tensors), and the tensors' sizes in bytes."""
     lengths = nbytes.astype(np.uint64)

@@ -28,7 +28,7 @@ def positions(shape: tuple[int, ...], at: Window) -> Numbers:
 
 
 @st.composite
-def viewed(draw: st.DrawFn, memory: Numbers) -> Numbers:
+def viewed(draw: st.DrawFn, memory: Numbers) -> Numbers:  # noqa: C901 - one case for each kind of view
     """A view of a memory, as loaders make them: shaped, cut, transposed, split and joined."""
     view = memory.reshape(draw(st.sampled_from([(24, 8), (4, 6, 8), (2, 12, 8), (192,), (8, 24), (3, 8, 8)])))
     for _ in range(draw(st.integers(0, 4))):
