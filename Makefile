@@ -19,6 +19,9 @@ SYNC ?= on
 TRANSPORT ?= local
 ROUNDS ?= 20
 DEMO_ARGS ?=
+# make bench-control AGENTS=256 SAVE=tests/bench/results/control.json
+AGENTS ?= 2048
+SAVE ?=
 # make unit ARGS="-k lease -x"
 ARGS ?=
 # Passed to every pip install, for example an index that holds CPU builds of torch.
@@ -80,6 +83,11 @@ unit: env ## Tests that start no server and no training rank
 real: env ## Tests with real SGLang servers and real Megatron ranks
 	@$(BIN)/python -m pytest -m "real and not gpu" $(ARGS)
 
+##@ Measure and break
+
+bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
+	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -93,4 +101,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real build deploy-check clean
+.PHONY: help demo env test lint types unit real bench-control build deploy-check clean
