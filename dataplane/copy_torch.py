@@ -106,10 +106,7 @@ def _words(
     rows_at_once = max(1, _BLOCK_WORDS // words)
     for low in range(0, len(runs), rows_at_once):
         high = min(low + rows_at_once, len(runs))
-        if flat is not None:
-            block = flat[low:high]
-        else:
-            block = elements[np.unravel_index(low, grid)][None]
+        block = flat[low:high] if flat is not None else elements[np.unravel_index(low, grid)][None]
         for begin in range(0, words, _BLOCK_WORDS):
             end = min(begin + _BLOCK_WORDS, words)
             packed = np.ascontiguousarray(block[:, begin * per_word : end * per_word]).view(np.uint64)

@@ -16,7 +16,7 @@ from weightbus.dataplane import integrity
 from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.copy_torch import TorchEngine
-from weightbus.dataplane.digest_table import digest_of_lanes, odd_boxes, table_of
+from weightbus.dataplane.digest_table import odd_boxes, table_of
 from weightbus.dataplane.errors import CoverageError, ManifestError
 from weightbus.dataplane.exports import ExportMap, Place, Region
 from weightbus.dataplane.manifest import TensorSpec
@@ -153,7 +153,7 @@ def test_digests_of_boxes_are_digests_of_tensors(data: st.DataObject) -> None:
     table.check(np.array([memory.numel() * 2 for memory in memories]))
     lanes = TorchEngine().digest(table, [memory.view(torch.uint8) for memory in memories]).run()
 
-    found = digest_of_lanes(lanes, np.array([spec.nbytes for spec in TENSORS]))
+    found = integrity.finish(lanes, np.array([spec.nbytes for spec in TENSORS]))
     for index in whole.tolist():
         packed = values[TENSORS[index].name].reshape(-1).view(torch.uint8)
         expected = integrity.digest_tensors(packed, (0, TENSORS[index].nbytes))
