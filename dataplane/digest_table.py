@@ -29,7 +29,7 @@ from .boxes import Column
 from .copy_table import AXES, ITEM_SIZES
 from .errors import ManifestError
 from .grids import Grids, collapse
-from .pieces import DTYPES, Pieces, contiguous_strides
+from .pieces import DTYPES, Pieces, contiguous_strides, side_by_side
 
 WORD_BYTES: Final = 8
 
@@ -76,15 +76,38 @@ class BoxTable:
         columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "groups"}
         return BoxTable(groups=self.groups, **columns)
 
+    def encode(self) -> bytes:
+        """The columns; `groups` travels beside them."""
+        columns = (getattr(self, field.name) for field in fields(self) if field.name != "groups")
+        return side_by_side(*columns).astype("<i8").tobytes()
+
+    @classmethod
+    def decode(cls, blob: bytes, groups: int) -> BoxTable:
+        """Read what `encode` wrote. Raises `ManifestError` on anything else; `check` says whether it fits memory."""
+        width = 7 + 3 * AXES
+        if len(blob) % (8 * width):
+            raise ManifestError(f"not a table of boxes: {len(blob)} bytes, expected a multiple of {8 * width}")
+        numbers = np.frombuffer(blob, "<i8").astype(np.int64).reshape(-1, width)
+        table = cls(
+            groups,
+            *(numbers[:, column] for column in range(7)),
+            *(numbers[:, 7 + AXES * part : 7 + AXES * (part + 1)] for part in range(3)),
+        )
+        if len(table) and (table.words.min() < 1 or not np.isin(table.item, (1, 2, 4, 8)).all()):
+            raise ManifestError("a box to digest is empty, or of elements that no dtype has")
+        return table
+
     def check(self, region_bytes: Column) -> None:
         """Raise `ManifestError` unless every row stays inside of regions of these sizes."""
+        if not len(self):
+            return
         reach = (self.grid - 1) * self.step
         run = (self.words * (WORD_BYTES // self.item) - 1) * self.item_step
         first = self.at + np.minimum(reach, 0).sum(axis=1) + np.minimum(run, 0)
         last = self.at + np.maximum(reach, 0).sum(axis=1) + np.maximum(run, 0) + self.item
         known = (self.region >= 0) & (self.region < len(region_bytes))
         inside = known & (first >= 0) & (self.group >= 0) & (self.group < self.groups)
-        if known.all() and len(self):
+        if known.all():
             inside &= last <= region_bytes[self.region]
         if not inside.all():
             row = int(np.argmin(inside))
@@ -103,10 +126,13 @@ def odd_boxes(pieces: Pieces) -> Column:
     return np.flatnonzero((np.bincount(grids.row[~words], minlength=len(pieces)) > 0) | ~same)
 
 
-def table_of(pieces: Pieces, region: Column, at: Column) -> BoxTable:
+def table_of(
+    pieces: Pieces, region: Column, at: Column, group: Column | None = None, groups: int | None = None
+) -> BoxTable:
     """Digest rows of `pieces`, none of which may be odd.
 
-    `region` and `at`, both (pieces,), say in which memory each piece's local tensor begins, and at which byte.
+    `region` and `at`, both (pieces,), say in which memory each piece's local tensor begins, and at which byte. `group`,
+    (pieces,), and `groups` say what is summed up together: the parts of each tensor, unless they are given.
     """
     grids, item = _grids(pieces)
     row = grids.row
@@ -116,8 +142,8 @@ def table_of(pieces: Pieces, region: Column, at: Column) -> BoxTable:
     # A lone element or a run's last axis may have been joined away: then the run is one element long, and its step too.
     alone = grids.extent[:, 0] == 1
     return BoxTable(
-        groups=len(pieces.tensors),
-        group=pieces.boxes.space[row],
+        groups=len(pieces.tensors) if groups is None else groups,
+        group=(pieces.boxes.space if group is None else group)[row],
         region=region[row],
         at=at[row] + (pieces.offset[row] + grids.shift[0]) * item,
         item=item,

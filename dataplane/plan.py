@@ -81,7 +81,7 @@ def make_plan(pieces: Pieces, exports: Sequence[ExportMap], recording: Recording
     if pieces.tensors != recording.tensors:
         raise ManifestError("trainer and engine speak of different tensors: record again with the current manifest")
     staged = tuple(each.tensor for each in recording.loaded)
-    staging, staging_bytes = _staging(pieces.tensors, staged)
+    staging, staging_bytes = staging_of(pieces.tensors, staged)
     asked = np.zeros(len(pieces.tensors), bool)
     asked[recording.copies.boxes.space] = asked[staging.boxes.space] = True
     chosen = _chosen(pieces.take(np.flatnonzero(asked[pieces.boxes.space])), exports, reader)
@@ -134,7 +134,7 @@ class _Regions:
         return self._sources[number]
 
 
-def _staging(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Pieces, int]:
+def staging_of(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Pieces, int]:
     """Whole tensors in one buffer; `storage` is the byte at which each begins."""
     pieces: list[Piece] = []
     at = 0

@@ -24,10 +24,12 @@ class Known(Protocol):
 class _Held:
     """One tensor."""
 
-    def __init__(self, name: str, tensor: torch.Tensor, *, parameter: bool) -> None:
+    def __init__(self, name: str, place: dict[str, object], attribute: str, tensor: torch.Tensor, kind: int) -> None:
         self.name = name
+        self.place = place
+        self.attribute = attribute
         self.tensor = tensor
-        self.parameter = parameter
+        self.parameter = kind == 0
         self.data = tensor.detach()
         self.aliases: list[str] = []
 
@@ -71,6 +73,13 @@ class ModelTensors:
             for held in self._held
         )
 
+    def in_place(self) -> bool:
+        """The model still holds these tensors, in this memory: neither its loader nor a post-load step moved them."""
+        return all(
+            held.place.get(held.attribute) is held.tensor and held.tensor.data_ptr() == held.data.data_ptr()
+            for held in self._held
+        )
+
     def restore(self, tracer: Known) -> list[tuple[frozenset[int], str]]:
         """Put back every tensor that was replaced. Returns what the new ones were made from, and their names."""
         found: list[tuple[frozenset[int], str]] = []
@@ -102,10 +111,11 @@ def _dictionaries(module: torch.nn.Module) -> tuple[dict[str, object], ...]:
 def _walk(model: torch.nn.Module) -> Iterator[_Held]:
     for kind in range(3):
         for prefix, module in model.named_modules():
-            for attribute, tensor in _dictionaries(module)[kind].items():
+            place = _dictionaries(module)[kind]
+            for attribute, tensor in place.items():
                 if isinstance(tensor, torch.Tensor) and _has_memory(tensor):
                     name = f"{prefix}.{attribute}" if prefix else attribute
-                    yield _Held(name, tensor, parameter=kind == 0)
+                    yield _Held(name, place, attribute, tensor, kind)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
