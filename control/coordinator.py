@@ -9,7 +9,7 @@ or a command depends on is durable before it leaves.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
@@ -17,6 +17,7 @@ import msgspec
 
 from . import status
 from .admission import may_join, may_say
+from .answers import Replies
 from .blobs import Blobs
 from .channel import Channel, Out, Restored, Tell
 from .effects import (
@@ -129,7 +130,7 @@ class Coordinator:
         self._waiting: deque[_Work] = deque()
         self._writing: tuple[Persist, ChannelId | None] | None = None
         self._effects: list[AnyEffect] = []
-        self._answers: OrderedDict[tuple[AgentId, RequestId], Ack | Granted] = OrderedDict()
+        self.replies = Replies(limits.answers)
         self._tokens = 0
         self._hints = 0
         self._probe_at: float | None = None
@@ -186,7 +187,7 @@ class Coordinator:
             case MessageReceived():
                 self._received(work, now)
             case PeerLost():
-                self.members.disconnect(work.peer)
+                self.members.disconnect(work.peer, now)
             case TrustLost():
                 self._distrust(work, now)
             case Tick():
@@ -213,11 +214,11 @@ class Coordinator:
 
     def _give_up_on(self, name: AgentId, now: float) -> None:
         agent = self.members.get(name)
-        if agent and now >= agent.heard_at + self.limits.silence_s:
-            self._leave(agent, f"was silent for {now - agent.heard_at:.1f} s", now)
+        if agent and (reason := self.members.why_lost(agent, now)):
+            self._leave(agent, reason, now)
 
     def _tick(self, now: float) -> None:
-        self._waiting.extend(_Silent(agent.name) for agent in self.members.silent(now))
+        self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))
         self._waiting.extend(_ChannelTick(name) for name in self.channels)
         if self._probe_at is not None and now >= self._probe_at:
             self._probe_at = now + self.limits.probe_s
@@ -310,6 +311,9 @@ class Coordinator:
         returning = before is not None and before.incarnation == message.incarnation
         if before and not returning:
             self._leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
+            if self._writing:  # losing it moved its round on: who comes is told how things stand after that
+                self._waiting.appendleft(event)
+                return
         elif before and before.peer and before.peer != peer:
             self._effects.append(Evict(peer=before.peer, reason="came back on another connection"))
         self.members.join(message, peer, now)
@@ -368,7 +372,7 @@ class Coordinator:
 
     def _from_trainer(self, agent: Agent, message: ChannelRequest, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
-        known = self._answers.get((agent.name, message.request))
+        known = self.replies.get(agent.name, message.request)
         if known:
             self._send(peer, known)
             if isinstance(message, Publish):
@@ -430,13 +434,8 @@ class Coordinator:
         elif not isinstance(message, Heartbeat | Bye):
             ack = Ack(request=message.request)
             if isinstance(message, Publish | Release | Offered | Sent | Abandon):
-                self._remember(agent.name, ack)
+                self.replies.remember(agent.name, ack)
             self._send(peer, ack)
-
-    def _remember(self, agent: AgentId, answer: Ack | Granted) -> None:
-        self._answers[agent, answer.request] = answer
-        while len(self._answers) > self.limits.answers:
-            self._answers.popitem(last=False)
 
     def _refuse(self, peer: Peer, agent: str, message: ToCoordinator, verdict: Verdict) -> None:
         code = verdict.code or Code.NOT_ALLOWED
@@ -464,7 +463,7 @@ class Coordinator:
         match out:
             case Tell() | Answer():
                 if isinstance(out, Answer) and isinstance(out.message, Granted):
-                    self._remember(out.agent, out.message)
+                    self.replies.remember(out.agent, out.message)
                 agent = self.members.get(out.agent)
                 if agent and agent.peer:
                     self._send(agent.peer, out.message)
