@@ -108,6 +108,9 @@ class HostExporter:
             self._stir()
         if thread is not None:
             thread.join()
+        if self._wake is not None:
+            self._wake.close()
+            self._wake = None
         self._shared, self._past, self._order = {}, {}, ()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
