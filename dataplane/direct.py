@@ -25,6 +25,8 @@ from .plan import make_plan
 from .recording import Recording
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
+_LOOK_S: Final = 0.1
+"""How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 _PACKET_S: Final = 10.0
 """For one message to or from a peer that has begun to speak."""
 
@@ -62,6 +64,7 @@ class DirectSender:
         self._layout = ""
         self._epoch = 0
         self._failed: dict[str, str] = {}
+        self._withdrawn: dict[str, str] = {}
         self._peers: dict[str, _Peer] = {}
         self._agreed: set[str] = set()
         self._listener: FrameListener | None = None
@@ -71,6 +74,11 @@ class DirectSender:
     def failed(self) -> dict[str, str]:
         """Engines that did not take the version, with the reason."""
         return self._failed
+
+    @property
+    def spared(self) -> frozenset[str]:
+        """Nobody: no engine fails for another."""
+        return frozenset()
 
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Export the memory, and listen for `peers` on a socket of this epoch."""
@@ -82,7 +90,7 @@ class DirectSender:
         if layout != self._layout:
             self._agreed.clear()
         self._exposed, self._layout = exposed, layout
-        self._epoch, self._failed = session.epoch, {}
+        self._epoch, self._failed, self._withdrawn = session.epoch, {}, {}
         self._peers = {peer.engine: _Peer(peer.engine) for peer in peers}
         open_runtime_dir(self._runtime_dir)
         path = self._runtime_dir / f"{self._channel}-{session.epoch}-{os.getpid()}-d.sock"
@@ -111,6 +119,10 @@ class DirectSender:
         """Wait until every peer holds the version, or is in `failed`."""
         self._wait(deadline_s, lambda peer: not peer.finished, "had not finished")
 
+    def withdraw(self, engine: str, reason: str) -> None:
+        """Drop `engine` when this sender waits the next time."""
+        self._withdrawn.setdefault(engine, reason)
+
     def close(self) -> None:
         """Hang up. Exported memory stays exported: it belongs to the exporters."""
         for peer in self._peers.values():
@@ -134,11 +146,14 @@ class DirectSender:
                 for peer in late:
                     self._drop(peer, f"{reproach} within {deadline_s:.1f} s")
                 return
-            self._pump(left)
+            self._pump(min(left, _LOOK_S))
 
     def _pump(self, timeout_s: float) -> None:
         if self._selector is None:
             raise TransferFailed("nothing is on offer: call offer first")
+        for engine, reason in tuple(self._withdrawn.items()):
+            if engine in self._peers:
+                self._drop(self._peers[engine], reason)
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 self._admit()

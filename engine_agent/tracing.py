@@ -33,6 +33,7 @@ _Args: TypeAlias = Sequence[Any]
 _Kwargs: TypeAlias = Mapping[str, Any]
 _Handler: TypeAlias = Callable[["Tracer", Any, _Args, _Kwargs], object]
 
+_ALONE: Final = threading.Lock()
 _ADDRESSES: Final = frozenset({"data_ptr", "numpy", "tolist", "__array__", "__dlpack__", "__cuda_array_interface__"})
 """Ways out of torch: whoever takes one can read or write without being seen."""
 
@@ -352,7 +353,16 @@ def traced(tracer: Tracer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_one_thread() -> Iterator[None]:
-    """Work that this thread gives to a pool is done at once, by itself: torch's modes belong to a thread."""
+    """Work that this thread gives to a pool is done at once, by itself: torch's modes belong to a thread.
+
+    One thread at a time: the classes that are changed belong to the process.
+    """
+    with _ALONE, _here():
+        yield
+
+
+@contextlib.contextmanager
+def _here() -> Iterator[None]:
     mine = threading.get_ident()
     submit, start = ThreadPoolExecutor.submit, threading.Thread.start
 

@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Sequence
 from typing import Final
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -31,7 +30,7 @@ _PATIENCE_S: Final = 120.0
 """How long the server is held for a sidecar that says nothing: it may be planning, for the first time."""
 
 _log = logging.getLogger(__name__)
-_states: WeakKeyDictionary[torch.nn.Module, WorkerState] = WeakKeyDictionary()
+_states: Final[dict[torch.nn.Module, WorkerState]] = {}
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -42,6 +41,13 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
         _log.error("weightbus: the exchange with the sidecar broke off: %s", error)
     except Exception:  # noqa: BLE001 - see above
         _log.exception("weightbus: the exchange with the sidecar failed unforeseen")
+
+
+def forget() -> None:
+    """Let go of all memory of trainers; what is needed again is opened and recorded again."""
+    for state in _states.values():
+        state.close()
+    _states.clear()
 
 
 def _exchange(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -132,6 +132,10 @@ class WorkerState:
             verify_s=time.perf_counter() - copied,
         )
 
+    def close(self) -> None:
+        """Let go of the trainer's memory, and of every plan."""
+        self._forget()
+
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _bind(self, plan: wire.Adopt, exports: tuple[wire.Exports, ...]) -> _Bound:

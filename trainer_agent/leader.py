@@ -18,9 +18,10 @@ from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Sender
-from weightbus.dataplane.transports import sender
+from weightbus.dataplane.transports import default_runtime_dir, sender
 
 from .drive import Drive, Outfit, Progress
+from .exposure import Exposable, Exposure
 from .orders import Finish, Ranks
 from .publication import Ending, Verdict
 from .report import PublishReport
@@ -47,9 +48,10 @@ class KnowsHeads(Protocol):
 class Leader:
     """Publishes version after version. Not for several threads at once."""
 
-    def __init__(self, outfit: Outfit, pool: Pool) -> None:
+    def __init__(self, outfit: Outfit, pool: Pool, exposure: Exposure | None = None) -> None:
         self._outfit = outfit
         self._pool = pool
+        self._exposure = exposure
 
     def publish(self, version: int) -> End:
         """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
@@ -71,6 +73,8 @@ class Leader:
         with contextlib.ExitStack() as stack:
             stack.callback(self._outfit.bus.close)
             stack.callback(self._pool.close)
+            if self._exposure is not None:
+                stack.callback(self._exposure.close)
             for each in self._outfit.senders.values():
                 stack.callback(each.close)
 
@@ -101,7 +105,9 @@ def lead(
     source: Source, settings: TrainerSettings, manifest: Manifest, progress: Callable[[Progress], None] | None = None
 ) -> Leader:
     """Connect to the coordinator and make the staging memory. Root only."""
-    kinds = settings.transports()
+    kinds = tuple(
+        kind for kind in settings.transports() if kind is not TransportKind.DIRECT or isinstance(source, Exposable)
+    )
     buckets = len(manifest.buckets)
     pool = BucketPool(
         source.device, min(settings.slots, buckets), manifest.largest_bucket, f"{settings.channel}-{settings.name}"
@@ -111,18 +117,26 @@ def lead(
         bus = BusClient(_bus_settings(settings), _hello(source, settings, kinds))
         undo.callback(bus.close)
         ranks = Ranks(source)
+        exposure = _exposure(source, settings, manifest)
         outfit = Outfit(
             settings=settings,
             bus=bus,
             ranks=ranks,
             staging=Staging(source, manifest, pool, ranks, source.head_dim if isinstance(source, KnowsHeads) else None),
-            make_sender=_sender_maker(source, settings),
+            make_sender=_sender_maker(source, settings, exposure),
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
         )
         undo.pop_all()
-    return Leader(outfit, pool)
+    return Leader(outfit, pool, exposure)
+
+
+def _exposure(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:
+    """The means to let engines read this process, where that was asked for and can be."""
+    if TransportKind.DIRECT not in settings.transport or not isinstance(source, Exposable):
+        return None
+    return Exposure(source, manifest, settings.runtime_dir or default_runtime_dir(), settings.channel)
 
 
 def _bus_settings(settings: TrainerSettings) -> BusSettings:
@@ -149,7 +163,9 @@ def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind
     return hello
 
 
-def _sender_maker(source: Source, settings: TrainerSettings) -> Callable[[TransportKind], Sender]:
+def _sender_maker(
+    source: Source, settings: TrainerSettings, exposure: Exposure | None
+) -> Callable[[TransportKind], Sender]:
     def make(kind: TransportKind) -> Sender:
         return sender(
             kind.value,
@@ -159,6 +175,7 @@ def _sender_maker(source: Source, settings: TrainerSettings) -> Callable[[Transp
             host=settings.host,
             checkpoint_dir=settings.checkpoint_dir,
             hf_config_dir=settings.hf_config_dir,
+            expose=exposure,
         )
 
     return make
