@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -47,6 +46,10 @@ def wait_until(condition: object, deadline_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_a_reader_sees_what_the_trainer_writes(exporter: HostExporter, importer: RegionImporter) -> None:
@@ -207,10 +210,10 @@ def test_descriptors_are_closed_behind_mappings(exporter: HostExporter, importer
     """Opening and closing leaves no descriptor open in the reader."""
     exporter.export([torch.zeros(8)])
     importer.open(exporter.address(), 3, 1, [0], OPEN_S)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
 
     for _ in range(5):
         importer.close()
         importer.open(exporter.address(), 3, 1, [0], OPEN_S)
 
-    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    wait_until(lambda: descriptors() <= before)
