@@ -11,9 +11,11 @@ from typing import Final, Protocol, runtime_checkable
 import structlog
 
 from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.errors import ConfigurationError
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.control.messages import Hello, Role, TrainerInfo, TransportKind
 from weightbus.control.security import curve_files
+from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.staging import BucketPool
@@ -105,19 +107,26 @@ def lead(
     source: Source, settings: TrainerSettings, manifest: Manifest, progress: Callable[[Progress], None] | None = None
 ) -> Leader:
     """Connect to the coordinator and make the staging memory. Root only."""
-    kinds = tuple(
-        kind for kind in settings.transports() if kind is not TransportKind.DIRECT or isinstance(source, Exposable)
-    )
+    exposure = _exposure(source, settings, manifest)
+    kinds = settings.transports()
+    if exposure is None:
+        kinds = tuple(kind for kind in kinds if kind is not TransportKind.DIRECT)
+    if not kinds:
+        raise ConfigurationError(
+            "transport = direct is the only one allowed, and this trainer's memory cannot be read by others (the log"
+            " says why): allow local too"
+        )
     buckets = len(manifest.buckets)
     pool = BucketPool(
         source.device, min(settings.slots, buckets), manifest.largest_bucket, f"{settings.channel}-{settings.name}"
     )
     with contextlib.ExitStack() as undo:
         undo.callback(pool.close)
+        if exposure is not None:
+            undo.callback(exposure.close)
         bus = BusClient(_bus_settings(settings), _hello(source, settings, kinds))
         undo.callback(bus.close)
         ranks = Ranks(source)
-        exposure = _exposure(source, settings, manifest)
         outfit = Outfit(
             settings=settings,
             bus=bus,
@@ -133,10 +142,23 @@ def lead(
 
 
 def _exposure(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:
-    """The means to let engines read this process, where that was asked for and can be."""
-    if TransportKind.DIRECT not in settings.transport or not isinstance(source, Exposable):
+    """The means to let engines read this process, where that was asked for and can be.
+
+    It is tried at once: what cannot be exported goes through staging buckets, by the next transport.
+    """
+    if TransportKind.DIRECT not in settings.transport:
         return None
-    return Exposure(source, manifest, settings.runtime_dir or default_runtime_dir(), settings.channel)
+    if not isinstance(source, Exposable):
+        _log.warning("not_direct", reason=f"{type(source).__name__} is spread over ranks that export nothing yet")
+        return None
+    exposure = Exposure(source, manifest, settings.runtime_dir or default_runtime_dir(), settings.channel)
+    try:
+        exposure()
+    except NotExportable as error:
+        _log.warning("not_direct", reason=str(error))
+        exposure.close()
+        return None
+    return exposure
 
 
 def _bus_settings(settings: TrainerSettings) -> BusSettings:

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import integrity
+from weightbus.dataplane import integrity, worker_wire
+from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import DirectSender, Exposed
 from weightbus.dataplane.direct_receiver import DirectReceiver
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.errors import DigestMismatch, TransferFailed, Unsupported
+from weightbus.dataplane.frames import FrameListener
 from weightbus.dataplane.host_export import HostExporter
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Box, Piece, Pieces, View
@@ -350,6 +352,50 @@ def test_a_part_of_a_tensor_cannot_be_proven(world: World) -> None:
     with pytest.raises(Unsupported, match="'norm'"):
         world.round()
     assert not world.receiver.touched
+
+
+def test_a_sidecar_that_hangs_up_sets_the_worker_free(tmp_path: Path) -> None:
+    """At whatever point: the loader returns, and the server lives; nobody told it to copy, so it did not."""
+    for heard in range(2):
+        model = Shard(0, 1)
+        listener = FrameListener(tmp_path / f"w{heard}.sock")
+        worker = threading.Thread(target=worker_loader.load, args=(model, [(f"weightbus:{listener.path}", None)]))
+        worker.start()
+        sidecar = listener.accept(Deadline(WAIT_S), "the worker")
+        if heard:
+            assert isinstance(worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "hello"), worker_wire.Hello)
+            worker_wire.say(sidecar, worker_wire.Record(layout="x", tensors=SPECS), Deadline(WAIT_S))
+
+        sidecar.close()
+        listener.close()
+        worker.join(WAIT_S)
+
+        assert not worker.is_alive()
+        assert not any(bool(tensor.any()) for tensor in ModelTensors(model).tensors)
+    worker_loader.forget()
+
+
+def test_what_is_no_message_ends_the_exchange(tmp_path: Path) -> None:
+    """Bytes that nobody of ours sends, or a plan before a recording: refused, and the worker says why."""
+    listener = FrameListener(tmp_path / "w.sock")
+    model = Shard(0, 1)
+    worker = threading.Thread(target=worker_loader.load, args=(model, [(f"weightbus:{listener.path}", None)]))
+    worker.start()
+    sidecar = listener.accept(Deadline(WAIT_S), "the worker")
+    worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "hello")
+
+    worker_wire.say(sidecar, worker_wire.Replay(epoch=1, version=1, exports=()), Deadline(WAIT_S))
+    answer = worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "an answer")
+    sidecar.send(b"\xc1", Deadline(WAIT_S))
+    worker.join(WAIT_S)
+
+    assert isinstance(answer, worker_wire.Failed)
+    assert "no plan" in answer.reason
+    assert not answer.touched
+    assert not worker.is_alive()
+    sidecar.close()
+    listener.close()
+    worker_loader.forget()
 
 
 def test_loaders_are_called_with_what_they_know() -> None:

@@ -248,7 +248,22 @@ def test_a_partner_goes_along() -> None:
             weights["b"].tolist()
             model.fused.data.copy_(torch.cat([kept, weights["b"]]))
 
-    assert loaded(check(load)[0]) == {"a": Cause.PARTNER, "b": Cause.READ}
+    recording, _ = check(load)
+
+    assert loaded(recording) == {"a": Cause.PARTNER, "b": Cause.READ}
+    assert recording.dropped == ()
+
+
+def test_a_tensor_of_which_nothing_is_kept_is_named() -> None:
+    """Read, and then forgotten: the stock path forgets it too."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        weights["d"].clone()
+
+    recording, _ = check(load)
+
+    assert [SPECS[index].name for index in recording.dropped] == ["d"]
 
 
 def test_memory_of_nobody_is_no_target() -> None:
