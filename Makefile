@@ -25,6 +25,7 @@ START ?= 0
 # make bench-control AGENTS=256 SAVE=tests/bench/results/control.json
 AGENTS ?= 2048
 SAVE ?=
+CYCLES ?= 10
 # make unit ARGS="-k lease -x"
 ARGS ?=
 # Passed to every pip install, for example an index that holds CPU builds of torch.
@@ -102,6 +103,9 @@ simulate: env ## Storms of faults over the real machines, SEEDS of them, on all 
 bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
 	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
 
+bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators and a real etcd (JSON last)
+	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -115,4 +119,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control build deploy-check clean
+.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-failover build deploy-check clean

@@ -120,12 +120,16 @@ class Code(enum.StrEnum):
     """Say `Hello` first; the coordinator does not know this connection."""
     NAME_TAKEN = "name_taken"
     """Another live incarnation uses this agent's name."""
+    SERVER_TAKEN = "server_taken"
+    """Another live engine agent stands beside the server at this URL. One server, one agent: end one of them."""
     PROTOCOL_MISMATCH = "protocol_mismatch"
     """The two sides speak different protocol numbers. Upgrade the older one."""
     READ_ONLY = "read_only"
     """The journal cannot be written (disk full?). Nothing is granted until it can."""
     SHUTTING_DOWN = "shutting_down"
     """The coordinator is stopping. Retry after `retry_after_s`."""
+    NOT_LEADER = "not_leader"
+    """This coordinator stands by. `Refused.leader` says who leads, if that is known."""
 
 
 class Step(enum.StrEnum):
@@ -492,6 +496,8 @@ class Refused(Message, frozen=True):
     reason: Text
     """What was found, what was expected, what to do."""
     retry_after_s: Seconds = 0.0
+    leader: Text = ""
+    """Endpoint of the coordinator that leads. An agent goes there only if it was told of it by its own settings too."""
 
 
 class BlobPage(Message, frozen=True):

@@ -8,11 +8,10 @@ import os
 from collections.abc import Callable
 from typing import Final, Protocol, runtime_checkable
 
-import structlog
-
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import ConfigurationError
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.log import get_log
 from weightbus.control.messages import Hello, Role, TrainerInfo, TransportKind
 from weightbus.control.security import curve_files
 from weightbus.dataplane.errors import NotExportable
@@ -31,7 +30,7 @@ from .settings import TrainerSettings
 from .source import Source, SourceError
 from .staging import Pool, Staging
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 End = tuple[Verdict, PublishReport, BaseException | None]
 """How a publication ended: verdict, report, and the exception behind it where it happened on this rank."""
