@@ -108,9 +108,9 @@ def _folded(table: CopyTable) -> CopyTable:
 def _free_axis(grid: Column) -> Column:
     """(rows,): the innermost of the unused outer axes."""
     used = grid > 1
-    first = np.where(used.any(axis=1), np.argmax(used, axis=1), grid.shape[1])
-    free: Column = first - 1
-    return free
+    first: Column = np.argmax(used, axis=1)
+    first[~used.any(axis=1)] = grid.shape[1]
+    return first - 1
 
 
 def _lengthened(table: CopyTable) -> CopyTable:

@@ -37,7 +37,7 @@ class TorchCopies:
     def __init__(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         self._from: list[torch.Tensor] = []
         self._to: list[torch.Tensor] = []
-        rows = table.numbers().tolist()
+        rows: list[list[int]] = table.numbers().tolist()
         for source, target, source_at, target_at, source_dtype, target_dtype, run, *shape in rows:
             grid, source_step, target_step = shape[:3], shape[3:6], shape[6:]
             self._from.append(_view(sources[source], source_at, source_dtype, (*grid, run), source_step))
@@ -46,7 +46,7 @@ class TorchCopies:
     def run(self) -> None:
         """Copy every row."""
         if self._to:
-            torch._foreach_copy_(self._to, self._from)  # pyright: ignore[reportPrivateUsage]
+            torch._foreach_copy_(self._to, self._from)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             if self._to[0].device.type == "cuda":
                 torch.cuda.current_stream(self._to[0].device).synchronize()
 
@@ -97,11 +97,8 @@ def _words(
     elements: npt.NDArray[np.unsignedinteger] = np.ndarray(
         (*grid, words * per_word), _UNSIGNED[item], region, int(table.at[row]), (*step, int(table.item_step[row]))
     )
-    first = int(table.word_at[row]) + sum(
-        np.arange(extent).reshape([-1 if axis == at else 1 for at in range(len(grid))]) * int(by)
-        for axis, (extent, by) in enumerate(zip(grid, table.word_step[row].tolist(), strict=True))
-    )
-    runs = np.asarray(first).reshape(-1)
+    places = np.indices(grid).reshape(len(grid), -1)
+    runs: npt.NDArray[np.int64] = int(table.word_at[row]) + table.word_step[row] @ places
     flat = elements.reshape(len(runs), -1) if len(runs) == 1 or words <= _BLOCK_WORDS else None
     rows_at_once = max(1, _BLOCK_WORDS // words)
     for low in range(0, len(runs), rows_at_once):
@@ -110,5 +107,5 @@ def _words(
         for begin in range(0, words, _BLOCK_WORDS):
             end = min(begin + _BLOCK_WORDS, words)
             packed = np.ascontiguousarray(block[:, begin * per_word : end * per_word]).view(np.uint64)
-            places = runs[low:high, None] + np.arange(begin, end)
-            yield packed.reshape(-1), places.reshape(-1)
+            at = runs[low:high, None] + np.arange(begin, end)
+            yield packed.reshape(-1), at.reshape(-1)

@@ -49,9 +49,8 @@ class HostExporter:
         self._shared: dict[int, _Shared] = {}
         self._order: tuple[int, ...] = ()
         self._map: ExportMap | None = None
-        self._past: dict[int, tuple[_Shared, ...]] = {}
         self._lock = threading.Condition()
-        self._readers: dict[socket.socket, int] = {}
+        self._readers: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self._wake: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -73,10 +72,8 @@ class HostExporter:
         with self._lock:
             shared = {identity: self._shared.get(identity) or _share(storage) for identity, storage in storages.items()}
             if order != self._order:
-                self._past[self._generation] = tuple(self._shared.values())
                 self._generation += 1
                 self._order, self._shared = order, shared
-                self._forget_unread()
         self._map = ExportMap(
             self._holder,
             host_identity(),
@@ -111,7 +108,7 @@ class HostExporter:
         if self._wake is not None:
             self._wake.close()
             self._wake = None
-        self._shared, self._past, self._order = {}, {}, ()
+        self._shared, self._order = {}, ()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -172,7 +169,7 @@ class HostExporter:
             return
         reader.setblocking(False)
         with self._lock:
-            self._readers[reader] = self._generation
+            self._readers.add(reader)
         selector.register(reader, selectors.EVENT_READ)
 
     def _hear(self, selector: selectors.BaseSelector, reader: socket.socket) -> None:
@@ -183,28 +180,19 @@ class HostExporter:
             selector.unregister(reader)
             reader.close()
             with self._lock:
-                del self._readers[reader]
-                self._forget_unread()
+                self._readers.remove(reader)
                 self._lock.notify_all()
 
     def _answer(self, reader: socket.socket, ask: wire.Ask) -> None:
         with self._lock:
             regions = tuple(self._shared.values())
             generation = self._generation
-            if ask.generation == generation:
-                self._readers[reader] = generation
         if ask.generation != generation or any(number >= len(regions) for number in ask.regions):
             reason = f"{len(regions)} regions of generation {generation} are exported"
             return wire.send(reader, wire.encode_refuse(wire.Refuse(generation, reason)))
         granted = tuple(wire.Granted(number, wire.HOST, regions[number].nbytes) for number in ask.regions)
         packet = wire.encode_grant(wire.Grant(generation, granted))
         return wire.send(reader, packet, [regions[number].fd for number in ask.regions])
-
-    def _forget_unread(self) -> None:
-        """Drop what only past generations hold, once nobody reads those. The lock is held."""
-        read = set(self._readers.values())
-        for generation in [each for each in self._past if each not in read]:
-            del self._past[generation]
 
 
 def _identity(tensor: torch.Tensor) -> int:

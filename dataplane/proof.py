@@ -82,12 +82,13 @@ class Proof:
         for lane in (0, 1):
             np.add.at(totals[lane], self.atoms.space, found[lane])
         proven = np.unique(self.atoms.space)
-        sizes = np.array([self.tensors[index].nbytes for index in proven.tolist()], np.int64)
+        indexes: list[int] = proven.tolist()
+        sizes = np.array([self.tensors[index].nbytes for index in indexes], np.int64)
         digests = integrity.finish(totals[:, proven], sizes)
-        for at, index in enumerate(proven.tolist()):
+        for at, index in enumerate(indexes):
             self._compare(table, index, digests[16 * at : 16 * at + 16])
         for index in self.odd:
-            packed = torch.from_numpy(self._assembled(index, odd))
+            packed = torch.from_numpy(self._assembled(index, odd))  # pyright: ignore[reportUnknownMemberType]
             self._compare(table, index, integrity.digest_tensors(packed, (0, len(packed))))
 
     def _disagree(self, rank: int, atom: int, found: Lanes, sums: Lanes) -> None:
@@ -127,10 +128,12 @@ def provable(recording: Recording) -> Recording:
     What is stored of them says nothing about the bits that were lost; the staged tensor does.
     """
     copies = recording.copies
-    served = [copies.tensors[index].dtype for index in copies.boxes.space.tolist()]
-    stored = [DTYPES[dtype] for dtype in copies.dtype.tolist()]
+    spaces: list[int] = copies.boxes.space.tolist()
+    dtypes: list[int] = copies.dtype.tolist()
+    served = [copies.tensors[index].dtype for index in spaces]
+    stored = [DTYPES[dtype] for dtype in dtypes]
     lossy = {
-        int(copies.boxes.space[row])
+        spaces[row]
         for row, pair in enumerate(zip(served, stored, strict=True))
         if pair[0] != pair[1] and pair not in _WIDER
     }
@@ -156,7 +159,8 @@ def make_proof(recordings: Sequence[Recording], plans: Sequence[Plan]) -> Proof:
         for (each, region, begin), rows in zip(held, even, strict=True)
     )
     if max(rank.odd_bytes for rank in ranks) > MOST_ODD_BYTES:
-        names = ", ".join(tensors[index].name for index in odd[:3].tolist())
+        first: list[int] = odd[:3].tolist()
+        names = ", ".join(tensors[index].name for index in first)
         raise Unsupported(
             f"{max(rank.odd_bytes for rank in ranks)} bytes of {len(odd)} tensors ({names} ..) lie in boxes that are "
             "no multiple of 8 bytes and cannot be digested in place: let this engine take the local transport"

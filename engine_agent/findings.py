@@ -58,12 +58,12 @@ class Findings:
                 for index in each.origin.sources:
                     self._load(index, each.origin.cause, each.origin.detail)
         kept = {index for each in landed for index in each.origin.sources}
-        dropped = self._tracer.touched - kept - set(self._loaded)
+        dropped = frozenset(self._tracer.touched - kept - set(self._loaded))
         if self._loaded:
             # A tensor that is kept aside for one that was left out looks like one that is dropped.
             for index in dropped:
                 self._load(index, Cause.PARTNER, "read, and nothing of it was stored without the others")
-            dropped = set()
+            dropped = frozenset[int]()
         found = list(self._pieces(landed))
         pieces = [piece for index, piece in found if index not in self._loaded]
         unread = set(range(len(self._tensors))) - self._tracer.touched - kept - set(self._loaded)

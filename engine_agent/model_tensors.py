@@ -92,7 +92,7 @@ class ModelTensors:
             ):
                 found.append((_sources(tensor, tracer), held.name))
                 tensor.data = held.data
-        names = {module: name for name, module in self._model.named_modules()}
+        names = {module: name for name, module in _modules(self._model)}
         for module, before in self._before.items():
             for now, kept in zip(_dictionaries(module), before, strict=True):
                 found.extend(_reset(now, kept, names[module], tracer))
@@ -102,15 +102,19 @@ class ModelTensors:
 def _dictionaries(module: torch.nn.Module) -> tuple[dict[str, object], ...]:
     """Where a module keeps its parameters, its buffers, and everything else."""
     return (
-        cast("dict[str, object]", module._parameters),  # noqa: SLF001
-        cast("dict[str, object]", module._buffers),  # noqa: SLF001
+        cast("dict[str, object]", module._parameters),  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        cast("dict[str, object]", module._buffers),  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         cast("dict[str, object]", module.__dict__),
     )
 
 
+def _modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    return cast("list[tuple[str, torch.nn.Module]]", list(model.named_modules()))  # pyright: ignore[reportUnknownArgumentType]
+
+
 def _walk(model: torch.nn.Module) -> Iterator[_Held]:
     for kind in range(3):
-        for prefix, module in model.named_modules():
+        for prefix, module in _modules(model):
             place = _dictionaries(module)[kind]
             for attribute, tensor in place.items():
                 if isinstance(tensor, torch.Tensor) and _has_memory(tensor):

@@ -62,10 +62,10 @@ class Origin:
         """Converted to `dtype`, as `copy_` does it."""
         if not self.copied or dtype == self.path[-1]:
             return self
-        kept = self.path
+        kept = list(self.path)
         if len(kept) > 1 and kept[-1] in _WIDER.get(kept[-2], frozenset()):
-            kept = kept[:-1]
-        path = kept if kept[-1] == dtype else (*kept, dtype)
+            del kept[-1]
+        path = tuple(kept) if kept[-1] == dtype else (*kept, dtype)
         if len(path) > 2:
             return calculated(self.sources, Cause.COMPUTED, "cast by way of " + ", ".join(map(str, path[1:-1])))
         return replace(self, path=path)
@@ -98,13 +98,13 @@ class Memory:
     dtype: torch.dtype
     source: int | None = None
     engine: bool = False
-    writes: list[Write] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list[Write])
 
     def sources(self) -> frozenset[int]:
         """Every tensor that anything here was made from."""
         if self.source is not None:
             return frozenset({self.source})
-        return frozenset().union(*(write.origin.sources for write in self.writes))
+        return frozenset[int]().union(*(write.origin.sources for write in self.writes))
 
     def read(self, tensor: torch.Tensor, here: Window) -> list[Write]:
         """What `tensor`, a view of this memory, holds, as writes to a memory where its elements are at `here`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeAlias, cast
 from unittest import mock
@@ -149,7 +149,7 @@ class Tracer:
 
     def _sources_of(self, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
         known = (self.memory_of(tensor) for tensor in tensors)
-        return frozenset().union(*(memory.sources() for memory in known if memory is not None))
+        return frozenset[int]().union(*(memory.sources() for memory in known if memory is not None))
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Tracer:
             memory = self._follow(target)
             memory.writes.append(_present(target))
         if target.dtype.itemsize != memory.dtype.itemsize:
-            sources = frozenset().union(*(write.origin.sources for write in writes))
+            sources = frozenset[int]().union(*(write.origin.sources for write in writes))
             detail = f"memory of {memory.dtype} written as {target.dtype}"
             whole = torch.empty(0, dtype=memory.dtype, device=target.device).set_(memory.storage)
             memory.writes.append(Write(_everywhere(whole), calculated(sources, Cause.SCATTERED, detail)))
@@ -345,14 +345,14 @@ class _Functions(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def traced(tracer: Tracer) -> Iterator[None]:
+def traced(tracer: Tracer) -> Generator[None]:
     """Everything that this thread does with torch goes through `tracer`."""
     with in_one_thread(), torch.no_grad(), _Functions(tracer), _Dispatch(tracer):
         yield
 
 
 @contextlib.contextmanager
-def in_one_thread() -> Iterator[None]:
+def in_one_thread() -> Generator[None]:
     """Work that this thread gives to a pool is done at once, by itself: torch's modes belong to a thread.
 
     One thread at a time: the classes that are changed belong to the process.
@@ -362,7 +362,7 @@ def in_one_thread() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _here() -> Iterator[None]:
+def _here() -> Generator[None]:
     mine = threading.get_ident()
     submit, start = ThreadPoolExecutor.submit, threading.Thread.start
 

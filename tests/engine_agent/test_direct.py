@@ -8,13 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import integrity, worker_wire
+from weightbus.dataplane import direct, integrity, worker_wire
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import DirectSender, Exposed
 from weightbus.dataplane.direct_receiver import DirectReceiver
@@ -24,12 +26,14 @@ from weightbus.dataplane.frames import FrameListener
 from weightbus.dataplane.host_export import HostExporter
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Box, Piece, Pieces, View
+from weightbus.dataplane.plan import Plan
 from weightbus.dataplane.transport import Peer, Receipt, Session
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
 
-WAIT_S = 30.0
+WAIT_S = 120.0
+"""The first recording of a process imports parts of torch, for seconds, and minutes on a busy machine."""
 SPECS = (
     TensorSpec("embed", "bfloat16", (16, 8)),
     TensorSpec("up", "bfloat16", (8, 8)),
@@ -292,7 +296,7 @@ def test_what_one_worker_loses_is_noticed(world: World, monkeypatch: pytest.Monk
     """A copy that one worker leaves out, when everybody else's are right."""
     world.round()
     world.trainer.step(4)
-    model = world.server.models[-1]
+    model = world.server.models[0]
     state = worker_loader._states[model]
     proof = state._proof
     assert proof is not None
@@ -308,6 +312,20 @@ def test_what_one_worker_loses_is_noticed(world: World, monkeypatch: pytest.Monk
 
     with pytest.raises(DigestMismatch, match="norm"):
         world.round()
+
+
+def test_a_trainer_that_plans_otherwise_is_not_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two versions of the planner, say: the digests differ, and nothing is copied."""
+    planned = direct.make_plan
+
+    def otherwise(*arguments: Any) -> Plan:
+        return replace(planned(*arguments), staging_bytes=1, staged=())
+
+    monkeypatch.setattr(direct, "make_plan", otherwise)
+
+    with pytest.raises(TransferFailed, match="one version of weightbus"):
+        world.round()
+    assert not world.receiver.touched
 
 
 def test_an_exporter_that_is_gone_fails_the_round_before_a_byte_moves(world: World) -> None:
