@@ -26,6 +26,8 @@ START ?= 0
 AGENTS ?= 2048
 SAVE ?=
 CYCLES ?= 10
+# make chaos CYCLES=5 CHAOS_ARGS=--real
+CHAOS_ARGS ?=
 # make unit ARGS="-k lease -x"
 ARGS ?=
 # Passed to every pip install, for example an index that holds CPU builds of torch.
@@ -106,6 +108,9 @@ bench-control: env ## What the control plane costs with AGENTS=2048 simulated ag
 bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators and a real etcd (JSON last)
 	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
 
+chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also parts networks, fills disks)
+	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE)) $(CHAOS_ARGS)
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -119,4 +124,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-failover build deploy-check clean
+.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-failover chaos build deploy-check clean

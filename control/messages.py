@@ -45,6 +45,7 @@ from .ids import (
     Text,
     VersionNumber,
 )
+from .signing import Signature
 
 PROTOCOL: Final = 2
 """Raised when an older reader would misread a message. Travels in the first frame and in `Hello`."""
@@ -206,6 +207,16 @@ class TrainerInfo(Fragment, frozen=True):
     """In order of preference."""
 
 
+class Seal(Fragment, frozen=True):
+    """Who says that a version is to be published, and after which. seals.py says what exactly is signed."""
+
+    signer: AgentName
+    previous: Held | None
+    """What was committed when the lease was granted: the link before this one in the channel's chain."""
+    signature: Signature
+    """Ed25519, in hexadecimal."""
+
+
 class Policy(Fragment, frozen=True):
     """How one round treats its engines. The trainer states it; the coordinator carries it out."""
 
@@ -245,6 +256,8 @@ class Offer(Fragment, frozen=True):
     """Distributed: the source rank and all engine ranks."""
     token: Text = ""
     """Distributed: a secret of this epoch, by which the two sides know each other. Never logged."""
+    signature: Signature | None = None
+    """By whoever signed the publication, where keys are used: that nobody sends engines elsewhere for their bytes."""
 
 
 class EngineReport(Fragment, frozen=True):
@@ -356,6 +369,8 @@ class Publish(Message, frozen=True):
     bytes: Count
     buckets: Count
     policy: Policy = Policy()
+    seal: Seal | None = None
+    """Null where no keys are used. Carried on in `Prepare`, as it is."""
 
 
 class Offered(Message, frozen=True):
@@ -582,6 +597,8 @@ class Prepare(Message, frozen=True):
     transport: TransportKind
     policy: Policy
     deadline_s: Seconds
+    seal: Seal | None = None
+    """The trainer's, of the `Publish` that began the round: its epoch, version, manifest and table are signed."""
 
 
 class Pause(Message, frozen=True):

@@ -10,16 +10,25 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from weightbus.control.errors import WeightbusError
-from weightbus.control.ids import Digest
+from weightbus.control.ids import AgentId, Digest
 from weightbus.control.log import get_log
-from weightbus.control.messages import Transfer, TransportKind
-from weightbus.control.telemetry import CALL_FAILURES, CALL_SECONDS, STEP_FAILURES, STEP_SECONDS, Meters
+from weightbus.control.messages import Held, Prepare, Transfer, TransportKind
+from weightbus.control.seals import Doubt, doubt, doubt_offer
+from weightbus.control.telemetry import (
+    CALL_FAILURES,
+    CALL_SECONDS,
+    PUBLICATIONS_REFUSED,
+    STEP_FAILURES,
+    STEP_SECONDS,
+    Meters,
+)
+from weightbus.control.trust import TrustList
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.transport import Address, Receiver, Session
 
 from . import checkpoint, validate
-from .errors import EngineAgentError, ServerError, UnfitManifest, WrongWeights
+from .errors import Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
 from .events import (
     Broken,
     Finished,
@@ -68,7 +77,9 @@ class Worker:
         meters: Meters,
         *,
         proof: Proof = Proof.REQUIRED,
+        trust: TrustList | None = None,
     ) -> None:
+        """Without `trust` nothing needs a signature."""
         self.blobs: Blobs | None = None
         self._name = name
         self._server = server
@@ -78,6 +89,9 @@ class Worker:
         self._checkpoint_dir = checkpoint_dir
         self._meters = meters
         self._proof = proof
+        self._trust = trust
+        self._signer: AgentId | None = None
+        """Of the publication that was believed last."""
         self._layouts: dict[str, Manifest] = {}
         self._fits: set[tuple[str, str, str]] = set()
 
@@ -116,7 +130,8 @@ class Worker:
 
     def _perform(self, operation: Operation) -> Result:
         match operation:
-            case Validate(command, folder):
+            case Validate(command, folder, serving):
+                self._believe(command, serving)
                 self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
             case PauseServer(mode, deadline_s):
                 self._server.pause(mode, min(deadline_s, CALL_S))
@@ -127,6 +142,18 @@ class Worker:
             case Release(version, flush, deadline_s):
                 self._release(version, flush=flush, deadline_s=deadline_s)
         return Finished()
+
+    def _believe(self, command: Prepare, serving: Held | None) -> None:
+        """Raise `Distrusted` unless a trainer that is trusted here signed this version, to follow the one served."""
+        if self._trust is None:
+            return
+        self._object(command.version, doubt(command, serving, self._trust.agents()))
+        self._signer = command.seal.signer if command.seal else None
+
+    def _object(self, version: int, objection: Doubt | None) -> None:
+        if objection is not None:
+            self._meters.add(PUBLICATIONS_REFUSED, cause=objection.kind.value)
+            raise Distrusted(version, objection)
 
     # -- before -------------------------------------------------------------------------------------------------------
 
@@ -158,6 +185,8 @@ class Worker:
         started = time.monotonic()
         self._active = None
         self._server.untouched()
+        if self._trust is not None:
+            self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
         # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
         self._server.label(min(command.deadline_s, _ALIVE_S))
         layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)

@@ -70,6 +70,18 @@ class Progress(msgspec.Struct, frozen=True):
     buckets: int
 
 
+class Sealer(Protocol):
+    """Signs for this trainer."""
+
+    def publication(self, message: m.Publish, previous: m.Held | None) -> m.Publish:
+        """`message`, to follow the committed version `previous`."""
+        ...
+
+    def offer(self, offer: m.Offer, epoch: Epoch) -> m.Offer:
+        """`offer`, for one epoch."""
+        ...
+
+
 class Outfit(msgspec.Struct):
     """What outlives a publication and serves each of them."""
 
@@ -82,6 +94,8 @@ class Outfit(msgspec.Struct):
     boot: int
     """The life of the coordinator that was last heard of."""
     progress: Callable[[Progress], None] | None = None
+    seal: Sealer | None = None
+    """Null where no keys are used."""
 
 
 class Drive:
@@ -95,6 +109,7 @@ class Drive:
         self._watch = Stopwatch()
         self._beat_at = time.monotonic()
         self._engines: dict[str, m.EngineInfo] = {}
+        self._committed: m.Held | None = None
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
         self._silent = False
@@ -233,7 +248,7 @@ class Drive:
             answer = self._request(message)
         if not isinstance(answer, m.Granted):
             return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {type(answer).__name__}")
-        self._engines = answer.engines
+        self._engines, self._committed = answer.engines, answer.committed
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         return p.LeaseGranted(answer.epoch, answer.committed)
 
@@ -252,19 +267,18 @@ class Drive:
         with self._watch.phase("announce"):
             manifest = self._of.bus.put_blob(staging.blob, deadline_s=6 * patience_s)
             table = self._of.bus.put_blob(staging.table.encode(), deadline_s=6 * patience_s)
-            self._request(
-                m.Publish(
-                    request=self._publish_keys.setdefault(epoch, self._key()),
-                    channel=self._channel,
-                    epoch=Epoch(epoch),
-                    version=Version(self.version),
-                    manifest=manifest,
-                    table=table,
-                    bytes=staging.manifest.nbytes,
-                    buckets=len(staging.manifest.buckets),
-                    policy=self._of.settings.policy(),
-                )
+            message = m.Publish(
+                request=self._publish_keys.setdefault(epoch, self._key()),
+                channel=self._channel,
+                epoch=Epoch(epoch),
+                version=Version(self.version),
+                manifest=manifest,
+                table=table,
+                bytes=staging.manifest.nbytes,
+                buckets=len(staging.manifest.buckets),
+                policy=self._of.settings.policy(),
             )
+            self._request(self._of.seal.publication(message, self._committed) if self._of.seal else message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])
         return p.Accepted()
 
@@ -284,6 +298,8 @@ class Drive:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
         epoch, failed = Epoch(effect.epoch), _told(delivery.unopened)
+        if of.seal:
+            offers = tuple(of.seal.offer(offer, epoch) for offer in offers)
         if failed:
             self._log.warning("engines_not_offered", epoch=effect.epoch, failed=failed)
         offered = m.Offered(request=self._key(), channel=self._channel, epoch=epoch, offers=offers, failed=failed)

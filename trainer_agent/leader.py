@@ -10,9 +10,11 @@ from typing import Final, Protocol, runtime_checkable
 
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import ConfigurationError
-from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId
+from weightbus.control.keys import CurveFiles, read_secret
 from weightbus.control.log import get_log
-from weightbus.control.messages import Hello, Role, TrainerInfo, TransportKind
+from weightbus.control.messages import Held, Hello, Offer, Publish, Role, TrainerInfo, TransportKind
+from weightbus.control.seals import seal_offer, seal_publication
 from weightbus.control.security import curve_files
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.host import host_identity
@@ -123,7 +125,8 @@ def lead(
         undo.callback(pool.close)
         if exposure is not None:
             undo.callback(exposure.close)
-        bus = BusClient(_bus_settings(settings), _hello(source, settings, kinds))
+        curve = curve_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
+        bus = BusClient(BusSettings(endpoint=settings.coordinator, curve=curve), _hello(source, settings, kinds))
         undo.callback(bus.close)
         ranks = Ranks(source)
         outfit = Outfit(
@@ -135,6 +138,7 @@ def lead(
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
+            seal=_Seal(settings, curve) if curve else None,
         )
         undo.pop_all()
     return Leader(outfit, pool, exposure)
@@ -160,9 +164,20 @@ def _exposure(source: Source, settings: TrainerSettings, manifest: Manifest) -> 
     return exposure
 
 
-def _bus_settings(settings: TrainerSettings) -> BusSettings:
-    curve = curve_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
-    return BusSettings(endpoint=settings.coordinator, curve=curve)
+class _Seal:
+    """This trainer's own. Its secret stays in here: nothing that is shown or logged holds it."""
+
+    def __init__(self, settings: TrainerSettings, curve: CurveFiles) -> None:
+        self._name, self._channel = AgentId(settings.name), Channel(settings.channel)
+        self._secret = read_secret(curve.secret)
+
+    def publication(self, message: Publish, previous: Held | None) -> Publish:
+        """`message`, to follow the committed version `previous`."""
+        return seal_publication(message, self._name, self._secret, previous)
+
+    def offer(self, offer: Offer, epoch: Epoch) -> Offer:
+        """`offer`, for one epoch."""
+        return seal_offer(offer, self._channel, epoch, self._secret)
 
 
 def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from rich.console import Console
 from weightbus.control import cli, commands, settings, status_view
 from weightbus.control.cli import BUILT_IN, GROUP, main
 from weightbus.control.errors import WeightbusError
+from weightbus.control.keys import read_public
 from weightbus.control.provision import provision
 from weightbus.control.telemetry import METRICS, Side
 from weightbus.control.trust import read_trust
@@ -166,6 +168,17 @@ def test_every_command_shows_its_settings(command: str, capsys: pytest.CaptureFi
     assert section in settings.SECTIONS
 
 
+def test_a_coordinator_may_have_more_agents_than_a_shell_has_files() -> None:
+    """The soft limit on open files is usually 1,024, which would be the number of agents."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        commands.allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
     """The coordinator's settings are counted: more of them must be worth it."""
     assert main(["coordinator", "--check-config", "--journal", "x.sqlite"]) == 0
@@ -221,7 +234,7 @@ def test_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["e1", "engine", "policy"],
         ["t0", "trainer", "policy,"],
     ]
-    assert (folder / "agents/t0.pub").read_text().splitlines()[-1] in rows[3]
+    assert read_public(folder / "agents/t0.pub") in rows[3]
     assert main(["trust", *where, "remove", "e1", "e7"]) == 0
     assert capsys.readouterr().out.split("\n")[:2] == ["removed   e1", "not there e7"]
     assert set(read_trust(folder / "trust.toml").agents) == {"e0", "t0"}
