@@ -74,6 +74,18 @@ def test_the_longest_due_goes_first() -> None:
     assert duties.next_deadline() is None
 
 
+def test_only_the_newest_order_is_given() -> None:
+    """Of orders that replace each other before any was due, one is told, once; what was dropped is not."""
+    duties = Duties(1.0, 8.0)
+    for number, name in enumerate("aba"):
+        duties.assign(AgentId(name), abort(number + 1), 0.0)
+    duties.drop(AgentId("b"))
+    duties.assign(AgentId("c"), abort(4), 5.0)
+    assert [(agent, command.epoch) for agent, command in duties.due(0.0)] == [("a", 3)]
+    assert duties.due(0.5) == []
+    assert [agent for agent, _ in duties.due(5.0)] == ["a", "c"]
+
+
 def reader(desk: StatusDesk, wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
     thread = threading.Thread(target=lambda: found.append(desk.read(wake)))
     thread.start()
