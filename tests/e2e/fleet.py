@@ -24,6 +24,7 @@ import httpx
 from weightbus.control.ids import AgentId, Channel
 from weightbus.control.messages import Role
 from weightbus.control.provision import Member, provision
+from weightbus.engine_agent.payload import LOADER
 from weightbus.trainer_agent.demo.processes import Program, Programs
 
 CHANNELS = (Channel("e2e"),)
@@ -107,7 +108,8 @@ class Fleet:
         """Start one server and its sidecar; returns at once."""
         port, side = free_port(), free_port()
         server = ("-m", "weightbus.engine_agent.cpu_server", f"--model-path={self.folder / 'seed0'}", f"--port={port}")
-        argv = (sys.executable, *server, f"--tp-size={tp}", "--skip-tokenizer-init", "--log-level=warning")
+        options = ("--skip-tokenizer-init", "--log-level=warning", f"--custom-weight-loader={LOADER}")
+        argv = (sys.executable, *server, f"--tp-size={tp}", *options)
         url = f"http://127.0.0.1:{port}"
         sidecar = (
             *_weightbus("engine-agent"),

@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from weightbus import engine_agent
 from weightbus.dataplane.transport import JOIN_S
+from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo.processes import Programs
+from weightbus.trainer_agent.hf_module import HFModuleSource
 
 from .fleet import ROOT, Fleet, poll
 
@@ -26,6 +30,28 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 PROMPTS = [[5, 17, 33, 64, 101, 7], [400, 3, 9], [77, 78, 79, 80], [250, 1, 250, 2, 250], [11], [301, 302]]
 SEEDS = 7
+
+
+class FlatModule(torch.nn.Module):
+    """The parameters of a checkpoint under their names."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            owner: torch.nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, torch.nn.Module())
+                owner = getattr(owner, part)
+            owner.register_parameter(last, torch.nn.Parameter(tensor))
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """A training step: other values in the same memory."""
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            self.get_parameter(name).copy_(tensor)
+
 
 Answers = list[list[int]]
 """The tokens that must be answered to each of `PROMPTS`."""
@@ -149,6 +175,42 @@ def test_a_restarted_coordinator_knows_what_was_committed(fleet: Fleet) -> None:
     answer = fleet.answer()
 
     assert "committed is 6" in answer["error"]
+
+
+@pytest.mark.parametrize(("version", "seed"), [(7, 1), (8, 3), (9, 2)])
+def test_direct_rounds_copy_out_of_the_trainers_own_memory(  # noqa: PLR0917 - fixtures
+    fleet: Fleet, expected: dict[int, Answers], module: FlatModule, agent: TrainerAgent, version: int, seed: int
+) -> None:
+    """This process trains; the servers' workers read its parameters where they are, and both servers serve them.
+
+    The oracles are the stock path's: transformers' tokens, and SGLang's own checksum of the live weights.
+    """
+    module.load(fleet.folder / f"seed{seed}")
+
+    report = agent.publish(version)
+
+    assert {(each.engine, each.outcome, each.transport, each.verified_by) for each in report.engines} == {
+        ("one", "committed", "direct", "live-digest"),
+        ("two", "committed", "direct", "live-digest"),
+    }
+    for name in ("one", "two"):
+        _serves(fleet, name, expected[seed], str(version))
+
+
+@pytest.fixture(scope="module")
+def module(checkpoints: Path) -> FlatModule:
+    """What is trained: the parameters of a checkpoint."""
+    return FlatModule(checkpoints / "seed0")
+
+
+@pytest.fixture(scope="module")
+def agent(fleet: Fleet, module: FlatModule) -> Iterator[TrainerAgent]:
+    """A trainer in this process, which offers its memory and nothing else."""
+    source = HFModuleSource(module, model="Qwen3ForCausalLM")
+    with TrainerAgent.connect(
+        source, channel="e2e", coordinator=fleet.coordinator, transport=("direct",), keys=fleet.keys, environ={}
+    ) as connected:
+        yield connected
     assert fleet.channel()["committed"]["version"] == 6
 
 
