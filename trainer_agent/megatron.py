@@ -1,58 +1,45 @@
-"""A `Source` over a Megatron-core GPTModel in training: any tensor, pipeline and virtual pipeline parallelism.
+"""A `Source` over a Megatron-core model in training: tensor, expert, pipeline and virtual pipeline parallelism.
 
-Owns what Megatron alone knows: how chunks are wrapped, that layer indexes are local to a chunk, which rank of which
-group holds what. Names and boxes come from naming.py, movement from assembly.py. Refuses, on every rank and at
-construction, whatever it cannot map: a parameter without a rule, a feature that changes what the weights mean, a model
-that is not the one of the Hugging Face config.
+Refuses, on every rank and at construction, whatever it cannot map: a parameter without a rule, a feature that changes
+what the weights mean, an axis that is not understood, a model that is not the one of the Hugging Face config.
 
-Groups are read from the model itself, so that nothing here depends on megatron's global state (which is asked only
-when a model carries no groups). Copies of a parameter - data and context parallelism, tied embeddings of two pipeline
-stages, norms on every tensor rank - are read from the lowest rank that holds them.
+    families, blocks, rules     what served models consist of, as tables
+    served                      one served model: sizes, layers, tensors
+    megatron_names, -_checks    where a parameter belongs; whether trained and served model are one
+    megatron_chunks             what a rank holds
+    parcels, assembly           how it gets into buckets
+
+Copies of a parameter - data, context and expert data parallelism, tied embeddings of two pipeline stages, norms on
+every tensor rank - are read from the lowest rank that holds them.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View
+from weightbus.dataplane.pieces import Piece, Pieces
 
 from .assembly import DTYPES, Assembler, Exchange, check_manifest
-from .naming import Dense, advice_for, rule_for, served_tensors
+from .megatron_chunks import Chunk, chunks_of, lagging_wrappers
+from .megatron_names import Found
 from .parcels import plan
-from .pieces import Piece as Run
-from .pieces import pieces
 from .ranks import Ranks
 from .roster import Refusal, Roster, check, encode, settle
-from .source import LayoutMismatch, SourceError, UnknownParameter, UnsupportedModel
+from .rules import Local, pieces_of
+from .served import Model, served_tensors
+from .source import LayoutMismatch, SourceError, UnsupportedModel
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
 """How long a rank waits for another: longer than a round, because the leader answers for the engines meanwhile."""
-
-_LAYER: Final = re.compile(r"^decoder\.layers\.(\d+)\.")
-
-
-class _Chunk(Protocol):
-    """What is read of a GPTModel."""
-
-    config: object
-    share_embeddings_and_output_weights: bool
-
-
-class _LaggingWrapper(Protocol):
-    """What is asked of a DistributedDataParallel with overlapped parameter gathers."""
-
-    def start_param_sync(self, *, force_sync: bool) -> None: ...
 
 
 class MegatronSource:
@@ -82,7 +69,7 @@ class MegatronSource:
         """
         self._ranks = Ranks(group, timeout_s)
         self._parameters: list[torch.Tensor] = []
-        self._lagging = [lagging for chunk in _chunks_of(model_chunks) for lagging in _lagging_wrappers(chunk)]
+        self._lagging = [lagging for chunk in chunks_of(model_chunks) for lagging in lagging_wrappers(chunk)]
         try:
             self._model, self._tensors, self._pieces = self._settle(model_chunks, hf_config, dtype)
         except SourceError:
@@ -109,7 +96,7 @@ class MegatronSource:
     @property
     def head_dim(self) -> int:
         """Elements of one attention head: with it, Llama under tensor parallelism has predictable live digests."""
-        return self._model.head_dim
+        return self._model.sizes["head_dim"]
 
     def tensors(self) -> Sequence[TensorSpec]:
         """What is served, in checkpoint order."""
@@ -165,7 +152,7 @@ class MegatronSource:
         chunks: nn.Module | Sequence[nn.Module],
         hf_config: Path | str | Mapping[str, object],
         dtype: torch.dtype | None,
-    ) -> tuple[Dense, tuple[TensorSpec, ...], Pieces]:
+    ) -> tuple[Model, tuple[TensorSpec, ...], Pieces]:
         """What is served, and from where. A rank that cannot serve says so before it raises: the others wait for it."""
         try:
             model, tensors, own = self._describe(chunks, hf_config, dtype)
@@ -180,175 +167,51 @@ class MegatronSource:
         chunks: nn.Module | Sequence[nn.Module],
         hf_config: Path | str | Mapping[str, object],
         dtype: torch.dtype | None,
-    ) -> tuple[Dense, tuple[TensorSpec, ...], Roster]:
+    ) -> tuple[Model, tuple[TensorSpec, ...], Roster]:
         """Find and check every parameter of this rank."""
-        unwrapped = [_unwrap(chunk) for chunk in _chunks_of(chunks)]
-        if not unwrapped:
+        described = Model.parse(_read_config(hf_config))
+        read = [Chunk(chunk, described) for chunk in chunks_of(chunks)]
+        if not read:
             raise UnsupportedModel("no model chunks: pass the model of this rank")
-        model = Dense.parse(_read_config(hf_config))
-        tp_rank, tp_ranks = _tensor_parallel(unwrapped[0])
-        names: list[str] = []
-        for chunk in unwrapped:
-            _check_chunk(cast("_Chunk", chunk), model)
-            for name, parameter in _parameters_of(chunk):
-                names.append(name)
+        model = read[0].model
+        found: list[tuple[Chunk, Found]] = []
+        for chunk in read:
+            for place, parameter in chunk.parameters():
+                found.append((chunk, place))
                 self._parameters.append(parameter)
         served = _served_dtype(dtype, model, self._parameters)
         tensors = served_tensors(model, served)
-        specs = {spec.name: spec for spec in tensors}
         rows: list[Piece] = []
-        for storage, (name, parameter) in enumerate(zip(names, self._parameters, strict=True)):
-            for run in pieces(name, parameter.shape, specs, model, rank=tp_rank, ranks=tp_ranks):
-                rows.extend(_boxes(storage, parameter, run, specs[run.tensor]))
-        described = Pieces.of(tensors, rows, self._ranks.rank)
-        facts = {**msgspec.structs.asdict(model), "dtype": served, "tp": tp_ranks}
-        return model, tensors, Roster({key: repr(value) for key, value in facts.items()}, described.encode())
+        for storage, ((chunk, place), parameter) in enumerate(zip(found, self._parameters, strict=True)):
+            rows.extend(_pieces(chunk, place, _local(place.name, storage, parameter), served))
+        groups = read[0].groups
+        facts = {
+            **msgspec.structs.asdict(model),
+            "dtype": served,
+            "tp": groups.tensor.ranks,
+            "etp": groups.expert_tensor.ranks,
+            "ep": groups.expert.ranks,
+        }
+        own = Pieces.of(tensors, rows, self._ranks.rank)
+        return model, tensors, Roster({key: repr(value) for key, value in facts.items()}, own.encode())
 
 
-def _boxes(storage: int, parameter: torch.Tensor, run: Run, spec: TensorSpec) -> Iterator[Piece]:
-    for index in range(run.count):
-        row, local = run.served_row + index * run.served_step, run.local_row + index * run.local_step
-        start, stop = (row, run.column), (row + run.rows, run.column + run.columns)
-        axes = len(spec.shape)
-        view = View(storage, local * parameter.stride(0), tuple(parameter.stride()))
-        yield Piece(spec.name, Box(start[:axes], stop[:axes]), str(parameter.dtype).removeprefix("torch."), view)
+def _pieces(chunk: Chunk, place: Found, local: Local, dtype: str) -> list[Piece]:
+    """What one parameter of a chunk holds of the served tensors."""
+    model = chunk.model
+    targets = place.rule.served
+    specs = [model.spec(target, place.prefix, dtype, place.expert) for target in targets]
+    shifts = [model.shift_of(target, zero_centred=chunk.zero_centred) for target in targets]
+    share = chunk.groups.tensor if place.expert is None else chunk.groups.expert_tensor
+    return list(pieces_of(place.rule, local, specs, shifts, heads=model.heads, share=share))
 
 
-def _chunks_of(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
-    return [chunks] if isinstance(chunks, nn.Module) else chunks
+def _local(name: str, storage: int, parameter: torch.Tensor) -> Local:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Local(name, storage, tuple(parameter.shape), tuple(parameter.stride()), dtype)
 
 
-def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, what it wraps, and so on: DistributedDataParallel and Float16Module call that `module`."""
-    yield module
-    while isinstance(inner := getattr(module, "module", None), nn.Module):
-        module = inner
-        yield module
-
-
-def _unwrap(module: nn.Module) -> nn.Module:
-    """The GPTModel inside its wrappers."""
-    *_, innermost = _layers_of(module)
-    return innermost
-
-
-def _lagging_wrappers(module: nn.Module) -> list[_LaggingWrapper]:
-    """The wrappers that gather new parameters as late as in the next forward pass."""
-    return [
-        cast("_LaggingWrapper", layer)
-        for layer in _layers_of(module)
-        if getattr(getattr(layer, "ddp_config", None), "overlap_param_gather", False)
-    ]
-
-
-def _parameters_of(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter that is served, by its global name. Raises `UnknownParameter` for any other."""
-    tied = bool(getattr(chunk, "share_embeddings_and_output_weights", False))
-    for local, parameter in chunk.named_parameters():
-        name = _global_name(chunk, local)
-        if tied and name == "output_layer.weight":
-            continue  # the last stage's duplicate of the embedding, kept equal by megatron's own all-reduce
-        _check_parameter(name, parameter)
-        yield name, parameter
-    persistent = chunk.state_dict(keep_vars=True)
-    for local, buffer in chunk.named_buffers():
-        if local in persistent:
-            name = _global_name(chunk, local)
-            raise UnknownParameter(name, buffer.shape, "a persistent buffer", advice_for(name))
-
-
-def _check_parameter(name: str, parameter: torch.Tensor) -> None:
-    if rule_for(name) is None:
-        raise UnknownParameter(name, parameter.shape, _attributes(parameter), advice_for(name))
-    if type(parameter) is not nn.Parameter:
-        advice = "only plain tensors are read: train without FSDP and without quantised parameters"
-        raise UnknownParameter(name, parameter.shape, f"a {type(parameter).__name__}, {_attributes(parameter)}", advice)
-
-
-def _attributes(parameter: torch.Tensor) -> str:
-    names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "shared")
-    marks = [f"{name}={getattr(parameter, name)}" for name in names if hasattr(parameter, name)]
-    return ", ".join([str(parameter.dtype), *marks])
-
-
-def _global_name(chunk: nn.Module, local: str) -> str:
-    """Layers are numbered from 0 in every chunk; only the layer itself knows its place in the model, counted from 1."""
-    match = _LAYER.match(local)
-    if match is None:
-        return local
-    layer = chunk.get_submodule(match[0].removesuffix("."))
-    number = getattr(layer, "layer_number", None)
-    if not isinstance(number, int):
-        raise UnsupportedModel(
-            f"{match[0]!r} ({type(layer).__name__}) has no layer_number: a Megatron-core decoder has"
-        )
-    return f"decoder.layers.{number - 1}.{local[match.end() :]}"
-
-
-def _tensor_parallel(chunk: nn.Module) -> tuple[int, int]:
-    group = getattr(getattr(chunk, "pg_collection", None), "tp", None)
-    if not isinstance(group, dist.ProcessGroup):
-        # Imported here: only models built before process group collections need it.
-        from megatron.core import parallel_state  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
-
-        group = cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-class _Expectation(msgspec.Struct, frozen=True):
-    """A field of the trained model's config, the value it must have, and why."""
-
-    field: str
-    expected: object
-    why: str
-
-
-_MEANING: Final = (
-    _Expectation("num_moe_experts", None, "mixtures of experts are not served yet"),
-    _Expectation("multi_latent_attention", False, "latent attention is not served yet"),
-    _Expectation("mtp_num_layers", None, "multi-token prediction layers are not served yet"),
-    _Expectation("gated_linear_unit", True, "the served families have gated MLPs"),
-    _Expectation("normalization", "RMSNorm", "the served families have RMSNorm"),
-    _Expectation("layernorm_zero_centered_gamma", False, "the served norms are not centred on zero"),
-    _Expectation("rotary_interleaved", False, "the served families rotate halves, not pairs"),
-    _Expectation("attention_output_gate", False, "the served families have no attention output gate"),
-    _Expectation("qk_l2_norm", False, "the served families have RMSNorm, if any, on q and k"),
-    _Expectation("gtp_weight_remat_size", 1, "weights cut along this further axis are not read yet"),
-)
-"""Features that change what the weights mean, or where they are, without a trace in names and shapes."""
-
-
-def _check_chunk(chunk: _Chunk, model: Dense) -> None:
-    for wanted in _MEANING:
-        found = getattr(chunk.config, wanted.field, wanted.expected)
-        if (found or None) != (wanted.expected or None):
-            raise UnsupportedModel(
-                f"the trained model has {wanted.field}={found!r}, {wanted.expected!r} is expected: {wanted.why}"
-            )
-    agreed = {
-        "num_layers": model.layers,
-        "hidden_size": model.hidden,
-        "ffn_hidden_size": model.ffn,
-        "num_attention_heads": model.heads,
-        "num_query_groups": model.groups,
-        "kv_channels": model.head_dim,
-        "layernorm_epsilon": model.eps,
-        "qk_layernorm": model.qk_norm,
-    }
-    for field, expected in agreed.items():
-        if (found := getattr(chunk.config, field, expected)) != expected:
-            raise LayoutMismatch(
-                f"the trained model has {field}={found!r}, the Hugging Face config gives {expected!r}: "
-                f"build the source with the config of the model that is being trained"
-            )
-    if chunk.share_embeddings_and_output_weights != model.tied:
-        raise LayoutMismatch(
-            f"the trained model has share_embeddings_and_output_weights={chunk.share_embeddings_and_output_weights}, "
-            f"the Hugging Face config tie_word_embeddings={model.tied}: make them equal"
-        )
-
-
-def _served_dtype(wanted: torch.dtype | None, model: Dense, parameters: Sequence[torch.Tensor]) -> str:
+def _served_dtype(wanted: torch.dtype | None, model: Model, parameters: Sequence[torch.Tensor]) -> str:
     if wanted is not None:
         name = str(wanted).removeprefix("torch.")
         if name not in DTYPES:
@@ -356,7 +219,7 @@ def _served_dtype(wanted: torch.dtype | None, model: Dense, parameters: Sequence
         return name
     if model.dtype is not None:
         return model.dtype
-    found = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    found = {str(each.dtype).removeprefix("torch.") for each in parameters if isinstance(each, nn.Parameter)}
     if len(found) != 1:
         raise LayoutMismatch(f"the parameters have dtypes {sorted(found)} and the config names none: pass dtype=")
     return found.pop()
