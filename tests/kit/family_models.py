@@ -8,34 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from tiny_families import FAMILIES, PADDED_VOCABULARY
+from tiny_families import FAMILIES, PADDED_VOCABULARY, Layout
 from torch import nn
 
 from weightbus.trainer_agent import megatron_cpu
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-class Layout(NamedTuple):
-    """How a model is spread over ranks; what is left over is data parallelism."""
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    ep: int = 1
-    etp: int | None = None
-    te: bool = False
-    """Transformer Engine's modules and names (grouped experts, fused norms) instead of local ones."""
-    hybrid: bool = False
-
-    def __str__(self) -> str:
-        """As test ids say it."""
-        sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp or 1, "ep": self.ep, "etp": self.etp or 0}
-        parts = [f"{name}{size}" for name, size in sizes.items() if size > (0 if name == "etp" else 1)]
-        return "-".join([*parts, *(["te"] if self.te else []), *(["hybrid"] if self.hybrid else [])]) or "alone"
 
 
 def start(layout: Layout) -> None:
@@ -51,6 +32,7 @@ def start(layout: Layout) -> None:
         virtual_pipeline_model_parallel_size=layout.vpp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,  # they would meet under a fake backend, and nothing here needs them
     )
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
@@ -125,6 +107,7 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
         fields["linear_conv_kernel_dim"] = hf["linear_conv_kernel_dim"]
     if "index_n_heads" in hf:
         fields |= {
+            "sequence_parallel": layout.tp > 1,
             "dsa_indexer_n_heads": hf["index_n_heads"],
             "dsa_indexer_head_dim": hf["index_head_dim"],
             "dsa_indexer_topk": hf["index_topk"],
@@ -134,6 +117,8 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
 
 def build(family: str, hf: Mapping[str, Any], layout: Layout, **changes: object) -> list[nn.Module]:
     """This rank's chunks."""
+    if layout.hybrid:
+        return [_hybrid(family, hf, layout)]
     config = transformer_config(family, hf, layout, **changes)
     return [
         _chunk(family, hf, layout, config, stage if layout.vpp else None) for stage in range(layout.vpp or 1)
@@ -181,6 +166,28 @@ def _chunk(family: str, hf: Mapping[str, Any], layout: Layout, config: Any, vp_s
     return chunk.eval()
 
 
+def _hybrid(family: str, hf: Mapping[str, Any], layout: Layout) -> nn.Module:
+    """0.19's HybridModel: each served layer is two of its layers, one of attention and one of an MLP."""
+    from megatron.core import parallel_state
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    layers = hf["num_hidden_layers"]
+    config = transformer_config(family, hf, layout, num_layers=2 * layers)
+    return HybridModel(
+        config=config,
+        hybrid_stack_spec=hybrid_stack_spec,
+        vocab_size=PADDED_VOCABULARY,
+        max_sequence_length=hf["max_position_embeddings"],
+        hybrid_layer_pattern=("*E" if config.num_moe_experts else "*-") * layers,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
+        position_embedding_type="rope",
+        rotary_base=10000,
+    ).eval()
+
+
 def _complete(family: str, hf: Mapping[str, Any], layout: Layout, chunk: Any) -> None:
     """Modules that Megatron-core gets from a trainer's own specs: GLM4's further norms, MiniMax's wide ones."""
     for layer in chunk.decoder.layers:
@@ -215,9 +222,10 @@ def _part(name: str, parameter: torch.Tensor, full: torch.Tensor, *, wide: bool)
     if wide and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
         parts = full.chunk(full.shape[0] // parameter.shape[0])
         return parts[rank * len(parts) // ranks]
-    if not getattr(parameter, "tensor_model_parallel", False):
+    if parameter.shape == full.shape or (not expert and not getattr(parameter, "tensor_model_parallel", False)):
         return full
-    dim = parameter.partition_dim  # type: ignore[attr-defined]
+    # What Transformer Engine's grouped linears say of themselves is wrong where Megatron cuts them for it.
+    dim = int("linear_fc1" not in name) if expert else parameter.partition_dim  # type: ignore[attr-defined]
     if dim == 0 and "word_embeddings" in name or "output_layer" in name:
         padding = parameter.shape[0] * ranks - full.shape[0]
         full = torch.cat([full, torch.full((padding, full.shape[1]), 99.0)])

@@ -22,11 +22,10 @@ mcore_on_cpu.prepare()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from family_cases import Case, parse  # noqa: E402
-from family_models import Layout, build, load, start  # noqa: E402
+from family_models import build, load, start  # noqa: E402
 from megatron_models import logits  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_families import FAMILIES, TOKENS  # noqa: E402
+from tiny_families import Case, FAMILIES, TOKENS, parse  # noqa: E402
 
 from weightbus.dataplane.manifest import Manifest  # noqa: E402
 from weightbus.trainer_agent import megatron_cpu  # noqa: E402

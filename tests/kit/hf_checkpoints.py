@@ -40,9 +40,9 @@ def make(name: str, tiny: Tiny, folder: Path) -> None:
     model.save_pretrained(folder)
     save_file({"logits": logits.contiguous()}, folder / "logits.safetensors")
     written: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    written |= {"architectures": [tiny.architecture], "dtype": "float32"}
-    for key in ("num_nextn_predict_layers",):
-        written[key] = tiny.predictions
+    written |= {"architectures": [tiny.architecture], "dtype": "float32", "num_nextn_predict_layers": tiny.predictions}
+    if name == "glm5":
+        written |= {"indexer_rope_interleave": True}  # older transformers leave out what published configs have
     (folder / "config.json").write_text(json.dumps(written))
     if tiny.predictions:
         add_predictions(name, written, folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import copy
+import importlib
 import sys
 import types
 import typing
@@ -169,10 +170,15 @@ def _local_norms() -> None:
 
 def _delta_net() -> None:
     """Gated delta nets are built without their kernels; nothing here runs one."""
-    for name in ("megatron.core.ssm.gated_delta_net.common", "megatron.core.ssm.gated_delta_net"):
-        module = sys.modules.get(name) or _try(lambda name=name: __import__(name, fromlist=["x"]))
-        if module is not None and hasattr(module, "HAVE_FLA"):
+    for name in ("common", "gdn"):
+        module = _try(lambda name=name: importlib.import_module(f"megatron.core.ssm.gated_delta_net.{name}"))
+        if module is not None:
             module.HAVE_FLA = True
+            module.chunk_gated_delta_rule = _no_kernel
+
+
+def _no_kernel(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError
 
 
 def _try(load: Callable[[], Any]) -> Any:

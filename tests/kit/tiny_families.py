@@ -1,11 +1,42 @@
-"""One tiny model of every served family: its Hugging Face config, and what Megatron-core must be told to train it.
+"""One tiny model of every served family, and the layouts in which tests train it.
 
 Each uses what its family is known for: KV groups, biases, first layers that are dense, shared experts, latent attention.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+
+
+class Layout(NamedTuple):
+    """How a model is spread over ranks; what is left over is data parallelism."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int | None = None
+    te: bool = False
+    """Transformer Engine's modules and names (grouped experts, fused norms) instead of local ones."""
+    hybrid: bool = False
+
+    dp: int = 1
+
+    @property
+    def world(self) -> int:
+        """Ranks that it takes: experts are spread over the ranks that data parallelism leaves, too."""
+        dense = self.tp * self.pp * self.dp
+        sparse = (self.etp or self.tp) * self.ep * self.pp
+        return max(dense, -(-sparse // (self.tp * self.pp)) * self.tp * self.pp)
+
+    def __str__(self) -> str:
+        """As test ids say it."""
+        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "vpp": self.vpp or 1, "ep": self.ep, "etp": self.etp or 0}
+        parts = [f"{name}{size}" for name, size in sizes.items() if size > (0 if name == "etp" else 1)]
+        return "-".join([*parts, *(["te"] if self.te else []), *(["hybrid"] if self.hybrid else [])]) or "alone"
+
 
 VOCABULARY = 250
 PADDED_VOCABULARY = 256
@@ -90,9 +121,7 @@ FAMILIES: dict[str, Tiny] = {
         },
         {**_MOE, "moe_shared_expert_gate": True, "moe_layer_freq": [1, 0, 1, 1]},
     ),
-    "qwen3_moe": Tiny(
-        "Qwen3MoeForCausalLM", {**_SIZES, **_EXPERTS, "num_experts": 4, "decoder_sparse_step": 1}, _MOE
-    ),
+    "qwen3_moe": Tiny("Qwen3MoeForCausalLM", {**_SIZES, **_EXPERTS, "num_experts": 4, "decoder_sparse_step": 1}, _MOE),
     "glm4": Tiny(
         "Glm4ForCausalLM",
         {**_SIZES, "attention_bias": True, "partial_rotary_factor": 0.5, "pad_token_id": 0},
@@ -121,7 +150,8 @@ FAMILIES: dict[str, Tiny] = {
     "deepseek_v3": Tiny("DeepseekV3ForCausalLM", {**_DEEPSEEK, "num_nextn_predict_layers": 1}, _SIGMOID, predictions=1),
     "deepseek_v3_no_q_lora": Tiny("DeepseekV3ForCausalLM", {**_DEEPSEEK, "q_lora_rank": None}, _SIGMOID),
     "kimi_k2": Tiny(
-        "DeepseekV3ForCausalLM", {**_DEEPSEEK, "n_shared_experts": 1, "num_attention_heads": 4, "num_key_value_heads": 4},
+        "DeepseekV3ForCausalLM",
+        {**_DEEPSEEK, "n_shared_experts": 1, "num_attention_heads": 4, "num_key_value_heads": 4},
         _SIGMOID,
     ),
     "glm5": Tiny(
@@ -185,3 +215,97 @@ def predicted_tensors(family: str, config: dict[str, Any]) -> dict[str, str]:
         names = {"enorm": "", "hnorm": "", "shared_head.norm": "", "eh_proj": "+"}
         prefix = f"model.layers.{last + 1}."
     return {f"{prefix}{name}.weight": like for name, like in names.items()} | {prefix: f"model.layers.{last}."}
+
+
+class Case(NamedTuple):
+    """One family in one layout."""
+
+    family: str
+    layout: Layout
+
+    def __str__(self) -> str:
+        """FAMILY:LAYOUT, which `parse` reads."""
+        return f"{self.family}:{self.layout}"
+
+
+_DENSE = (
+    Layout(),
+    Layout(dp=2),
+    Layout(tp=2),
+    Layout(tp=4),
+    Layout(tp=2, dp=2),
+    Layout(pp=2),
+    Layout(pp=2, vpp=2),
+    Layout(tp=2, pp=2),
+    Layout(tp=2, pp=2, vpp=2),
+    Layout(tp=2, pp=2, dp=2),
+    Layout(pp=4),
+)
+_EXPERTS = (
+    *_DENSE,
+    Layout(ep=2),
+    Layout(ep=4),
+    Layout(ep=2, dp=4),
+    Layout(tp=2, ep=2, etp=1),
+    Layout(tp=2, ep=2, etp=2),
+    Layout(tp=2, ep=4, etp=1),
+    Layout(ep=2, etp=2),
+    Layout(tp=4, ep=2, etp=1),
+    Layout(pp=2, ep=2),
+    Layout(pp=2, vpp=2, ep=2),
+    Layout(tp=2, pp=2, ep=2, etp=1),
+    Layout(tp=2, pp=2, ep=2, etp=2),
+    Layout(tp=2, pp=2, vpp=2, ep=2, etp=1),
+)
+
+
+def matrix(*, core: int, most: int = 8) -> Iterator[Case]:
+    """Every case of at most `most` ranks, for a minor version of Megatron-core."""
+    for family, tiny in FAMILIES.items():
+        experts = any(key in tiny.config for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+        for layout in _EXPERTS if experts else _DENSE:
+            for kind in (layout, layout._replace(te=True), layout._replace(te=True, hybrid=True)):
+                case = Case(family, kind)
+                if tiny.core_from <= core and layout.world <= most and _possible(case, core):
+                    yield case
+
+
+def _possible(case: Case, core: int) -> bool:
+    tiny, layout = FAMILIES[case.family], case.layout
+    if layout.hybrid:
+        plain = case.family in {"llama", "qwen2", "qwen3", "qwen3_2_groups", "qwen3_moe"}
+        return plain and core >= 19 and not layout.vpp
+    if tiny.predictions and layout.vpp:
+        return False  # Megatron-core wants a layout of its own for it
+    # These are built of specs that only exist for Transformer Engine.
+    return layout.te or not tiny.core.get("experimental_attention_variant")
+
+
+ALWAYS = (
+    # NVIDIA's own resharding is silently wrong here: experts cut by tensor parallelism, sequential experts on ranks.
+    "qwen3_moe:tp2-ep2-etp2-te",
+    "qwen3_moe:ep2",
+    "deepseek_v3:tp2-ep2-etp1-te",
+    "qwen3_2_groups:tp4",
+)
+
+
+def slice_of(cases: Iterable[Case], *, seed: str, count: int) -> list[Case]:
+    """`count` of the cases, the same for the same seed; what must never be left out comes first."""
+    every = list(cases)
+    first = [case for case in every if str(case) in ALWAYS]
+    rest = [case for case in every if str(case) not in ALWAYS]
+    random.Random(seed).shuffle(rest)
+    return [*first, *rest][:count]
+
+
+def parse(text: str) -> Case:
+    """Read what `str` of a case wrote."""
+    family, _, layout = text.partition(":")
+    fields: dict[str, int | bool] = {}
+    for part in layout.split("-"):
+        if part in {"te", "hybrid"}:
+            fields[part] = True
+        elif part != "alone":
+            fields[part.rstrip("0123456789")] = int(part.lstrip("abcdefghijklmnopqrstuvwxyz"))
+    return Case(family, Layout(**fields))  # type: ignore[arg-type]
