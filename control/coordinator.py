@@ -9,7 +9,7 @@ or a command depends on is durable before it leaves.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
@@ -17,6 +17,7 @@ import msgspec
 
 from . import status
 from .admission import may_join, may_say
+from .answers import Replies
 from .blobs import Blobs
 from .channel import Channel, Out, Restored, Tell
 from .effects import (
@@ -42,7 +43,18 @@ from .effects import (
     StateEntered,
 )
 from .errors import IllegalMove, InvariantBroken
-from .events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, StopRequested, Tick, Token
+from .events import (
+    AnyEvent,
+    MessageReceived,
+    Peer,
+    PeerLost,
+    Persisted,
+    PersistFailed,
+    StopRequested,
+    Tick,
+    Token,
+    TrustLost,
+)
 from .ids import AgentId, RequestId
 from .ids import Channel as ChannelId
 from .lease import Verdict
@@ -118,7 +130,7 @@ class Coordinator:
         self._waiting: deque[_Work] = deque()
         self._writing: tuple[Persist, ChannelId | None] | None = None
         self._effects: list[AnyEffect] = []
-        self._answers: OrderedDict[tuple[AgentId, RequestId], Ack | Granted] = OrderedDict()
+        self.replies = Replies(limits.answers)
         self._tokens = 0
         self._hints = 0
         self._probe_at: float | None = None
@@ -175,16 +187,16 @@ class Coordinator:
             case MessageReceived():
                 self._received(work, now)
             case PeerLost():
-                self.members.disconnect(work.peer)
+                self.members.disconnect(work.peer, now)
+            case TrustLost():
+                self._distrust(work, now)
             case Tick():
                 self._tick(now)
             case StopRequested():
                 self.stopping = True
                 self._waiting.extend(_ChannelStop(name) for name in self.channels)
             case _Silent():
-                agent = self.members.get(work.agent)
-                if agent and now >= agent.heard_at + self.limits.silence_s:
-                    self._leave(agent, f"was silent for {now - agent.heard_at:.1f} s", now)
+                self._give_up_on(work.agent, now)
             case _ChannelTick():
                 self.channels[work.channel].tick(now)
                 self._flush(self.channels[work.channel], now)
@@ -196,8 +208,17 @@ class Coordinator:
             case _:
                 assert_never(work)
 
+    def _distrust(self, event: TrustLost, now: float) -> None:
+        if agent := self.members.get(event.agent):
+            self._leave(agent, f"is not trusted any more: {event.reason}", now)
+
+    def _give_up_on(self, name: AgentId, now: float) -> None:
+        agent = self.members.get(name)
+        if agent and (reason := self.members.why_lost(agent, now)):
+            self._leave(agent, reason, now)
+
     def _tick(self, now: float) -> None:
-        self._waiting.extend(_Silent(agent.name) for agent in self.members.silent(now))
+        self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))
         self._waiting.extend(_ChannelTick(name) for name in self.channels)
         if self._probe_at is not None and now >= self._probe_at:
             self._probe_at = now + self.limits.probe_s
@@ -245,7 +266,7 @@ class Coordinator:
             if not isinstance(message, Bye):
                 self._refuse(peer, "?", message, Verdict(Code.UNKNOWN_AGENT, "say Hello first"))
             return
-        verdict = may_say(agent, message)
+        verdict = may_say(agent, message, event.principal)
         if not verdict.ok:
             self._refuse(peer, agent.name, message, verdict)
         else:
@@ -290,11 +311,12 @@ class Coordinator:
         returning = before is not None and before.incarnation == message.incarnation
         if before and not returning:
             self._leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
+            if self._writing:  # losing it moved its round on: who comes is told how things stand after that
+                self._waiting.appendleft(event)
+                return
         elif before and before.peer and before.peer != peer:
             self._effects.append(Evict(peer=before.peer, reason="came back on another connection"))
-        self.members.join(message, peer, now)
-        agent = self.members.get(message.agent)
-        assert agent is not None  # just joined
+        agent = self.members.join(message, peer, now)
         channel = self._channel(message.channel)
         self._send(
             peer,
@@ -348,7 +370,7 @@ class Coordinator:
 
     def _from_trainer(self, agent: Agent, message: ChannelRequest, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
-        known = self._answers.get((agent.name, message.request))
+        known = self.replies.get(agent.name, message.request)
         if known:
             self._send(peer, known)
             if isinstance(message, Publish):
@@ -410,13 +432,8 @@ class Coordinator:
         elif not isinstance(message, Heartbeat | Bye):
             ack = Ack(request=message.request)
             if isinstance(message, Publish | Release | Offered | Sent | Abandon):
-                self._remember(agent.name, ack)
+                self.replies.remember(agent.name, ack)
             self._send(peer, ack)
-
-    def _remember(self, agent: AgentId, answer: Ack | Granted) -> None:
-        self._answers[agent, answer.request] = answer
-        while len(self._answers) > self.limits.answers:
-            self._answers.popitem(last=False)
 
     def _refuse(self, peer: Peer, agent: str, message: ToCoordinator, verdict: Verdict) -> None:
         code = verdict.code or Code.NOT_ALLOWED
@@ -432,39 +449,49 @@ class Coordinator:
         self._effects.append(Observe(what=what))
 
     def _flush(self, channel: Channel, now: float) -> None:
+        hinted: set[str] = set()
         for out in channel.flush(now):
             self._put(channel, out)
+            event = _announced_as(out)
+            if event and event not in hinted:  # hints name no engine: one says as much as a thousand
+                hinted.add(event)
+                self._hint(channel, event)
 
     def _put(self, channel: Channel, out: Out) -> None:
         match out:
             case Tell() | Answer():
                 if isinstance(out, Answer) and isinstance(out.message, Granted):
-                    self._remember(out.agent, out.message)
+                    self.replies.remember(out.agent, out.message)
                 agent = self.members.get(out.agent)
                 if agent and agent.peer:
                     self._send(agent.peer, out.message)
             case EpochTaken() | Committed() | RoundClosed():
                 self._persist(out, channel.name)
+            case ReadinessChanged():
+                self._observe(out)
             case _:
                 channel.story.append(str(out))
                 self._observe(out)
-                self._hint(channel, out)
 
-    def _hint(self, channel: Channel, what: AnyObservation) -> None:
-        match what:
-            case LeaseGranted():
-                event = "granted"
-            case StateEntered() if what.state is RoundState.RESUMING:
-                event = "committed"
-            case RoundEnded():
-                event = f"round_{what.outcome.value}"
-            case ReadinessChanged():
-                event = "ready" if what.ready else "not_ready"
-            case _:
-                return
+    def _hint(self, channel: Channel, event: str) -> None:
         self._hints += 1
         version = channel.committed.version if channel.committed else None
         hint = Hint(
             seq=self._hints, boot=self.boot, channel=channel.name, event=event, version=version, epoch=channel.epoch
         )
         self._effects.append(PublishHint(hint=hint))
+
+
+def _announced_as(out: Out) -> str | None:
+    """What whoever listens is told of it, if anything."""
+    match out:
+        case ReadinessChanged():
+            return "ready" if out.ready else "not_ready"
+        case LeaseGranted():
+            return "granted"
+        case StateEntered() if out.state is RoundState.RESUMING:
+            return "committed"
+        case RoundEnded():
+            return f"round_{out.outcome.value}"
+        case _:
+            return None

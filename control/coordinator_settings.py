@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import enum
 import ipaddress
-import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from . import security
 from .limits import Limits
+from .security import InsecureLoopback, KeysFolder, state_folder
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 Wait = Annotated[float, Meta(gt=0, le=86400)]
-
-
-def state_folder() -> Path:
-    """Where this user's programs keep what must survive them, wherever they are started from."""
-    given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if given.is_absolute():  # the specification of XDG wants others ignored
-        return given / "weightbus"
-    try:
-        return Path.home() / ".local/state/weightbus"
-    except RuntimeError:  # a user without a home, as in some containers
-        return Path("/var/lib/weightbus")
 
 
 class LogLevel(enum.StrEnum):
@@ -54,10 +45,19 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     pub_port: Annotated[Port, Meta(description="hints (PUB)")] = 5751
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5752
+    store: Annotated[
+        str, Meta(description="etcd://127.0.0.1:2379[,...][/prefix]: one of several coordinators; else the journal")
+    ] = ""
+    name: Annotated[str, Meta(description="what this one of several is called; empty: the host's name")] = ""
+    advertise: Annotated[str, Meta(description="endpoint agents reach it at, if not bind and router_port")] = ""
+    leader_s: Annotated[
+        float, Meta(description="a leader that the store does not hear of for so long is replaced", ge=2, le=3600)
+    ] = 5.0
     journal: Annotated[Path, Meta(description="SQLite file; on a local disk, never on NFS")] = msgspec.field(
         default_factory=lambda: state_folder() / "journal.sqlite"
     )
-    keys: Annotated[Path | None, Meta(description="folder made by `weightbus keygen`: turns CURVE on")] = None
+    keys: KeysFolder = None
+    insecure_loopback: InsecureLoopback = False
 
     heartbeat_s: Annotated[Wait, Meta(description="how often agents say that they are alive")] = 1.0
     silence_s: Annotated[Wait, Meta(description="an agent silent for so long is lost")] = 10.0
@@ -76,6 +76,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
 
     def __post_init__(self) -> None:
+        security.check(self.keys, insecure_loopback=self.insecure_loopback)
         if self.silence_s < 2 * self.heartbeat_s:
             raise ValueError(
                 f"silence_s = {self.silence_s:g} is less than two heartbeats of {self.heartbeat_s:g} s: one late"
@@ -83,6 +84,17 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         for name in ("bind", "http_bind"):
             _check_address(name, getattr(self, name))
+        self._check_ports()
+
+    def _check_ports(self) -> None:
+        """Port 0 is whatever is free, so it may stand more than once."""
+        taken: dict[int, tuple[str, str]] = {}
+        for name, address in (("router_port", self.bind), ("pub_port", self.bind), ("http_port", self.http_bind)):
+            port: int = getattr(self, name)
+            other, at = taken.get(port, ("", ""))
+            if port and other and (address == at or _EVERYWHERE & {address, at}):
+                raise ValueError(f"{other} and {name} are both {port}: give each a port of its own")
+            taken.setdefault(port, (name, address))
 
     def limits(self) -> Limits:
         """What of this the machine receives; bounds that are not settings keep their defaults."""

@@ -3,11 +3,12 @@
 One folder, made by ``weightbus keygen``::
 
     coordinator.key  coordinator.pub      the coordinator's; agents are given the .pub
-    agents/NAME.key  agents/NAME.pub      one pair for each agent; the coordinator needs only the .pub files
+    agents/NAME.key  agents/NAME.pub      one pair for each agent; its host needs the .key
+    trust.toml                            whom the coordinator lets in (trust.py)
 
-A file is comment lines (they hold spaces) and one line of 40 characters, a key in Z85. Secret files that others can
-read are refused. The .pub files in ``agents/`` *are* the allow-list: adding or removing one takes effect within a
-second, also on connections that stand already.
+A file is comment lines (they hold spaces) and one line of 40 characters, a CURVE key in Z85. A public file has a second
+line: ``ed25519:`` and the key that the same agent signs with (signing.py). Secret files that others can read are
+refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import enum
 import os
 import re
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -25,11 +25,12 @@ import msgspec
 
 from .errors import PeerKeyError
 from .ids import NAME_PATTERN
+from .signing import PUBLIC_PATTERN, signing_key_of
 
 COORDINATOR: Final = "coordinator"
 AGENTS: Final = "agents"
+_SIGNS: Final = "ed25519:"
 _Z85: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_RELOAD_S: Final = 1.0
 _ELSEWHERE: Final = "choose a folder that you may write, with --keys"
 
 
@@ -70,9 +71,10 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
         raise PeerKeyError(folder / name, "not a name", f"names match {NAME_PATTERN}")
     secret_path, public_path = folder / f"{name}.key", folder / f"{name}.pub"
     if secret_path.exists():
-        public = public_of(read_secret(secret_path))
+        secret = read_secret(secret_path)
+        public = public_of(secret)
         if not public_path.exists():
-            _write_public(public_path, name, public)
+            _write_public(public_path, name, KeyPair(public, secret))
             return Written.COMPLETED
         if read_public(public_path) == public:
             return Written.KEPT
@@ -82,18 +84,26 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
         raise PeerKeyError(secret_path, f"missing, though {public_path.name} exists", advice)
     pair = make()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as problem:
         raise PeerKeyError(secret_path, f"its folder cannot be made: {problem.strerror}", _ELSEWHERE) from problem
     comment = f"# weightbus secret key of {name}. Only for that machine; never in an image or an environment variable."
     _write_new(secret_path, f"{comment}\n{pair.secret}\n", 0o600)
-    _write_public(public_path, name, pair.public)
+    _write_public(public_path, name, pair)
     return Written.CREATED
 
 
 def read_public(path: Path) -> str:
     """The key in a .pub file."""
     return _read(path)
+
+
+def read_signing_key(path: Path) -> str:
+    """The key in a .pub file that its agent signs with."""
+    found = [line.removeprefix(_SIGNS) for line in _read_lines(path) if line.startswith(_SIGNS)]
+    if len(found) != 1 or not re.match(PUBLIC_PATTERN, found[0]):
+        raise PeerKeyError(path, "names no key to sign with", "remove it and run `weightbus keygen` again")
+    return found[0]
 
 
 def read_secret(path: Path) -> str:
@@ -105,59 +115,31 @@ def read_secret(path: Path) -> str:
     return key
 
 
-class AllowList:
-    """Public keys of the agents that may connect, by name; follows its folder. Safe to ask from any thread."""
-
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.folder = folder
-        self._clock = clock
-        self._stamp: tuple[tuple[str, int, int], ...] | None = None
-        self._names: dict[str, str] = {}
-        self._checked_at = float("-inf")
-
-    def agent_of(self, public: str, *, fresh: bool = False) -> str | None:
-        """The agent that `public` belongs to; None for a stranger. `fresh` looks at the folder in any case."""
-        now = self._clock()
-        if fresh or now - self._checked_at >= _RELOAD_S:
-            self._checked_at = now
-            self._names = self._reload()
-        return self._names.get(public)
-
-    def _reload(self) -> dict[str, str]:
-        try:
-            files = sorted(self.folder.glob("*.pub"))
-            stats = [path.stat() for path in files]
-        except OSError:
-            return {}  # no folder, no friends: fail closed
-        stamp = tuple((path.name, s.st_mtime_ns, s.st_ino) for path, s in zip(files, stats, strict=True))
-        if stamp == self._stamp:
-            return self._names
-        self._stamp = stamp
-        names: dict[str, str] = {}
-        for path in files:
-            try:
-                names[read_public(path)] = path.stem
-            except PeerKeyError:
-                continue  # half-written or not a key: it lets nobody in
-        return names
-
-
 def _read(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="ascii")
-    except OSError as problem:
-        advice = "make it with `weightbus keygen`, or copy it from where it was made"
-        raise PeerKeyError(path, f"cannot be read: {problem.strerror}", advice) from problem
-    except ValueError as problem:
-        raise PeerKeyError(path, "is not text", "make a new pair with `weightbus keygen`") from problem
-    keys = [line for line in text.splitlines() if line and " " not in line]
+    keys = [line for line in _read_lines(path) if not line.startswith(_SIGNS)]
     if len(keys) != 1 or not _Z85.fullmatch(keys[0]):
         raise PeerKeyError(path, "does not hold one key of 40 characters", "make a new pair with `weightbus keygen`")
     return keys[0]
 
 
-def _write_public(path: Path, name: str, public: str) -> None:
-    _write_new(path, f"# weightbus public key of {name}.\n{public}\n", 0o644)
+def _read_lines(path: Path) -> list[str]:
+    """All lines but comments."""
+    try:
+        text = path.read_text(encoding="ascii")
+    except OSError as problem:
+        advice = (
+            "make it with `weightbus keygen`, or copy it from where it was made, or name its folder with --keys;"
+            " on a machine that is yours alone --insecure-loopback does without keys"
+        )
+        raise PeerKeyError(path, f"cannot be read: {problem.strerror}", advice) from problem
+    except ValueError as problem:
+        raise PeerKeyError(path, "is not text", "make a new pair with `weightbus keygen`") from problem
+    return [line for line in text.splitlines() if line and " " not in line]
+
+
+def _write_public(path: Path, name: str, pair: KeyPair) -> None:
+    signs = _SIGNS + signing_key_of(pair.secret)
+    _write_new(path, f"# weightbus public keys of {name}.\n{pair.public}\n{signs}\n", 0o644)
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:

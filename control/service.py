@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import Final
-
-import structlog
 
 from .bus import RouterBus, ServerKeys
 from .coordinator_settings import CoordinatorSettings
 from .http import HttpPort, Readiness
-from .journal import SqliteJournal
+from .journal import Journal, SqliteJournal
+from .log import get_log
 from .reporter import Reporter, TimedJournal
+from .security import keys_folder
 from .server import Server
-from .status import StatusView
 from .telemetry import Meters, Side
 
 STALLED_S: Final = 5.0
-"""The loop shows its status every second; one that has not for so long is stuck."""
+"""The loop looks around every second; one that has not for so long is stuck."""
 
 
 class Service:
     """One coordinator. Everything is bound and open once constructed; `run` serves until `stop`."""
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
-        keys = ServerKeys.read(settings.keys) if settings.keys else None
+    def __init__(self, settings: CoordinatorSettings, journal: Journal | None = None) -> None:
+        """Without `journal` the one of the settings; what is given is closed here too."""
+        keys = None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
         meters = Meters(Side.COORDINATOR)
         reporter = Reporter(meters)
-        self._shown_at = time.monotonic()
+        showing = threading.Lock()
         with contextlib.ExitStack() as undo:
             bus = RouterBus(settings.bind, settings.router_port, settings.pub_port, keys)
             undo.callback(bus.close)
-            journal = SqliteJournal(settings.journal)
+            journal = journal or SqliteJournal(settings.journal)
             undo.callback(journal.close)
 
-            def show(view: StatusView) -> None:
-                self._shown_at = time.monotonic()
-                reporter.show(view)
+            def show() -> None:
+                view = self.server.status
+                with showing:
+                    reporter.show(view)
+                    reporter.count_connections(bus.connections)
 
             timed = TimedJournal(journal, meters)
-            self.server = Server(bus, timed, settings.limits(), observe=reporter.observe, on_status=show)
+            self.server = Server(bus, timed, settings.limits(), observe=reporter.observe)
             self.http = HttpPort(
                 settings.http_bind,
                 settings.http_port,
                 registry=meters.registry,
+                refresh=show,
                 readiness=self.readiness,
                 status=lambda: self.server.status_json,
             )
@@ -52,9 +56,10 @@ class Service:
             self._undo = undo.pop_all()
         self.router_port = bus.router_port
         self.pub_port = bus.pub_port
-        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
+        self._log = get_log(__name__)
         self._settings = settings
         self._boot = journal.boot
+        self._keys = keys
 
     def run(self) -> None:
         """Serve until `stop`, then release everything. Raises what broke the loop."""
@@ -67,9 +72,13 @@ class Service:
                 router_port=self.router_port,
                 pub_port=self.pub_port,
                 http=f"http://{self._settings.http_bind}:{self.http.port}",
-                journal=str(self._settings.journal),
-                keys=str(self._settings.keys or "none: loopback only"),
+                journal=self._settings.store or str(self._settings.journal),
+                keys="" if self._keys is None else str(self._keys.trust.path),
             )
+            if self._keys is None:
+                self._log.warning(
+                    "insecure", reason="no keys: whoever runs a process on this machine may publish weights"
+                )
             self.server.run()
             self._log.info("coordinator_stopped")
 
@@ -81,14 +90,20 @@ class Service:
         """End `run`; from any thread or signal handler."""
         self.server.stop()
 
+    def look_again(self) -> None:
+        """Read the allow-list now; it is followed anyway. Safe in a signal handler."""
+        if self._keys is not None:
+            self._keys.trust.expire()
+        self.server.look_again()
+
     def readiness(self) -> Readiness:
         """Whether agents are served, and a version could be committed."""
-        view = self.server.status
-        stuck_s = time.monotonic() - self._shown_at
-        if view.stopping:
+        machine = self.server.machine  # another thread's: single values may be read, nothing may be walked
+        stuck_s = time.monotonic() - self.server.moved_at
+        if machine.stopping:
             return Readiness(False, "stopping")
-        if view.read_only:
+        if machine.read_only:
             return Readiness(False, "the journal takes no writes: nothing is granted until it does")
         if stuck_s > STALLED_S:
             return Readiness(False, f"the loop has not moved for {stuck_s:.1f} s")
-        return Readiness(True, f"boot {view.boot}, {view.agents} agents")
+        return Readiness(True, f"boot {machine.boot}, {len(machine.members)} agents")

@@ -72,6 +72,7 @@ PAUSE_SECONDS = _declare(_C, _HISTOGRAM, "pause_seconds", "channel", "how long a
 TRANSFER_BYTES = _declare(_C, _COUNTER, "transfer_bytes_total", "channel transport", "bytes loaded into engines")
 TRANSFER_BUCKETS = _declare(_C, _COUNTER, "transfer_buckets_total", "channel transport", "buckets loaded into engines")
 REFUSED = _declare(_C, _COUNTER, "messages_refused_total", "code", "messages that changed nothing, by reason")
+CONNECTIONS = _declare(_C, _COUNTER, "connections_total", "event", "accepted, established, refused, closed")
 JOURNAL_WRITABLE = _declare(_C, _GAUGE, "journal_writable", "", "0 while nothing can be made durable")
 JOURNAL_SECONDS = _declare(_C, _HISTOGRAM, "journal_write_seconds", "", "time to make one record durable")
 BOOT = _declare(_C, _GAUGE, "coordinator_boot", "", "grows by one with every start")
@@ -81,6 +82,9 @@ SERVER_PAUSED = _declare(_E, _GAUGE, "sidecar_server_paused", "", "1 while the s
 SIDECAR_VERSION = _declare(_E, _GAUGE, "sidecar_version", "", "verified version the server is labelled with; -1: none")
 SIDECAR_HEALTH = _declare(_E, _GAUGE, "sidecar_health", "health", "1 for what the server holds: clean, pending, dirty")
 SIDECAR_CONNECTED = _declare(_E, _GAUGE, "sidecar_connected", "", "1 while the coordinator answers")
+PUBLICATIONS_REFUSED = _declare(
+    _E, _COUNTER, "sidecar_publications_refused_total", "cause", "versions that no trusted trainer signed for here"
+)
 CALL_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_call_seconds", "call", "HTTP calls to the server")
 CALL_FAILURES = _declare(_E, _COUNTER, "sidecar_call_failures_total", "call", "HTTP calls that failed")
 STEP_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_step_seconds", "step", "the engine's time by step of a round")

@@ -5,6 +5,7 @@
             CoverageError        pieces that do not make up a tensor exactly once: names it
         TransferFailed           bytes did not arrive: retryable under a new epoch
             StaleSession         the other side speaks of another epoch
+            Forged               somebody without the session's token spoke in it
             PeerLost             the other side died or stopped answering
             DeadlineExceeded     the wait ran out
             DigestMismatch       what arrived is not what was sent: names the tensor and both digests
@@ -43,6 +44,17 @@ class StaleSession(TransferFailed):
         self.found = found
         self.expected = expected
         super().__init__(f"the peer speaks of epoch {found}, this session is of epoch {expected}")
+
+
+class Forged(TransferFailed):
+    """Somebody who does not know the session's token spoke in it."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        super().__init__(
+            f"what stands under {where!r} was not written by a party of this session: a stranger reaches the transfer's"
+            " port; bind it to a private network (host) and close it to others"
+        )
 
 
 class PeerLost(TransferFailed):

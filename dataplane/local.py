@@ -22,11 +22,24 @@ import torch
 
 from .deadline import Deadline
 from .errors import PeerLost, TransferFailed, Unsupported
-from .local_wire import BucketDone, BucketReady, Connection, Failed, Finished, Hello, Refused, Welcome, failed
+from .local_wire import (
+    BucketDone,
+    BucketReady,
+    Connection,
+    Failed,
+    Finished,
+    Hello,
+    Refused,
+    Welcome,
+    failed,
+    not_private,
+)
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
 _MAX_PATH: Final = 107
 """sun_path of a Unix socket, less its terminating zero."""
+_LOOK_S: Final = 0.05
+"""How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 
 
 class _Receiver:
@@ -49,6 +62,7 @@ class LocalSender:
         self._channel = channel
         self._session: Session | None = None
         self._failed: dict[str, str] = {}
+        self._withdrawn: dict[str, str] = {}
         self._live: dict[str, _Receiver] = {}
         self._strangers: list[Connection] = []
         self._listener: socket.socket | None = None
@@ -61,11 +75,16 @@ class LocalSender:
         """Engines that will not get every bucket, with the reason."""
         return self._failed
 
+    @property
+    def spared(self) -> frozenset[str]:
+        """Nobody: no engine fails for another."""
+        return frozenset()
+
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Listen for `peers` on a socket of this epoch."""
         self.close()
         self._session = session
-        self._failed = {}
+        self._failed, self._withdrawn = {}, {}
         self._live = {peer.engine: _Receiver(peer.engine) for peer in peers}
         open_runtime_dir(self._runtime_dir)
         path = self._runtime_dir / f"{self._channel}-{session.epoch}-{os.getpid()}.sock"
@@ -74,7 +93,7 @@ class LocalSender:
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(os.fspath(path))
-        path.chmod(0o600)
+        path.chmod(0o600)  # until now its folder kept others out
         self._listener.listen(max(8, len(peers)))
         self._path = path
         self._selector = selectors.DefaultSelector()
@@ -114,6 +133,10 @@ class LocalSender:
         """Wait until every peer has loaded everything, or is in `failed`."""
         self._wait(deadline_s, lambda receiver: not receiver.finished, "had not loaded every bucket")
 
+    def withdraw(self, engine: str, reason: str) -> None:
+        """Drop `engine` when this sender waits, or announces a bucket, the next time."""
+        self._withdrawn.setdefault(engine, reason)
+
     def close(self) -> None:
         """Close every connection; peers that are not finished are told."""
         for receiver in tuple(self._live.values()):
@@ -146,7 +169,7 @@ class LocalSender:
                     if pending(receiver):
                         self._drop(receiver, f"{reproach} within {deadline_s:.1f} s")
                 return
-            self._pump(left)
+            self._pump(min(left, _LOOK_S))
 
     def _pump(self, timeout_s: float) -> None:
         if self._selector is None:
@@ -154,6 +177,9 @@ class LocalSender:
         for key, _ in self._selector.select(timeout_s):
             serve: Callable[[], None] = key.data
             serve()
+        for engine, reason in tuple(self._withdrawn.items()):
+            if engine in self._live:
+                self._bury(self._live[engine], reason)
 
     def _require_some(self) -> None:
         if not self._live:
@@ -226,9 +252,10 @@ class LocalSender:
 
     def _bury(self, receiver: _Receiver, reason: str) -> None:
         """It is gone: what it said before that still counts, and knows the reason better."""
-        while receiver.connection is not None:
-            if not self._hear(receiver):
-                self._drop(receiver, reason)
+        while receiver.connection is not None and self._hear(receiver):
+            pass
+        if self._live.get(receiver.engine) is receiver:
+            self._drop(receiver, reason)
 
     def _hear(self, receiver: _Receiver) -> bool:
         """Take one message; False when there is none."""
@@ -283,11 +310,7 @@ class LocalSender:
 
 
 def open_runtime_dir(path: Path) -> None:
-    """Create `path` for this user alone. Raises `Unsupported` when somebody else can enter it."""
+    """Create `path` for this user alone. Raises `Unsupported` when others can enter it, or it is a link."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise Unsupported(
-            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
-            f"expected user {os.getuid()} and mode 700: choose another runtime_dir or correct it"
-        )
+    if reason := not_private(path, stat.S_IFDIR):
+        raise Unsupported(f"{reason}: choose another runtime_dir or correct it")

@@ -28,6 +28,8 @@ class Validate(msgspec.Struct, frozen=True):
 
     command: Prepare
     checkpoint: str
+    serving: Held | None = None
+    """The committed version that the server holds now: what is offered must follow it."""
 
 
 class PauseServer(msgspec.Struct, frozen=True):
@@ -160,6 +162,8 @@ class Run(msgspec.Struct, frozen=True):
 
     number: int
     operation: Operation
+    identity: str = ""
+    """The launch of the server that it is meant for. No other may be changed by it."""
 
 
 class Cancel(msgspec.Struct, frozen=True):

@@ -15,13 +15,12 @@ import time
 from typing import Final, assert_never
 
 import msgspec
-import structlog
 
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
 from weightbus.control.http import HttpPort, Readiness
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.keys import CurveFiles
+from weightbus.control.log import get_log
 from weightbus.control.messages import (
     Abort,
     Commit,
@@ -36,6 +35,7 @@ from weightbus.control.messages import (
     Transfer,
     Welcome,
 )
+from weightbus.control.security import curve_files, trust_file
 from weightbus.control.telemetry import (
     SERVER_PAUSED,
     SERVER_UP,
@@ -45,15 +45,20 @@ from weightbus.control.telemetry import (
     Meters,
     Side,
 )
+from weightbus.control.trust import TrustList, read_trust
 from weightbus.dataplane import transports
+from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.host import host_identity
+from weightbus.dataplane.local import open_runtime_dir
 from weightbus.dataplane.transport import Receiver
+from weightbus.dataplane.transports import default_runtime_dir
 
 from .application import Application
-from .errors import EngineAgentError
+from .claim import ClaimHeld, server_claim
+from .dispatch import Dispatcher
+from .errors import EngineAgentError, ServerInUse
 from .events import (
     Answer,
-    Broken,
     Cancel,
     Commanded,
     Effect,
@@ -61,7 +66,6 @@ from .events import (
     ForgetAnswers,
     Note,
     Operated,
-    Receive,
     Record,
     Remember,
     Run,
@@ -69,13 +73,13 @@ from .events import (
     Welcomed,
 )
 from .identity import ServerFacts
+from .key_files import read_keys
 from .record_file import RecordFile
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .stages import View
 from .validate import transports_of
 from .watch import Watch
-from .wire import Keys
 from .worker import Worker
 
 TICK_S: Final = 0.5
@@ -110,14 +114,22 @@ class EngineAgent:
         self._incarnation = Incarnation(os.urandom(8).hex())
         self._records = RecordFile(settings.state_dir, settings.name)
         self._records.claim()
-        self._unsaved: Record | None = None
-        self._server = SGLangServer(settings.server, Keys(settings.api_key, settings.admin_api_key), settings.dialect)
+        self._claim = server_claim(settings.runtime_dir or default_runtime_dir(), settings.server, settings.name)
+        keys, exposed = read_keys(settings)
+        self._server = SGLangServer(settings.server, keys, settings.dialect)
         self._worker = Worker(
-            settings.name, self._server, self._receiver, settings.model_path, self.meters, proof=settings.verify
+            settings.name,
+            self._server,
+            self._receiver,
+            settings.model_path,
+            self.meters,
+            proof=settings.verify,
+            trust=None if settings.insecure_loopback else TrustList(trust_file(settings.keys)),
         )
         self._server.observe(self._worker.called)
         self.meters.live(SIDECAR_CONNECTED, self._connected)
         self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
+        self._dispatcher = Dispatcher(self._machine, self._write, self._carry_out, self._post)
         self._view = self._machine.view()
         self._events: queue.SimpleQueue[Event | _Stop] = queue.SimpleQueue()
         self._operations: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
@@ -127,10 +139,14 @@ class EngineAgent:
         self._bus: BusClient | None = None
         self._described: tuple[str, ...] = ()
         self._stopping = threading.Event()
-        self._log = structlog.get_logger(__name__).bind(agent=settings.name, channel=settings.channel)
+        self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
+        for each in exposed:
+            self._log.warning("key_file_exposed", setting=each.setting, reason=each.advice)
 
     def run(self) -> None:
         """Serve until `stop`. Raises what made it impossible to go on."""
+        self._check_keys()
+        self._claim_server()
         http = HttpPort(
             self.settings.http_bind,
             self.settings.http_port,
@@ -154,6 +170,17 @@ class EngineAgent:
         """End `run`, from any thread or signal handler."""
         self._events.put(_Stop())
 
+    def _claim_server(self) -> None:
+        """Be the only agent beside this server on this host. The coordinator looks after what is beyond it."""
+        try:
+            open_runtime_dir(self._claim.path.parent)
+            self._claim.take()
+        except ClaimHeld as held:
+            raise ServerInUse(self.settings.server, held.holder) from held
+        except (OSError, Unsupported) as error:
+            # Only the local transport needs the folder, and says so when it is asked for.
+            self._log.warning("server_not_claimed", reason=str(error))
+
     # -- the main thread ----------------------------------------------------------------------------------------------
 
     def _await_server(self) -> None:
@@ -169,8 +196,7 @@ class EngineAgent:
 
     def _connect(self) -> None:
         """Join the coordinator as what the server is now."""
-        curve = CurveFiles.of(self.settings.keys, self.settings.name) if self.settings.keys else None
-        bus = BusClient(BusSettings(endpoint=self.settings.coordinator, curve=curve), self._hello, self._heartbeat)
+        bus = BusClient(self._bus_settings(), self._hello, self._heartbeat)
         try:
             welcome = self._join(bus)
         except BaseException:
@@ -182,6 +208,17 @@ class EngineAgent:
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 
+    def _check_keys(self) -> None:
+        """Raise before anything is started what would be wrong with the keys later."""
+        self._bus_settings().check()
+        if not self.settings.insecure_loopback:
+            read_trust(trust_file(self.settings.keys))
+
+    def _bus_settings(self) -> BusSettings:
+        given = self.settings
+        curve = curve_files(given.keys, given.name, insecure_loopback=given.insecure_loopback)
+        return BusSettings(endpoint=given.coordinator, curve=curve)
+
     def _join(self, bus: BusClient) -> Welcome:
         until = time.monotonic() + self.settings.start_timeout_s
         while True:
@@ -191,10 +228,18 @@ class EngineAgent:
                 if time.monotonic() >= until:
                     raise
                 self._log.warning("coordinator_unreachable", reason=str(error))
+                self._catch_up()
             except RequestRefused as refused:
                 if not refused.retry_after_s or time.monotonic() >= until:
                     raise
                 self._log.warning("hello_refused", reason=str(refused))
+                self._catch_up()
+
+    def _catch_up(self) -> None:
+        """What happened while the coordinator was waited for. A server to be held back is, with or without it."""
+        self._step(None)
+        while not self._events.empty():
+            self._step(self._next())
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
@@ -225,8 +270,7 @@ class EngineAgent:
             return
         if event is not None:
             self._dispatch(event)
-        if self._unsaved is not None:
-            self._remember(self._unsaved)
+        self._dispatcher.retry()
         self._dispatch(Ticked(self._heard_at()))
 
     def _heard_at(self) -> float:
@@ -234,39 +278,22 @@ class EngineAgent:
         return float("-inf") if heard is None else heard
 
     def _dispatch(self, event: Event) -> None:
-        effects = self._machine.handle(event, time.monotonic())
-        self._machine.check()
-        unsaved = ""
-        for effect in effects:
-            if isinstance(effect, Remember):
-                unsaved = self._remember(effect.record)
-            elif unsaved and isinstance(effect, Run) and isinstance(effect.operation, Receive):
-                # Nobody would know after a crash that the weights are mixed: the transfer does not begin.
-                self._events.put(Operated(effect.number, Broken(unsaved)))
-            else:
-                self._carry_out(effect)
+        before = self._dispatcher.problem
+        self._dispatcher.dispatch(event, time.monotonic())
+        if self._dispatcher.problem and not before:
+            self._log.error("record_not_written", reason=self._dispatcher.problem, path=str(self._records.path))
         self._show(self._machine.view())
 
-    def _remember(self, record: Record) -> str:
-        """Write it; if that is impossible, return why, and try again with every step.
+    def _write(self, record: Record) -> None:
+        self._records.write(record)
 
-        A record that stays behind is of a worse state than the true one, but for the one before a transfer.
-        """
-        try:
-            self._records.write(record)
-        except OSError as error:
-            reason = f"cannot write {self._records.path}: {error.strerror or error}"
-            if self._unsaved is None:
-                self._log.error("record_not_written", reason=reason, health=record.health.value)
-            self._unsaved = record
-            return reason
-        self._unsaved = None
-        return ""
+    def _post(self, event: Event) -> None:
+        self._events.put(event)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Remember():
-                self._remember(effect.record)
+                raise AssertionError("records are the dispatcher's")
             case Answer():
                 self._answers.put((self._boot, effect.message))
             case ForgetAnswers():
@@ -308,12 +335,13 @@ class EngineAgent:
         self._server.close()
         http.stop()
         self._records.release()
+        self._claim.release()
 
     # -- other threads ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (run := self._operations.get()) is not None:
-            self._events.put(Operated(run.number, self._worker.perform(run.operation)))
+            self._events.put(Operated(run.number, self._worker.perform(run.operation, run.identity)))
 
     def _listen(self, bus: BusClient) -> None:
         try:

@@ -7,9 +7,10 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from weightbus.control.coordinator_settings import LogFormat, LogLevel, state_folder
+from weightbus.control.coordinator_settings import LogFormat, LogLevel
 from weightbus.control.ids import NAME_PATTERN
 from weightbus.control.messages import TransportKind
+from weightbus.control.security import InsecureLoopback, KeysFolder, check, state_folder
 
 SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
@@ -36,13 +37,16 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     server: Annotated[str, Meta(description="where the agent reaches its SGLang server")] = "http://127.0.0.1:30000"
     url: Annotated[str, Meta(description="where clients reach the server, if that is elsewhere")] = ""
     coordinator: Annotated[str, Meta(description="endpoint of the coordinator")] = "tcp://127.0.0.1:5750"
-    keys: Annotated[Path | None, Meta(description="folder with this agent's CURVE keys")] = None
+    keys: KeysFolder = None
+    insecure_loopback: InsecureLoopback = False
     api_key: Annotated[
-        str, Meta(description="the server's --api-key; better given by environment or file", extra={"secret": True})
+        str, Meta(description="the server's --api-key; by environment or file only", extra={"secret": True})
     ] = ""
+    api_key_file: Annotated[Path | None, Meta(description="file that holds the server's --api-key")] = None
     admin_api_key: Annotated[
-        str, Meta(description="the server's --admin-api-key; likewise", extra={"secret": True})
+        str, Meta(description="the server's --admin-api-key; by environment or file only", extra={"secret": True})
     ] = ""
+    admin_api_key_file: Annotated[Path | None, Meta(description="file that holds the server's --admin-api-key")] = None
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5760
     state_dir: Annotated[Path, Meta(description="folder for what must survive the agent; local disk")] = msgspec.field(
@@ -67,3 +71,12 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: Annotated[Wait, Meta(description="how long server and coordinator are waited for")] = 1800.0
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.INFO
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
+
+    def __post_init__(self) -> None:
+        check(self.keys, insecure_loopback=self.insecure_loopback)
+        for name, key, file in (
+            ("api_key", self.api_key, self.api_key_file),
+            ("admin_api_key", self.admin_api_key, self.admin_api_key_file),
+        ):
+            if key and file is not None:
+                raise ValueError(f"{name} and {name}_file are both given, expected one: remove either")

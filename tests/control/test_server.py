@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.bus import DealerLink, RouterBus
+from weightbus.control.bus import RouterBus
+from weightbus.control.dealer import DealerLink
 from weightbus.control.effects import AnyObservation, AnyRecord, Refusal
 from weightbus.control.errors import JournalUnwritable
 from weightbus.control.ids import Version
@@ -210,6 +211,9 @@ class FailingJournal:
     def __init__(self) -> None:
         self.full = True
         self.records: list[AnyRecord] = []
+
+    def confirm(self) -> None:
+        pass
 
     def write(self, record: AnyRecord) -> None:
         if self.full:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import structlog
-from prometheus_client import generate_latest
 
 from weightbus.control import messages as m
+from weightbus.control.bus import RouterBus
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.coordinator_settings import CoordinatorSettings
 from weightbus.control.errors import ConfigurationError, RequestRefused
@@ -31,6 +32,7 @@ TRAINER = m.TrainerInfo(host="h", device="cpu", ranks=1, transports=(LOCAL,))
 
 def settings(folder: Path, port: int = 0) -> CoordinatorSettings:
     return CoordinatorSettings(
+        insecure_loopback=True,
         router_port=port,
         pub_port=0,
         http_port=0,
@@ -67,8 +69,7 @@ class Running:
             pause.wait(0.02)
 
     def metric(self, line: str) -> bool:
-        registry = self.service.http._registry
-        return line in generate_latest(registry).decode()
+        return line in self.service.http._metrics().body.decode()
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +253,7 @@ def test_readiness_follows_the_loop(running: Running, tmp_path: Path) -> None:
     running.stop()
     assert running.service.readiness().reason == "stopping"
     stuck = Service(settings(tmp_path / "stuck"))
-    stuck._shown_at -= 100.0
+    stuck.server.moved_at -= 100.0
     assert "not moved" in stuck.readiness().reason
     stuck.close()
 
@@ -295,3 +296,25 @@ def test_memory_bus_is_as_faithful_as_sockets() -> None:
     link.open()
     assert link.send(m.Bye()) is False
     link.close()
+
+
+def test_one_thread_owns_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever HTTP, signals or others ask for: the bus is touched by the loop's thread alone, but for `wake`."""
+    users: set[int] = set()
+    for name in ("poll", "send", "forget", "hint"):
+        real = getattr(RouterBus, name)
+
+        def noted(bus: RouterBus, *args: object, real: Callable[..., object] = real) -> object:
+            users.add(threading.get_ident())
+            return real(bus, *args)
+
+        monkeypatch.setattr(RouterBus, name, noted)
+    running = Running(tmp_path)
+    client = agent(running.port, "t0", m.Role.TRAINER)
+    with client:
+        client.start(DEADLINE_S)
+        urllib.request.urlopen(f"http://127.0.0.1:{running.service.http.port}/status", timeout=5).close()
+        client.status()
+        running.service.look_again()
+    running.stop()
+    assert users == {running._thread.ident}

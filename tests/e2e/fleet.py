@@ -21,20 +21,25 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from weightbus.control.ids import AgentId, Channel
+from weightbus.control.messages import Role
+from weightbus.control.provision import Member, provision
 from weightbus.trainer_agent.demo.processes import Program, Programs
 
+CHANNELS = (Channel("e2e"),)
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
 """A server takes 20 seconds on an idle machine, and minutes on one that runs the whole suite."""
 
 
 class Engine(NamedTuple):
-    """One server and its sidecar."""
+    """One server and its sidecar: where they are, and how they are started."""
 
     name: str
     url: str
     sidecar: str
-    argv: tuple[str, ...]
+    server_argv: tuple[str, ...]
+    sidecar_argv: tuple[str, ...]
 
 
 def free_port() -> int:
@@ -62,6 +67,8 @@ class Fleet:
     def __init__(self, folder: Path, programs: Programs) -> None:
         self.folder = folder
         self._programs = programs
+        self.keys = folder / "keys"
+        provision(self.keys, [Member(AgentId("trainer"), Role.TRAINER, CHANNELS)])
         self._bus, self._hints, self._status = free_port(), free_port(), free_port()
         self.engines: dict[str, Engine] = {}
         self._running: dict[str, Program] = {}
@@ -73,6 +80,11 @@ class Fleet:
     def coordinator(self) -> str:
         """Where agents find the coordinator."""
         return f"tcp://127.0.0.1:{self._bus}"
+
+    @property
+    def state(self) -> Path:
+        """Where the sidecars keep their records."""
+        return self.folder / "state"
 
     # -- programs ------------------------------------------------------------------------------------------------
 
@@ -86,6 +98,7 @@ class Fleet:
                 f"--pub-port={self._hints}",
                 f"--http-port={self._status}",
                 f"--journal={self.folder / 'journal.sqlite'}",
+                f"--keys={self.keys}",
             ],
         )
         poll("the coordinator", lambda: self.get("/healthz").status_code == 200, 30)
@@ -95,24 +108,29 @@ class Fleet:
         port, side = free_port(), free_port()
         server = ("-m", "weightbus.engine_agent.cpu_server", f"--model-path={self.folder / 'seed0'}", f"--port={port}")
         argv = (sys.executable, *server, f"--tp-size={tp}", "--skip-tokenizer-init", "--log-level=warning")
-        self.engines[name] = Engine(name, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{side}", argv)
-        self.start_server(name)
-        self._start(
-            f"sidecar-{name}",
-            [
-                *_weightbus("engine-agent"),
-                f"--name={name}",
-                "--channel=e2e",
-                f"--server={self.engines[name].url}",
-                f"--coordinator={self.coordinator}",
-                f"--http-port={side}",
-                f"--state-dir={self.folder / 'state'}",
-            ],
+        url = f"http://127.0.0.1:{port}"
+        sidecar = (
+            *_weightbus("engine-agent"),
+            f"--name={name}",
+            "--channel=e2e",
+            f"--server={url}",
+            f"--coordinator={self.coordinator}",
+            f"--http-port={side}",
+            f"--state-dir={self.state}",
+            f"--keys={self.keys}",
         )
+        self.engines[name] = Engine(name, url, f"http://127.0.0.1:{side}", argv, sidecar)
+        provision(self.keys, [Member(AgentId(name), Role.ENGINE, CHANNELS)])
+        self.start_server(name)
+        self.start_sidecar(name)
 
     def start_server(self, name: str) -> None:
         """Start the server of an engine, or start it again."""
-        self._start(f"server-{name}", self.engines[name].argv)
+        self._start(f"server-{name}", self.engines[name].server_argv)
+
+    def start_sidecar(self, name: str) -> None:
+        """Start the sidecar of an engine, or start it again with the same record."""
+        self._start(f"sidecar-{name}", self.engines[name].sidecar_argv)
 
     def kill(self, program: str, number: int = signal.SIGKILL) -> None:
         """Signal the whole process group of a program and, for a deadly signal, wait until it is gone."""
@@ -133,6 +151,7 @@ class Fleet:
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": "2",
             "OMP_NUM_THREADS": "1",
+            "WEIGHTBUS_TRAINER_KEYS": str(self.keys),
         }
         argv = [sys.executable, str(ROOT / "tests/e2e/trainer_rank.py"), str(self.folder), self.coordinator]
         self._running["rank1"] = self._programs.start("rank1", argv, environment | {"RANK": "1"})
@@ -188,6 +207,10 @@ class Fleet:
     def channel(self) -> dict[str, Any]:
         """The channel as the status document shows it."""
         return self.get("/status").json()["channels"].get("e2e", {"engines": {}, "ready": []})
+
+    def sidecar(self, name: str) -> dict[str, Any]:
+        """What a sidecar says of itself and its server."""
+        return self.http.get(f"{self.engines[name].sidecar}/status").json()
 
     def wait_ready(self, *names: str) -> None:
         """Until exactly these engines are on the ready list."""

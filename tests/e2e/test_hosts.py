@@ -42,6 +42,9 @@ def test_a_version_crosses_from_host_to_host_under_keys(places: dict[str, Host],
         subprocess.run(maker, check=True, stdout=subprocess.DEVNULL)
     keys, endpoint = tmp_path / "keys", f"tcp://{bus.address}:5750"
     subprocess.run([*CLI, "keygen", f"--keys={keys}", "e0", "trainer"], check=True, stdout=subprocess.DEVNULL)
+    for name, role in (("e0", "engine"), ("trainer", "trainer")):
+        trust = [*CLI, "trust", f"--keys={keys}", "add", name, f"--role={role}", "--channels=e2e"]
+        subprocess.run(trust, check=True, stdout=subprocess.DEVNULL)
     url = f"http://{engine.address}:{SERVER_PORT}"
     server = [sys.executable, "-m", "weightbus.engine_agent.cpu_server", f"--model-path={tmp_path / 'seed0'}"]
     sidecar = [*CLI, "engine-agent", "--name=e0", "--channel=e2e", f"--server={url}", f"--coordinator={endpoint}"]

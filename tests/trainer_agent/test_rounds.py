@@ -18,6 +18,7 @@ from weightbus.control.coordinator_settings import CoordinatorSettings
 from weightbus.control.messages import Outcome, TransportKind
 from weightbus.control.service import Service
 from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.transport import JOIN_S
 from weightbus.trainer_agent.agent import TrainerAgent
 from weightbus.trainer_agent.errors import ConnectFailed, RoundAborted
 from weightbus.trainer_agent.report import PublishReport
@@ -49,6 +50,7 @@ class Deployment:
 
     def start_coordinator(self) -> None:
         settings = CoordinatorSettings(
+            insecure_loopback=True,
             router_port=self.ports[0],
             pub_port=self.ports[1],
             http_port=0,
@@ -80,6 +82,7 @@ class Deployment:
 
     def connect(self, **settings: object) -> None:
         plain: dict[str, object] = {
+            "insecure_loopback": True,
             "bucket_bytes": 4096,
             "runtime_dir": self.root / "run",
             "checkpoint_dir": self.root / "ckpt",
@@ -129,7 +132,8 @@ class KillableDeployment(Deployment):
             self.ports = (free_port(), free_port())
         flags = {"router_port": self.ports[0], "pub_port": self.ports[1], "http_port": 0, **TIMING}
         argv = [part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), str(value))]
-        command = [sys.executable, "-m", "weightbus.control", "coordinator", "--journal", str(self.root / "journal")]
+        command = [sys.executable, "-m", "weightbus.control", "coordinator", "--insecure-loopback"]
+        command += ["--journal", str(self.root / "journal")]
         self._process = subprocess.Popen([*command, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def kill_coordinator(self) -> None:
@@ -194,6 +198,33 @@ def test_an_engine_that_fails_in_the_transfer_is_sent_everything_again(deploymen
     report = deployment.publish(1)
     assert {each.engine: each.outcome for each in report.engines} == dict.fromkeys(("e0", "e1"), Outcome.COMMITTED)
     assert all(deployment.holds(name) for name in deployment.engines)
+
+
+@pytest.mark.parametrize("transport", [TransportKind.LOCAL, TransportKind.DISK, TransportKind.DISTRIBUTED])
+@pytest.mark.parametrize("how", [Outcome.ABORTED, Outcome.LOST])
+def test_an_engine_that_does_not_come_costs_the_others_neither_time_nor_a_redrive(
+    deployment: Deployment, transport: TransportKind, how: Outcome
+) -> None:
+    """It fails, or leaves, after it was paused and before it came to the sender: the trainer is told."""
+    victim = deployment.engine("e0", transport=transport)
+    deployment.engine("e1", transport=transport)
+    deployment.engine("e2", transport=transport)
+
+    def refuse() -> None:
+        raise TransferFailed("no space for my record")
+
+    victim.before = refuse if how is Outcome.ABORTED else victim.leave
+    deployment.connect(transport=transport.value, redrives=0, transfer_timeout_s=60.0, round_timeout_s=60.0)
+    began = time.monotonic()
+    report = deployment.publish(1)
+    assert time.monotonic() - began < 0.5 * JOIN_S
+    assert {each.engine: each.outcome for each in report.engines} == {
+        "e0": how,
+        "e1": Outcome.COMMITTED,
+        "e2": Outcome.COMMITTED,
+    }
+    assert deployment.holds("e1")
+    assert deployment.holds("e2")
 
 
 @pytest.mark.parametrize("moment", [0, 3])
@@ -264,6 +295,23 @@ def test_without_enough_engines_the_round_is_aborted(deployment: Deployment) -> 
         deployment.publish(1)
 
 
+@pytest.mark.parametrize("given", [{}, {"insecure_loopback": True, "coordinator": "tcp://10.0.0.5:5750"}])
+def test_a_trainer_without_keys_does_not_start(
+    given: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every rank, and with what to do: no keys, and off the loopback not even when told."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    sources = group_of(tiny_qwen3(), RANKS, timeout_s=20.0)
+
+    def one(source: FakeSource) -> None:
+        TrainerAgent.connect(source, **{"channel": "c", "environ": {}, "runtime_dir": tmp_path, **given})  # type: ignore[arg-type]  # names are checked at run time
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        errors = [call.exception(timeout=20) for call in [pool.submit(one, source) for source in sources]]
+    assert [type(each) for each in errors] == [ConnectFailed] * RANKS
+    assert all("weightbus keygen" in str(each) for each in errors)
+
+
 def test_a_trainer_without_a_coordinator_fails_on_every_rank(tmp_path: Path) -> None:
     """Soon, and with the endpoint in the message; nothing is left behind in shared memory."""
     sources = group_of(tiny_qwen3(), RANKS, timeout_s=20.0)
@@ -275,6 +323,7 @@ def test_a_trainer_without_a_coordinator_fails_on_every_rank(tmp_path: Path) -> 
             channel="c",
             coordinator="tcp://127.0.0.1:9",
             environ={},
+            insecure_loopback=True,
             connect_timeout_s=0.5,
             runtime_dir=tmp_path,
         )

@@ -13,12 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 import httpx
 import msgspec
+
+from weightbus.control.ids import AgentId, Channel
+from weightbus.control.messages import Role
+from weightbus.control.provision import Member, provision
 
 from . import checkpoint
 from .processes import Program, ProgramEnded, Programs
@@ -31,6 +36,8 @@ START_S: Final = 300.0
 ROUND_S: Final = 120.0
 """How long a round may take, the trainer's own start included."""
 _POLL_S: Final = 0.1
+_ANSWER_S: Final = 10.0
+"""How long one answer is waited for: a server that starts takes its time for the first token."""
 
 
 class DemoFailed(Exception):
@@ -99,11 +106,11 @@ class Demo:
         return not result.complaint
 
     def _start_services(self, weights: Path) -> None:
-        ports = self._ports
+        ports, keys = self._ports, str(self._make_keys())
         self._weightbus(
             "coordinator",
             *("coordinator", "--router-port", str(ports.router), "--pub-port", str(ports.pub)),
-            *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite")),
+            *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite"), "--keys", keys),
         )
         for index, port in enumerate(ports.servers):
             module = "weightbus.engine_agent.cpu_server"
@@ -120,12 +127,19 @@ class Demo:
             self._weightbus(
                 f"engine-agent{index}",
                 *("engine-agent", "--name", f"e{index}", "--channel", CHANNEL, "--coordinator", ports.coordinator),
-                *("--server", f"http://127.0.0.1:{server}", "--http-port", str(http)),
+                *("--server", f"http://127.0.0.1:{server}", "--http-port", str(http), "--keys", keys),
                 *("--state-dir", str(self._folder / "state"), "--runtime-dir", str(self._folder / "run")),
             )
         with self._view.awaiting("starting their sidecars"):
             for http in ports.sidecars:
                 self._wait(f"http://127.0.0.1:{http}/readyz", START_S)
+
+    def _make_keys(self) -> Path:
+        """As in earnest: the bus is encrypted, and every agent is who its key says."""
+        channels = (Channel(CHANNEL),)
+        engines = [Member(AgentId(f"e{index}"), Role.ENGINE, channels) for index in range(ENGINES)]
+        provision(self._folder / "keys", [Member(AgentId("trainer"), Role.TRAINER, channels), *engines])
+        return self._folder / "keys"
 
     def _start_ranks(self, weights: Path) -> list[Program]:
         self._view.say(f"starting {RANKS} Megatron ranks, tensor parallel")
@@ -141,6 +155,7 @@ class Demo:
             "engines": ENGINES,
             "transport": self._settings.transport.value,
             "runtime_dir": str(self._folder / "run"),
+            "keys": str(self._folder / "keys"),
         }
         argument = msgspec.json.encode(plan).decode()
         group = {
@@ -160,15 +175,23 @@ class Demo:
         self._programs.start(name, [sys.executable, "-m", "weightbus.control.cli", *arguments])
 
     def _wait(self, url: str, deadline_s: float) -> None:
-        """Until `url` answers 200. Raises as soon as any program ended."""
+        """Until `url` answers 200. Raises as soon as any program ended, also while an answer is awaited."""
+        asking = ThreadPoolExecutor(1, "demo-wait")
+        answer = asking.submit(_answers, url)
 
-        def answers() -> bool:
-            try:
-                return httpx.get(url, timeout=10.0, trust_env=False).is_success
-            except httpx.TransportError:  # not listening yet
+        def answered() -> bool:
+            nonlocal answer
+            if not answer.done():
                 return False
+            if not answer.result():
+                answer = asking.submit(_answers, url)
+                return False
+            return True
 
-        self._poll(answers, deadline_s, url)
+        try:
+            self._poll(answered, deadline_s, url)
+        finally:
+            asking.shutdown(wait=False)
 
     def _follow(self, ranks: Sequence[Program]) -> list[Round]:
         follower = Follower(self._folder / "progress.jsonl")
@@ -193,8 +216,15 @@ class Demo:
         while not done():
             self._programs.check(may_end)
             if time.monotonic() >= until:
-                raise DemoFailed(f"waited {deadline_s:.0f} s for {what}")
+                raise DemoFailed(f"waited {deadline_s:.0f} s for {what}; logs are in {self._folder / 'logs'}")
             time.sleep(_POLL_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=_ANSWER_S, trust_env=False).is_success
+    except httpx.TransportError:  # not listening yet
+        return False
 
 
 _LONGEST_TEMP = 50
@@ -212,7 +242,10 @@ def run(settings: DemoSettings) -> int:
     try:
         with _ending_on_signals(), Programs(folder / "logs") as programs:
             good = Demo(settings, folder, programs, view).run()
-    except (DemoFailed, ProgramEnded, ValueError) as error:
+    except ProgramEnded as ended:
+        view.say(f"the end of {ended.log}:\n{ended.tail}")
+        view.last(f"demo: failed: {ended}")
+    except (DemoFailed, ValueError) as error:
         view.last(f"demo: failed: {error}")
     except KeyboardInterrupt:
         view.last("demo: interrupted")
