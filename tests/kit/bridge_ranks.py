@@ -2,8 +2,8 @@
 
     python tests/kit/bridge_ranks.py RANK WORLD RENDEZVOUS_FILE CHECKPOINTS OUT CASE...
 
-Neither names nor arithmetic of ours take part in the loading. The root writes ``OUT/<case>.json``: what our export, what
-Megatron-Bridge's own export through `ExportedSource`, and the checkpoint differ in, bit for bit.
+Neither names nor arithmetic of ours take part in the loading. The root writes ``OUT/<case>.json``: what differs from
+the checkpoint, bit for bit, in our export and in Megatron-Bridge's own, which comes through `ExportedSource`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
             verdict = {"error": f"{type(error).__name__}: {error}"}
         if rank == 0:
             (out / f"{name}.json").write_text(json.dumps(verdict))
-            print(name, verdict, flush=True)
+            print(name, verdict, flush=True)  # noqa: T201  a program's output
     dist.destroy_process_group()
 
 

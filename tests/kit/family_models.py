@@ -30,6 +30,7 @@ def start(layout: Layout) -> None:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         create_gloo_process_groups=False,  # they would meet under a fake backend, and nothing here needs them
@@ -68,6 +69,7 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "transformer_impl": "transformer_engine" if layout.te else "local",
@@ -120,9 +122,7 @@ def build(family: str, hf: Mapping[str, Any], layout: Layout, **changes: object)
     if layout.hybrid:
         return [_hybrid(family, hf, layout)]
     config = transformer_config(family, hf, layout, **changes)
-    return [
-        _chunk(family, hf, layout, config, stage if layout.vpp else None) for stage in range(layout.vpp or 1)
-    ]
+    return [_chunk(family, hf, layout, config, stage if layout.vpp else None) for stage in range(layout.vpp or 1)]
 
 
 def _chunk(family: str, hf: Mapping[str, Any], layout: Layout, config: Any, vp_stage: int | None) -> nn.Module:
@@ -226,7 +226,7 @@ def _part(name: str, parameter: torch.Tensor, full: torch.Tensor, *, wide: bool)
         return full
     # What Transformer Engine's grouped linears say of themselves is wrong where Megatron cuts them for it.
     dim = int("linear_fc1" not in name) if expert else parameter.partition_dim  # type: ignore[attr-defined]
-    if dim == 0 and "word_embeddings" in name or "output_layer" in name:
+    if (dim == 0 and "word_embeddings" in name) or "output_layer" in name:
         padding = parameter.shape[0] * ranks - full.shape[0]
         full = torch.cat([full, torch.full((padding, full.shape[1]), 99.0)])
     if "linear_fc1" in name:
@@ -316,7 +316,9 @@ _PLAIN = {
 }
 
 
-def _in_layer(family: str, hf: Mapping[str, Any], rest: str, prefix: str, tensors: Tensors) -> torch.Tensor:
+def _in_layer(  # noqa: PLR0911  one for each kind of parameter
+    family: str, hf: Mapping[str, Any], rest: str, prefix: str, tensors: Tensors
+) -> torch.Tensor:
     def get(name: str) -> torch.Tensor:
         if family == "minimax_m2":
             name = re.sub(r"^mlp\.", "block_sparse_moe.", name).replace("gate.e_score", "e_score")
@@ -330,12 +332,14 @@ def _in_layer(family: str, hf: Mapping[str, Any], rest: str, prefix: str, tensor
     if rest in _PLAIN:
         return get(_PLAIN[rest])
     if rest.startswith("self_attention.linear_qkv."):
-        return _qkv(hf, *(get(f"self_attn.{part}_proj.{rest.rsplit('.')[-1]}") for part in "qkv"))
+        return _qkv(hf, *(get(f"self_attn.{part}_proj.{rest.rsplit('.', maxsplit=1)[-1]}") for part in "qkv"))
     if rest == "self_attention.in_proj.weight":
         return _delta(hf, get("linear_attn.in_proj_qkvz.weight"), get("linear_attn.in_proj_ba.weight"))
     if rest == "mlp.linear_fc1.weight" and family == "glm4":
         return get("mlp.gate_up_proj.weight")
-    where, layer, kind = _mlp(rest, shared="mlp.shared_expert" if "shared_expert_intermediate_size" in hf else "mlp.shared_experts")
+    where, layer, kind = _mlp(
+        rest, shared="mlp.shared_expert" if "shared_expert_intermediate_size" in hf else "mlp.shared_experts"
+    )
     if layer == "linear_fc2":
         return get(f"{where}.down_proj.{kind}")
     return torch.cat([get(f"{where}.gate_proj.{kind}"), get(f"{where}.up_proj.{kind}")])

@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from family_models import build, load, start  # noqa: E402
 from megatron_models import logits  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_families import Case, FAMILIES, TOKENS, parse  # noqa: E402
+from tiny_families import FAMILIES, TOKENS, Case, parse  # noqa: E402
 
 from weightbus.dataplane.manifest import Manifest  # noqa: E402
 from weightbus.trainer_agent import megatron_cpu  # noqa: E402
@@ -100,7 +100,7 @@ def main() -> None:
         if rank == 0:
             verdict |= {"difference": told[-1].get("difference")}
             (out / f"{name}.json").write_text(json.dumps(verdict))
-            print(name, verdict, flush=True)
+            print(name, verdict, flush=True)  # noqa: T201  a program's output
     dist.destroy_process_group()
 
 

@@ -24,10 +24,10 @@ mcore_on_cpu.prepare()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.testing._internal.distributed.fake_pg  # noqa: E402  registers the backend "fake"
 from family_models import build, load, start  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_families import Case, parse  # noqa: E402
-import torch.testing._internal.distributed.fake_pg  # noqa: E402  registers the backend "fake"
 
 from weightbus.dataplane.manifest import Manifest  # noqa: E402
 from weightbus.trainer_agent import megatron_cpu  # noqa: E402
@@ -82,7 +82,9 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     straight = chance.choice([1, 2000, 1 << 20])
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     assemblers = [
-        Assembler(plan(manifest, pieces, rank=rank, straight_bytes=straight), each.parameters, rank, 0, Post(rank, letters))
+        Assembler(
+            plan(manifest, pieces, rank=rank, straight_bytes=straight), each.parameters, rank, 0, Post(rank, letters)
+        )
         for rank, each in enumerate(ranks)
     ]
     odd: list[str] = []
@@ -95,7 +97,12 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
             if spec.name not in expected or not torch.equal(found, expected[spec.name]):
                 odd.append(spec.name)
     odd += [name for name in expected if name not in {spec.name for spec in manifest.tensors}]
-    return {"odd": odd[:5], "count": len(odd), "tensors": len(expected), "seconds": round(time.perf_counter() - began, 2)}
+    return {
+        "odd": odd[:5],
+        "count": len(odd),
+        "tensors": len(expected),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
 
 
 def main() -> None:
@@ -111,7 +118,7 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001  a case that fails must not hide the others
             verdict = {"error": f"{type(error).__name__}: {error}"}
         (out / f"{name}.json").write_text(json.dumps(verdict))
-        print(name, verdict, flush=True)
+        print(name, verdict, flush=True)  # noqa: T201  a program's output
 
 
 if __name__ == "__main__":

@@ -69,7 +69,8 @@ def _lend_triton() -> None:
     usual = builtins.__import__
 
     def imported(name: str, scope: Any = None, local: Any = None, wanted: Any = (), level: int = 0) -> Any:
-        if not level and name.split(".")[0] == "triton" and (scope or {}).get("__name__", "").startswith("megatron."):
+        asking = (scope or {}).get("__name__", "")
+        if not level and name.split(".", maxsplit=1)[0] == "triton" and asking.startswith("megatron."):
             return language if name == "triton.language" and wanted else stub
         return usual(name, scope, local, wanted, level)
 
@@ -86,21 +87,15 @@ def _exchange_with_lists() -> None:
     """The token dispatcher turns split sizes into lists on a GPU only; c10d wants lists."""
     usual = dist.all_to_all_single
 
-    def exchange(output: Any, inputs: Any, to: Any = None, of: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        to, of = (each.tolist() if hasattr(each, "tolist") else each for each in (to, of))
-        return usual(output, inputs, to, of, group=group, async_op=async_op)
+    def exchange(output: Any, inputs: Any, *sizes: Any, **more: Any) -> Any:
+        named = {name: _listed(value) if name.endswith("sizes") else value for name, value in more.items()}
+        return usual(output, inputs, *map(_listed, sizes), **named)
 
-    def named(
-        output: Any,
-        input: Any,  # noqa: A002  torch's name
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        return exchange(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    dist.all_to_all_single = exchange
 
-    dist.all_to_all_single = named  # type: ignore[assignment]
+
+def _listed(sizes: Any) -> Any:
+    return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
 
 def _gather_unequal() -> None:
@@ -116,7 +111,9 @@ def _gather_unequal() -> None:
             dist.broadcast(out, src=rank, group=group)
         return None
 
-    def reduce_scatter(out: Any, tensors: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    def reduce_scatter(
+        out: Any, tensors: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
         if len({tuple(each.shape) for each in tensors}) == 1:
             return scatter(out, list(tensors), op=op, group=group, async_op=async_op)
         full = torch.cat(list(tensors)).contiguous()
@@ -128,12 +125,13 @@ def _gather_unequal() -> None:
 
 
 def _local_attention() -> None:
-    """MLA passes channels that the local attention does not take; it holds no parameters, so another one may stand in."""
-    import megatron.core.models.backends as backends
+    """MLA passes channels that the local attention does not take; another may stand in, as it holds no parameters."""
+    from megatron.core.models import backends
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Attention(DotProductAttention):
-        def __init__(self, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any) -> None:
+        def __init__(self, *args: Any, k_channels: Any = None, **kwargs: Any) -> None:
+            kwargs.pop("v_channels", None)
             super().__init__(*args, **kwargs)
             self.k_channels = k_channels
 
@@ -149,10 +147,10 @@ def _local_attention() -> None:
 
 def _local_norms() -> None:
     """The local norm refuses to be built for sequence parallelism, which experts with tensor parallelism need."""
-    import megatron.core.models.backends as backends
     import megatron.core.models.gpt.gpt_layer_specs as specs
     import megatron.core.transformer.torch_norm as norms
     import megatron.core.transformer.transformer_block as block
+    from megatron.core.models import backends
 
     usual = norms.WrappedTorchNorm
 

@@ -1,6 +1,6 @@
 """One tiny model of every served family, and the layouts in which tests train it.
 
-Each uses what its family is known for: KV groups, biases, first layers that are dense, shared experts, latent attention.
+Each has what its family is known for: KV groups, biases, first layers that are dense, shared experts, latent attention.
 """
 
 from __future__ import annotations
@@ -23,17 +23,26 @@ class Layout(NamedTuple):
     hybrid: bool = False
 
     dp: int = 1
+    cp: int = 1
 
     @property
     def world(self) -> int:
         """Ranks that it takes: experts are spread over the ranks that data parallelism leaves, too."""
-        dense = self.tp * self.pp * self.dp
+        dense = self.tp * self.pp * self.dp * self.cp
         sparse = (self.etp or self.tp) * self.ep * self.pp
         return max(dense, -(-sparse // (self.tp * self.pp)) * self.tp * self.pp)
 
     def __str__(self) -> str:
         """As test ids say it."""
-        sizes = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "vpp": self.vpp or 1, "ep": self.ep, "etp": self.etp or 0}
+        sizes = {
+            "dp": self.dp,
+            "cp": self.cp,
+            "tp": self.tp,
+            "pp": self.pp,
+            "vpp": self.vpp or 1,
+            "ep": self.ep,
+            "etp": self.etp or 0,
+        }
         parts = [f"{name}{size}" for name, size in sizes.items() if size > (0 if name == "etp" else 1)]
         return "-".join([*parts, *(["te"] if self.te else []), *(["hybrid"] if self.hybrid else [])]) or "alone"
 
@@ -82,7 +91,7 @@ class Tiny(NamedTuple):
     architecture: str
     config: dict[str, Any]
     """Of the transformers class `made_as`, or of the architecture's own."""
-    core: dict[str, Any] = {}
+    core: dict[str, Any] = {}  # noqa: RUF012  a table's default, never written
     """Fields of a TransformerConfig beyond those that sizes give."""
     made_as: str | None = None
     """Transformers has no class of the architecture; this one has the same tensors."""
@@ -240,6 +249,7 @@ _DENSE = (
     Layout(tp=2, pp=2, vpp=2),
     Layout(tp=2, pp=2, dp=2),
     Layout(pp=4),
+    Layout(tp=2, cp=2),
 )
 _EXPERTS = (
     *_DENSE,
@@ -277,6 +287,8 @@ def _possible(case: Case, core: int) -> bool:
         return plain and core >= 19 and not layout.vpp
     if tiny.predictions and layout.vpp:
         return False  # Megatron-core wants a layout of its own for it
+    if layout.cp > 1 and not layout.te:
+        return False  # its local attention is not built for context parallelism
     # These are built of specs that only exist for Transformer Engine.
     return layout.te or not tiny.core.get("experimental_attention_variant")
 
