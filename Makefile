@@ -111,6 +111,9 @@ bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators
 chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also parts networks, fills disks)
 	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE)) $(CHAOS_ARGS)
 
+layouts: env ## Every family in every layout of its ranks, not only a slice of them
+	@LAYOUTS=all $(BIN)/python -m pytest tests/trainer_agent/test_families.py $(ARGS)
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -124,4 +127,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-failover chaos build deploy-check clean
+.PHONY: help demo env test lint types unit real layouts fuzz fuzz-live simulate bench-control bench-failover chaos build deploy-check clean

@@ -3,7 +3,7 @@
 agent         TrainerAgent: connect, publish, close, on every rank
 report        PublishReport: what publish returns; errors: what it raises
 settings      everything that can be set; its environment variables begin with WEIGHTBUS_TRAINER_
-source        the seam to a training framework; megatron and hf_module are sources
+source        the seam to a training framework; megatron, hf_module and exported are sources
 publication   the machine that decides; leader, drive, staging, delivery carry it out on the root rank
 live          what engines must report of their parameters after a load
 
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from .agent import TrainerAgent as TrainerAgent
+    from .exported import ExportedSource as ExportedSource
+    from .exported import bridge_exporter as bridge_exporter
     from .hf_module import HFModuleSource as HFModuleSource
     from .megatron import MegatronSource as MegatronSource
     from .report import PublishReport as PublishReport
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
     from .source import Source as Source
 
 _HOMES: Final = {
+    "ExportedSource": ".exported",
     "HFModuleSource": ".hf_module",
     "MegatronSource": ".megatron",
     "PublishReport": ".report",
     "Source": ".source",
     "TrainerAgent": ".agent",
     "TrainerSettings": ".settings",
+    "bridge_exporter": ".exported",
 }
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import nn
 
-from weightbus.dataplane import pieces as boxed
 from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Pieces, View
+from weightbus.dataplane.pieces import Piece, Pieces, View
 
-from .assembly import Assembler, check_manifest, plan
-from .pieces import Piece
+from .assembly import Assembler, check_manifest
+from .parcels import plan
 from .source import UnsupportedModel
 
 
@@ -32,8 +30,7 @@ class HFModuleSource:
             TensorSpec(name, str(dtype or tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in named
         )
-        self._parameters = [_rows(tensor) for _, tensor in named]
-        self._live = [tensor for _, tensor in named]
+        self._parameters = [tensor for _, tensor in named]
         self._planned: tuple[Manifest, Assembler] | None = None
 
     @property
@@ -61,21 +58,22 @@ class HFModuleSource:
             raise ValueError("the root gives a buffer")
         if self._planned is None or self._planned[0] is not manifest:
             check_manifest(manifest, self._tensors)
-            pieces = [(number, _whole(spec)) for number, spec in enumerate(self._tensors)]
-            self._planned = (manifest, Assembler(plan(manifest, {0: pieces}), self._parameters, 0, 0, None))
+            self._planned = (
+                manifest,
+                Assembler(plan(manifest, self.local(self._tensors)[1], rank=0), self._parameters, 0, 0, None),
+            )
         self._planned[1].run(index, out, self.device)
 
     def local(self, tensors: Sequence[TensorSpec]) -> tuple[Sequence[torch.Tensor], Pieces]:
         """The module's tensors, and all of each of `tensors`, where it lies."""
         numbers = {spec.name: number for number, spec in enumerate(self._tensors)}
-        whole: list[boxed.Piece] = []
+        whole: list[Piece] = []
         for spec in tensors:
             number = numbers[spec.name]
-            live = self._live[number]
-            view = View(number, 0, tuple(int(stride) for stride in live.stride()))
+            live = self._parameters[number]
             dtype = str(live.dtype).removeprefix("torch.")
-            whole.append(boxed.Piece(spec.name, Box.whole(spec.shape), dtype, view))
-        return self._live, Pieces.of(tensors, whole)
+            whole.append(Piece(spec.name, Box.whole(spec.shape), dtype, View(number, 0, live.stride())))
+        return self._parameters, Pieces.of(tensors, whole)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Return `blob`: there is nobody else."""
@@ -84,22 +82,11 @@ class HFModuleSource:
         return blob
 
 
-def _whole(spec: TensorSpec) -> Piece:
-    """All of a tensor, as rows of whatever the other dimensions hold."""
-    rows = spec.shape[0] if spec.shape else 1
-    return Piece(spec.name, 0, 0, rows, prod(spec.shape[1:]))
-
-
 def _unshared(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers; of two names for one tensor (tied embeddings) the first, as checkpoints do."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if "experts." in name and name.endswith(("gate_up_proj", "down_proj")) and tensor.dim() == 3:
             raise UnsupportedModel(f"{name!r} holds all experts in one tensor, checkpoints name each: not served yet")
-        named.setdefault(id(tensor), (name, tensor.detach()))
+        named.setdefault(id(tensor), (name, tensor))
     return list(named.values())
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of one or two dimensions: pieces have rows and columns."""
-    return tensor if tensor.dim() in {1, 2} else tensor.view(tensor.shape[0] if tensor.dim() else 1, -1)

@@ -17,6 +17,7 @@ from weightbus.dataplane.transport import Slot
 
 from . import orders
 from .live import LiveDigester, LivePlan, layouts_wanted
+from .progress import Bar
 from .report import Stopwatch
 from .source import Source
 
@@ -90,11 +91,13 @@ class Staging:
             self._plan = LivePlan(self.manifest, wanted, self._head_dim)
         live = LiveDigester(self._plan)
         digests: list[bytes] = []
-        for index in range(len(self.manifest.buckets)):
-            slot = self.slots[index % len(self.slots)]
-            digests.append(self._gather(index, slot, watch))
-            with watch.phase("digest"):
-                live.feed(index, slot.memory)
+        with Bar(f"reading version {version}", self.manifest.nbytes) as bar:
+            for index, bucket in enumerate(self.manifest.buckets):
+                slot = self.slots[index % len(self.slots)]
+                digests.append(self._gather(index, slot, watch))
+                with watch.phase("digest"):
+                    live.feed(index, slot.memory)
+                bar.advance(bucket.nbytes)
         self._table = DigestTable(self.name, version, integrity.ALGORITHM, b"".join(digests), live.result())
         return self._table
 

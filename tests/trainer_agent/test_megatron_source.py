@@ -31,7 +31,7 @@ REFUSALS = {
     "one stage missing": ("RanksDisagree", "rank 1 cannot serve its part: UnsupportedModel"),
     "a buffer on rank 1": ("RanksDisagree", "'decoder.counts' (3,) (a persistent buffer)"),
     "an adapter on rank 1": ("RanksDisagree", "'decoder.layers.3.mlp.adapter.weight' (4, 4)"),
-    "experts": ("UnsupportedModel", "num_moe_experts=2"),
+    "experts": ("LayoutMismatch", "num_moe_experts=2"),
 }
 
 

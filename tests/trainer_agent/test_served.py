@@ -1,17 +1,9 @@
-"""What a Hugging Face config means, and which parameter becomes which tensor, against lists written by hand."""
+"""What a Hugging Face config means, against lists written by hand; real checkpoints: test_families.py."""
 
 import pytest
 
 from weightbus.dataplane.manifest import TensorSpec
-from weightbus.trainer_agent.naming import (
-    FAMILIES,
-    LAYER_RULES,
-    MODEL_RULES,
-    Dense,
-    advice_for,
-    rule_for,
-    served_tensors,
-)
+from weightbus.trainer_agent.served import Model, served_tensors
 from weightbus.trainer_agent.source import LayoutMismatch, UnsupportedModel
 
 QWEN3 = {
@@ -29,12 +21,12 @@ QWEN3 = {
 
 
 def names(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
-    return {spec.name: spec.shape for spec in served_tensors(Dense.parse(config), "bfloat16")}
+    return {spec.name: spec.shape for spec in served_tensors(Model.parse(config), "bfloat16")}
 
 
 def test_a_qwen3_layer_has_the_names_and_shapes_of_its_checkpoint() -> None:
     """Order and shapes are those of a published Qwen3 checkpoint: embedding, layers, norm, head."""
-    assert served_tensors(Dense.parse(QWEN3), "bfloat16") == tuple(
+    assert served_tensors(Model.parse(QWEN3), "bfloat16") == tuple(
         TensorSpec(name, "bfloat16", shape)
         for name, shape in (
             ("model.embed_tokens.weight", (10, 8)),
@@ -76,19 +68,11 @@ def test_biases_are_the_familys(architecture: str, switches: dict[str, bool], bi
     assert {name.split(".")[-2].removesuffix("_proj") for name in found if name.endswith(".bias")} == biased
 
 
-def test_only_qwen3_has_query_and_key_norms() -> None:
-    """The others would not know what to do with them."""
-    with_norms = {
-        family for family in FAMILIES if any("q_norm" in name for name in names(QWEN3 | {"architectures": [family]}))
-    }
-    assert with_norms == {"Qwen3ForCausalLM"}
-
-
 def test_sizes_that_a_config_leaves_out_follow_from_the_others() -> None:
     """Old Llama configs name neither head_dim nor the number of key-value heads."""
     config = {key: value for key, value in QWEN3.items() if key not in {"head_dim", "num_key_value_heads"}}
-    model = Dense.parse(config)
-    assert (model.head_dim, model.groups) == (2, 4)
+    model = Model.parse(config)
+    assert (model.sizes["head_dim"], model.sizes["groups"]) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +92,7 @@ def test_sizes_that_a_config_leaves_out_follow_from_the_others() -> None:
 def test_a_config_that_cannot_be_read_says_why(change: dict[str, object], error: type[Exception], part: str) -> None:
     """What is missing or strange is named; nothing is guessed."""
     with pytest.raises(error, match=part):
-        Dense.parse(QWEN3 | change)
+        Model.parse(QWEN3 | change)
 
 
 @pytest.mark.parametrize(
@@ -122,46 +106,70 @@ def test_a_config_that_cannot_be_read_says_why(change: dict[str, object], error:
 )
 def test_the_dtype_is_read_under_either_name(change: dict[str, object], dtype: str | None) -> None:
     """Transformers 5 writes ``dtype``, older versions ``torch_dtype``."""
-    assert Dense.parse(QWEN3 | change).dtype == dtype
+    assert Model.parse(QWEN3 | change).dtype == dtype
 
 
-def test_rules_know_a_parameters_layer() -> None:
-    """The served prefix carries the global index of the layer."""
-    found = rule_for("decoder.layers.17.mlp.linear_fc2.weight")
-    assert found == (LAYER_RULES["mlp.linear_fc2.weight"], "model.layers.17.")
-    assert rule_for("output_layer.weight") == (MODEL_RULES["output_layer.weight"], "")
+SPARSE = {"num_experts": 2, "moe_intermediate_size": 4, "architectures": ["Qwen3MoeForCausalLM"]}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 3,
+    "qk_nope_head_dim": 2,
+    "qk_rope_head_dim": 1,
+    "v_head_dim": 2,
+    "n_routed_experts": 2,
+    "moe_intermediate_size": 4,
+}
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("change", "sparse"),
     [
-        "decoder.layers.0.mlp.experts.linear_fc1.weight0",
-        "decoder.layers.0.mlp.router.weight",
-        "decoder.layers.0.input_layernorm.bias",
-        "mtp.layers.0.eh_proj.weight",
-        "decoder.layers.x.mlp.linear_fc2.weight",
-        "mlp.linear_fc2.weight",
-        "module.output_layer.weight",
+        (SPARSE, [True] * 4),
+        (SPARSE | {"mlp_only_layers": [1, 2]}, [True, False, False, True]),
+        (SPARSE | {"decoder_sparse_step": 2}, [False, True, False, True]),
+        (DEEPSEEK | {"first_k_dense_replace": 3}, [False, False, False, True]),
+        (DEEPSEEK | {"moe_layer_freq": [0, 1, 0, 1]}, [False, True, False, True]),
+        ({}, [False] * 4),
     ],
 )
-def test_what_no_rule_names_has_no_rule(name: str) -> None:
-    """Names are matched whole: nothing is served under a name that merely resembles a known one."""
-    assert rule_for(name) is None
+def test_a_config_says_which_layers_have_experts(change: dict[str, object], sparse: list[bool]) -> None:
+    """Each family has its own field for it."""
+    model = Model.parse(QWEN3 | change | {"num_hidden_layers": 4})
+    assert [layer.experts for layer in model.layers] == sparse
 
 
-def test_advice_fits_the_parameter() -> None:
-    """Who trains experts, adapters or LayerNorms reads what to do about them."""
-    assert "experts" in advice_for("decoder.layers.0.mlp.experts.linear_fc1.weight0")
-    assert "mtp_num_layers=None" in advice_for("mtp.layers.0.eh_proj.weight")
-    assert "merge" in advice_for("decoder.layers.0.mlp.linear_fc1.adapter.weight")
-    assert "RMSNorm" in advice_for("decoder.final_layernorm.bias")
-    assert "Qwen3ForCausalLM" in advice_for("vision.weight")
+def test_experts_follow_each_other_whole() -> None:
+    """Gate, up and down of one expert, then of the next: what one rank holds lies together in a bucket."""
+    found = [name for name in names(QWEN3 | SPARSE) if ".experts." in name]
+    assert [name.removeprefix("model.layers.0.mlp.experts.") for name in found] == [
+        f"{expert}.{part}_proj.weight" for expert in range(2) for part in ("gate", "up", "down")
+    ]
 
 
-def test_every_tensor_of_every_family_comes_from_a_rule() -> None:
-    """No family promises a tensor that no Megatron parameter could fill."""
-    filled = {served for rule in LAYER_RULES.values() for served in rule.served}
-    filled_once = {served for rule in MODEL_RULES.values() for served in rule.served}
-    for family in FAMILIES:
-        for name in names(QWEN3 | {"architectures": [family], "attention_bias": True, "mlp_bias": True}):
-            assert name in filled_once or name.removeprefix("model.layers.0.") in filled
+def test_a_prediction_layer_is_numbered_after_the_last() -> None:
+    """As DeepSeek's checkpoints number it, with its projection and norms beside a layer like the last."""
+    found = names(QWEN3 | DEEPSEEK | {"num_nextn_predict_layers": 1})
+    assert found.keys() >= {
+        "model.layers.1.enorm.weight",
+        "model.layers.1.eh_proj.weight",
+        "model.layers.1.shared_head.norm.weight",
+        "model.layers.1.mlp.experts.1.down_proj.weight",
+    }
+    assert found["model.layers.1.eh_proj.weight"] == (8, 16)
+
+
+def test_router_biases_keep_their_precision() -> None:
+    """Megatron and engines keep them in single precision, whatever else is served in."""
+    model = Model.parse(QWEN3 | DEEPSEEK)
+    odd = {spec.name: spec.dtype for spec in served_tensors(model, "bfloat16") if spec.dtype != "bfloat16"}
+    assert odd == {"model.layers.0.mlp.gate.e_score_correction_bias": "float32"}
+
+
+def test_the_text_part_of_a_model_of_several_inputs() -> None:
+    """Qwen3-VL: sizes are in a section, names below a prefix, and whether embeddings are tied is said outside."""
+    config = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": QWEN3, "tie_word_embeddings": True}
+    found = names(config)
+    assert "model.language_model.layers.0.self_attn.q_norm.weight" in found
+    assert "lm_head.weight" not in found
+    with pytest.raises(LayoutMismatch, match="text_config"):
+        Model.parse({"architectures": ["Qwen3VLForConditionalGeneration"]})

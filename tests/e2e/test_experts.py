@@ -1,0 +1,92 @@
+"""A trainer of experts on two expert-parallel ranks publishes to files, and transformers computes what it computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from weightbus import engine_agent
+from weightbus.control.coordinator_settings import CoordinatorSettings
+from weightbus.control.messages import TransportKind
+from weightbus.control.service import Service
+
+from ..kit.loopback_engine import LoopbackEngine
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+KIT = Path(__file__).parent.parent / "kit"
+SHIM = Path(next(iter(engine_agent.__path__))) / "cpu_shim"
+WORLD = 2
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[str]:
+    """A real coordinator on sockets, with one engine of the channel that reads files."""
+    settings = CoordinatorSettings(
+        insecure_loopback=True, router_port=0, pub_port=0, http_port=0, journal=tmp_path / "journal.sqlite"
+    )
+    service = Service(settings)
+    thread = threading.Thread(target=service.run, daemon=True)
+    thread.start()
+    address = f"tcp://127.0.0.1:{service.router_port}"
+    engine = LoopbackEngine("e0", "moe", address, tmp_path / "run", TransportKind.DISK)
+    engine.start()
+    yield address
+    engine.close()
+    service.stop()
+    thread.join(20)
+
+
+def run(program: str, *arguments: object) -> subprocess.Popen[str]:
+    """A program of the kit, with Transformer Engine's stand-in and what transformers needs."""
+    paths = [str(KIT / "te_stub"), str(SHIM), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, "-W", "ignore", str(KIT / program), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """What it printed; it must have ended well."""
+    try:
+        out, errors = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-4000:]
+    return out
+
+
+def test_experts_that_were_trained_are_what_files_hold(coordinator: str, tmp_path: Path) -> None:
+    """Two steps, two versions: the second's files load without a name too many or too few, and give the same logits."""
+    finish(run("hf_checkpoints.py", tmp_path / "hf", "qwen3_moe"))
+    checkpoint = tmp_path / "hf" / "qwen3_moe"
+    (tmp_path / "config").mkdir()
+    shutil.copy(checkpoint / "config.json", tmp_path / "config")
+    ranks = [
+        run("moe_trainer.py", rank, WORLD, tmp_path / "rendezvous", checkpoint, tmp_path, coordinator)
+        for rank in range(WORLD)
+    ]
+    for rank in ranks:
+        finish(rank)
+    reports = json.loads((tmp_path / "reports.json").read_text())
+    assert [engine["version"] for report in reports for engine in report["engines"]] == [1, 2]
+    (published,) = (tmp_path / "checkpoints" / "moe").glob("v2-e*[0-9]")
+    assert json.loads(finish(run("hf_folder.py", published, tmp_path / "loaded.safetensors"))) == {}
+    loaded = load_file(tmp_path / "loaded.safetensors")["logits"]
+    trained = load_file(tmp_path / "trained.safetensors")["logits"]
+    before = load_file(checkpoint / "logits.safetensors")["logits"]
+    assert (loaded - trained).abs().max() < 1e-4 * trained.abs().max()
+    assert (before - trained).abs().max() > 0.05 * trained.abs().max(), "nothing was learned: the test proves nothing"

@@ -1,0 +1,84 @@
+"""Parameters in host memory, buckets on a GPU: packed in pinned memory, uploaded by bucket, the same bytes."""
+
+import pytest
+import torch
+
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View
+from weightbus.trainer_agent.assembly import DTYPES, Assembler
+from weightbus.trainer_agent.parcels import plan
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {f"t{index}": (256, 128 + index) for index in range(24)}
+
+
+class Sent:
+    """Takes what a rank sends."""
+
+    def __init__(self) -> None:
+        self.messages: list[torch.Tensor] = []
+
+    def send(self, messages: list[torch.Tensor]) -> None:
+        self.messages = [message.clone() for message in messages]
+
+
+def world() -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor], list[Piece], list[torch.Tensor]]:
+    """Tensors trained in float32 on the CPU and served in bfloat16: halves by column, whole, and around zero."""
+    specs = tuple(TensorSpec(name, "bfloat16", shape) for name, shape in SHAPES.items())
+    full = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    rows: list[Piece] = []
+    storages: list[torch.Tensor] = []
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        view = View(index, 0, (shape[1], 1))
+        middle = shape[1] // 2
+        if index % 3:
+            rows.append(Piece(name, Box.whole(shape), "float32", view, shift=index % 2))
+        else:
+            rows.append(Piece(name, Box((0, 0), (shape[0], middle)), "float32", view))
+            rows.append(Piece(name, Box((0, middle), shape), "float32", View(index, middle, (shape[1], 1))))
+        storages.append(full[name])
+        full[name] = full[name] + (index % 2 if index % 3 else 0)
+    return specs, full, rows, storages
+
+
+@pytest.mark.parametrize("bucket_bytes", [100_000, 1 << 22])
+def test_the_root_uploads_what_it_holds(bucket_bytes: int) -> None:
+    """Every bucket on the GPU holds what the host's parameters say, over two rounds with new weights."""
+    specs, full, rows, storages = world()
+    manifest = Manifest.of("M", specs, bucket_bytes)
+    device = torch.device("cuda", 0)
+    assembler = Assembler(plan(manifest, Pieces.of(specs, rows), rank=0), storages, 0, 0, None)
+    for turn in range(2):
+        for index, bucket in enumerate(manifest.buckets):
+            out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8, device=device)
+            assembler.run(index, out, device)
+            for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+                found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape).cpu()
+                assert torch.equal(found, (full[spec.name] + turn).to(torch.bfloat16)), spec.name
+        for storage in storages:
+            storage.add_(1)
+
+
+def test_another_rank_sends_from_the_gpu() -> None:
+    """Its parcels arrive on the GPU in one upload each, in the order in which the root expects them."""
+    specs, full, rows, storages = world()
+    manifest = Manifest.of("M", specs, 100_000)
+    device = torch.device("cuda", 0)
+    post = Sent()
+    plans = plan(manifest, Pieces.of(specs, rows, 1), rank=1, straight_bytes=1)
+    assembler = Assembler(plans, storages, 1, 0, post)  # type: ignore[arg-type]  # all that is asked of an exchange here
+    for index, bucket in enumerate(plans):
+        assembler.run(index, None, device)
+        torch.cuda.synchronize()
+        assert {message.device.type for message in post.messages} == {"cuda"}
+        for message, sent in zip(bucket[1].messages, post.messages, strict=True):
+            if message.bucket_offset is None:
+                continue
+            whole = b"".join(
+                full[spec.name].to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+                for spec in manifest.tensors_of(index)
+            )
+            begin = message.bucket_offset
+            assert sent.cpu().numpy().tobytes() == whole[begin : begin + message.nbytes]

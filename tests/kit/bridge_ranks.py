@@ -1,0 +1,113 @@
+"""The program of one rank: Megatron-Bridge loads a checkpoint into a layout, and we export it again.
+
+    python tests/kit/bridge_ranks.py RANK WORLD RENDEZVOUS_FILE CHECKPOINTS OUT CASE...
+
+Neither names nor arithmetic of ours take part in the loading. The root writes ``OUT/<case>.json``: what differs from
+the checkpoint, bit for bit, in our export and in Megatron-Bridge's own, which comes through `ExportedSource`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import mcore_on_cpu
+
+mcore_on_cpu.prepare()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from family_models import start  # noqa: E402
+from family_ranks import compare  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tiny_families import FAMILIES, Case, parse  # noqa: E402
+
+from weightbus.trainer_agent import megatron_cpu  # noqa: E402
+from weightbus.trainer_agent.exported import ExportedSource, bridge_exporter  # noqa: E402
+from weightbus.trainer_agent.megatron import MegatronSource  # noqa: E402
+
+ON_CPU = {
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+    "bf16": False,
+    "fp16": False,
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "moe_permute_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_flex_dispatcher_backend": None,
+}
+
+
+def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
+    """Load through Megatron-Bridge, export twice."""
+    from megatron.bridge import AutoBridge
+
+    folder, layout, tiny = checkpoints / case.family, case.layout, FAMILIES[case.family]
+    start(layout)
+    bridge = AutoBridge.from_hf_pretrained(str(folder), dtype=torch.float32, trust_remote_code=False)
+    provider = bridge.to_megatron_provider(load_weights=False)
+    fields = {
+        **ON_CPU,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp or layout.tp,
+        "sequence_parallel": layout.tp > 1,
+        "mtp_num_layers": tiny.predictions or None,
+    }
+    for name, value in fields.items():
+        setattr(provider, name, value)
+    provider.finalize()
+    chunks = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    bridge.load_hf_weights(chunks, str(folder))
+    full = load_file(folder / "model.safetensors")
+    expected = {name: tensor for name, tensor in full.items() if not name.startswith("model.visual")}
+    hf = json.loads((folder / "config.json").read_text())
+    source = MegatronSource(chunks, hf_config=hf, timeout_s=60.0)
+    chance = random.Random(str(case))
+    odd = compare(source, expected, chance.choice([1, 5000, 1 << 30]))
+    source.close()
+    exported = ExportedSource(bridge_exporter(bridge, chunks), model=tiny.architecture, timeout_s=60.0)
+    also = compare(exported, full, chance.choice([1, 5000, 1 << 30]))
+    exported.close()
+    return {"odd": odd[:5], "count": len(odd), "bridge": also[:5], "tensors": len(expected)}
+
+
+def main() -> None:
+    rank, world, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    checkpoints, out = Path(sys.argv[4]), Path(sys.argv[5])
+    torch.set_num_threads(1)
+    megatron_cpu.install()
+    mcore_on_cpu.patch()
+    logging.disable(logging.ERROR)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=dt.timedelta(seconds=60)
+    )
+    for name in sys.argv[6:]:
+        try:
+            verdict = run_case(parse(name), checkpoints)
+        except Exception as error:  # noqa: BLE001  a case that fails must not hide the others
+            verdict = {"error": f"{type(error).__name__}: {error}"}
+        if rank == 0:
+            (out / f"{name}.json").write_text(json.dumps(verdict))
+            print(name, verdict, flush=True)  # noqa: T201  a program's output
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The program of one rank: exports families in layouts and compares with the checkpoints they were loaded from.
+
+    python tests/kit/family_ranks.py RANK WORLD RENDEZVOUS_FILE CHECKPOINTS OUT CASE...
+
+A case is FAMILY:LAYOUT as `family_cases` writes it. The root writes ``OUT/<case>.json``: what differs, bit for bit, and
+how far the logits of the Megatron ranks are from those of transformers, where Megatron-core computes the family here.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mcore_on_cpu
+
+mcore_on_cpu.prepare()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from family_models import build, load, start  # noqa: E402
+from megatron_models import logits  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tiny_families import FAMILIES, TOKENS, Case, parse  # noqa: E402
+
+from weightbus.dataplane.manifest import Manifest  # noqa: E402
+from weightbus.trainer_agent import megatron_cpu  # noqa: E402
+from weightbus.trainer_agent.assembly import DTYPES  # noqa: E402
+from weightbus.trainer_agent.megatron import MegatronSource  # noqa: E402
+from weightbus.trainer_agent.source import Source  # noqa: E402
+
+
+def compare(source: Source, expected: dict[str, torch.Tensor], bucket_bytes: int) -> list[str]:
+    """Assemble every bucket; on the root, what is missing, unknown or other than expected."""
+    manifest = Manifest.of(source.model, source.tensors(), bucket_bytes)
+    odd: list[str] = []
+    for index, bucket in enumerate(manifest.buckets):
+        out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8) if source.root else None
+        source.assemble(manifest, index, out)
+        if out is None:
+            continue
+        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+            found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+            if spec.name not in expected:
+                odd.append(f"unknown {spec.name}")
+            elif not torch.equal(found, expected[spec.name]):
+                odd.append(f"other {spec.name}")
+    served = {spec.name for spec in manifest.tensors}
+    return odd + [f"missing {name}" for name in expected if name not in served]
+
+
+def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
+    """Load one family into one layout, export it, and compute."""
+    folder = checkpoints / case.family
+    hf = json.loads((folder / "config.json").read_text())
+    expected = {
+        name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if not name.startswith("model.visual")
+    }
+    began = time.perf_counter()
+    start(case.layout)
+    chunks = build(case.family, hf, case.layout)
+    load(case.family, hf, chunks, expected)
+    source = MegatronSource(chunks, hf_config=hf, timeout_s=60.0)
+    odd = compare(source, expected, random.Random(str(case)).choice([1, 5000, 40_000, 1 << 30]))
+    source.close()
+    verdict: dict[str, Any] = {"odd": odd[:5], "count": len(odd), "tensors": len(expected)}
+    if computes(case):
+        found = logits(chunks, torch.tensor(TOKENS))
+        if dist.get_rank() == dist.get_world_size() - 1:
+            reference = load_file(folder / "logits.safetensors")["logits"]
+            verdict["difference"] = float((found - reference).abs().max() / reference.abs().max())
+    verdict["seconds"] = round(time.perf_counter() - began, 2)
+    return verdict
+
+
+def computes(case: Case) -> bool:
+    """Megatron-core runs this on a CPU."""
+    return FAMILIES[case.family].logits
+
+
+def main() -> None:
+    rank, world, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    checkpoints, out = Path(sys.argv[4]), Path(sys.argv[5])
+    torch.set_num_threads(1)
+    megatron_cpu.install()
+    mcore_on_cpu.patch()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=dt.timedelta(seconds=60)
+    )
+    for name in sys.argv[6:]:
+        verdict = run_case(parse(name), checkpoints)
+        told: list[Any] = [None] * world
+        dist.all_gather_object(told, verdict)
+        if rank == 0:
+            verdict |= {"difference": told[-1].get("difference")}
+            (out / f"{name}.json").write_text(json.dumps(verdict))
+            print(name, verdict, flush=True)  # noqa: T201  a program's output
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

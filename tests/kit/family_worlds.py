@@ -1,0 +1,125 @@
+"""A world of ranks, one after another in one process: every family in many layouts, without a collective.
+
+    python tests/kit/family_worlds.py CHECKPOINTS OUT CASE...
+
+Megatron-core builds each rank's part under torch's fake process group, the oracle of family_models.py fills it, and the
+ranks' pieces are then assembled by their own assemblers, with parcels handed over in memory. ``OUT/<case>.json`` says
+what differs from the checkpoint, bit for bit. What only real ranks show, collectives and logits, is family_ranks.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mcore_on_cpu
+
+mcore_on_cpu.prepare()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.testing._internal.distributed.fake_pg  # noqa: E402  registers the backend "fake"
+from family_models import build, load, start  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tiny_families import Case, parse  # noqa: E402
+
+from weightbus.dataplane.manifest import Manifest  # noqa: E402
+from weightbus.trainer_agent import megatron_cpu  # noqa: E402
+from weightbus.trainer_agent.assembly import DTYPES, Assembler  # noqa: E402
+from weightbus.trainer_agent.megatron_description import Description, describe  # noqa: E402
+from weightbus.trainer_agent.parcels import plan  # noqa: E402
+from weightbus.trainer_agent.roster import Roster, check, encode, settle  # noqa: E402
+
+
+class Post:
+    """Carries parcels between assemblers of one process: senders run first."""
+
+    def __init__(self, rank: int, letters: dict[int, list[torch.Tensor]]) -> None:
+        self.rank = rank
+        self.letters = letters
+
+    def send(self, messages: Sequence[torch.Tensor]) -> None:
+        self.letters[self.rank].extend(message.clone() for message in messages)
+
+    def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
+        meanwhile()
+        for rank, memory in messages:
+            memory.copy_(self.letters[rank].pop(0))
+
+
+def described(case: Case, rank: int, world: int, hf: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Description:
+    """What `rank` of `world` says it holds."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
+    try:
+        start(case.layout)
+        chunks = build(case.family, hf, case.layout)
+        load(case.family, hf, chunks, tensors)
+        return describe(chunks, hf, None, rank)
+    finally:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
+    """Describe, agree, plan and assemble; compare with the checkpoint."""
+    began = time.perf_counter()
+    folder = checkpoints / case.family
+    hf = json.loads((folder / "config.json").read_text())
+    full = load_file(folder / "model.safetensors")
+    expected = {name: tensor for name, tensor in full.items() if not name.startswith("model.visual")}
+    ranks = [described(case, rank, world, hf, expected) for rank in range(world)]
+    pieces = settle(check([encode(Roster(each.facts, each.pieces.encode())) for each in ranks]), ranks[0].tensors)
+    chance = random.Random(str(case))
+    manifest = Manifest.of("M", ranks[0].tensors, chance.choice([1, 5000, 40_000, 1 << 30]))
+    straight = chance.choice([1, 2000, 1 << 20])
+    letters: dict[int, list[torch.Tensor]] = defaultdict(list)
+    assemblers = [
+        Assembler(
+            plan(manifest, pieces, rank=rank, straight_bytes=straight), each.parameters, rank, 0, Post(rank, letters)
+        )
+        for rank, each in enumerate(ranks)
+    ]
+    odd: list[str] = []
+    for index, bucket in enumerate(manifest.buckets):
+        out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8)
+        for rank in reversed(range(world)):
+            assemblers[rank].run(index, None if rank else out, torch.device("cpu"))
+        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+            found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+            if spec.name not in expected or not torch.equal(found, expected[spec.name]):
+                odd.append(spec.name)
+    odd += [name for name in expected if name not in {spec.name for spec in manifest.tensors}]
+    return {
+        "odd": odd[:5],
+        "count": len(odd),
+        "tensors": len(expected),
+        "seconds": round(time.perf_counter() - began, 2),
+    }
+
+
+def main() -> None:
+    checkpoints, out = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    megatron_cpu.install()
+    mcore_on_cpu.patch()
+    for name in sys.argv[3:]:
+        case = parse(name)
+        world = case.layout.world
+        try:
+            verdict = run_case(case, world, checkpoints)
+        except Exception as error:  # noqa: BLE001  a case that fails must not hide the others
+            verdict = {"error": f"{type(error).__name__}: {error}"}
+        (out / f"{name}.json").write_text(json.dumps(verdict))
+        print(name, verdict, flush=True)  # noqa: T201  a program's output
+
+
+if __name__ == "__main__":
+    main()

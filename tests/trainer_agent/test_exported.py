@@ -1,0 +1,137 @@
+"""Whole tensors from somebody else's exporter, through buckets; one rank, which is a group like any other."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weightbus.dataplane.manifest import Manifest
+from weightbus.trainer_agent.assembly import DTYPES
+from weightbus.trainer_agent.exported import ExportedSource, Exporter, bridge_exporter
+from weightbus.trainer_agent.source import AssemblyFailed, LayoutMismatch, UnsupportedModel
+
+SHAPES = {"a": (3, 4), "b": (2,), "count": (1,), "c": (5, 2), "d": (4,)}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A world of one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Trained:
+    """Weights that change, and an exporter of them that counts its passes."""
+
+    def __init__(self) -> None:
+        self.tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        self.tensors["count"] = torch.tensor([7])
+        self.passes = 0
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.passes += 1
+        yield from self.tensors.items()
+
+
+def assembled(source: ExportedSource, manifest: Manifest, indexes: list[int]) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for index in indexes:
+        out = torch.zeros(manifest.buckets[index].nbytes, dtype=torch.uint8)
+        source.assemble(manifest, index, out)
+        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+            found[spec.name] = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+    return found
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 60, 1 << 20])
+def test_buckets_hold_what_is_exported(bucket_bytes: int) -> None:
+    """One pass to learn what is served and one for each version, whatever the buckets; the newest weights each time."""
+    trained = Trained()
+    source = ExportedSource(trained.export, model="New", dtype=torch.bfloat16)
+    assert source.model == "New"
+    assert {spec.name: spec.dtype for spec in source.tensors()} == dict.fromkeys(SHAPES, "bfloat16") | {
+        "count": "int64"
+    }
+    manifest = Manifest.of("New", source.tensors(), bucket_bytes)
+    for version in range(2):
+        trained.tensors["a"] += 1
+        found = assembled(source, manifest, list(range(len(manifest.buckets))))
+        assert trained.passes == version + 2
+        assert found.keys() == SHAPES.keys()
+        for name, tensor in trained.tensors.items():
+            assert torch.equal(found[name], tensor.to(found[name].dtype)), name
+    source.close()
+
+
+def test_a_bucket_can_be_read_again() -> None:
+    """Any order of buckets gives the same bytes; it costs another pass."""
+    trained = Trained()
+    source = ExportedSource(trained.export, model="New")
+    manifest = Manifest.of("New", source.tensors(), 1)
+    found = assembled(source, manifest, [2, 0, 3, 3])
+    assert all(torch.equal(tensor, trained.tensors[name]) for name, tensor in found.items())
+    source.close()
+
+
+def test_an_exporter_that_changes_its_mind_is_refused() -> None:
+    """Other names or shapes than before would be served under the old ones' places."""
+    trained = Trained()
+    source = ExportedSource(trained.export, model="New")
+    manifest = Manifest.of("New", source.tensors())
+    trained.tensors["b"] = torch.zeros(3)
+    with pytest.raises(LayoutMismatch, match=r"'b' was exported with shape \(2,\)"):
+        assembled(source, manifest, [0])
+    del trained.tensors["b"]
+    with pytest.raises(LayoutMismatch, match="ended without"):
+        assembled(source, manifest, [0])
+    source.close()
+
+
+def nothing() -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ()
+
+
+def complex_numbers() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "a", torch.zeros(1, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(("export", "part"), [(nothing, "no tensors"), (complex_numbers, "complex64")])
+def test_what_cannot_be_served_is_refused_at_the_start(export: Exporter, part: str) -> None:
+    """Before any engine hears of it."""
+    with pytest.raises(UnsupportedModel, match=part):
+        ExportedSource(export, model="New")
+
+
+def test_an_exporter_that_breaks_off_ends_the_assembly() -> None:
+    """What torch raises for a lost peer inside the exporter is the source's own error."""
+    trained = Trained()
+    source = ExportedSource(trained.export, model="New")
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", trained.tensors["a"]
+        raise RuntimeError("connection closed by peer")
+
+    source._export = broken
+    with pytest.raises(AssemblyFailed, match="connection closed by peer"):
+        assembled(source, Manifest.of("New", source.tensors()), [0])
+    source.close()
+
+
+def test_megatron_bridge_is_asked_for_tensors_where_they_are() -> None:
+    """No copy to the CPU, and no progress bar of its own."""
+
+    class FakeBridge:
+        def export_hf_weights(
+            self, model: object, *, cpu: bool, show_progress: bool
+        ) -> Iterator[tuple[str, torch.Tensor]]:
+            assert (cpu, show_progress) == (False, False)
+            yield "weight", next(model[0].parameters())  # type: ignore[index]
+
+    model = torch.nn.Linear(2, 2, bias=False)
+    source = ExportedSource(bridge_exporter(FakeBridge(), [model]), model="New")
+    found = assembled(source, Manifest.of("New", source.tensors()), [0])
+    assert torch.equal(found["weight"], model.weight)
+    source.close()

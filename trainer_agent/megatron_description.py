@@ -1,0 +1,109 @@
+"""What one rank of a Megatron-core model holds, as pieces of the served model. Speaks with no other rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import msgspec
+import torch
+from torch import nn
+
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces
+
+from .assembly import DTYPES
+from .megatron_chunks import Chunk, chunks_of
+from .megatron_names import Found
+from .rules import Local, pieces_of
+from .served import Model, served_tensors
+from .source import LayoutMismatch, UnsupportedModel
+
+
+class Description(NamedTuple):
+    """One rank's part of a served model."""
+
+    model: Model
+    tensors: tuple[TensorSpec, ...]
+    """All of the model's, in the order of its layers: the same on every rank."""
+    pieces: Pieces
+    """What this rank holds of them; a storage is an index of `parameters`."""
+    parameters: tuple[torch.Tensor, ...]
+    facts: dict[str, str]
+    """What must be the same on every rank."""
+
+
+def describe(
+    model_chunks: nn.Module | Sequence[nn.Module],
+    hf_config: Path | str | Mapping[str, object],
+    dtype: torch.dtype | None,
+    holder: int,
+) -> Description:
+    """Find and check every parameter of a rank. Raises `SourceError` for whatever cannot be served."""
+    described = Model.parse(_read_config(hf_config))
+    chunks = [Chunk(chunk, described) for chunk in chunks_of(model_chunks)]
+    if not chunks:
+        raise UnsupportedModel("no model chunks: pass the model of this rank")
+    model = chunks[0].model
+    held = [(chunk, found, parameter) for chunk in chunks for found, parameter in chunk.parameters()]
+    parameters = tuple(parameter for _, _, parameter in held)
+    served = _served_dtype(dtype, model, parameters)
+    tensors = served_tensors(model, served)
+    rows: list[Piece] = []
+    for storage, (chunk, found, parameter) in enumerate(held):
+        rows.extend(_pieces(chunk, found, _local(found.name, storage, parameter), served))
+    groups = chunks[0].groups
+    facts: dict[str, object] = {
+        **msgspec.structs.asdict(model),
+        "dtype": served,
+        "tp": groups.tensor.ranks,
+        "etp": groups.expert_tensor.ranks,
+        "ep": groups.expert.ranks,
+    }
+    described_facts = {key: repr(value) for key, value in facts.items()}
+    return Description(model, tensors, Pieces.of(tensors, rows, holder), parameters, described_facts)
+
+
+def _pieces(chunk: Chunk, place: Found, local: Local, dtype: str) -> list[Piece]:
+    """What one parameter of a chunk holds of the served tensors."""
+    model = chunk.model
+    targets = place.rule.served
+    specs = [model.spec(target, place.prefix, dtype, place.expert) for target in targets]
+    shifts = [model.shift_of(target, zero_centred=chunk.zero_centred) for target in targets]
+    share = chunk.groups.tensor if place.expert is None else chunk.groups.expert_tensor
+    return list(pieces_of(place.rule, local, specs, shifts, heads=model.heads, share=share))
+
+
+def _local(name: str, storage: int, parameter: torch.Tensor) -> Local:
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Local(name, storage, tuple(parameter.shape), tuple(parameter.stride()), dtype)
+
+
+def _served_dtype(wanted: torch.dtype | None, model: Model, parameters: Sequence[torch.Tensor]) -> str:
+    if wanted is not None:
+        name = str(wanted).removeprefix("torch.")
+        if name not in DTYPES:
+            raise UnsupportedModel(f"dtype {wanted} cannot travel; these can: {', '.join(DTYPES)}")
+        return name
+    if model.dtype is not None:
+        return model.dtype
+    found = {str(each.dtype).removeprefix("torch.") for each in parameters if isinstance(each, nn.Parameter)}
+    if len(found) != 1:
+        raise LayoutMismatch(f"the parameters have dtypes {sorted(found)} and the config names none: pass dtype=")
+    return found.pop()
+
+
+def _read_config(source: Path | str | Mapping[str, object]) -> Mapping[str, object]:
+    if isinstance(source, Mapping):
+        return source
+    path = Path(source)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content: object = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LayoutMismatch(f"{path}: no Hugging Face config can be read there: {error}") from error
+    if not isinstance(content, dict):
+        raise LayoutMismatch(f"{path}: a JSON object is expected, found {type(content).__name__}")
+    return cast("dict[str, object]", content)
