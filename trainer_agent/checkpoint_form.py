@@ -1,10 +1,10 @@
 """How the tensors of a Hugging Face module in memory become the tensors of its checkpoint, which servers load.
 
-They differ: transformers 5 fuses all experts of a layer, gate and up together, while checkpoints name every expert; some
-models rename; tied weights are stored once. transformers can undo all that for whole tensors. Here its own conversion
-is run once, on tensors without data whose copies are suppressed, so that every result is still a view of what it was
-made of: which slice of which tensor in memory each tensor of the checkpoint is. No model is known here by name, no
-tensor is allocated, and whatever is more than a slice is refused.
+They differ: transformers 5 fuses all experts of a layer, gate and up together, while checkpoints name every expert;
+some models rename; tied weights are stored once. transformers can undo all that for whole tensors. Here its own
+conversion is run once, on tensors without data whose copies are suppressed, so that every result is still a view of
+what it was made of: which slice of which tensor in memory each tensor of the checkpoint is. No model is known here by
+name, no tensor is allocated, and whatever is more than a slice is refused.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def slices(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> tuple[Slic
         return tuple(Slice.whole(name, shape) for name, shape in shapes.items())
     blank = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
     owners = {_storage(tensor): name for name, tensor in blank.items()}
-    with _Uncopied():
+    with _Uncopied():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         try:
             stored = revert(dict(blank))
         except (RuntimeError, ValueError, IndexError) as error:
@@ -156,7 +156,7 @@ def slices(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> tuple[Slic
 
 
 def _reverter(module: nn.Module) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None:
-    """transformers' own conversion to the checkpoint's names; None for modules that it did not make."""
+    """What transformers itself does to get the checkpoint's names; None for modules that are not its own."""
     if "transformers" not in sys.modules:
         return None
     from transformers import PreTrainedModel  # noqa: PLC0415  # only where the trainer has it
@@ -180,7 +180,7 @@ def revert(module: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, tor
     return tensors if reverter is None else reverter(tensors)
 
 
-class _Uncopied(TorchDispatchMode):
+class _Uncopied(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its registration is untyped in torch
     """Under it a copy is the view that it would be a copy of, so that offset and strides survive."""
 
     def __torch_dispatch__(
@@ -193,7 +193,8 @@ class _Uncopied(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]  # identity of a storage without data
+    """Identity of a storage that has no data, and so no address."""
+    return cast("int", tensor.untyped_storage()._cdata)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
 
 def _slice(name: str, tensor: torch.Tensor, source: str, whole: tuple[int, ...]) -> Slice:
@@ -247,5 +248,6 @@ def _check_fused(shapes: Mapping[str, Sequence[int]]) -> None:
     for name, shape in shapes.items():
         if "experts." in name and name.endswith(("gate_up_proj", "down_proj")) and len(shape) == 3:
             raise UnsupportedModel(
-                f"{name!r} holds all experts in one tensor, checkpoints name each: only modules of transformers 5 say how"
+                f"{name!r} holds all experts in one tensor, checkpoints name each: only"
+                " modules of transformers 5 say how"
             )

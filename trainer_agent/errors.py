@@ -9,6 +9,7 @@
             CoordinatorLost     no answer: publish again; a version that was committed after all is then recognised
             SourceFailed        the weights could not be read: build the source anew, and connect again
             WeightsChanged      they were stepped while `publish` ran: publish again, and do not
+            Superseded          a newer snapshot took this one's place, as the setting `overlap` allows: nothing to do
         AgentClosed             the agent was closed, or its source broke: connect a new one
 
 What a source itself raises on this rank (source.py) is the `__cause__` of `SourceFailed`, where it happened here.
@@ -75,6 +76,10 @@ class WeightsChanged(PublishFailed):
     """The weights were not the same when they were read for the second time."""
 
 
+class Superseded(PublishFailed):
+    """A newer snapshot took its place before its round began."""
+
+
 _BY_ENDING: Final[dict[Ending, type[PublishFailed]]] = {
     Ending.ABORTED: RoundAborted,
     Ending.REFUSED: PublishRefused,
@@ -82,6 +87,7 @@ _BY_ENDING: Final[dict[Ending, type[PublishFailed]]] = {
     Ending.COORDINATOR_LOST: CoordinatorLost,
     Ending.SOURCE_FAILED: SourceFailed,
     Ending.WEIGHTS_CHANGED: WeightsChanged,
+    Ending.SUPERSEDED: Superseded,
     Ending.INTERNAL: PublishFailed,
 }
 

@@ -1,8 +1,8 @@
-"""Which part of a tensor one rank holds, as DTensor cuts it, and which parts of checkpoint tensors that makes. No torch.
+"""Which part of a tensor one rank holds, as DTensor cuts it, and which pieces of checkpoint tensors that is. Pure.
 
 Along each dimension a rank holds *runs* of consecutive indexes, one after another: one run for a plain shard, several
-where FSDP cut what tensor parallelism had cut before. Cuts are `torch.chunk`'s: equal parts but for the last ones, which
-may be smaller or empty.
+where FSDP cut what tensor parallelism had cut before. Cuts are `torch.chunk`'s: equal parts but for the last ones,
+which may be smaller or empty.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def runs_of(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[tuple[Run, ...],
 
 
 def _cut_dim(extent: int, cuts: Sequence[Cut], shape: Sequence[int]) -> tuple[Run, ...]:
-    runs = (Run(0, extent),) if extent else ()
+    runs: tuple[Run, ...] = (Run(0, extent),) if extent else ()
     for cut in _in_order(cuts, shape):
         share = -(-sum(run.length for run in runs) // cut.parts)
         runs = _part(runs, cut.index * share, share)
