@@ -11,12 +11,15 @@
             WeightsChanged      they were stepped while `publish` ran: publish again, and do not
             Superseded          a newer snapshot took this one's place, as the setting `overlap` allows: nothing to do
         AgentClosed             the agent was closed, or its source broke: connect a new one
+        BadCheckpoint           a folder is no checkpoint that can be published: the watcher goes on with the next
+            UnfinishedCheckpoint    something of it is missing, and may still come
 
 What a source itself raises on this rank (source.py) is the `__cause__` of `SourceFailed`, where it happened here.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 from weightbus.control.errors import WeightbusError
@@ -36,6 +39,19 @@ class ConnectFailed(TrainerError):
 
 class AgentClosed(TrainerError):
     """This agent publishes nothing any more."""
+
+
+class BadCheckpoint(TrainerError):
+    """A folder on disk is no checkpoint that can be published."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path}: {reason}")
+
+
+class UnfinishedCheckpoint(BadCheckpoint):
+    """Something of it is missing, and may still come."""
 
 
 class PublishFailed(TrainerError):
