@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from .events import Principal
 from .ids import Channel
 from .lease import YES, Verdict
 from .membership import Agent
@@ -59,17 +60,26 @@ ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
 """Who may say what. A message type without a row fails a test."""
 
 
-def may_say(agent: Agent, message: ToCoordinator) -> Verdict:
-    """Whether the role of `agent` allows `message`, and whether it is about its own channel."""
-    if agent.role not in ALLOWED[type(message)]:
-        return Verdict(Code.NOT_ALLOWED, f"not for the role {agent.role.value}")
+def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -> Verdict:
+    """Whether `message` is for the role of `agent`, and about its own channel.
+
+    Where keys are used, `principal` is whom this very message's connection belongs to, as the allow-list is now: role
+    and name are the key's, whatever was said in `Hello`.
+    """
+    if principal and principal.name != agent.name:
+        return Verdict(Code.NOT_ALLOWED, f"the connection's key is {principal.name!r}'s, not {agent.name!r}'s")
+    role = principal.role if principal else agent.role
+    if role not in ALLOWED[type(message)]:
+        return Verdict(Code.NOT_ALLOWED, f"not for the role {role.value}")
     channel: Channel = getattr(message, "channel", agent.channel)
     if channel != agent.channel:
         return Verdict(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
+    if principal and not principal.covers(channel):
+        return Verdict(Code.NOT_ALLOWED, f"{agent.name}'s key is not trusted in channel {channel!r}")
     return YES
 
 
-def may_join(message: Hello, principal: str, seated: Agent | None, known: Agent | None) -> Verdict:
+def may_join(message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None) -> Verdict:
     """What speaks against a `Hello` by itself.
 
     `principal` is whom the connection's key belongs to, `seated` who sits on the connection, `known` who has the name.
@@ -81,9 +91,9 @@ def may_join(message: Hello, principal: str, seated: Agent | None, known: Agent 
     return Verdict(Code.NOT_ALLOWED, reason) if (reason := _objection(message, principal, seated, known)) else YES
 
 
-def _objection(message: Hello, principal: str, seated: Agent | None, known: Agent | None) -> str:
-    if principal and principal != message.agent:
-        return f"the connection's key is {principal!r}'s, not {message.agent!r}'s"
+def _objection(message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None) -> str:
+    if principal and (reason := _not_by_key(message, principal)):
+        return reason
     if (message.engine is not None) is not (message.role is Role.ENGINE):
         return "engines, and nobody else, describe an engine in Hello"
     if (message.trainer is not None) is not (message.role is Role.TRAINER):
@@ -93,4 +103,15 @@ def _objection(message: Hello, principal: str, seated: Agent | None, known: Agen
     same = known is not None and known.incarnation == message.incarnation
     if known and same and (known.role, known.channel) != (message.role, message.channel):
         return f"{message.agent!r} is {known.role.value} of channel {known.channel!r}"
+    return ""
+
+
+def _not_by_key(message: Hello, principal: Principal) -> str:
+    """A key speaks for one name, in one role, in its channels."""
+    if principal.name != message.agent:
+        return f"the connection's key is {principal.name!r}'s, not {message.agent!r}'s"
+    if principal.role is not message.role:
+        return f"{message.agent!r} is trusted as {principal.role.value}, not as {message.role.value}"
+    if not principal.covers(message.channel):
+        return f"{message.agent!r} is trusted in {', '.join(principal.channels)}, not in {message.channel!r}"
     return ""

@@ -19,7 +19,8 @@ GROUP: Final = "weightbus.commands"
 BUILT_IN: Final[Mapping[str, str]] = {
     "coordinator": "weightbus.control.commands:coordinator",
     "status": "weightbus.control.commands:status",
-    "keygen": "weightbus.control.commands:keygen",
+    "keygen": "weightbus.control.key_commands:keygen",
+    "trust": "weightbus.control.key_commands:trust",
     "version": "weightbus.control.commands:version",
     "engine-agent": "weightbus.engine_agent.commands:engine_agent",
     "demo": "weightbus.trainer_agent.demo.commands:demo",

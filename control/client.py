@@ -23,7 +23,7 @@ from typing import Final, Self, assert_never
 import msgspec
 
 from . import codec
-from .bus import DealerLink
+from .dealer import DealerLink
 from .errors import BlobMismatch, ClientClosed, RequestRefused, WeightbusError
 from .ids import Digest, RequestId, Version
 from .keys import CurveFiles
@@ -77,6 +77,10 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = "tcp://127.0.0.1:5750"
     curve: CurveFiles | None = None
     timing: Timing = Timing()
+
+    def check(self) -> None:
+        """Raise the `ConfigurationError` that connecting would: keys that are not there, or needed and not given."""
+        DealerLink(self.endpoint, self.curve).close()
 
 
 class BusClient:

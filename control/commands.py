@@ -1,50 +1,22 @@
-"""The subcommands of the control side: coordinator, status, keygen, version."""
+"""The subcommands of the control side that have no file of their own: coordinator, status, version."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import platform
-from pathlib import Path
-from typing import Annotated, Final, Generic, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 from rich.console import Console
 
-from . import settings, status_view
-from .bus import check_library, libzmq_version, new_keypair, public_of
+from . import status_view
 from .coordinator_settings import CoordinatorSettings
-from .keys import AGENTS, COORDINATOR, Written, write_pair
-from .server import stop_on_signals
+from .server import on_signals
 from .service import Service
+from .settings_command import SettingsCommand
+from .sockets import libzmq_version
 from .telemetry import configure_logging
-
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-class SettingsCommand(Generic[S]):
-    """A subcommand that is told everything by one settings Struct. ``--check-config`` is answered here."""
-
-    help: str
-    section: str
-    kind: type[S]
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """One flag for each setting."""
-        settings.configure(parser, self.kind)
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Read the settings; show them or use them."""
-        resolved = settings.from_args(self.kind, self.section, args)
-        if args.check_config:
-            print(resolved.render())  # noqa: T201
-            return 0
-        return self.do(resolved.value)
-
-    def do(self, given: S) -> int:
-        """What the command is for."""
-        raise NotImplementedError
 
 
 class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
@@ -58,7 +30,7 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
         """Serve until told to stop."""
         configure_logging(given.log_level.value, given.log_format.value)
         service = Service(given)
-        stop_on_signals(service.server)
+        on_signals(service.stop, service.look_again)
         service.run()
         return 0
 
@@ -90,45 +62,6 @@ class StatusCommand(SettingsCommand[StatusSettings]):
             print(document.decode())  # noqa: T201
             return 0
         Console().print(status_view.render(status_view.parse(document)))
-        return 0
-
-
-class KeygenSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of ``weightbus keygen``."""
-
-    keys: Annotated[Path, Meta(description="folder that the keys are in")] = Path("keys")
-    agents: Annotated[tuple[str, ...], Meta(description="agents, the same as NAME...")] = ()
-    coordinator: Annotated[bool, Meta(description="make the coordinator's pair too")] = True
-
-
-class KeygenCommand(SettingsCommand[KeygenSettings]):
-    """Makes CURVE keys. What exists is kept."""
-
-    help: str = "make CURVE keys for the coordinator and for agents; keeps what exists"
-    section: str = "keygen"
-    kind = KeygenSettings
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Names may be given without a flag."""
-        parser.add_argument("names", nargs="*", metavar="NAME", help="agents to make keys for")
-        super().configure(parser)
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Names without a flag are the same as --agents."""
-        if args.names:
-            args.agents = ",".join(args.names)
-        return super().run(args)
-
-    def do(self, given: KeygenSettings) -> int:
-        """Write the pairs that are missing."""
-        check_library()
-        wanted = [(given.keys, COORDINATOR)] if given.coordinator else []
-        wanted += [(given.keys / AGENTS, name) for name in given.agents]
-        for folder, name in wanted:
-            written = write_pair(folder, name, new_keypair, public_of)
-            print(f"{written.value:<9} {folder / name}.key {folder / name}.pub")  # noqa: T201
-            if written is Written.CREATED and name != COORDINATOR:
-                print(f"          the agent needs {name}.key and {COORDINATOR}.pub; here only {name}.pub must stay")  # noqa: T201
         return 0
 
 
@@ -167,5 +100,4 @@ def installed(distribution: str) -> str | None:
 
 coordinator = CoordinatorCommand()
 status = StatusCommand()
-keygen = KeygenCommand()
 version = VersionCommand()

@@ -42,7 +42,18 @@ from .effects import (
     StateEntered,
 )
 from .errors import IllegalMove, InvariantBroken
-from .events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, StopRequested, Tick, Token
+from .events import (
+    AnyEvent,
+    MessageReceived,
+    Peer,
+    PeerLost,
+    Persisted,
+    PersistFailed,
+    StopRequested,
+    Tick,
+    Token,
+    TrustLost,
+)
 from .ids import AgentId, RequestId
 from .ids import Channel as ChannelId
 from .lease import Verdict
@@ -176,15 +187,15 @@ class Coordinator:
                 self._received(work, now)
             case PeerLost():
                 self.members.disconnect(work.peer)
+            case TrustLost():
+                self._distrust(work, now)
             case Tick():
                 self._tick(now)
             case StopRequested():
                 self.stopping = True
                 self._waiting.extend(_ChannelStop(name) for name in self.channels)
             case _Silent():
-                agent = self.members.get(work.agent)
-                if agent and now >= agent.heard_at + self.limits.silence_s:
-                    self._leave(agent, f"was silent for {now - agent.heard_at:.1f} s", now)
+                self._give_up_on(work.agent, now)
             case _ChannelTick():
                 self.channels[work.channel].tick(now)
                 self._flush(self.channels[work.channel], now)
@@ -195,6 +206,15 @@ class Coordinator:
                 raise InvariantBroken("the journal's answers do not wait in line")
             case _:
                 assert_never(work)
+
+    def _distrust(self, event: TrustLost, now: float) -> None:
+        if agent := self.members.get(event.agent):
+            self._leave(agent, f"is not trusted any more: {event.reason}", now)
+
+    def _give_up_on(self, name: AgentId, now: float) -> None:
+        agent = self.members.get(name)
+        if agent and now >= agent.heard_at + self.limits.silence_s:
+            self._leave(agent, f"was silent for {now - agent.heard_at:.1f} s", now)
 
     def _tick(self, now: float) -> None:
         self._waiting.extend(_Silent(agent.name) for agent in self.members.silent(now))
@@ -245,7 +265,7 @@ class Coordinator:
             if not isinstance(message, Bye):
                 self._refuse(peer, "?", message, Verdict(Code.UNKNOWN_AGENT, "say Hello first"))
             return
-        verdict = may_say(agent, message)
+        verdict = may_say(agent, message, event.principal)
         if not verdict.ok:
             self._refuse(peer, agent.name, message, verdict)
         else:

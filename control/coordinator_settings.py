@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import enum
 import ipaddress
-import os
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from . import security
 from .limits import Limits
+from .security import InsecureLoopback, KeysFolder, state_folder
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Wait = Annotated[float, Meta(gt=0, le=86400)]
-
-
-def state_folder() -> Path:
-    """Where this user's programs keep what must survive them, wherever they are started from."""
-    given = Path(os.environ.get("XDG_STATE_HOME", ""))
-    if given.is_absolute():  # the specification of XDG wants others ignored
-        return given / "weightbus"
-    try:
-        return Path.home() / ".local/state/weightbus"
-    except RuntimeError:  # a user without a home, as in some containers
-        return Path("/var/lib/weightbus")
 
 
 class LogLevel(enum.StrEnum):
@@ -57,7 +47,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     journal: Annotated[Path, Meta(description="SQLite file; on a local disk, never on NFS")] = msgspec.field(
         default_factory=lambda: state_folder() / "journal.sqlite"
     )
-    keys: Annotated[Path | None, Meta(description="folder made by `weightbus keygen`: turns CURVE on")] = None
+    keys: KeysFolder = None
+    insecure_loopback: InsecureLoopback = False
 
     heartbeat_s: Annotated[Wait, Meta(description="how often agents say that they are alive")] = 1.0
     silence_s: Annotated[Wait, Meta(description="an agent silent for so long is lost")] = 10.0
@@ -76,6 +67,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
 
     def __post_init__(self) -> None:
+        security.check(self.keys, insecure_loopback=self.insecure_loopback)
         if self.silence_s < 2 * self.heartbeat_s:
             raise ValueError(
                 f"silence_s = {self.silence_s:g} is less than two heartbeats of {self.heartbeat_s:g} s: one late"

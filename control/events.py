@@ -5,17 +5,34 @@ Whoever drives the machine owns sockets, disk and clock, and tells it here what 
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import Final, NewType
 
 import msgspec
 
-from .messages import ToCoordinator
+from .ids import AgentId, Channel
+from .messages import Role, ToCoordinator
 
 Peer = NewType("Peer", bytes)
 """One connection, by the id that the ROUTER gave it. A reconnected agent has a new one."""
 
 Token = NewType("Token", int)
 """Ties a `Persist` effect to the event that says how it went."""
+
+
+ANY_CHANNEL: Final = Channel("*")
+"""Among a principal's channels: all of them."""
+
+
+class Principal(msgspec.Struct, frozen=True):
+    """Whom a connection's key belongs to, and what the allow-list trusts that agent with."""
+
+    name: AgentId
+    role: Role
+    channels: tuple[Channel, ...]
+
+    def covers(self, channel: Channel) -> bool:
+        """Whether it may act in `channel`."""
+        return ANY_CHANNEL in self.channels or channel in self.channels
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,14 +45,21 @@ class MessageReceived(Event, frozen=True):
     peer: Peer
     message: ToCoordinator
     blob: bytes | None = None
-    principal: str = ""
-    """The agent that the connection's key belongs to, where keys are used: `Hello` may name no other."""
+    principal: Principal | None = None
+    """Whom the connection's key belongs to, as of now; null where no keys are used."""
 
 
 class PeerLost(Event, frozen=True):
     """A connection is gone, or takes no more messages. Its agent may come back on another one."""
 
     peer: Peer
+
+
+class TrustLost(Event, frozen=True):
+    """The allow-list does not trust `agent` any more, or not with the same."""
+
+    agent: AgentId
+    reason: str
 
 
 class Tick(Event, frozen=True):
@@ -59,4 +83,4 @@ class StopRequested(Event, frozen=True):
     """Grant nothing more and bring running rounds to an end; `Coordinator.stopped` says when that is so."""
 
 
-AnyEvent = MessageReceived | PeerLost | Tick | Persisted | PersistFailed | StopRequested
+AnyEvent = MessageReceived | PeerLost | TrustLost | Tick | Persisted | PersistFailed | StopRequested

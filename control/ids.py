@@ -29,7 +29,7 @@ RequestId = NewType("RequestId", str)
 Digest = NewType("Digest", str)
 """Lower-case hexadecimal SHA-256 of a blob (a manifest, a digest table)."""
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 """What an agent or a channel may be called: safe in file names, metric labels and log lines."""
 
 AgentName = Annotated[AgentId, msgspec.Meta(pattern=NAME_PATTERN)]
@@ -38,7 +38,7 @@ VersionNumber = Annotated[Version, msgspec.Meta(ge=0, le=2**53)]
 EpochNumber = Annotated[Epoch, msgspec.Meta(ge=0, le=2**53)]
 IncarnationId = Annotated[Incarnation, msgspec.Meta(min_length=1, max_length=64)]
 RequestKey = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=96)]
-BlobDigest = Annotated[Digest, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+BlobDigest = Annotated[Digest, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

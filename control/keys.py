@@ -3,11 +3,11 @@
 One folder, made by ``weightbus keygen``::
 
     coordinator.key  coordinator.pub      the coordinator's; agents are given the .pub
-    agents/NAME.key  agents/NAME.pub      one pair for each agent; the coordinator needs only the .pub files
+    agents/NAME.key  agents/NAME.pub      one pair for each agent; its host needs the .key
+    trust.toml                            whom the coordinator lets in (trust.py)
 
 A file is comment lines (they hold spaces) and one line of 40 characters, a key in Z85. Secret files that others can
-read are refused. The .pub files in ``agents/`` *are* the allow-list: adding or removing one takes effect within a
-second, also on connections that stand already.
+read are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import enum
 import os
 import re
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -29,7 +28,6 @@ from .ids import NAME_PATTERN
 COORDINATOR: Final = "coordinator"
 AGENTS: Final = "agents"
 _Z85: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_RELOAD_S: Final = 1.0
 _ELSEWHERE: Final = "choose a folder that you may write, with --keys"
 
 
@@ -82,7 +80,7 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
         raise PeerKeyError(secret_path, f"missing, though {public_path.name} exists", advice)
     pair = make()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as problem:
         raise PeerKeyError(secret_path, f"its folder cannot be made: {problem.strerror}", _ELSEWHERE) from problem
     comment = f"# weightbus secret key of {name}. Only for that machine; never in an image or an environment variable."
@@ -105,48 +103,14 @@ def read_secret(path: Path) -> str:
     return key
 
 
-class AllowList:
-    """Public keys of the agents that may connect, by name; follows its folder. Safe to ask from any thread."""
-
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self.folder = folder
-        self._clock = clock
-        self._stamp: tuple[tuple[str, int, int], ...] | None = None
-        self._names: dict[str, str] = {}
-        self._checked_at = float("-inf")
-
-    def agent_of(self, public: str, *, fresh: bool = False) -> str | None:
-        """The agent that `public` belongs to; None for a stranger. `fresh` looks at the folder in any case."""
-        now = self._clock()
-        if fresh or now - self._checked_at >= _RELOAD_S:
-            self._checked_at = now
-            self._names = self._reload()
-        return self._names.get(public)
-
-    def _reload(self) -> dict[str, str]:
-        try:
-            files = sorted(self.folder.glob("*.pub"))
-            stats = [path.stat() for path in files]
-        except OSError:
-            return {}  # no folder, no friends: fail closed
-        stamp = tuple((path.name, s.st_mtime_ns, s.st_ino) for path, s in zip(files, stats, strict=True))
-        if stamp == self._stamp:
-            return self._names
-        self._stamp = stamp
-        names: dict[str, str] = {}
-        for path in files:
-            try:
-                names[read_public(path)] = path.stem
-            except PeerKeyError:
-                continue  # half-written or not a key: it lets nobody in
-        return names
-
-
 def _read(path: Path) -> str:
     try:
         text = path.read_text(encoding="ascii")
     except OSError as problem:
-        advice = "make it with `weightbus keygen`, or copy it from where it was made"
+        advice = (
+            "make it with `weightbus keygen`, or copy it from where it was made, or name its folder with --keys;"
+            " on a machine that is yours alone --insecure-loopback does without keys"
+        )
         raise PeerKeyError(path, f"cannot be read: {problem.strerror}", advice) from problem
     except ValueError as problem:
         raise PeerKeyError(path, "is not text", "make a new pair with `weightbus keygen`") from problem

@@ -13,7 +13,8 @@ from typing import Protocol
 import msgspec
 
 from .errors import ProtocolError
-from .events import Peer
+from .events import Peer, Principal
+from .ids import AgentId
 from .messages import Hint, ToAgent, ToCoordinator
 
 
@@ -34,8 +35,8 @@ class Received(msgspec.Struct, frozen=True):
     peer: Peer
     message: ToCoordinator
     blob: bytes | None = None
-    principal: str = ""
-    """The agent whose key the connection uses; empty where no keys are used."""
+    principal: Principal | None = None
+    """Whom the connection's key belongs to; null where no keys are used."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -46,13 +47,29 @@ class Rejected(msgspec.Struct, frozen=True):
 
     peer: Peer
     error: ProtocolError
-    principal: str = ""
+    principal: Principal | None = None
+
+
+class Distrusted(msgspec.Struct, frozen=True):
+    """An agent was taken off the allow-list, or is trusted with something else from now on."""
+
+    agent: AgentId
+    reason: str
+
+
+class TurnedAway(msgspec.Struct, frozen=True):
+    """A connection ended before anything could be said on it: nobody's key, or no handshake in time."""
+
+    reason: str
+
+
+Incoming = Received | Rejected | Distrusted | TurnedAway
 
 
 class CoordinatorBus(Protocol):
     """The coordinator's side. One thread owns it; only `wake` may be called from another, or from a signal handler."""
 
-    def poll(self, timeout_s: float) -> Sequence[Received | Rejected]:
+    def poll(self, timeout_s: float) -> Sequence[Incoming]:
         """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
         ...
 

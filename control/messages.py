@@ -233,6 +233,8 @@ class Offer(Fragment, frozen=True):
     """Distributed: ``gloo`` or ``nccl``."""
     world_size: Count = 0
     """Distributed: the source rank and all engine ranks."""
+    token: Text = ""
+    """Distributed: a secret of this epoch, by which the two sides know each other. Never logged."""
 
 
 class EngineReport(Fragment, frozen=True):

@@ -39,16 +39,46 @@ from .telemetry import Meters
 
 _ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD})
 """Refusals that are part of a healthy exchange."""
+REFUSALS_LOGGED: Final = 20
+"""Lines a second. Strangers must not fill the disk with our log."""
 _QUARANTINED: Final = frozenset({"dirty", "pending"})
+
+
+class Throttle:
+    """Lets so many pass each second, and counts the rest."""
+
+    def __init__(self, a_second: int) -> None:
+        self._a_second = a_second
+        self._left = a_second
+        self._until = 0.0
+        self._withheld = 0
+
+    def passes(self, now: float) -> bool:
+        """Whether one more may pass at `now`."""
+        if now >= self._until:
+            self._until, self._left = now + 1.0, self._a_second
+        if self._left == 0:
+            self._withheld += 1
+            return False
+        self._left -= 1
+        return True
+
+    def take_withheld(self) -> int:
+        """How many did not pass since this was asked last."""
+        withheld, self._withheld = self._withheld, 0
+        return withheld
 
 
 class Reporter:
     """One coordinator's. Called on the thread of its loop."""
 
-    def __init__(self, meters: Meters) -> None:
+    def __init__(self, meters: Meters, clock: Callable[[], float] = time.monotonic) -> None:
         self._meters = meters
+        self._clock = clock
         self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
         self._agents: dict[AgentId, tuple[Channel, Role]] = {}
+        self._connections: Counter[str] = Counter()
+        self._refusals = Throttle(REFUSALS_LOGGED)
         meters.set(telemetry.JOURNAL_WRITABLE, 1)
 
     def observe(self, what: AnyObservation) -> None:
@@ -66,7 +96,7 @@ class Reporter:
                 self._say("debug", what)
             case Refusal():
                 self._meters.add(telemetry.REFUSED, code=what.code.value)
-                self._say("debug" if what.code in _ROUTINE else "info", what)
+                self._refused(what)
             case JournalChanged():
                 self._meters.set(telemetry.JOURNAL_WRITABLE, float(what.writable))
                 self._say("info" if what.writable else "error", what)
@@ -76,6 +106,12 @@ class Reporter:
                 self._say("info", what)
             case _:
                 assert_never(what)
+
+    def count_connections(self, so_far: Mapping[str, int]) -> None:
+        """Bring the counters to what the bus has counted."""
+        for event, count in so_far.items():
+            self._meters.add(telemetry.CONNECTIONS, count - self._connections[event], event=event)
+            self._connections[event] = count
 
     def show(self, view: StatusView) -> None:
         """Set the gauges to what the status says."""
@@ -95,6 +131,15 @@ class Reporter:
         set_all(telemetry.ENGINE_READY, {(c, n): float(e.ready) for c, n, e in engines})
         counts = Counter((str(channel), role.value) for channel, role in self._agents.values())
         set_all(telemetry.AGENTS_CONNECTED, {labels: float(count) for labels, count in counts.items()})
+
+    def _refused(self, what: Refusal) -> None:
+        """All are counted; of a flood only the first of each second are worth a line."""
+        if what.code in _ROUTINE:
+            self._say("debug", what)
+        elif self._refusals.passes(self._clock()):
+            self._say("info", what)
+            if kept := self._refusals.take_withheld():
+                self._log.info("refusals_not_logged", count=kept)
 
     def _count_agent(self, what: AgentJoined | AgentLeft) -> None:
         if isinstance(what, AgentJoined):

@@ -18,11 +18,21 @@ from . import status
 from .coordinator import Coordinator
 from .effects import AnyEffect, AnyObservation, Evict, Observe, Persist, PublishHint, Refusal, SendTo
 from .errors import JournalCorrupt, JournalUnwritable, ProtocolError, WrongProtocol
-from .events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, StopRequested, Tick
+from .events import (
+    AnyEvent,
+    MessageReceived,
+    Peer,
+    PeerLost,
+    Persisted,
+    PersistFailed,
+    StopRequested,
+    Tick,
+    TrustLost,
+)
 from .ids import RequestId
 from .journal import Journal
 from .limits import Limits
-from .links import CoordinatorBus, Delivery, Rejected
+from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Received, Rejected, TurnedAway
 from .messages import Code, Refused, ToAgent
 
 STATUS_EVERY_S: Final = 0.02
@@ -82,6 +92,10 @@ class Server:
         self._stop.set()
         self._bus.wake()
 
+    def look_again(self) -> None:
+        """End the running wait. Safe in a signal handler."""
+        self._bus.wake()
+
     def run(self) -> None:
         """Serve until `stop`; at most `STOP_S` longer."""
         self._show(self._clock())
@@ -99,12 +113,7 @@ class Server:
             self._stop_by = self._clock() + STOP_S
             self._events.append(StopRequested())
         for item in received:
-            if isinstance(item, Rejected):
-                self._reject(item)
-                continue
-            self._events.append(
-                MessageReceived(peer=item.peer, message=item.message, blob=item.blob, principal=item.principal)
-            )
+            self._take(item)
         deadline = self.machine.next_deadline()
         if deadline is not None and self._clock() >= deadline:
             self._events.append(Tick())
@@ -112,6 +121,19 @@ class Server:
         now = self._clock()
         if now - self._status_at >= (STATUS_EVERY_S if self._stale else IDLE_S):
             self._show(now)
+
+    def _take(self, item: Incoming) -> None:
+        match item:
+            case Received(peer=peer, message=message, blob=blob, principal=principal):
+                self._events.append(MessageReceived(peer=peer, message=message, blob=blob, principal=principal))
+            case Rejected():
+                self._reject(item)
+            case Distrusted():
+                self._events.append(TrustLost(agent=item.agent, reason=item.reason))
+            case TurnedAway():
+                self._observe(Refusal(agent="?", message="?", code=Code.NOT_ALLOWED, reason=item.reason))
+            case _:
+                assert_never(item)
 
     def _drain(self) -> None:
         """Carry out every effect of an event before the next event; the journal's answers go before the rest."""
@@ -163,7 +185,9 @@ class Server:
         code = Code.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else Code.NOT_ALLOWED
         reason = str(item.error)
         self._send(item.peer, Refused(request=REJECTED_KEY, code=code, reason=reason))
-        self._observe(Refusal(agent=item.principal or "?", message="?", code=code, reason=reason))
+        self._observe(
+            Refusal(agent=item.principal.name if item.principal else "?", message="?", code=code, reason=reason)
+        )
 
     def _wait_s(self) -> float:
         now = self._clock()
@@ -183,12 +207,12 @@ class Server:
         self._on_status(self._view)
 
 
-def stop_on_signals(server: Server) -> None:
-    """Let SIGTERM and SIGINT end `run`. Call from the main thread."""
+def on_signals(stop: Callable[[], None], look_again: Callable[[], None]) -> None:
+    """Let SIGTERM and SIGINT end the service, and SIGHUP have it read its allow-list. Call from the main thread."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        server.stop()
+    def call(number: int, frame: FrameType | None) -> None:
+        del frame
+        (look_again if number == signal.SIGHUP else stop)()
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, call)

@@ -13,6 +13,7 @@ from .coordinator_settings import CoordinatorSettings
 from .http import HttpPort, Readiness
 from .journal import SqliteJournal
 from .reporter import Reporter, TimedJournal
+from .security import keys_folder
 from .server import Server
 from .status import StatusView
 from .telemetry import Meters, Side
@@ -25,7 +26,7 @@ class Service:
     """One coordinator. Everything is bound and open once constructed; `run` serves until `stop`."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
-        keys = ServerKeys.read(settings.keys) if settings.keys else None
+        keys = None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
         meters = Meters(Side.COORDINATOR)
         reporter = Reporter(meters)
         self._shown_at = time.monotonic()
@@ -38,6 +39,7 @@ class Service:
             def show(view: StatusView) -> None:
                 self._shown_at = time.monotonic()
                 reporter.show(view)
+                reporter.count_connections(bus.connections)
 
             timed = TimedJournal(journal, meters)
             self.server = Server(bus, timed, settings.limits(), observe=reporter.observe, on_status=show)
@@ -55,6 +57,7 @@ class Service:
         self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
         self._settings = settings
         self._boot = journal.boot
+        self._keys = keys
 
     def run(self) -> None:
         """Serve until `stop`, then release everything. Raises what broke the loop."""
@@ -68,8 +71,12 @@ class Service:
                 pub_port=self.pub_port,
                 http=f"http://{self._settings.http_bind}:{self.http.port}",
                 journal=str(self._settings.journal),
-                keys=str(self._settings.keys or "none: loopback only"),
+                keys="" if self._keys is None else str(self._keys.trust.path),
             )
+            if self._keys is None:
+                self._log.warning(
+                    "insecure", reason="no keys: whoever runs a process on this machine may publish weights"
+                )
             self.server.run()
             self._log.info("coordinator_stopped")
 
@@ -80,6 +87,12 @@ class Service:
     def stop(self) -> None:
         """End `run`; from any thread or signal handler."""
         self.server.stop()
+
+    def look_again(self) -> None:
+        """Read the allow-list now; it is followed anyway. Safe in a signal handler."""
+        if self._keys is not None:
+            self._keys.trust.expire()
+        self.server.look_again()
 
     def readiness(self) -> Readiness:
         """Whether agents are served, and a version could be committed."""

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from .broadcast_group import BroadcastGroup, backend_for, serve_store
 from .deadline import Deadline
 from .errors import DataplaneError, PeerLost, TransferFailed
-from .meeting import POLL_S, Attendance, Meeting
+from .meeting import POLL_S, Attendance, Meeting, new_token
 from .transport import JOIN_S, Address, EngineServer, Peer, Receipt, Session, Slot
 
 _REASONS_S: Final = 0.3
@@ -53,6 +53,7 @@ class DistributedSender:
         self._sends: dict[int, Future[None]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._finished = False
+        self._token = ""
 
     @property
     def failed(self) -> dict[str, str]:
@@ -69,10 +70,11 @@ class DistributedSender:
             self._meeting.clear(peer.engine for peer in self._peers)
         self._session, self._peers = session, tuple(peers)
         self._failed, self._sends, self._finished = {}, {}, False
-        self._meeting = Meeting(self._store, session.epoch)
+        self._token = new_token()
+        self._meeting = Meeting(self._store, session.epoch, self._token)
         world_size = 1 + sum(peer.tp for peer in peers)
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return Address(f"tcp://{host}:{self._store.port}", self._group_name(), backend, world_size)
+        return Address(f"tcp://{host}:{self._store.port}", self._group_name(), backend, world_size, self._token)
 
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
         """Wait until every engine's ranks are in the group: the one from the last round, or a new one.
@@ -242,7 +244,7 @@ class DistributedReceiver:
         self._touched = False
         if self._server is not server:
             self._held, self._server = "", server
-        meeting = Attendance(address.address, session.epoch, engine)
+        meeting = Attendance(address.address, session.epoch, engine, address.token)
         meeting.begin()
         reason = ""
         try:

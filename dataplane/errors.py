@@ -2,8 +2,10 @@
 
     DataplaneError
         ManifestError            a layout that cannot travel: the publisher must change it
+            CoverageError        pieces that do not make up a tensor exactly once: names it
         TransferFailed           bytes did not arrive: retryable under a new epoch
             StaleSession         the other side speaks of another epoch
+            Forged               somebody without the session's token spoke in it
             PeerLost             the other side died or stopped answering
             DeadlineExceeded     the wait ran out
             DigestMismatch       what arrived is not what was sent: names the tensor and both digests
@@ -23,6 +25,14 @@ class ManifestError(DataplaneError):
     """A layout or digest table that cannot travel, or is not one."""
 
 
+class CoverageError(ManifestError):
+    """The pieces of a tensor leave a part of it out, or hold a part twice."""
+
+    def __init__(self, tensor: str, detail: str) -> None:
+        self.tensor = tensor
+        super().__init__(f"{tensor!r}: {detail}: describe every rank of the model, each with all of its chunks")
+
+
 class TransferFailed(DataplaneError):
     """Bytes did not arrive. Everything may be sent again under a new epoch."""
 
@@ -34,6 +44,17 @@ class StaleSession(TransferFailed):
         self.found = found
         self.expected = expected
         super().__init__(f"the peer speaks of epoch {found}, this session is of epoch {expected}")
+
+
+class Forged(TransferFailed):
+    """Somebody who does not know the session's token spoke in it."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        super().__init__(
+            f"what stands under {where!r} was not written by a party of this session: a stranger reaches the transfer's"
+            " port; bind it to a private network (host) and close it to others"
+        )
 
 
 class PeerLost(TransferFailed):

@@ -22,7 +22,18 @@ import torch
 
 from .deadline import Deadline
 from .errors import PeerLost, TransferFailed, Unsupported
-from .local_wire import BucketDone, BucketReady, Connection, Failed, Finished, Hello, Refused, Welcome, failed
+from .local_wire import (
+    BucketDone,
+    BucketReady,
+    Connection,
+    Failed,
+    Finished,
+    Hello,
+    Refused,
+    Welcome,
+    failed,
+    not_private,
+)
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
 _MAX_PATH: Final = 107
@@ -74,7 +85,7 @@ class LocalSender:
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(os.fspath(path))
-        path.chmod(0o600)
+        path.chmod(0o600)  # until now its folder kept others out
         self._listener.listen(max(8, len(peers)))
         self._path = path
         self._selector = selectors.DefaultSelector()
@@ -283,11 +294,7 @@ class LocalSender:
 
 
 def open_runtime_dir(path: Path) -> None:
-    """Create `path` for this user alone. Raises `Unsupported` when somebody else can enter it."""
+    """Create `path` for this user alone. Raises `Unsupported` when others can enter it, or it is a link."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise Unsupported(
-            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
-            f"expected user {os.getuid()} and mode 700: choose another runtime_dir or correct it"
-        )
+    if reason := not_private(path, stat.S_IFDIR):
+        raise Unsupported(f"{reason}: choose another runtime_dir or correct it")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import struct
+from pathlib import Path
 from typing import Annotated, Final, Self, TypeVar
 
 import msgspec
@@ -95,7 +97,13 @@ class Connection:
 
     @classmethod
     def connect(cls, path: str, deadline: Deadline) -> Self:
-        """Connect to a sender. Raises `PeerLost` when nobody of our user listens there."""
+        """Connect to a sender. Raises `PeerLost` when nobody of our user listens there.
+
+        The path came over the network: only a socket of ours, in a folder that is ours alone, is spoken to.
+        """
+        where = Path(path)
+        if reason := not_private(where.parent, stat.S_IFDIR) or not_private(where, stat.S_IFSOCK):
+            raise PeerLost(f"the sender's socket is not one to be trusted: {reason}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.settimeout(max(deadline.left(), 0.001))
@@ -170,6 +178,25 @@ class Connection:
         with contextlib.suppress(OSError):  # the peer may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def not_private(path: Path, kind: int) -> str:
+    """Why `path` is not a folder or socket (`kind`: S_IFDIR, S_IFSOCK) of ours alone; empty when it is.
+
+    Looks at the entry itself: a link is neither.
+    """
+    try:
+        found = path.lstat()
+    except OSError as error:
+        return f"{path} cannot be looked at: {error.strerror}"
+    if stat.S_IFMT(found.st_mode) != kind:
+        return f"{path} is a {stat.filemode(found.st_mode)}, expected a {stat.filemode(kind | 0o700)}"
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        return (
+            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
+            f"expected user {os.getuid()} and no rights for others"
+        )
+    return ""
 
 
 _T = TypeVar("_T")

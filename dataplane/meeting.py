@@ -9,11 +9,18 @@
     <epoch>/over          sender    the session is over, and why
 
 Keys of an epoch are deleted when the next one begins. A store that stops answering is a sender that died.
+
+Whoever reaches its port can read and write a store. So every value but the bare epoch carries a MAC over its key and
+itself, by a token that is new in every epoch and travels on the authenticated bus, never here: what a stranger writes
+can stop a transfer, and is named, but cannot pass for the word of an engine or of the sender.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -24,37 +31,80 @@ from urllib.parse import urlsplit
 from torch._C._distributed_c10d import Store, TCPStore
 
 from .deadline import Deadline
-from .errors import PeerLost, StaleSession, TransferFailed
+from .errors import Forged, PeerLost, StaleSession, TransferFailed
 
 POLL_S: Final = 0.02
 _EPOCH: Final = "weightbus/epoch"
 _MAX_REASON: Final = 2048
 _CONNECT_S: Final = 30.0
 _GOODBYE_S: Final = 1.0
+_MAC_CHARS: Final = 64
 _STEPS: Final = ("came", "joined", "done", "failed")
+
+
+def new_token() -> str:
+    """A secret for one epoch."""
+    return secrets.token_hex(16)
+
+
+class _Sealed:
+    """A store in which only holders of `token` can say anything."""
+
+    def __init__(self, store: Store, epoch: int, token: str) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._token = token.encode("ascii")
+
+    def say(self, name: str, value: str) -> None:
+        key, word = self._key(name), value.encode("utf-8", "replace")
+        self._store.set(key, f"{self._mac(key, word)}{word.decode()}")
+
+    def hear(self, name: str) -> str | None:
+        """What was said under `name`, or None. Raises `Forged`."""
+        key = self._key(name)
+        if not self._store.check([key]):
+            return None
+        found = bytes(self._store.get(key))
+        mac, word = found[:_MAC_CHARS], found[_MAC_CHARS:]
+        if not hmac.compare_digest(mac, self._mac(key, word).encode("ascii")):
+            raise Forged(key)
+        return word.decode("utf-8", "replace")
+
+    def forget(self, name: str) -> None:
+        self._store.delete_key(self._key(name))
+
+    def _key(self, name: str) -> str:
+        return f"weightbus/{self._epoch}/{name}"
+
+    def _mac(self, key: str, word: bytes) -> str:
+        return hmac.new(self._token, key.encode("utf-8") + b"\0" + word, hashlib.sha256).hexdigest()
 
 
 class Meeting:
     """The sender's side. The store is served by this very process, so nothing here waits for anybody."""
 
-    def __init__(self, store: Store, epoch: int) -> None:
-        self._store = store
-        self._epoch = epoch
+    def __init__(self, store: Store, epoch: int, token: str) -> None:
+        self._sealed = _Sealed(store, epoch, token)
+        self._forged: dict[str, str] = {}
         store.set(_EPOCH, str(epoch))
 
     def heard(self, step: str, engine: str) -> str | None:
-        """What `engine` said with `step`, or None."""
-        return _look(self._store, _key(self._epoch, f"{step}/{engine}"))
+        """What `engine` said with `step`, or None. An engine in whose name a stranger wrote has ``failed``."""
+        try:
+            word = self._sealed.hear(f"{step}/{engine}")
+        except Forged as error:
+            self._forged.setdefault(engine, str(error))
+            word = None
+        return self._forged.get(engine, word) if step == "failed" else word
 
     def announce(self, what: str, value: str) -> None:
         """Say ``group`` or ``over``."""
-        self._store.set(_key(self._epoch, what), value)
+        self._sealed.say(what, value)
 
     def clear(self, engines: Iterable[str]) -> None:
         """Forget this epoch."""
-        names = [f"{step}/{engine}" for engine in engines for step in _STEPS]
-        for name in ("group", "over", *names):
-            self._store.delete_key(_key(self._epoch, name))
+        for name in ("group", "over", *(f"{step}/{engine}" for engine in engines for step in _STEPS)):
+            self._sealed.forget(name)
 
 
 class Attendance:
@@ -64,13 +114,14 @@ class Attendance:
     what that thread last heard.
     """
 
-    def __init__(self, address: str, epoch: int, engine: str) -> None:
+    def __init__(self, address: str, epoch: int, engine: str, token: str) -> None:
         url = urlsplit(address)
         if url.scheme != "tcp" or not url.hostname or not url.port:
             raise TransferFailed(f"{address!r} is not the address of a distributed offer, expected tcp://host:port")
         self._where = (url.hostname, url.port)
         self._epoch = epoch
         self._engine = engine
+        self._token = token
         self._outbox: queue.Queue[tuple[str, str] | None] = queue.Queue()
         self._news = threading.Condition()
         self._error: TransferFailed | None = None
@@ -114,8 +165,8 @@ class Attendance:
 
     def _run(self) -> None:
         try:
-            store = self._connect()
-            while self._talk(store):
+            sealed = _Sealed(self._connect(), self._epoch, self._token)
+            while self._talk(sealed):
                 pass
         except TransferFailed as error:
             self._error = error
@@ -127,32 +178,24 @@ class Attendance:
     def _connect(self) -> Store:
         timeout = timedelta(seconds=_CONNECT_S)
         store = TCPStore(*self._where, is_master=False, wait_for_workers=False, timeout=timeout)
-        found = int(store.get(_EPOCH))
-        if found != self._epoch:
-            raise StaleSession(found, self._epoch)
+        found = bytes(store.get(_EPOCH)).decode("ascii", "replace")
+        if found != str(self._epoch):
+            raise StaleSession(int(found) if found.isdecimal() else -1, self._epoch)
         return store
 
-    def _talk(self, store: Store) -> bool:
+    def _talk(self, sealed: _Sealed) -> bool:
         try:
             message = self._outbox.get(timeout=POLL_S)
         except queue.Empty:
             for what in ("group", "over"):
-                if what not in self._announced and (value := _look(store, _key(self._epoch, what))) is not None:
+                if what not in self._announced and (value := sealed.hear(what)) is not None:
                     self._announced[what] = value
         else:
             if message is None:
                 return False
             step, value = message
-            store.set(_key(self._epoch, f"{step}/{self._engine}"), value)
+            sealed.say(f"{step}/{self._engine}", value)
             self._said.add(step)
         with self._news:
             self._news.notify_all()
         return True
-
-
-def _key(epoch: int, name: str) -> str:
-    return f"weightbus/{epoch}/{name}"
-
-
-def _look(store: Store, key: str) -> str | None:
-    return bytes(store.get(key)).decode("utf-8", "replace") if store.check([key]) else None

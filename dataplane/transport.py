@@ -54,6 +54,8 @@ class Address(msgspec.Struct, frozen=True):
     group: str = ""
     backend: str = ""
     world_size: int = 0
+    token: str = ""
+    """Distributed: a secret by which both sides know that the other is of this epoch, and no stranger."""
 
 
 class Slot(Protocol):

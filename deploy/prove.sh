@@ -58,6 +58,7 @@ finish() {
         tail -n 20 "$work"/*.log || true
     fi
     for leader in "${group[@]}"; do kill -KILL -- "-$leader" 2>/dev/null || true; done
+    wait "${group[@]}" 2>/dev/null || true # reaped here, or bash reports each of them as killed
     "${compose[@]}" down --volumes --timeout 15 >"$work/down.log" 2>&1 || cat "$work/down.log"
     rm -rf "$work"
     exit "$status"
@@ -144,6 +145,10 @@ if [ "$WEIGHTBUS_UID" = 0 ]; then # root lends the folder to the image's user ra
     chown 10001 "$work/keys"
 fi
 "${compose[@]}" run --rm keygen e0 trainer >"$work/keygen.log" 2>&1 || fail "no keys: $(cat "$work/keygen.log")"
+for agent in "e0 --role engine" "trainer --role trainer"; do
+    # shellcheck disable=SC2086  # a name and a flag
+    "${compose[@]}" run --rm trust add $agent --channels e2e >>"$work/keygen.log" 2>&1 || fail "no trust: $(cat "$work/keygen.log")"
+done
 cp -r deploy/prometheus "$work/prometheus"
 sed -i "s/127.0.0.1:5752/127.0.0.1:$HTTP/; s/127.0.0.1:9090/127.0.0.1:$PROM/" "$work/prometheus/prometheus.yml"
 sed -i "s/127.0.0.1:5760/127.0.0.1:$SIDE/" "$work/prometheus/engines.yml"

@@ -21,7 +21,6 @@ from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
 from weightbus.control.http import HttpPort, Readiness
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.keys import CurveFiles
 from weightbus.control.messages import (
     Abort,
     Commit,
@@ -36,6 +35,7 @@ from weightbus.control.messages import (
     Transfer,
     Welcome,
 )
+from weightbus.control.security import curve_files
 from weightbus.control.telemetry import (
     SERVER_PAUSED,
     SERVER_UP,
@@ -131,6 +131,7 @@ class EngineAgent:
 
     def run(self) -> None:
         """Serve until `stop`. Raises what made it impossible to go on."""
+        self._bus_settings().check()
         http = HttpPort(
             self.settings.http_bind,
             self.settings.http_port,
@@ -169,8 +170,7 @@ class EngineAgent:
 
     def _connect(self) -> None:
         """Join the coordinator as what the server is now."""
-        curve = CurveFiles.of(self.settings.keys, self.settings.name) if self.settings.keys else None
-        bus = BusClient(BusSettings(endpoint=self.settings.coordinator, curve=curve), self._hello, self._heartbeat)
+        bus = BusClient(self._bus_settings(), self._hello, self._heartbeat)
         try:
             welcome = self._join(bus)
         except BaseException:
@@ -181,6 +181,11 @@ class EngineAgent:
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
+
+    def _bus_settings(self) -> BusSettings:
+        given = self.settings
+        curve = curve_files(given.keys, given.name, insecure_loopback=given.insecure_loopback)
+        return BusSettings(endpoint=given.coordinator, curve=curve)
 
     def _join(self, bus: BusClient) -> Welcome:
         until = time.monotonic() + self.settings.start_timeout_s

@@ -7,9 +7,10 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from weightbus.control.coordinator_settings import LogFormat, LogLevel, state_folder
+from weightbus.control.coordinator_settings import LogFormat, LogLevel
 from weightbus.control.ids import NAME_PATTERN
 from weightbus.control.messages import TransportKind
+from weightbus.control.security import InsecureLoopback, KeysFolder, check, state_folder
 
 SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
@@ -36,7 +37,8 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     server: Annotated[str, Meta(description="where the agent reaches its SGLang server")] = "http://127.0.0.1:30000"
     url: Annotated[str, Meta(description="where clients reach the server, if that is elsewhere")] = ""
     coordinator: Annotated[str, Meta(description="endpoint of the coordinator")] = "tcp://127.0.0.1:5750"
-    keys: Annotated[Path | None, Meta(description="folder with this agent's CURVE keys")] = None
+    keys: KeysFolder = None
+    insecure_loopback: InsecureLoopback = False
     api_key: Annotated[
         str, Meta(description="the server's --api-key; better given by environment or file", extra={"secret": True})
     ] = ""
@@ -67,3 +69,6 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: Annotated[Wait, Meta(description="how long server and coordinator are waited for")] = 1800.0
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.INFO
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
+
+    def __post_init__(self) -> None:
+        check(self.keys, insecure_loopback=self.insecure_loopback)

@@ -162,7 +162,7 @@ class Worker:
         receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._make(kind))
         self._active = receiver
         session = Session(command.channel, command.epoch, command.version, layout, table)
-        address = Address(offer.address, offer.group, offer.backend, offer.world_size)
+        address = Address(offer.address, offer.group, offer.backend, offer.world_size, offer.token)
         left = max(command.deadline_s - (time.monotonic() - started), 0.001)
         try:
             receipt = receiver.receive(session, address, self._name, command.rank_offset, self._server, left)

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("control", "dataplane", "trainer_agent", "engine_agent")
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
-PICKLES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_WORDS = {"utils", "util", "common", "manager", "helper", "helpers", "base", "misc"}
 ROOT_ENTRIES = {
     *FOLDERS,
@@ -64,8 +63,8 @@ def test_the_modules_are_found() -> None:
 
 
 def test_only_the_bus_speaks_zeromq() -> None:
-    """Sockets live behind one module; everything else can be tested without them."""
-    assert set(importers("zmq")) <= {"control/bus.py", "control/keys.py"}
+    """Sockets live behind three modules; everything else can be tested without them."""
+    assert set(importers("zmq")) == {"control/bus.py", "control/dealer.py", "control/sockets.py"}
 
 
 def test_only_megatron_files_and_the_demo_import_megatron() -> None:
@@ -77,26 +76,6 @@ def test_only_megatron_files_and_the_demo_import_megatron() -> None:
 def test_nothing_imports_sglang() -> None:
     """Servers are spoken to over HTTP, so that any installed version will do."""
     assert importers("sglang") == {}
-
-
-def test_no_pickle_but_the_one_that_sglang_asks_for() -> None:
-    """Nothing on the network can make an agent run code."""
-    assert set(importers(*PICKLES)) <= {"engine_agent/payload.py"}
-
-
-@pytest.mark.parametrize(
-    "word", ["eval", "exec", "recv_pyobj", "send_pyobj", "all_gather_object", "broadcast_object_list"]
-)
-def test_nothing_is_evaluated_or_unpickled_in_passing(word: str) -> None:
-    """The calls that read code or pickles from elsewhere are not made; torch.load neither without weights_only."""
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-                assert called != word or (isinstance(owner, ast.Name) and owner.id == "model"), (
-                    f"{relative(path)}:{node.lineno} calls {word}"
-                )
 
 
 def test_the_coordinator_has_no_tensors() -> None:

@@ -232,4 +232,5 @@ def _offer(kind: TransportKind, address: Address) -> Offer:
         group=address.group,
         backend=address.backend,
         world_size=address.world_size,
+        token=address.token,
     )

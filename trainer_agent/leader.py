@@ -17,8 +17,8 @@ import torch
 
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.keys import CurveFiles
 from weightbus.control.messages import Hello, Role, TrainerInfo, TransportKind
+from weightbus.control.security import curve_files
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.staging import BucketPool
@@ -248,7 +248,7 @@ def lead(
 
 
 def _bus_settings(settings: TrainerSettings) -> BusSettings:
-    curve = CurveFiles.of(settings.keys, settings.name) if settings.keys is not None else None
+    curve = curve_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
     return BusSettings(endpoint=settings.coordinator, curve=curve)
 
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from weightbus.control.ids import NAME_PATTERN
 from weightbus.control.messages import PauseMode, Policy, TransportKind
+from weightbus.control.security import InsecureLoopback, KeysFolder, check
 from weightbus.dataplane.manifest import DEFAULT_BUCKET_BYTES
 
 from .backlog import Memory, Overlap
@@ -28,7 +29,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     channel: Annotated[Name, Meta(description="the model whose weights are published")]
     name: Annotated[Name, Meta(description="name of this trainer, kept across its restarts")] = "trainer"
     coordinator: Annotated[str, Meta(description="endpoint of the coordinator")] = "tcp://127.0.0.1:5750"
-    keys: Annotated[Path | None, Meta(description="folder with this agent's CURVE keys")] = None
+    keys: KeysFolder = None
+    insecure_loopback: InsecureLoopback = False
     transport: Annotated[tuple[TransportKind, ...], Meta(description="in order of preference", min_length=1)] = (
         TransportKind.LOCAL,
         TransportKind.DISTRIBUTED,
@@ -65,6 +67,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hf_config_dir: Annotated[Path | None, Meta(description="config and tokenizer files to put beside them")] = None
 
     def __post_init__(self) -> None:
+        check(self.keys, insecure_loopback=self.insecure_loopback)
         if self.pause is PauseMode.IN_PLACE and self.flush:
             raise ValueError(
                 "pause = in_place keeps the KV cache of running requests, so it cannot be flushed: set flush = false,"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,14 +12,18 @@ import pytest
 import zmq
 
 from weightbus.control import bus as bus_module
-from weightbus.control import codec
-from weightbus.control.bus import DealerLink, HintReader, RouterBus, ServerKeys, new_keypair, public_of
+from weightbus.control import codec, sockets
+from weightbus.control.bus import RouterBus, ServerKeys
+from weightbus.control.dealer import DealerLink, HintReader
 from weightbus.control.errors import ConfigurationError, Malformed, WeightbusError, WrongProtocol
-from weightbus.control.events import Peer
-from weightbus.control.ids import Channel, Epoch, RequestId
-from weightbus.control.keys import AGENTS, COORDINATOR, CurveFiles, write_pair
-from weightbus.control.links import Delivery, Received, Rejected
-from weightbus.control.messages import Ack, Bye, GetStatus, Hint
+from weightbus.control.events import Peer, Principal
+from weightbus.control.ids import AgentId, Channel, Epoch, RequestId
+from weightbus.control.keys import COORDINATOR, CurveFiles, write_pair
+from weightbus.control.links import Delivery, Distrusted, Received, Rejected, TurnedAway
+from weightbus.control.messages import Ack, Bye, GetStatus, Hint, Role
+from weightbus.control.provision import Member, provision
+from weightbus.control.sockets import new_keypair, public_of
+from weightbus.control.trust import TRUST_FILE, edited
 
 DEADLINE_S = 10.0
 HINT = Hint(seq=1, boot=1, channel=Channel("c"), event="committed", version=None, epoch=Epoch(1))
@@ -32,9 +38,8 @@ def bus() -> Iterator[RouterBus]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Keys of the coordinator and of agent `friend`."""
-    write_pair(tmp_path, COORDINATOR, new_keypair, public_of)
-    write_pair(tmp_path / AGENTS, "friend", new_keypair, public_of)
+    """Keys of the coordinator and of agent `friend`, an engine of channel c."""
+    provision(tmp_path, [Member(AgentId("friend"), Role.ENGINE, (Channel("c"),))])
     return tmp_path
 
 
@@ -79,7 +84,7 @@ def test_messages_go_both_ways(bus: RouterBus) -> None:
     one, other = link_to(bus), link_to(bus)
     first, second = say(bus, one), say(bus, other)
     assert isinstance(first, Received)
-    assert (first.message, first.blob, first.principal) == (GetStatus(request=RequestId("k")), None, "")
+    assert (first.message, first.blob, first.principal) == (GetStatus(request=RequestId("k")), None, None)
     assert first.peer != second.peer
     assert bus.send(first.peer, Ack(request=RequestId("k"))) is Delivery.SENT
     assert heard(one) == [(Ack(request=RequestId("k")), None)]
@@ -208,15 +213,25 @@ def test_what_cannot_be_bound_or_connected() -> None:
     link.close()
 
 
+@pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:5750", "tcp://coordinator:5750", "tcp://[2001:db8::1]:5750"])
+def test_without_keys_nothing_is_said_to_another_machine(endpoint: str) -> None:
+    """Neither commands nor hints: whoever answered there could have any weights loaded."""
+    for kind in (DealerLink, HintReader):
+        with pytest.raises(ConfigurationError, match="weightbus keygen"):
+            kind(endpoint)
+    for near in ("tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1"):
+        DealerLink(near).close()
+
+
 def test_old_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A libzmq with known holes, or one that cannot encrypt, is not used."""
     monkeypatch.setattr(zmq, "zmq_version_info", lambda: (4, 3, 4))
     with pytest.raises(ConfigurationError, match=r"4\.3\.5"):
-        bus_module.check_library()
+        sockets.check_library()
     monkeypatch.undo()
     monkeypatch.setattr(zmq, "has", lambda _: False)
     with pytest.raises(ConfigurationError, match="CURVE"):
-        bus_module.check_library()
+        sockets.check_library()
 
 
 def test_friend_is_known_by_its_key(curve_bus: RouterBus, folder: Path) -> None:
@@ -224,15 +239,26 @@ def test_friend_is_known_by_its_key(curve_bus: RouterBus, folder: Path) -> None:
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
     item = say(curve_bus, link)
     assert isinstance(item, Received)
-    assert item.principal == "friend"
+    assert item.principal == Principal(AgentId("friend"), Role.ENGINE, (Channel("c"),))
     link.close()
 
 
-def test_removed_key_stops_a_standing_connection(curve_bus: RouterBus, folder: Path) -> None:
-    """Taking a .pub file away refuses also the messages of connections that were let in before."""
+def distrust(folder: Path, name: str) -> None:
+    with edited(folder / TRUST_FILE) as agents:
+        del agents[name]
+
+
+def test_distrust_cuts_a_standing_connection(curve_bus: RouterBus, folder: Path) -> None:
+    """Whoever is taken off the list is named at once, and nothing more is taken from its connection."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
     assert isinstance(say(curve_bus, link), Received)
-    (folder / AGENTS / "friend.pub").unlink()
+    distrust(folder, "friend")
+    begun = time.monotonic()
+    first = until(lambda: curve_bus.poll(5.0))
+    assert isinstance(first, list)
+    assert isinstance(first[0], Distrusted)
+    assert first[0].agent == "friend"
+    assert time.monotonic() - begun < 1.0
 
     def refused() -> bool:
         link.send(Bye())
@@ -240,6 +266,79 @@ def test_removed_key_stops_a_standing_connection(curve_bus: RouterBus, folder: P
 
     until(refused)
     link.close()
+
+
+def test_distrust_of_one_leaves_the_others(curve_bus: RouterBus, folder: Path) -> None:
+    """A list that grows or loses somebody else changes nothing for those who stay."""
+    link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
+    assert isinstance(say(curve_bus, link), Received)
+    provision(folder, [Member(AgentId("second"), Role.TRAINER, (Channel("c"),))])
+    assert curve_bus.poll(0.3) == []
+    distrust(folder, "second")
+    assert [type(item) for item in curve_bus.poll(0.3)] == [Distrusted]
+    assert isinstance(say(curve_bus, link), Received)
+    link.close()
+
+
+def test_a_changed_entry_is_a_lost_one(curve_bus: RouterBus, folder: Path) -> None:
+    """Another role or channel than the agent joined with: it has to join again, as what it is now."""
+    provision(folder, [Member(AgentId("friend"), Role.OBSERVER, (Channel("c"),))])
+    found = until(lambda: curve_bus.poll(0.3))
+    assert isinstance(found, list)
+    assert [type(item) for item in found] == [Distrusted]
+
+
+def test_broken_list_cuts_everybody(curve_bus: RouterBus, folder: Path) -> None:
+    """In doubt nobody is trusted; the reason says what is wrong with the file."""
+    (folder / TRUST_FILE).write_text("nonsense")
+    (found,) = until(lambda: curve_bus.poll(0.3))  # type: ignore[misc]  # a list of one
+    assert isinstance(found, Distrusted)
+    assert TRUST_FILE in found.reason
+
+
+def test_distrusted_listener_hears_no_more_hints(curve_bus: RouterBus, folder: Path) -> None:
+    """The hints' socket is opened anew: its old connections end, and only who is trusted comes back."""
+    provision(folder, [Member(AgentId("second"), Role.OBSERVER, (Channel("c"),))])
+    address = f"tcp://127.0.0.1:{curve_bus.pub_port}"
+    readers = {name: HintReader(address, CurveFiles.of(folder, name)) for name in ("friend", "second")}
+    for reader in readers.values():
+        assert until(lambda: curve_bus.hint(HINT) or reader.read(0.05)) == HINT  # noqa: B023  # used at once
+    distrust(folder, "friend")
+    until(lambda: any(isinstance(item, Distrusted) for item in curve_bus.poll(0.3)))
+    while readers["friend"].read(0.05):
+        pass  # what was under way
+    begun = time.monotonic()
+    assert until(lambda: curve_bus.poll(0.02) or curve_bus.hint(HINT) or readers["second"].read(0.05)) == HINT
+    while time.monotonic() - begun < 1.0:
+        curve_bus.poll(0.01)
+        curve_bus.hint(HINT)
+        assert readers["friend"].read(0.02) is None
+    for reader in readers.values():
+        reader.close()
+
+
+@pytest.mark.parametrize("who", ["unknown key", "no key", "no handshake", "other protocol"])
+def test_every_connection_that_is_turned_away_is_counted(curve_bus: RouterBus, folder: Path, who: str) -> None:
+    """Nothing was said on it, so nobody but the sockets' monitor could know."""
+    target = ("127.0.0.1", curve_bus.router_port)
+    with contextlib.ExitStack() as stack:
+        if who in ("no handshake", "other protocol"):
+            raw = stack.enter_context(socket.create_connection(target))
+            if who == "other protocol":
+                raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
+        else:
+            stack.callback(link_to(curve_bus, _strangers(folder)[who]).close)
+        turned_away = []
+
+        def over() -> bool:
+            turned_away.extend(curve_bus.poll(0.1))
+            return curve_bus.connections["refused"] + curve_bus.connections["closed"] > 0
+
+        until(over)
+    assert curve_bus.connections["accepted"] >= 1
+    assert curve_bus.connections["established"] == 0
+    assert [type(item) for item in turned_away] == [TurnedAway] * curve_bus.connections["refused"]
+    assert who == "other protocol" or turned_away  # libzmq drops ZMTP 1.0 without a word
 
 
 def _strangers(folder: Path) -> dict[str, CurveFiles | None]:
@@ -254,7 +353,7 @@ def _let_in(bus: RouterBus, curve: CurveFiles | None, patience_s: float) -> bool
     seen = False
     while not seen and time.monotonic() < end:
         link.send(Bye())
-        seen = bool(bus.poll(0.02))
+        seen = any(not isinstance(item, TurnedAway) for item in bus.poll(0.02))
     link.close()
     return seen
 

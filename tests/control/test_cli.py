@@ -21,7 +21,9 @@ from rich.console import Console
 from weightbus.control import cli, commands, settings, status_view
 from weightbus.control.cli import BUILT_IN, GROUP, main
 from weightbus.control.errors import WeightbusError
+from weightbus.control.provision import provision
 from weightbus.control.telemetry import METRICS, Side
+from weightbus.control.trust import read_trust
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
@@ -169,7 +171,7 @@ def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["coordinator", "--check-config", "--journal", "x.sqlite"]) == 0
     shown = tomllib.loads(capsys.readouterr().out)["coordinator"]
     assert shown["journal"] == "x.sqlite"
-    assert len(shown) == 21
+    assert len(shown) == 22
 
 
 def test_wrong_setting_is_a_configuration_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +188,7 @@ def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keygen", "--keys", str(folder), "--agents", "e0,e1", "--no-coordinator"]) == 0
     out = capsys.readouterr().out
     assert (out.count("created"), out.count("kept")) == (1, 1)
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*") if "trust" not in path.name)
     pairs = ["coordinator", "agents/t0", "agents/e0", "agents/e1"]
     assert names == sorted(f"{pair}.{half}" for pair in pairs for half in ("key", "pub"))
     (tmp_path / "file").touch()
@@ -194,6 +196,64 @@ def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--keys" in capsys.readouterr().err
     assert main(["keygen", "--keys", str(folder), "../escape"]) == 2
     assert "not a name" in capsys.readouterr().err
+
+
+def test_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Adding, listing and removing: each says what it did, twice is the same as once, nothing half."""
+    folder = tmp_path / "keys"
+    where = ["--keys", str(folder)]
+    assert main(["keygen", *where, "t0", "e0", "e1"]) == 0
+    assert main(["trust", *where, "list"]) == 0
+    add = ["trust", *where, "add"]
+    assert main([*add, "e0", "e1", "--role", "engine", "--channels", "policy"]) == 0
+    assert main([*add, "t0", "--role", "trainer", "--channels", "policy,critic"]) == 0
+    capsys.readouterr()
+    assert main([*add, "e0", "--role", "engine", "--channels", "policy"]) == 0
+    assert capsys.readouterr().out.split() == ["kept", "e0"]
+    assert main(["trust", *where, "list"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[:3] for row in rows[1:]] == [
+        ["e0", "engine", "policy"],
+        ["e1", "engine", "policy"],
+        ["t0", "trainer", "policy,"],
+    ]
+    assert (folder / "agents/t0.pub").read_text().splitlines()[-1] in rows[3]
+    assert main(["trust", *where, "remove", "e1", "e7"]) == 0
+    assert capsys.readouterr().out.split("\n")[:2] == ["removed   e1", "not there e7"]
+    assert set(read_trust(folder / "trust.toml").agents) == {"e0", "t0"}
+    before = (folder / "trust.toml").read_bytes()
+    for wrong in (
+        [*add, "e9", "--role", "engine", "--channels", "policy"],
+        [*add, "e0"],
+        [*add, "--role", "engine", "--channels", "policy"],
+        [*add, "e0", "--role", "engine", "--channels", "no/slash"],
+    ):
+        assert main(wrong) == 2
+        assert "weightbus: error: " in capsys.readouterr().err
+    assert (folder / "trust.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "advice"),
+    [
+        ((), ("weightbus keygen", "--insecure-loopback")),
+        (("--bind", "0.0.0.0"), ("weightbus keygen",)),
+        (("--bind", "0.0.0.0", "--insecure-loopback"), ("loopback", "weightbus keygen")),
+        (("--insecure-loopback", "--keys", "k"), ("choose one",)),
+    ],
+)
+def test_a_coordinator_without_keys_does_not_start(
+    flags: tuple[str, ...],
+    advice: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither off the loopback nor on it, unless told; the message says both ways out."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["coordinator", "--router-port", "0", "--pub-port", "0", "--http-port", "0", *flags]) == 2
+    text = capsys.readouterr().err
+    assert all(each in text for each in advice), text
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +309,9 @@ def _line_with(process: subprocess.Popen[str], event: str) -> str:
 
 def test_coordinator_runs_until_told_to_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The real process: says where it listens, answers, shows every metric it has, and ends by SIGTERM with code 0."""
+    provision(tmp_path / "keys", [])
     command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format", "json"]
+    command += ["--keys", str(tmp_path / "keys")]
     command += ["--router-port", "0", "--pub-port", "0", "--http-port", "0", "--journal", str(tmp_path / "j.sqlite")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         try:
@@ -265,6 +327,8 @@ def test_coordinator_runs_until_told_to_stop(tmp_path: Path, capsys: pytest.Capt
             assert "boot 1" in capsys.readouterr().out
             assert main(["status", "--url", url, "--json"]) == 0
             assert '"boot":1' in capsys.readouterr().out
+            process.send_signal(signal.SIGHUP)
+            assert b"boot 1" in _get(f"{url}/readyz")
             begun = time.monotonic()
             process.send_signal(signal.SIGTERM)
             assert process.wait(DEADLINE_S) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.bus import RouterBus, ServerKeys, new_keypair, public_of
+from weightbus.control.bus import RouterBus, ServerKeys
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import (
     BlobMismatch,
@@ -21,8 +21,8 @@ from weightbus.control.errors import (
 )
 from weightbus.control.events import Peer
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.keys import AGENTS, COORDINATOR, CurveFiles, write_pair
-from weightbus.control.links import Received
+from weightbus.control.keys import COORDINATOR, CurveFiles, write_pair
+from weightbus.control.links import Received, TurnedAway
 from weightbus.control.memory_bus import MemoryBus
 from weightbus.control.messages import (
     MAX_PAGE_BYTES,
@@ -45,7 +45,9 @@ from weightbus.control.messages import (
     ToAgent,
     Welcome,
 )
+from weightbus.control.provision import Member, provision
 from weightbus.control.session import Timing
+from weightbus.control.sockets import new_keypair, public_of
 
 QUICK = Timing(resend_first_s=0.05, resend_max_s=0.1, silence_s=0.5)
 ABORT = Abort(channel=Channel("c"), epoch=Epoch(1), reason="", deadline_s=1.0)
@@ -131,6 +133,8 @@ class Coordinator:
     def _run(self) -> None:
         while not self._stop.is_set():
             for item in self.bus.poll(1.0):
+                if isinstance(item, TurnedAway):
+                    continue  # a client that closed, or was killed, in the middle of its handshake
                 assert isinstance(item, Received)
                 self.seen.append(item.message)
                 answer = self.answer(item)
@@ -397,8 +401,7 @@ def test_forgotten_blob_is_put_again(there: Coordinator, client: BusClient) -> N
 
 def test_friend_with_a_key(tmp_path: Path) -> None:
     """With keys the client joins; with a stranger's key it learns that it is not heard."""
-    write_pair(tmp_path, COORDINATOR, new_keypair, public_of)
-    write_pair(tmp_path / AGENTS, "friend", new_keypair, public_of)
+    provision(tmp_path, [Member(AgentId("friend"), Role.ENGINE, (Channel("policy"),))])
     write_pair(tmp_path / "elsewhere", "friend", new_keypair, public_of)
     coordinator = Coordinator(keys=ServerKeys.read(tmp_path))
     try:

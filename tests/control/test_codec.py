@@ -54,7 +54,12 @@ INFO = m.EngineInfo(
 TRAINER = m.TrainerInfo(host="boot-1", device="cpu", ranks=4, transports=(m.TransportKind.DISTRIBUTED,))
 POLICY = m.Policy(pause=m.PauseMode.IN_PLACE, flush=False, min_engines=2, redrives=3, transfer_timeout_s=9.5)
 OFFER = m.Offer(
-    transport=m.TransportKind.DISTRIBUTED, address="tcp://10.0.0.1:6000", group="g", backend="gloo", world_size=5
+    transport=m.TransportKind.DISTRIBUTED,
+    address="tcp://10.0.0.1:6000",
+    group="g",
+    backend="gloo",
+    world_size=5,
+    token="t",
 )
 RECEIVER = m.Receiver(engine=ENGINE, transport=m.TransportKind.LOCAL, tp=2, url="http://127.0.0.1:30000")
 REPORT = m.EngineReport(

@@ -1,4 +1,4 @@
-"""Key files: written once, private, and followed by the allow-list."""
+"""Key files: written once, and private."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.bus import new_keypair, public_of
 from weightbus.control.errors import PeerKeyError
-from weightbus.control.keys import AllowList, CurveFiles, KeyPair, Written, read_public, read_secret, write_pair
+from weightbus.control.keys import CurveFiles, KeyPair, Written, read_public, read_secret, write_pair
+from weightbus.control.sockets import new_keypair, public_of
 
 
 def write(folder: Path, name: str) -> Written:
@@ -85,31 +85,3 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     for path in (files.secret, files.coordinator):
         with pytest.raises(PeerKeyError, match=path.name):
             read_public(path)
-
-
-def test_allow_list_follows_its_folder(tmp_path: Path) -> None:
-    """Files that come and go are seen within a second, at once when asked to look."""
-    now = [0.0]
-    allow = AllowList(tmp_path, lambda: now[0])
-    write(tmp_path, "e0")
-    key = read_public(tmp_path / "e0.pub")
-    assert allow.agent_of(key) == "e0"
-    (tmp_path / "e0.pub").unlink()
-    assert allow.agent_of(key) == "e0"
-    assert allow.agent_of(key, fresh=True) is None
-    write(tmp_path, "e0")
-    now[0] = 0.5
-    assert allow.agent_of(key) is None
-    now[0] = 1.0
-    assert allow.agent_of(key) == "e0"
-
-
-def test_allow_list_fails_closed(tmp_path: Path) -> None:
-    """No folder, no files, or a broken file among good ones: whoever is not surely listed stays out."""
-    assert AllowList(tmp_path / "none").agent_of("a" * 40) is None
-    write(tmp_path, "e0")
-    (tmp_path / "broken.pub").write_text("half a key")
-    (tmp_path / "dangling.pub").symlink_to(tmp_path / "nothing")
-    assert AllowList(tmp_path).agent_of("a" * 40) is None
-    (tmp_path / "dangling.pub").unlink()
-    assert AllowList(tmp_path).agent_of(read_public(tmp_path / "e0.pub")) == "e0"

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.bus import DealerLink, RouterBus
+from weightbus.control.bus import RouterBus
+from weightbus.control.dealer import DealerLink
 from weightbus.control.effects import AnyObservation, AnyRecord, Refusal
 from weightbus.control.errors import JournalUnwritable
 from weightbus.control.ids import Version

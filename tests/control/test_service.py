@@ -31,6 +31,7 @@ TRAINER = m.TrainerInfo(host="h", device="cpu", ranks=1, transports=(LOCAL,))
 
 def settings(folder: Path, port: int = 0) -> CoordinatorSettings:
     return CoordinatorSettings(
+        insecure_loopback=True,
         router_port=port,
         pub_port=0,
         http_port=0,

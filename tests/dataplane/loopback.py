@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_storage_filename
@@ -223,7 +224,7 @@ def _run(job: dict[str, Any]) -> None:
         sender = places.sender(job["kind"])
         pool = BucketPool("cpu", 2, manifest.largest_bucket, CHANNEL)
         address = sender.offer(session, [Peer(*peer) for peer in job["peers"]])
-        _say(address=address.address, group=address.group, backend=address.backend, world_size=address.world_size)
+        _say(**msgspec.structs.asdict(address))
         sender.ready(30)
         send_all(sender, session, pool, 30, before=stumble)
         sender.close()

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import yaml
 
+from weightbus.control import cli
 from weightbus.control.coordinator_settings import CoordinatorSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -80,7 +81,7 @@ def test_ports_are_the_coordinators_defaults(services: dict[str, Service]) -> No
     assert inside == {settings.router_port, settings.pub_port, settings.http_port}
 
 
-@pytest.mark.parametrize("name", ["coordinator", "prometheus", "keygen"])
+@pytest.mark.parametrize("name", ["coordinator", "prometheus", "keygen", "trust"])
 def test_services_can_do_little(services: dict[str, Service], name: str) -> None:
     """No capability, no way to gain one, nothing to write but volumes, and never the Docker socket."""
     service = services[name]
@@ -95,7 +96,17 @@ def test_services_can_do_little(services: dict[str, Service], name: str) -> None
 def test_coordinator_is_not_root(services: dict[str, Service]) -> None:
     """Whoever owns the keys, by default the image's user."""
     assert defaults(services["coordinator"]["user"]) == "10001:10001"
-    assert services["coordinator"]["user"] == services["keygen"]["user"]
+    assert services["coordinator"]["user"] == services["keygen"]["user"] == services["trust"]["user"]
+
+
+@pytest.mark.parametrize("name", ["keygen", "trust"])
+def test_tools_are_commands_without_a_network(services: dict[str, Service], name: str) -> None:
+    """What makes keys and says who is trusted writes to the folder of keys, and reaches nothing else."""
+    service = services[name]
+    assert service["entrypoint"] == ["weightbus", name, "--keys=/keys"]
+    assert name in cli.BUILT_IN
+    assert service["network_mode"] == "none"
+    assert service["profiles"] == ["tools"]
 
 
 def test_journal_is_a_named_volume(compose: dict[str, Any]) -> None:

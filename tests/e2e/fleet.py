@@ -21,8 +21,12 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from weightbus.control.ids import AgentId, Channel
+from weightbus.control.messages import Role
+from weightbus.control.provision import Member, provision
 from weightbus.trainer_agent.demo.processes import Program, Programs
 
+CHANNELS = (Channel("e2e"),)
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
 """A server takes 20 seconds on an idle machine, and minutes on one that runs the whole suite."""
@@ -62,6 +66,8 @@ class Fleet:
     def __init__(self, folder: Path, programs: Programs) -> None:
         self.folder = folder
         self._programs = programs
+        self.keys = folder / "keys"
+        provision(self.keys, [Member(AgentId("trainer"), Role.TRAINER, CHANNELS)])
         self._bus, self._hints, self._status = free_port(), free_port(), free_port()
         self.engines: dict[str, Engine] = {}
         self._running: dict[str, Program] = {}
@@ -86,6 +92,7 @@ class Fleet:
                 f"--pub-port={self._hints}",
                 f"--http-port={self._status}",
                 f"--journal={self.folder / 'journal.sqlite'}",
+                f"--keys={self.keys}",
             ],
         )
         poll("the coordinator", lambda: self.get("/healthz").status_code == 200, 30)
@@ -97,6 +104,7 @@ class Fleet:
         argv = (sys.executable, *server, f"--tp-size={tp}", "--skip-tokenizer-init", "--log-level=warning")
         self.engines[name] = Engine(name, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{side}", argv)
         self.start_server(name)
+        provision(self.keys, [Member(AgentId(name), Role.ENGINE, CHANNELS)])
         self._start(
             f"sidecar-{name}",
             [
@@ -107,6 +115,7 @@ class Fleet:
                 f"--coordinator={self.coordinator}",
                 f"--http-port={side}",
                 f"--state-dir={self.folder / 'state'}",
+                f"--keys={self.keys}",
             ],
         )
 
@@ -133,6 +142,7 @@ class Fleet:
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": "2",
             "OMP_NUM_THREADS": "1",
+            "WEIGHTBUS_TRAINER_KEYS": str(self.keys),
         }
         argv = [sys.executable, str(ROOT / "tests/e2e/trainer_rank.py"), str(self.folder), self.coordinator]
         self._running["rank1"] = self._programs.start("rank1", argv, environment | {"RANK": "1"})

@@ -21,8 +21,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from weightbus.control import messages as m
-from weightbus.control.ids import Channel, Digest, Epoch, Version
-from weightbus.control.messages import EngineHealth, Held
+from weightbus.control.errors import ConfigurationError
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
+from weightbus.control.messages import EngineHealth, Held, Role
+from weightbus.control.provision import Member, provision
 from weightbus.engine_agent.events import Commanded, Release
 from weightbus.engine_agent.record_file import RecordFile
 from weightbus.engine_agent.runner import EngineAgent
@@ -59,8 +61,9 @@ def free_port() -> int:
 class Deployment:
     """One coordinator, one fake server, one sidecar that can be stopped and started."""
 
-    def __init__(self, folder: Path, coordinator: int) -> None:
-        self.folder, self.coordinator = folder, f"tcp://127.0.0.1:{coordinator}"
+    def __init__(self, folder: Path, coordinator: tuple[int, Path]) -> None:
+        port, self.keys = coordinator
+        self.folder, self.coordinator = folder, f"tcp://127.0.0.1:{port}"
         self.channel = f"c{next(NUMBERS)}"
         self.run = tempfile.TemporaryDirectory(prefix="wb-")  # a socket's path must be short
         self.first, self.second = tiny_model.write(folder / "a", 1), tiny_model.write(folder / "b", 2)
@@ -75,6 +78,7 @@ class Deployment:
             channel=self.channel,
             server=self.fake.url,
             coordinator=self.coordinator,
+            keys=self.keys,
             http_port=0,
             state_dir=self.folder / "state",
             runtime_dir=Path(self.run.name),
@@ -105,6 +109,7 @@ class Deployment:
             source,
             channel=self.channel,
             coordinator=self.coordinator,
+            keys=self.keys,
             transport=("local",),
             bucket_bytes=100_000,
             runtime_dir=Path(self.run.name),
@@ -120,10 +125,16 @@ class Deployment:
 
 
 @pytest.fixture(scope="module")
-def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A real one, with ports that were free."""
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """A real one, with ports that were free; its port, and the folder of everybody's keys."""
     folder, port, http = tmp_path_factory.mktemp("coordinator"), free_port(), free_port()
+    everywhere = (Channel("*"),)
+    provision(
+        folder / "keys",
+        [Member(AgentId("e0"), Role.ENGINE, everywhere), Member(AgentId("trainer"), Role.TRAINER, everywhere)],
+    )
     argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--router-port={port}"]
+    argv += [f"--keys={folder / 'keys'}"]
     argv += [f"--pub-port={free_port()}", f"--http-port={http}", f"--journal={folder / 'j.sqlite'}"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -134,13 +145,13 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         return False
 
     until("the coordinator", up)
-    yield port
+    yield port, folder / "keys"
     process.terminate()
     process.wait(20)
 
 
 @pytest.fixture
-def deployment(tmp_path: Path, coordinator: int) -> Iterator[Deployment]:
+def deployment(tmp_path: Path, coordinator: tuple[int, Path]) -> Iterator[Deployment]:
     made = Deployment(tmp_path, coordinator)
     made.start()
     yield made
@@ -241,6 +252,23 @@ def test_ready_means_the_committed_version(
     verdict = agent._readiness()
     assert verdict.ready is (not why_not)
     assert why_not in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ({}, "weightbus keygen"),
+        ({"insecure_loopback": True, "coordinator": "tcp://10.0.0.5:5750"}, "weightbus keygen"),
+    ],
+)
+def test_a_sidecar_without_keys_does_not_start(
+    given: dict[str, Any], advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it looks for its server, and with what to do: no keys, and off the loopback not even when told."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    agent = EngineAgent(EngineAgentSettings(name="e0", channel="c", state_dir=tmp_path, **given))
+    with pytest.raises(ConfigurationError, match=advice):
+        agent.run()
 
 
 def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(

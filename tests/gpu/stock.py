@@ -127,6 +127,7 @@ def orchestrate(args: argparse.Namespace) -> int:
                 f"--pub-port={hints}",
                 f"--http-port={status}",
                 f"--journal={work / 'journal.sqlite'}",
+                "--insecure-loopback",
             ],
         )
         for gpu, channel in enumerate(CHANNELS):
@@ -170,6 +171,7 @@ def start_engine(
             f"--coordinator=tcp://127.0.0.1:{bus}",
             f"--http-port={side}",
             f"--state-dir={work / 'state'}",
+            "--insecure-loopback",
         ],
     )
     return {"server": port, "sidecar": side}
@@ -309,7 +311,7 @@ def publish(
     channel, transport = way
     agent = TrainerAgent.connect(
         source, channel=channel, name=f"trainer-{channel}", coordinator=f"tcp://127.0.0.1:{layout['bus']}",
-        transport=(transport,), checkpoint_dir=Path(layout["checkpoints"]),
+        transport=(transport,), checkpoint_dir=Path(layout["checkpoints"]), insecure_loopback=True,
     )  # fmt: skip
     reports = []
     with agent:

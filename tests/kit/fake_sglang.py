@@ -100,7 +100,7 @@ class FakeSGLang:
         """Like kill -9: connections break, nothing is answered, the weights are gone."""
         http, self._http = self._http, None
         if http is not None:
-            http.hang_up()
+            # Nobody may see a broken connection and still find somebody who listens.
             http.shutdown()
             http.server_close()
             http.hang_up()
@@ -352,8 +352,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(refusal.status, {"success": False, "message": str(refusal), "detail": body})
         except ServerDied:
             self.close_connection = True
-            threading.Thread(target=self.fake.die, daemon=True).start()
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self.fake.die()
 
     def _allowed(self, path: str) -> bool:
         if path.startswith(("/health", "/metrics")):

@@ -118,7 +118,7 @@ class LoopbackEngine:
             table = DigestTable.decode(self._bus.get_blob(message.table), manifest)
             session = Session(message.channel, message.epoch, message.version, manifest, table)
             offer = message.offer
-            address = Address(offer.address, offer.group, offer.backend, offer.world_size)
+            address = Address(offer.address, offer.group, offer.backend, offer.world_size, offer.token)
             receipt = self._receiver.receive(
                 session, address, self._name, message.rank_offset, self.server, message.deadline_s
             )

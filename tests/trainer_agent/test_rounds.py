@@ -49,6 +49,7 @@ class Deployment:
 
     def start_coordinator(self) -> None:
         settings = CoordinatorSettings(
+            insecure_loopback=True,
             router_port=self.ports[0],
             pub_port=self.ports[1],
             http_port=0,
@@ -80,6 +81,7 @@ class Deployment:
 
     def connect(self, **settings: object) -> None:
         plain: dict[str, object] = {
+            "insecure_loopback": True,
             "bucket_bytes": 4096,
             "runtime_dir": self.root / "run",
             "checkpoint_dir": self.root / "ckpt",
@@ -129,7 +131,8 @@ class KillableDeployment(Deployment):
             self.ports = (free_port(), free_port())
         flags = {"router_port": self.ports[0], "pub_port": self.ports[1], "http_port": 0, **TIMING}
         argv = [part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), str(value))]
-        command = [sys.executable, "-m", "weightbus.control", "coordinator", "--journal", str(self.root / "journal")]
+        command = [sys.executable, "-m", "weightbus.control", "coordinator", "--insecure-loopback"]
+        command += ["--journal", str(self.root / "journal")]
         self._process = subprocess.Popen([*command, *argv], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def kill_coordinator(self) -> None:
@@ -264,6 +267,23 @@ def test_without_enough_engines_the_round_is_aborted(deployment: Deployment) -> 
         deployment.publish(1)
 
 
+@pytest.mark.parametrize("given", [{}, {"insecure_loopback": True, "coordinator": "tcp://10.0.0.5:5750"}])
+def test_a_trainer_without_keys_does_not_start(
+    given: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every rank, and with what to do: no keys, and off the loopback not even when told."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    sources = group_of(tiny_qwen3(), RANKS, timeout_s=20.0)
+
+    def one(source: FakeSource) -> None:
+        TrainerAgent.connect(source, **{"channel": "c", "environ": {}, "runtime_dir": tmp_path, **given})  # type: ignore[arg-type]  # names are checked at run time
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        errors = [call.exception(timeout=20) for call in [pool.submit(one, source) for source in sources]]
+    assert [type(each) for each in errors] == [ConnectFailed] * RANKS
+    assert all("weightbus keygen" in str(each) for each in errors)
+
+
 def test_a_trainer_without_a_coordinator_fails_on_every_rank(tmp_path: Path) -> None:
     """Soon, and with the endpoint in the message; nothing is left behind in shared memory."""
     sources = group_of(tiny_qwen3(), RANKS, timeout_s=20.0)
@@ -275,6 +295,7 @@ def test_a_trainer_without_a_coordinator_fails_on_every_rank(tmp_path: Path) -> 
             channel="c",
             coordinator="tcp://127.0.0.1:9",
             environ={},
+            insecure_loopback=True,
             connect_timeout_s=0.5,
             runtime_dir=tmp_path,
         )

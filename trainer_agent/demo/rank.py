@@ -45,6 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     engines: int
     transport: str
     runtime_dir: str
+    keys: str
 
 
 class Stopwatch:
@@ -143,6 +144,7 @@ def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
         source,
         channel=plan.channel,
         coordinator=plan.coordinator,
+        keys=Path(plan.keys),
         transport=plan.transport,
         runtime_dir=Path(plan.runtime_dir),
         checkpoint_dir=Path(plan.runtime_dir) / "checkpoints",

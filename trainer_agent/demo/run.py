@@ -20,6 +20,10 @@ from typing import Final
 import httpx
 import msgspec
 
+from weightbus.control.ids import AgentId, Channel
+from weightbus.control.messages import Role
+from weightbus.control.provision import Member, provision
+
 from . import checkpoint
 from .processes import Program, ProgramEnded, Programs
 from .records import Follower, Round, verdict
@@ -99,11 +103,11 @@ class Demo:
         return not result.complaint
 
     def _start_services(self, weights: Path) -> None:
-        ports = self._ports
+        ports, keys = self._ports, str(self._make_keys())
         self._weightbus(
             "coordinator",
             *("coordinator", "--router-port", str(ports.router), "--pub-port", str(ports.pub)),
-            *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite")),
+            *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite"), "--keys", keys),
         )
         for index, port in enumerate(ports.servers):
             module = "weightbus.engine_agent.cpu_server"
@@ -120,12 +124,19 @@ class Demo:
             self._weightbus(
                 f"engine-agent{index}",
                 *("engine-agent", "--name", f"e{index}", "--channel", CHANNEL, "--coordinator", ports.coordinator),
-                *("--server", f"http://127.0.0.1:{server}", "--http-port", str(http)),
+                *("--server", f"http://127.0.0.1:{server}", "--http-port", str(http), "--keys", keys),
                 *("--state-dir", str(self._folder / "state"), "--runtime-dir", str(self._folder / "run")),
             )
         with self._view.awaiting("starting their sidecars"):
             for http in ports.sidecars:
                 self._wait(f"http://127.0.0.1:{http}/readyz", START_S)
+
+    def _make_keys(self) -> Path:
+        """As in earnest: the bus is encrypted, and every agent is who its key says."""
+        channels = (Channel(CHANNEL),)
+        engines = [Member(AgentId(f"e{index}"), Role.ENGINE, channels) for index in range(ENGINES)]
+        provision(self._folder / "keys", [Member(AgentId("trainer"), Role.TRAINER, channels), *engines])
+        return self._folder / "keys"
 
     def _start_ranks(self, weights: Path) -> list[Program]:
         self._view.say(f"starting {RANKS} Megatron ranks, tensor parallel")
@@ -141,6 +152,7 @@ class Demo:
             "engines": ENGINES,
             "transport": self._settings.transport.value,
             "runtime_dir": str(self._folder / "run"),
+            "keys": str(self._folder / "keys"),
         }
         argument = msgspec.json.encode(plan).decode()
         group = {

@@ -1,0 +1,154 @@
+"""The agent's ZeroMQ sockets: a DEALER for its conversation, a SUB for hints. bus.py says why their options are so."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+import zmq
+
+from . import codec
+from .errors import ConfigurationError, ProtocolError
+from .keys import CurveFiles, KeyPair, read_public, read_secret
+from .messages import Hint, ToAgent, ToCoordinator
+from .sockets import Waker, burst, check_library, public_of, set_common
+
+FAREWELL_MS: Final = 200
+"""How long a closing agent waits for its last message to leave."""
+
+
+class DealerLink:
+    """An agent's socket. `links.AgentLink` says what the calls mean."""
+
+    def __init__(self, endpoint: str, curve: CurveFiles | None = None) -> None:
+        """Reads the keys; connects only when `open` is called."""
+        check_library()
+        _check_endpoint(endpoint, curve)
+        self._endpoint = endpoint
+        self._coordinator_key = read_public(curve.coordinator) if curve else ""
+        secret = read_secret(curve.secret) if curve else ""
+        self._pair = KeyPair(public_of(secret), secret) if curve else None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._waker = Waker()
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def open(self) -> None:
+        """Connect anew, dropping the connection there was. Does not wait for it to stand."""
+        self._drop(linger_ms=0)
+        dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket = dealer
+        set_common(dealer)
+        _set_connecting(dealer, self._pair, self._coordinator_key)
+        dealer.set(zmq.IMMEDIATE, 1)
+        _connect(dealer, self._endpoint)
+
+    def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:
+        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        poller = zmq.Poller()
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        if self._socket is not None:
+            poller.register(self._socket, zmq.POLLIN)
+        poller.poll(max(0, round(timeout_s * 1000)))
+        self._waker.clear()
+        return [] if self._socket is None else [_read_answer(parts) for parts in burst(self._socket)]
+
+    def send(self, message: ToCoordinator, blob: bytes | None = None) -> bool:
+        """Send without waiting; False when it cannot go now (not connected, or too much is under way)."""
+        frames = codec.TO_COORDINATOR.encode(message, blob)
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def wake(self) -> None:
+        """End the running `poll`, or the next one."""
+        self._waker.set()
+
+    def close(self) -> None:
+        """Drop the connection; what was sent just before gets a moment to leave."""
+        self._drop(FAREWELL_MS)
+        self._context.term()
+        self._waker.close()
+
+    def _drop(self, linger_ms: int) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=linger_ms)
+            self._socket = None
+
+
+class HintReader:
+    """Listens to the coordinator's hints. They are lossy: what they hint at is read from the status."""
+
+    def __init__(self, endpoint: str, curve: CurveFiles | None = None) -> None:
+        check_library()
+        _check_endpoint(endpoint, curve)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sub: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
+        pair = None
+        if curve is not None:
+            secret = read_secret(curve.secret)
+            pair = KeyPair(public_of(secret), secret)
+        set_common(self._sub)
+        _set_connecting(self._sub, pair, read_public(curve.coordinator) if curve else "")
+        self._sub.set(zmq.SUBSCRIBE, codec.MAGIC)
+        _connect(self._sub, endpoint)
+
+    def read(self, timeout_s: float) -> Hint | None:
+        """The next hint, or None after `timeout_s`. Raises `ProtocolError` for what is not one."""
+        if not self._sub.poll(max(0, round(timeout_s * 1000))):
+            return None
+        return codec.HINT.decode(self._sub.recv_multipart(zmq.NOBLOCK))[0]
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._sub.close(linger=0)
+        self._context.term()
+
+
+def _set_connecting(each: zmq.Socket[bytes], pair: KeyPair | None, coordinator_key: str) -> None:
+    each.set(zmq.CONNECT_TIMEOUT, 1000)
+    each.set(zmq.RECONNECT_IVL, 100)
+    each.set(zmq.RECONNECT_IVL_MAX, 2000)
+    if pair is not None:
+        each.set(zmq.CURVE_PUBLICKEY, pair.public.encode("ascii"))
+        each.set(zmq.CURVE_SECRETKEY, pair.secret.encode("ascii"))
+        each.set(zmq.CURVE_SERVERKEY, coordinator_key.encode("ascii"))
+
+
+def _connect(each: zmq.Socket[bytes], endpoint: str) -> None:
+    if not endpoint.startswith("tcp://"):
+        raise ConfigurationError(f"{endpoint!r} is not an endpoint; write tcp://host:port")
+    try:
+        each.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigurationError(f"{endpoint!r} is not an endpoint ({error}); write tcp://host:port") from error
+
+
+def _check_endpoint(endpoint: str, curve: CurveFiles | None) -> None:
+    """Without keys nothing is said to another machine: whoever answered there could have any weights loaded."""
+    host = urlsplit(endpoint).hostname or ""
+    if curve is not None or not endpoint.startswith("tcp://") or _is_loopback(host):
+        return  # what is no TCP endpoint is refused when it is connected to
+    raise ConfigurationError(
+        f"coordinator = {endpoint}: without keys an agent speaks over the loopback only, which {host!r} is not. Make"
+        " keys with `weightbus keygen` and name their folder with --keys, or connect to tcp://127.0.0.1:PORT"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _read_answer(parts: list[zmq.Frame]) -> tuple[ToAgent, bytes | None] | ProtocolError:
+    try:
+        return codec.TO_AGENT.decode([part.bytes for part in parts])
+    except ProtocolError as error:
+        return error

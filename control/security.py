@@ -1,0 +1,50 @@
+"""Keys, or the explicit word that there are none: what every process is told about its own safety.
+
+There is no third way. Keys are looked for in one folder, so that on one host ``weightbus keygen`` and
+``weightbus trust add`` are all it takes. Without keys a process keeps to the loopback (bus.py sees to that), and only
+when it was told to.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from .keys import CurveFiles
+
+KeysFolder = Annotated[
+    Path | None, Meta(description="folder of the keys; none: `keys` in the folder where this user's state is kept")
+]
+InsecureLoopback = Annotated[
+    bool, Meta(description="no keys: any process of this machine may publish weights; loopback only")
+]
+
+
+def state_folder() -> Path:
+    """Where this user's programs keep what must survive them, wherever they are started from."""
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if given.is_absolute():  # the specification of XDG wants others ignored
+        return given / "weightbus"
+    try:
+        return Path.home() / ".local/state/weightbus"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path("/var/lib/weightbus")
+
+
+def keys_folder(keys: Path | None) -> Path:
+    """Where the keys are."""
+    return state_folder() / "keys" if keys is None else keys
+
+
+def check(keys: Path | None, *, insecure_loopback: bool) -> None:
+    """Raise `ValueError` for settings that say both."""
+    if insecure_loopback and keys is not None:
+        raise ValueError(f"insecure_loopback = true, but keys = {keys} as well: choose one")
+
+
+def curve_files(keys: Path | None, agent: str, *, insecure_loopback: bool) -> CurveFiles | None:
+    """The files with which `agent` speaks to its coordinator; None if it was told to do without."""
+    return None if insecure_loopback else CurveFiles.of(keys_folder(keys), agent)

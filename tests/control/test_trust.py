@@ -1,0 +1,160 @@
+"""The allow-list: written whole, read with suspicion, followed, and trusting nobody when in doubt."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from weightbus.control.errors import PeerKeyError
+from weightbus.control.events import Principal
+from weightbus.control.ids import AgentId, Channel
+from weightbus.control.messages import Role
+from weightbus.control.sockets import new_keypair
+from weightbus.control.trust import RELOAD_S, TRUST_FILE, Entry, TrustList, edited, read_trust
+
+HERE = (Channel("policy"),)
+E0 = Entry(Role.ENGINE, HERE, new_keypair().public)
+T0 = Entry(Role.TRAINER, ("policy", "*"), new_keypair().public)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A list that trusts e0 and t0."""
+    with edited(tmp_path / TRUST_FILE) as agents:
+        agents.update(e0=E0, t0=T0)
+    return tmp_path / TRUST_FILE
+
+
+def test_what_is_written_is_read(path: Path) -> None:
+    """Every key that Z85 allows survives the file; nobody else may write it."""
+    assert read_trust(path).agents == {"e0": E0, "t0": T0}
+    assert path.stat().st_mode & 0o777 == 0o600
+    for number in range(200):
+        with edited(path) as agents:
+            agents["e0"] = Entry(Role.ENGINE, HERE, new_keypair().public)
+            wanted = agents["e0"]
+        assert read_trust(path).agents["e0"] == wanted, number
+
+
+def test_no_change_writes_nothing(path: Path) -> None:
+    """Saying the same again leaves the file as it is, comments of its owner included."""
+    path.write_text(path.read_text() + "# ours\n")
+    before = path.stat()
+    with edited(path) as agents:
+        agents["e0"] = E0
+    assert path.stat() == before
+
+
+def _add(path: Path, name: str) -> None:
+    with edited(path) as agents:
+        agents[name] = Entry(Role.ENGINE, HERE, new_keypair().public)
+
+
+def test_editors_at_the_same_time_lose_nothing(path: Path) -> None:
+    """Two that add agents wait for each other."""
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_add, args=(path, f"n{index}")) for index in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert set(read_trust(path).agents) == {"e0", "t0", *(f"n{index}" for index in range(8))}
+
+
+def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
+    """The old list stays, whole, and the next editor is not locked out."""
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError), edited(path) as agents:
+        agents.clear()
+        raise RuntimeError
+    assert path.read_bytes() == before
+    _add(path, "e1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('role = "engine"', 'role = "king"', "king"),
+        ('channels = ["policy"]', "channels = []", "length"),
+        ('channels = ["policy"]', 'channels = ["../x"]', "pattern|regex"),
+        (E0.key, E0.key[:-1], "pattern|regex"),
+        (E0.key, T0.key, "same key"),
+        ('role = "engine"', 'role = "engine"\nmore = 1', "more"),
+        ("[agents", "[names", "names"),
+        ('"e0"', '"e 0"', "pattern|regex"),
+        ('"e0"', '"e0', "line"),
+        ("[agents", "\xff", "decode|Invalid|line"),
+    ],
+)
+def test_what_is_wrong_is_named(path: Path, old: str, new: str, problem: str) -> None:
+    """Nothing is guessed: one wrong entry spoils the list, and the message says which."""
+    path.write_bytes(path.read_text().replace(old, new, 1).encode("latin-1"))
+    with pytest.raises(PeerKeyError, match=problem):
+        read_trust(path)
+
+
+def test_a_list_that_others_may_write_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write it decides who may publish."""
+    for mode in (0o620, 0o602):
+        path.chmod(mode)
+        with pytest.raises(PeerKeyError, match="chmod"):
+            read_trust(path)
+    path.chmod(0o644)
+    assert read_trust(path).agents
+    os.chown(path, 65534, 65534)
+    with pytest.raises(PeerKeyError, match="belongs to user 65534"):
+        read_trust(path)
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    assert read_trust(path).agents
+
+
+def test_a_missing_list_is_named(tmp_path: Path) -> None:
+    """The message says how one is made."""
+    with pytest.raises(PeerKeyError, match="weightbus trust add"):
+        TrustList(tmp_path / TRUST_FILE)
+
+
+def test_the_list_is_followed(path: Path) -> None:
+    """A change is seen with the next look, at once when asked to; what did not change is the same object."""
+    now = [0.0]
+    trust = TrustList(path, lambda: now[0])
+    known = trust.principals()
+    assert known[E0.key] == Principal(AgentId("e0"), Role.ENGINE, HERE)
+    with edited(path) as agents:
+        del agents["e0"]
+    assert trust.principals() is known
+    assert E0.key not in trust.principals(fresh=True)
+    with edited(path) as agents:
+        agents["e0"] = E0
+    assert E0.key not in trust.principals()
+    now[0] = RELOAD_S
+    found = trust.principals()
+    assert E0.key in found
+    assert trust.principals(fresh=True) is found
+
+
+def test_in_doubt_nobody_is_trusted(path: Path) -> None:
+    """A list that went, or was broken by hand, lets nobody in, says why, and recovers by itself."""
+    trust = TrustList(path)
+    good = path.read_bytes()
+    for spoil in (path.unlink, lambda: path.write_text("nonsense")):
+        spoil()
+        assert trust.principals(fresh=True) == {}
+        assert trust.problem
+        path.write_bytes(good)
+        assert set(trust.principals(fresh=True)) == {E0.key, T0.key}
+        assert trust.problem == ""
+    path.chmod(0o666)
+    assert trust.principals(fresh=True) == {}
+
+
+def test_a_signal_has_it_read_again(path: Path) -> None:
+    """`expire` (SIGHUP) makes the next look read the file, however it seems."""
+    trust = TrustList(path, lambda: 0.0)
+    with edited(path) as agents:
+        del agents["e0"]
+    trust.expire()
+    assert E0.key not in trust.principals()

@@ -1,0 +1,108 @@
+"""The distributed transport's meeting: strangers reach its port, and are not believed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from weightbus.dataplane.broadcast_group import serve_store
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import Forged, PeerLost, StaleSession
+from weightbus.dataplane.meeting import Attendance, Meeting, new_token
+
+EPOCH = 7
+
+
+def stranger_at(store: TCPStore) -> TCPStore:
+    """Somebody who reaches the port, and nothing else."""
+    return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+
+
+def attend(store: TCPStore, token: str, epoch: int = EPOCH) -> Attendance:
+    attendance = Attendance(f"tcp://127.0.0.1:{store.port}", epoch, "e0", token)
+    attendance.begin()
+    return attendance
+
+
+def until(what: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_both_sides_hear_each_other() -> None:
+    """What is said under one token arrives as it was said, whatever characters it has."""
+    store, token = serve_store("127.0.0.1"), new_token()
+    meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
+    attendance.say("came", "grüppe", Deadline(10))
+    assert meeting.heard("came", "e0") == "grüppe"
+    assert meeting.heard("failed", "e0") is None
+    meeting.announce("group", "g")
+    assert attendance.group(Deadline(10)) == "g"
+    attendance.close()
+
+
+def test_tokens_are_of_one_epoch() -> None:
+    """No two sessions share one, so what a former member knows is of no use."""
+    assert len({new_token() for _ in range(100)}) == 100
+    assert len(new_token()) == 32
+
+
+@pytest.mark.parametrize("step", ["came", "joined", "done", "failed"])
+def test_a_stranger_cannot_speak_for_an_engine(step: str) -> None:
+    """Plain words, and words under another token, are not the engine's: it is failed, by that name."""
+    for write in (
+        lambda store: store.set(f"weightbus/{EPOCH}/{step}/e0", "x"),
+        lambda store: store.set(f"weightbus/{EPOCH}/{step}/e0", "0" * 64 + "x"),
+        lambda store: Meeting(store, EPOCH, new_token()).announce(f"{step}/e0", "x"),
+    ):
+        store = serve_store("127.0.0.1")
+        meeting = Meeting(store, EPOCH, new_token())
+        write(stranger_at(store))
+        if step != "failed":
+            assert meeting.heard(step, "e0") is None
+        assert "stranger" in str(meeting.heard("failed", "e0"))
+        assert meeting.heard("failed", "e1") is None
+
+
+def test_a_word_cannot_be_moved() -> None:
+    """What one engine said is not what another said, nor what it said of another step or in another epoch."""
+    store, token = serve_store("127.0.0.1"), new_token()
+    meeting = Meeting(store, EPOCH, token)
+    attendance = attend(store, token)
+    attendance.say("came", "", Deadline(10))
+    attendance.close()
+    said, other = bytes(store.get(f"weightbus/{EPOCH}/came/e0")), stranger_at(store)
+    for where in ("came/e1", "done/e0"):
+        other.set(f"weightbus/{EPOCH}/{where}", said.decode())
+        assert meeting.heard(*where.split("/")) is None
+    other.set(f"weightbus/{EPOCH + 1}/came/e0", said.decode())
+    assert Meeting(store, EPOCH + 1, token).heard("came", "e0") is None
+
+
+@pytest.mark.parametrize("what", ["group", "over"])
+def test_a_stranger_cannot_speak_for_the_sender(what: str) -> None:
+    """An engine joins no group that its sender did not name."""
+    store, token = serve_store("127.0.0.1"), new_token()
+    Meeting(store, EPOCH, token)
+    Meeting(stranger_at(store), EPOCH, new_token()).announce(what, "evil")
+    attendance = attend(store, token)
+    with pytest.raises(Forged, match="stranger"):
+        attendance.group(Deadline(10))
+    attendance.close()
+
+
+@pytest.mark.parametrize("found", ["8", "-1", "x", ""])
+def test_another_epoch_is_stale(found: str) -> None:
+    """The one bare word in the store can only send an engine away."""
+    store, token = serve_store("127.0.0.1"), new_token()
+    Meeting(store, EPOCH, token)
+    stranger_at(store).set("weightbus/epoch", found)
+    attendance = attend(store, token)
+    with pytest.raises((StaleSession, PeerLost)):
+        attendance.group(Deadline(10))
+    attendance.close()

@@ -1,0 +1,222 @@
+"""Pieces and their cover against a naive oracle: every element of every tensor, with every place where it lies."""
+
+import time
+from collections import defaultdict
+from itertools import pairwise, product
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane import cover
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.errors import CoverageError, ManifestError
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides, whole
+
+FEW = settings(max_examples=40, deadline=None)
+Place = tuple[int, int, int]
+"""Holder, storage, element in it."""
+
+SPECS = (
+    TensorSpec("matrix", "bfloat16", (5, 4)),
+    TensorSpec("vector", "float32", (6,)),
+    TensorSpec("cube", "bfloat16", (2, 3, 2)),
+)
+
+
+def places(pieces: Pieces) -> dict[tuple[str, tuple[int, ...]], list[Place]]:
+    """Where each element lies, by walking through all of them."""
+    found: dict[tuple[str, tuple[int, ...]], list[Place]] = defaultdict(list)
+    for row in range(len(pieces)):
+        piece = pieces.at(row)
+        for index in product(*(range(*bounds) for bounds in zip(piece.box.start, piece.box.stop, strict=True))):
+            steps = (i - start for i, start in zip(index, piece.box.start, strict=True))
+            at = piece.view.offset + sum(step * stride for step, stride in zip(steps, piece.view.strides, strict=True))
+            found[piece.tensor, index].append((int(pieces.holder[row]), piece.view.storage, at))
+    return found
+
+
+@st.composite
+def cuts(draw: st.DrawFn, box: Box) -> list[Box]:
+    """A box, cut into disjoint ones."""
+    axes = [axis for axis, extent in enumerate(box.shape) if extent > 1]
+    if not axes or draw(st.integers(0, 2)) == 0:
+        return [box]
+    axis = draw(st.sampled_from(axes))
+    at = draw(st.integers(box.start[axis] + 1, box.stop[axis] - 1))
+    left = Box(box.start, (*box.stop[:axis], at, *box.stop[axis + 1 :]))
+    right = Box((*box.start[:axis], at, *box.start[axis + 1 :]), box.stop)
+    return [*draw(cuts(left)), *draw(cuts(right))]
+
+
+@st.composite
+def model(draw: st.DrawFn, most: int = 3) -> Pieces:
+    """Every tensor by up to `most` holders, each with a cut of its own; some views are transposed."""
+    parts = []
+    for holder in range(draw(st.integers(1, most))):
+        rows: list[Piece] = []
+        for number, spec in enumerate(SPECS):
+            transposed = draw(st.booleans())
+            strides = contiguous_strides(spec.shape)
+            if transposed:
+                strides = tuple(reversed(contiguous_strides(tuple(reversed(spec.shape)))))
+            for box in draw(cuts(Box.whole(spec.shape))):
+                offset = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+                rows.append(Piece(spec.name, box, spec.dtype, View(number, offset, strides)))
+        parts.append(Pieces.of(SPECS, draw(st.permutations(rows)), holder))
+    return Pieces.join(parts)
+
+
+@FEW
+@given(model())
+def test_rows_come_back_as_they_went_in(pieces: Pieces) -> None:
+    """A table built from its own rows is the same table, and so is one that has travelled."""
+    again = Pieces.join(
+        [
+            Pieces.of(SPECS, [pieces.held_by(h).at(i) for i in range(len(pieces.held_by(h)))], h)
+            for h in sorted(set(pieces.holder.tolist()))
+        ]
+    )
+    assert places(again) == places(pieces)
+    assert np.array_equal(Pieces.decode([pieces.encode()], SPECS).numbers(), pieces.numbers())
+
+
+@FEW
+@given(model())
+def test_merging_moves_nothing(pieces: Pieces) -> None:
+    """Merged pieces hold the same elements in the same places, and never in more pieces."""
+    merged = cover.merge(pieces)
+    assert len(merged) <= len(pieces)
+    assert {key: sorted(value) for key, value in places(merged).items()} == {
+        key: sorted(value) for key, value in places(pieces).items()
+    }
+
+
+@FEW
+@given(st.data())
+def test_a_tensor_that_was_cut_along_one_axis_merges_into_one_piece(data: st.DataObject) -> None:
+    """Neighbours that are neighbours in memory become one; the order in which they are given does not matter."""
+    spec = SPECS[0]
+    at = sorted({0, 5, *data.draw(st.lists(st.integers(1, 4)))})
+    rows = [Piece(spec.name, Box((a, 0), (b, 4)), "bfloat16", View(0, 7 + a * 4, (4, 1))) for a, b in pairwise(at)]
+    merged = cover.merge(Pieces.of(SPECS, data.draw(st.permutations(rows))))
+    assert [merged.at(0)] == [Piece(spec.name, Box.whole(spec.shape), "bfloat16", View(0, 7, (4, 1)))]
+    assert len(merged) == 1
+
+
+@FEW
+@given(model())
+def test_every_element_is_read_once_and_from_the_lowest_holder(pieces: Pieces) -> None:
+    """Of replicas, in whatever cuts, one is left for each element, from the lowest holder; and that is a proof."""
+    chosen = cover.once(pieces)
+    cover.prove(chosen)
+    everywhere = places(pieces)
+    for element, found in places(chosen).items():
+        assert found == [min(everywhere[element])]
+
+
+@FEW
+@given(model(most=1), st.data())
+def test_a_part_that_is_missing_is_named(pieces: Pieces, data: st.DataObject) -> None:
+    """Without any one of the pieces of a single holder the proof fails, and names that piece's tensor."""
+    lost = data.draw(st.integers(0, len(pieces) - 1))
+    with pytest.raises(CoverageError) as failure:
+        cover.prove(pieces.take(np.delete(np.arange(len(pieces)), lost)))
+    assert failure.value.tensor == pieces.at(lost).tensor
+
+
+@FEW
+@given(model(most=1), st.data())
+def test_a_part_that_is_there_twice_is_named(pieces: Pieces, data: st.DataObject) -> None:
+    """An overlap is no proof either, even where the number of elements is right."""
+    twice = data.draw(st.integers(0, len(pieces) - 1))
+    with pytest.raises(CoverageError) as failure:
+        cover.prove(pieces.take(np.append(np.arange(len(pieces)), twice)))
+    assert failure.value.tensor == pieces.at(twice).tensor
+
+
+@FEW
+@given(model(), st.randoms())
+def test_the_digest_is_of_the_description_and_not_of_its_order(pieces: Pieces, random: Random) -> None:
+    """Any order of pieces, and of tensors, has the same digest; any other piece has another."""
+    order = list(range(len(pieces)))
+    random.shuffle(order)
+    shuffled = pieces.take(np.array(order))
+    assert shuffled.digest() == pieces.digest()
+    assert pieces.take(np.arange(1, len(pieces))).digest() != pieces.digest()
+    backwards = tuple(reversed(SPECS))
+    rows = [pieces.held_by(0).at(i) for i in range(len(pieces.held_by(0)))]
+    assert Pieces.of(backwards, rows).digest() == Pieces.of(SPECS, rows).digest()
+
+
+def test_the_digest_is_the_same_on_every_machine() -> None:
+    """It is pinned: ranks of different hosts compare it, and plans are kept under it."""
+    pieces = Pieces.of(SPECS, [whole(spec, spec.dtype, number) for number, spec in enumerate(SPECS)])
+    assert pieces.digest() == "ad8ef6036d697ae47eca34318ddbba1e4fd68e924fb782c316a4ae863b71f5d3"
+
+
+@pytest.mark.parametrize(
+    ("piece", "why"),
+    [
+        (Piece("stranger", Box((0,), (1,)), "bfloat16", View(0, 0, (1,))), "not served"),
+        (Piece("matrix", Box((0, 0), (6, 4)), "bfloat16", View(0, 0, (4, 1))), "outside"),
+        (Piece("matrix", Box((1, 0), (1, 4)), "bfloat16", View(0, 0, (4, 1))), "empty"),
+        (Piece("matrix", Box((0, 0), (1, 4)), "bfloat16", View(0, 0, (1,))), "outside"),
+    ],
+)
+def test_what_is_no_part_of_its_tensor_is_refused(piece: Piece, why: str) -> None:
+    """A piece that names no tensor, or lies outside of its own, is an error and not a smaller piece."""
+    with pytest.raises(ManifestError, match=why):
+        Pieces.of(SPECS, [piece])
+
+
+def test_what_arrives_is_checked() -> None:
+    """Bytes that are no table, a table of other tensors, and a box outside of its tensor are refused."""
+    pieces = Pieces.of(SPECS, [whole(SPECS[0], "bfloat16", 0)])
+    with pytest.raises(ManifestError, match="not a table"):
+        Pieces.decode([b"\xc1"], SPECS)
+    with pytest.raises(ManifestError, match="other tensors"):
+        Pieces.decode([pieces.encode()], SPECS[:2])
+    wire = msgspec.msgpack.decode(pieces.encode())
+    numbers = np.frombuffer(wire["numbers"], "<i8").copy()
+    numbers[9] = 100
+    with pytest.raises(ManifestError, match="outside"):
+        Pieces.decode([msgspec.msgpack.encode(wire | {"numbers": numbers.tobytes()})], SPECS)
+    with pytest.raises(ManifestError, match="bytes for"):
+        Pieces.decode([msgspec.msgpack.encode(wire | {"numbers": numbers.tobytes()[1:]})], SPECS)
+
+
+@FEW
+@given(model())
+def test_a_part_of_a_piece_is_where_the_piece_says(pieces: Pieces) -> None:
+    """Cutting a piece moves its offset by its strides."""
+    boxes = pieces.boxes.take(np.arange(len(pieces)))
+    last = type(boxes)(boxes.space, boxes.stop - 1, boxes.stop)
+    corners = places(pieces.within(last, np.arange(len(pieces))))
+    everywhere = places(pieces)
+    assert corners
+    for element, found in corners.items():
+        assert set(found) <= set(everywhere[element])
+
+
+def test_a_model_of_20000_tensors_on_64_ranks_takes_seconds() -> None:
+    """A million pieces are joined, chosen, proven, merged and named by columns: no loop in Python could keep up."""
+    count, ranks = 20_000, 64
+    specs = tuple(TensorSpec(f"t{i}", "bfloat16", (64, 128)) for i in range(count))
+    one = Pieces.of(
+        specs, [Piece(s.name, Box((0, 0), (1, 128)), s.dtype, View(i, 0, (128, 1))) for i, s in enumerate(specs)]
+    )
+    parts = []
+    for rank in range(ranks):
+        step = np.array([rank, 0])
+        boxes = type(one.boxes)(one.boxes.space, one.boxes.start + step, one.boxes.stop + step)
+        parts.append(Pieces(specs, boxes, one.holder + rank, one.storage, one.dtype, one.offset, one.stride, one.shift))
+    began = time.process_time()
+    pieces = cover.once(Pieces.join(parts))
+    cover.prove(pieces)
+    assert len(cover.merge(pieces)) == count * ranks
+    assert time.process_time() - began < 30, "about 7 s on a slow core; a loop takes minutes"

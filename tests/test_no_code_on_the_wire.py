@@ -1,0 +1,149 @@
+"""Nothing that arrives can run code: read off the syntax trees of everything that is shipped.
+
+There is one exception, and it only writes: SGLang's update_weights_from_tensor demands a pickle, whose opcodes
+`engine_agent/payload.py` puts together by hand from fields that were checked. No module imports a pickler at all.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .test_architecture import MODULES, relative
+
+WRITES_A_PICKLE = "engine_agent/payload.py"
+
+MODULES_THAT_LOAD_CODE = (
+    *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle", "copyreg"),
+    *("multiprocessing", "torch.multiprocessing", "torch.package", "torch.distributed.rpc", "torch.jit"),
+    *("xmlrpc", "yaml", "code", "codeop", "imp", "runpy"),
+)
+"""`multiprocessing` as a whole: its connections, queues and managers pickle."""
+
+CALLS_THAT_LOAD_CODE = frozenset(
+    (
+        *("exec", "__import__", "execfile", "import_module"),
+        *("recv_pyobj", "send_pyobj", "loads_pickle", "ForkingPickler", "Unpickler", "set_string_option_pyobj"),
+        *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+        *("send_object_list", "recv_object_list", "load_module", "exec_module", "read_pickle", "unsafe_load"),
+    )
+)
+
+ALLOWED = {
+    ("control/cli.py", "import_module"),  # names of subcommands, from installed distributions, never from a wire
+    ("trainer_agent/__init__.py", "import_module"),  # this package's own modules, on their first use
+}
+
+
+def nodes(text: str) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(text))
+
+
+def called(node: ast.Call) -> tuple[str, str]:
+    """Of ``a.b.c(...)``: "a.b" and "c"."""
+    if isinstance(node.func, ast.Attribute):
+        return ast.unparse(node.func.value), node.func.attr
+    return "", node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def given(node: ast.Call, name: str) -> bool:
+    """Whether the call says ``name=True``, in so many words."""
+    return any(
+        each.arg == name and isinstance(each.value, ast.Constant) and each.value.value is True for each in node.keywords
+    )
+
+
+def imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+def loads_code(node: ast.Call) -> bool:
+    owner, name = called(node)
+    if name == "load":
+        return owner in ("np", "numpy") or (owner == "torch" and not given(node, "weights_only"))
+    if name in ("eval", "compile"):  # of a model, of a pattern
+        return owner in ("", "builtins")
+    return name in CALLS_THAT_LOAD_CODE or given(node, "shell") or given(node, "allow_pickle")
+
+
+def objections(text: str) -> list[tuple[int, str]]:
+    """What in a module could load code, with its line."""
+    found: list[tuple[int, str]] = []
+    for node in nodes(text):
+        found += [
+            (getattr(node, "lineno", 0), name)
+            for name in imports(node)
+            if any(f"{name}.".startswith(f"{bad}.") for bad in MODULES_THAT_LOAD_CODE)
+        ]
+        if isinstance(node, ast.Call) and loads_code(node):
+            found.append((node.lineno, called(node)[1]))
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_no_module_can_load_code(path: Path) -> None:
+    """No pickler, no evaluation, no torch.load but with weights_only, no shell; exceptions have a reason."""
+    found = [each for each in objections(path.read_text("utf-8")) if (relative(path), each[1]) not in ALLOWED]
+    assert found == [], f"{relative(path)}: {found}"
+
+
+def test_exceptions_are_in_use() -> None:
+    """An exception that nobody needs any more is taken off the list."""
+    used = {(relative(path), name) for path in MODULES for _, name in objections(path.read_text("utf-8"))}
+    assert used == ALLOWED
+
+
+def test_one_module_writes_a_pickle() -> None:
+    """And no other has the opcodes to: protocol 2 or 4, by hand, at the beginning of some bytes."""
+    writers = {
+        relative(path)
+        for path in MODULES
+        for node in nodes(path.read_text("utf-8"))
+        if isinstance(node, ast.Constant) and isinstance(node.value, bytes) and node.value[:1] == b"\x80"
+    }
+    assert writers == {WRITES_A_PICKLE}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "import multiprocessing.connection",
+        "from multiprocessing import connection",
+        "from torch import multiprocessing",
+        "import torch.multiprocessing as mp",
+        "from xmlrpc.server import SimpleXMLRPCServer",
+        "def f(x):\n    import dill",
+        "eval(x)",
+        "builtins.eval(x)",
+        "exec(x)",
+        "compile(x, '', 'exec')",
+        "socket.recv_pyobj()",
+        "dist.broadcast_object_list(x)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=flag)",
+        "np.load(path)",
+        "read(path, allow_pickle=True)",
+        "importlib.import_module(name)",
+        "subprocess.run(x, shell=True)",
+    ],
+)
+def test_the_check_sees_them(text: str) -> None:
+    """Each way to load code is found, wherever it stands: this check is not blind."""
+    assert objections(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["model.eval()", "re.compile(x)", "torch.load(p, weights_only=True)", "tl.load(row)", "tomllib.load(f)"]
+)
+def test_the_check_lets_others_be(text: str) -> None:
+    """What only looks alike is no objection."""
+    assert objections(text) == []
