@@ -30,7 +30,7 @@ class CoverageError(ManifestError):
 
     def __init__(self, tensor: str, detail: str) -> None:
         self.tensor = tensor
-        super().__init__(f"{tensor!r}: {detail}: describe every rank of the model, each with all of its chunks")
+        super().__init__(f"{tensor!r}: {detail}")
 
 
 class TransferFailed(DataplaneError):

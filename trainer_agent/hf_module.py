@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import nn
 
+from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View
 
-from .assembly import Assembler, check_manifest, plan
-from .pieces import Piece
+from .assembly import Assembler, check_manifest
+from .parcels import plan
 from .source import UnsupportedModel
 
 
@@ -29,7 +30,7 @@ class HFModuleSource:
             TensorSpec(name, str(dtype or tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in named
         )
-        self._parameters = [_rows(tensor) for _, tensor in named]
+        self._parameters = [tensor for _, tensor in named]
         self._planned: tuple[Manifest, Assembler] | None = None
 
     @property
@@ -57,9 +58,15 @@ class HFModuleSource:
             raise ValueError("the root gives a buffer")
         if self._planned is None or self._planned[0] is not manifest:
             check_manifest(manifest, self._tensors)
-            pieces = [(number, _whole(spec)) for number, spec in enumerate(self._tensors)]
-            self._planned = (manifest, Assembler(plan(manifest, {0: pieces}), self._parameters, 0, 0, None))
+            self._planned = (manifest, Assembler(plan(manifest, self._pieces(), rank=0), self._parameters, 0, 0, None))
         self._planned[1].run(index, out, self.device)
+
+    def _pieces(self) -> Pieces:
+        rows: list[Piece] = []
+        for number, (spec, tensor) in enumerate(zip(self._tensors, self._parameters, strict=True)):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            rows.append(Piece(spec.name, Box.whole(spec.shape), dtype, View(number, 0, tensor.stride())))
+        return Pieces.of(self._tensors, rows)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Return `blob`: there is nobody else."""
@@ -68,22 +75,11 @@ class HFModuleSource:
         return blob
 
 
-def _whole(spec: TensorSpec) -> Piece:
-    """All of a tensor, as rows of whatever the other dimensions hold."""
-    rows = spec.shape[0] if spec.shape else 1
-    return Piece(spec.name, 0, 0, rows, prod(spec.shape[1:]))
-
-
 def _unshared(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers; of two names for one tensor (tied embeddings) the first, as checkpoints do."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if "experts." in name and name.endswith(("gate_up_proj", "down_proj")) and tensor.dim() == 3:
             raise UnsupportedModel(f"{name!r} holds all experts in one tensor, checkpoints name each: not served yet")
-        named.setdefault(id(tensor), (name, tensor.detach()))
+        named.setdefault(id(tensor), (name, tensor))
     return list(named.values())
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of one or two dimensions: pieces have rows and columns."""
-    return tensor if tensor.dim() in {1, 2} else tensor.view(tensor.shape[0] if tensor.dim() else 1, -1)

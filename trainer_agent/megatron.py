@@ -23,12 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View
 
-from .assembly import DTYPES, Assembler, Exchange, Holdings, check_coverage, check_manifest, plan
+from .assembly import DTYPES, Assembler, Exchange, check_manifest
 from .naming import Dense, advice_for, rule_for, served_tensors
+from .parcels import plan
+from .pieces import Piece as Run
+from .pieces import pieces
 from .ranks import Ranks
-from .roster import Refusal, Roster, Shard, check, encode, holdings
+from .roster import Refusal, Roster, check, encode, settle
 from .source import LayoutMismatch, SourceError, UnknownParameter, UnsupportedModel
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
@@ -79,7 +84,7 @@ class MegatronSource:
         self._parameters: list[torch.Tensor] = []
         self._lagging = [lagging for chunk in _chunks_of(model_chunks) for lagging in _lagging_wrappers(chunk)]
         try:
-            self._model, self._tensors, self._holdings = self._settle(model_chunks, hf_config, dtype)
+            self._model, self._tensors, self._pieces = self._settle(model_chunks, hf_config, dtype)
         except SourceError:
             self._ranks.close()  # every rank raises, so every rank comes here
             raise
@@ -143,13 +148,13 @@ class MegatronSource:
     def _assembler(self, manifest: Manifest) -> Assembler:
         if self._planned is None or (self._planned[0] is not manifest and self._planned[0] != manifest):
             check_manifest(manifest, self._tensors)
-            buckets = plan(manifest, self._holdings)
+            buckets = plan(manifest, self._pieces, rank=self._ranks.rank)
             self._planned = (manifest, Assembler(buckets, self._parameters, self._ranks.rank, 0, self._exchange))
         return self._planned[1]
 
     def _open_exchange(self) -> Exchange | None:
         """The group of the ranks that anything is read from. Collective over all ranks."""
-        holders = sorted({0, *self._holdings})
+        holders = sorted({0, *self._pieces.holder.tolist()})
         if len(holders) == 1:
             return None
         group = self._ranks.subgroup(holders, self.device)
@@ -160,43 +165,53 @@ class MegatronSource:
         chunks: nn.Module | Sequence[nn.Module],
         hf_config: Path | str | Mapping[str, object],
         dtype: torch.dtype | None,
-    ) -> tuple[Dense, tuple[TensorSpec, ...], Holdings]:
+    ) -> tuple[Dense, tuple[TensorSpec, ...], Pieces]:
         """What is served, and from where. A rank that cannot serve says so before it raises: the others wait for it."""
         try:
-            own = self._describe(chunks, hf_config, dtype)
+            model, tensors, own = self._describe(chunks, hf_config, dtype)
         except SourceError as error:
             self._ranks.gather(encode(Refusal(f"{type(error).__name__}: {error}")))
             raise
         rosters = check(self._ranks.gather(encode(own)))
-        tensors = served_tensors(own.model, own.dtype)
-        held = holdings(rosters, tensors)
-        check_coverage(tensors, held)
-        return own.model, tensors, held
+        return model, tensors, settle(rosters, tensors)
 
     def _describe(
         self,
         chunks: nn.Module | Sequence[nn.Module],
         hf_config: Path | str | Mapping[str, object],
         dtype: torch.dtype | None,
-    ) -> Roster:
+    ) -> tuple[Dense, tuple[TensorSpec, ...], Roster]:
         """Find and check every parameter of this rank."""
         unwrapped = [_unwrap(chunk) for chunk in _chunks_of(chunks)]
         if not unwrapped:
             raise UnsupportedModel("no model chunks: pass the model of this rank")
         model = Dense.parse(_read_config(hf_config))
         tp_rank, tp_ranks = _tensor_parallel(unwrapped[0])
-        shards: list[Shard] = []
+        names: list[str] = []
         for chunk in unwrapped:
             _check_chunk(cast("_Chunk", chunk), model)
             for name, parameter in _parameters_of(chunk):
-                shards.append(Shard(name, tuple(parameter.shape)))
+                names.append(name)
                 self._parameters.append(parameter)
         served = _served_dtype(dtype, model, self._parameters)
-        roster = Roster(model, served, tp_rank, tp_ranks, tuple(shards))
-        specs = {spec.name: spec for spec in served_tensors(model, served)}
-        for shard in shards:
-            roster.pieces_of(shard, specs)
-        return roster
+        tensors = served_tensors(model, served)
+        specs = {spec.name: spec for spec in tensors}
+        rows: list[Piece] = []
+        for storage, (name, parameter) in enumerate(zip(names, self._parameters, strict=True)):
+            for run in pieces(name, parameter.shape, specs, model, rank=tp_rank, ranks=tp_ranks):
+                rows.extend(_boxes(storage, parameter, run, specs[run.tensor]))
+        described = Pieces.of(tensors, rows, self._ranks.rank)
+        facts = {**msgspec.structs.asdict(model), "dtype": served, "tp": tp_ranks}
+        return model, tensors, Roster({key: repr(value) for key, value in facts.items()}, described.encode())
+
+
+def _boxes(storage: int, parameter: torch.Tensor, run: Run, spec: TensorSpec) -> Iterator[Piece]:
+    for index in range(run.count):
+        row, local = run.served_row + index * run.served_step, run.local_row + index * run.local_step
+        start, stop = (row, run.column), (row + run.rows, run.column + run.columns)
+        axes = len(spec.shape)
+        view = View(storage, local * parameter.stride(0), tuple(parameter.stride()))
+        yield Piece(spec.name, Box(start[:axes], stop[:axes]), str(parameter.dtype).removeprefix("torch."), view)
 
 
 def _chunks_of(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -234,7 +249,7 @@ def _parameters_of(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if tied and name == "output_layer.weight":
             continue  # the last stage's duplicate of the embedding, kept equal by megatron's own all-reduce
         _check_parameter(name, parameter)
-        yield name, parameter.detach()
+        yield name, parameter
     persistent = chunk.state_dict(keep_vars=True)
     for local, buffer in chunk.named_buffers():
         if local in persistent:

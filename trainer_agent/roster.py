@@ -10,32 +10,21 @@ from collections.abc import Sequence
 
 import msgspec
 
+from weightbus.dataplane import cover
+from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Pieces
 
-from .naming import Dense
-from .pieces import Piece, pieces
 from .source import RanksDisagree
 
 
-class Shard(msgspec.Struct, frozen=True):
-    """One local parameter, by its global name."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
 class Roster(msgspec.Struct, frozen=True, tag=True):
-    """What one rank holds, in the order of its list of parameters."""
+    """What one rank holds."""
 
-    model: Dense
-    dtype: str
-    tp_rank: int
-    tp_ranks: int
-    shards: tuple[Shard, ...]
-
-    def pieces_of(self, shard: Shard, served: dict[str, TensorSpec]) -> tuple[Piece, ...]:
-        """What `shard` holds of the served tensors. Raises `LayoutMismatch`."""
-        return pieces(shard.name, shard.shape, served, self.model, rank=self.tp_rank, ranks=self.tp_ranks)
+    facts: dict[str, str]
+    """What must be the same on every rank, readable: config, dtype, sizes of groups."""
+    pieces: bytes
+    """`Pieces.encode()`, with the rank as their holder."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -57,32 +46,26 @@ def check(statements: Sequence[bytes]) -> tuple[Roster, ...]:
         if isinstance(statement, Refusal):
             raise RanksDisagree(f"rank {rank} cannot serve its part: {statement.reason}")
         rosters.append(statement)
-    first = _agreed(rosters[0])
+    first = rosters[0].facts
     for rank, roster in enumerate(rosters):
-        found = _agreed(roster)
-        odd = [f"{key}={found[key]!r} (rank 0: {first[key]!r})" for key in first if found[key] != first[key]]
+        found = roster.facts
+        keys = {**first, **found}
+        odd = [f"{key}={found.get(key)} (rank 0: {first.get(key)})" for key in keys if found.get(key) != first.get(key)]
         if odd:
             raise RanksDisagree(f"rank {rank} has {', '.join(odd)}: give every rank the same model, config and dtype")
     return tuple(rosters)
 
 
-def holdings(rosters: Sequence[Roster], tensors: Sequence[TensorSpec]) -> dict[int, tuple[tuple[int, Piece], ...]]:
-    """What is read from each rank: of a piece that several ranks hold, the lowest rank's copy."""
-    served = {spec.name: spec for spec in tensors}
-    claimed: set[tuple[str, int, int]] = set()
-    held: dict[int, tuple[tuple[int, Piece], ...]] = {}
-    for rank, roster in enumerate(rosters):
-        mine: list[tuple[int, Piece]] = []
-        for index, shard in enumerate(roster.shards):
-            for piece in roster.pieces_of(shard, served):
-                place = (piece.tensor, piece.served_row, piece.column)
-                if place not in claimed:
-                    claimed.add(place)
-                    mine.append((index, piece))
-        if mine:
-            held[rank] = tuple(mine)
-    return held
+def settle(rosters: Sequence[Roster], tensors: Sequence[TensorSpec]) -> Pieces:
+    """What is read from whom: every element of every tensor once, of copies the lowest rank's.
 
-
-def _agreed(roster: Roster) -> dict[str, object]:
-    return {**msgspec.structs.asdict(roster.model), "dtype": roster.dtype, "tp": roster.tp_ranks}
+    Raises `RanksDisagree` when the ranks together do not hold all of `tensors`.
+    """
+    try:
+        pieces = cover.once(Pieces.decode([roster.pieces for roster in rosters], tensors))
+        cover.prove(pieces)
+    except ManifestError as error:
+        raise RanksDisagree(
+            f"{error}; build the source on every rank, with all of its model chunks and the config that is trained"
+        ) from error
+    return pieces

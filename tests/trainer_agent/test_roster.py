@@ -1,30 +1,24 @@
 """What ranks conclude from each other's rosters."""
 
-import msgspec
 import pytest
 
-from weightbus.trainer_agent.naming import Dense, served_tensors
-from weightbus.trainer_agent.roster import Refusal, Roster, Shard, check, encode, holdings
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View
+from weightbus.trainer_agent.roster import Refusal, Roster, check, encode, settle
 from weightbus.trainer_agent.source import RanksDisagree
 
-MODEL = Dense.parse(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 1,
-        "hidden_size": 4,
-        "intermediate_size": 6,
-        "num_attention_heads": 2,
-        "vocab_size": 8,
-        "rms_norm_eps": 1e-6,
-    }
-)
-NORM = Shard("decoder.final_layernorm.weight", (4,))
+TENSORS = (TensorSpec("norm", "bfloat16", (4,)), TensorSpec("embedding", "bfloat16", (8, 4)))
+NORM = Piece("norm", Box((0,), (4,)), "bfloat16", View(0, 0, (1,)))
 
 
-def roster(tp_rank: int = 0, *, tp_ranks: int = 2, dtype: str = "float32", model: Dense = MODEL) -> Roster:
-    return Roster(
-        model, dtype, tp_rank, tp_ranks, (NORM, Shard("embedding.word_embeddings.weight", (8 // tp_ranks, 4)))
-    )
+def half(which: int) -> Piece:
+    return Piece("embedding", Box((4 * which, 0), (4 * which + 4, 4)), "bfloat16", View(1, 0, (4, 1)))
+
+
+def roster(rank: int = 0, **facts: str) -> Roster:
+    held = Pieces.of(TENSORS, [NORM, half(rank % 2)], rank)
+    return Roster({"layers": "1", "dtype": "'bfloat16'", **facts}, held.encode())
 
 
 def test_rosters_travel_unchanged() -> None:
@@ -42,22 +36,31 @@ def test_one_refusal_is_everybodys_error() -> None:
 @pytest.mark.parametrize(
     ("other", "part"),
     [
-        (roster(1, dtype="bfloat16"), "dtype='bfloat16' .rank 0: 'float32'."),
-        (roster(1, tp_ranks=4), "tp=4 .rank 0: 2."),
-        (roster(1, model=msgspec.structs.replace(MODEL, layers=2)), "layers=2 .rank 0: 1."),
+        (roster(1, dtype="'float32'"), "dtype='float32' .rank 0: 'bfloat16'."),
+        (roster(1, tp="4"), "tp=4 .rank 0: None."),
+        (roster(1, layers="2"), "layers=2 .rank 0: 1."),
     ],
 )
 def test_ranks_of_different_models_are_told_apart(other: Roster, part: str) -> None:
-    """The message names the fields that differ, and nothing else."""
+    """The message names the facts that differ, and nothing else."""
     with pytest.raises(RanksDisagree, match=f"rank 1 has {part}: give"):
         check([encode(roster(0)), encode(other)])
 
 
 def test_copies_are_read_from_the_lowest_rank() -> None:
     """Norms are on every tensor rank and everything on every replica: each element is read once."""
-    held = holdings([roster(0), roster(1), roster(0), roster(1)], served_tensors(MODEL, "float32"))
-    read = {rank: [(index, piece.tensor, piece.served_row) for index, piece in pieces] for rank, pieces in held.items()}
-    assert read == {
-        0: [(0, "model.norm.weight", 0), (1, "model.embed_tokens.weight", 0)],
-        1: [(1, "model.embed_tokens.weight", 4)],
-    }
+    pieces = settle([roster(rank) for rank in range(4)], TENSORS)
+    read = {(int(pieces.holder[row]), pieces.at(row).tensor) for row in range(len(pieces))}
+    assert read == {(0, "norm"), (0, "embedding"), (1, "embedding")}
+
+
+def test_a_missing_rank_is_noticed() -> None:
+    """A stage or tensor rank that did not take part shows as a part of a tensor that nobody holds."""
+    with pytest.raises(RanksDisagree, match=r"'embedding'.*held by no rank.*build the source on every rank"):
+        settle([roster(0), roster(2)], TENSORS)
+
+
+def test_ranks_that_describe_other_tensors_are_told() -> None:
+    """Pieces are numbers: of other tensors they would mean something else."""
+    with pytest.raises(RanksDisagree, match="of other tensors"):
+        settle([roster(0), roster(1)], TENSORS[:1])
