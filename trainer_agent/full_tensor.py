@@ -98,9 +98,13 @@ class FullTensorSource:
         whole: dict[str, torch.Tensor] = {}
         for name, tensor in stored_tensors(self._module).items():
             try:
-                full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+                full = _whole(tensor)
             except RuntimeError as error:  # what torch raises for a lost peer and for a timeout
                 raise AssemblyFailed(f"{name!r} could not be gathered ({error}): find the rank that failed") from error
             if self.root:
                 whole[name] = full.to("cpu", DTYPES[self._dtypes[name]], copy=True)
         self._whole = revert(self._module, whole) if self.root else {}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

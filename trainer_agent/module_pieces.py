@@ -111,9 +111,7 @@ def _cuts(name: str, tensor: torch.Tensor) -> list[Cut]:
     return cuts
 
 
-def served_dtypes(
-    module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None
-) -> dict[str, str]:
+def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, str]:
     """In which dtype each tensor is served, by its name in memory."""
     kept = tuple(getattr(unwrapped(module), "_keep_in_fp32_modules_strict", None) or ())
     served: dict[str, str] = {}
@@ -133,4 +131,4 @@ def _facts(stored: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) ->
     for name, tensor in stored.items():
         if not isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
             data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            yield f"{name} (not sharded)", hashlib.sha256(memoryview(data)).hexdigest()[:16]
+            yield f"{name} (not sharded)", hashlib.sha256(data.tobytes()).hexdigest()[:16]
