@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 
 import structlog
@@ -132,7 +132,7 @@ class Background:
         _log.info("snapshot_dropped", channel=self._channel, version=version, reason=reason)
 
     @contextlib.contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
+    def _on_own_stream(self) -> Generator[None]:
         """On a GPU: not in line behind the kernels of the next training step."""
         if self._device.type != "cuda":
             yield

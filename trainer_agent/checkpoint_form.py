@@ -7,6 +7,9 @@ what it was made of: which slice of which tensor in memory each tensor of the ch
 name, no tensor is allocated, and whatever is more than a slice is refused.
 """
 
+# torch leaves Tensor.stride partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import re

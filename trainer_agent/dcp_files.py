@@ -7,8 +7,12 @@ on). A whole tensor in memory is on the host only while buckets are cut from it.
 DCP's ``.metadata`` is a pickle, which torch reads: who may write it may run code here. That is asked for by a setting.
 """
 
+# torch's checkpointing and transformers leave much untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
@@ -85,7 +89,9 @@ class DcpFiles:
             return
         state: dict[str, Any] = {self._keys[source]: tensor for source, tensor in blank.items()}
         try:
-            load(state, storage_reader=FileSystemReader(self._folder), no_dist=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that one process reads it is meant
+                load(state, storage_reader=FileSystemReader(self._folder), no_dist=True)
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise AssemblyFailed(f"{self._folder} cannot be read: {error}") from error
         self._loaded |= blank
@@ -122,6 +128,8 @@ class _Form(msgspec.Struct, frozen=True):
     cast: frozenset[str]
     """Tensors of the checkpoint that are parameters: they are served in `dtype`."""
     dtype: str
+    tied: frozenset[str]
+    """Names in memory of tensors that the checkpoint holds under another."""
 
 
 def _named(folder: Path, form: _Form, saved: Mapping[str, TensorStorageMetadata]) -> tuple[tuple[Slice, ...], str]:
@@ -135,13 +143,24 @@ def _named(folder: Path, form: _Form, saved: Mapping[str, TensorStorageMetadata]
     if prefix is None:
         shown = ", ".join(sorted(saved)[:3])
         raise BadCheckpoint(
-            folder, f"its keys ({shown} and so on) are not the model's, which begin with {next(iter(shapes))!r}"
+            folder,
+            f"the model of its config has {len(shapes)} tensors, such as {next(iter(shapes))!r}, and they are not all"
+            f" among its keys ({shown} and so on)",
         )
     for name, shape in shapes.items():
         found = tuple(saved[prefix + name].size)
         if found != shape:
             raise BadCheckpoint(folder, f"{prefix + name!r} has shape {found}, its config gives {shape}")
+    _check_complete(folder, saved, prefix, shapes.keys() | form.tied)
     return cuts, prefix
+
+
+def _check_complete(folder: Path, saved: Iterable[str], prefix: str, known: Iterable[str]) -> None:
+    """A model with more layers than its config says must not lose them. Beside the model others may be saved."""
+    inside = tuple({prefix + name.split(".")[0] + "." for name in known})
+    odd = sorted({key for key in saved if key.startswith(inside)} - {prefix + name for name in known})
+    if odd:
+        raise BadCheckpoint(folder, f"{odd[0]!r} and {len(odd) - 1} more are not in the model of its config")
 
 
 def _form(folder: Path, config: Mapping[str, Any]) -> _Form:
@@ -158,10 +177,17 @@ def _form(folder: Path, config: Mapping[str, Any]) -> _Form:
         shapes = {name: tuple(each.shape) for name, each in stored_tensors(module).items()}
         cuts = slices(module, shapes)
     except (ValueError, KeyError, TypeError, RuntimeError, SourceError) as error:
-        raise BadCheckpoint(folder, f"transformers cannot build the model of its config: {error}") from error
+        reason = str(error)[:300]  # transformers may list all models that it knows
+        raise BadCheckpoint(folder, f"transformers cannot build the model of its config: {reason}") from error
     parameters = {name for name, _ in module.named_parameters()}
     dtype = config.get("dtype") or config.get("torch_dtype") or ""
-    return _Form(cuts, shapes, frozenset(each.tensor for each in cuts if each.source in parameters), str(dtype))
+    return _Form(
+        slices=cuts,
+        shapes=shapes,
+        cast=frozenset(each.tensor for each in cuts if each.source in parameters),
+        dtype=str(dtype),
+        tied=frozenset(module.state_dict()) - shapes.keys(),
+    )
 
 
 def _prefix(names: Sequence[str], saved: Mapping[str, TensorStorageMetadata]) -> str | None:
