@@ -19,6 +19,12 @@ SYNC ?= on
 TRANSPORT ?= local
 ROUNDS ?= 20
 DEMO_ARGS ?=
+# make simulate SEEDS=100000 START=5000
+SEEDS ?= 1000
+START ?= 0
+# make bench-control AGENTS=256 SAVE=tests/bench/results/control.json
+AGENTS ?= 2048
+SAVE ?=
 # make unit ARGS="-k lease -x"
 ARGS ?=
 # Passed to every pip install, for example an index that holds CPU builds of torch.
@@ -80,6 +86,14 @@ unit: env ## Tests that start no server and no training rank
 real: env ## Tests with real SGLang servers and real Megatron ranks
 	@$(BIN)/python -m pytest -m "real and not gpu" $(ARGS)
 
+##@ Measure and break
+
+simulate: env ## Storms of faults over the real machines, SEEDS of them, on all cores (START: the first seed)
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START)
+
+bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
+	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -93,4 +107,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real build deploy-check clean
+.PHONY: help demo env test lint types unit real simulate bench-control build deploy-check clean

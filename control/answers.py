@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from .ids import AgentId, Epoch, RequestId
 from .lease import Lease
-from .messages import Abandon, EngineReport, Outcome, Publish, RoundDone
+from .messages import Abandon, Ack, EngineReport, Granted, Outcome, Publish, RoundDone
 
 ANSWERS: Final = 256
 """Finished rounds whose answer is remembered, per channel."""
+
+
+class Replies:
+    """What requests were answered, by who asked and under which key: asked again, the same is said again."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_key: OrderedDict[tuple[AgentId, RequestId], Ack | Granted] = OrderedDict()
+
+    def get(self, agent: AgentId, request: RequestId) -> Ack | Granted | None:
+        """What `agent` was told, unless that was too long ago."""
+        return self._by_key.get((agent, request))
+
+    def remember(self, agent: AgentId, reply: Ack | Granted) -> None:
+        """`agent` is told `reply`; the oldest one may be forgotten."""
+        self._by_key[agent, reply.request] = reply
+        while len(self._by_key) > self._limit:
+            self._by_key.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
 
 
 class Answers:

@@ -50,6 +50,9 @@ _CONNECTION_EVENTS: Final[Mapping[int, str]] = {
     zmq.EVENT_DISCONNECTED: "closed",
 }
 ZAP_DOMAIN: Final = "weightbus"
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Plain numbers: the arithmetic of enums would cost more than the call."""
 QUEUE_LIMIT: Final = 1000
 """Messages kept for a peer that does not take them; with one more it counts as gone."""
 FLUSH_S: Final = 0.05
@@ -82,6 +85,7 @@ class RouterBus:
         self.connections: Counter[str] = Counter(accepted=0, established=0, refused=0, closed=0)
         """What became of connections so far. One that libzmq drops without a word is accepted and closed, no more."""
         self._queues: dict[Peer, deque[codec.Frames]] = {}
+        self._encoded: tuple[ToAgent | None, codec.Frames] = (None, [])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._waker = Waker()
@@ -147,9 +151,12 @@ class RouterBus:
         wait_s = min(timeout_s, FLUSH_S) if self._queues else timeout_s
         if self._keys is not None:
             wait_s = min(wait_s, RELOAD_S)
-        self._poller.poll(max(0, round(wait_s * 1000)))
-        self._waker.clear()
-        incoming: list[Incoming] = [*self._follow_trust(), *self._turned_away()]
+        ready = dict(self._poller.poll(max(0, round(wait_s * 1000))))
+        if self._waker.fileno() in ready:
+            self._waker.clear()
+        incoming: list[Incoming] = [*self._follow_trust()]
+        if any(monitor in ready for monitor in self._monitors):
+            incoming += self._turned_away()
         incoming += [self._read(frames) for frames in burst(self._router)]
         return incoming
 
@@ -189,7 +196,7 @@ class RouterBus:
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
         """Send without ever waiting."""
-        frames = codec.TO_AGENT.encode(message, blob)
+        frames = self._encode(message, blob)
         queue = self._queues.get(peer)
         if queue is None:
             outcome = self._offer(peer, frames)
@@ -228,6 +235,12 @@ class RouterBus:
         self._context.term()
         self._waker.close()
 
+    def _encode(self, message: ToAgent, blob: bytes | None) -> codec.Frames:
+        """Frames of `message`; of one that goes to many, one after the other, only once."""
+        if message is not self._encoded[0] or blob is not None:
+            self._encoded = (message, codec.TO_AGENT.encode(message, blob))
+        return self._encoded[1]
+
     def _read(self, parts: list[zmq.Frame]) -> Received | Rejected:
         peer = Peer(parts[0].bytes)
         principal = None
@@ -248,7 +261,10 @@ class RouterBus:
 
     def _offer(self, peer: Peer, frames: codec.Frames) -> Delivery:
         try:
-            self._router.send_multipart([peer, *frames], zmq.NOBLOCK)
+            self._router.send(peer, _MORE)  # whether the rest can go is decided here
+            for frame in frames[:-1]:
+                self._router.send(frame, _MORE)
+            self._router.send(frames[-1], _NOBLOCK)
         except zmq.Again:
             return Delivery.QUEUED
         except zmq.ZMQError as error:

@@ -93,6 +93,8 @@ class Channel:
         self._fleet = Fleet(name, limits, self._duties)
         self.engines: Mapping[AgentId, Engine] = self._fleet.engines
         self._holder: tuple[AgentId, Incarnation] | None = None
+        self._outlook: tuple[Round | None, Held | None] = (None, None)
+        """By what all engines were last judged together."""
 
     @property
     def lease(self) -> Lease | None:
@@ -239,6 +241,7 @@ class Channel:
             return False
         recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
         engine.health, engine.held = message.health, message.held
+        self._fleet.touch(name)
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
         elif recovered and not self._takes_part(name) and self._duties.get(name) is None:
@@ -255,6 +258,7 @@ class Channel:
     def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Verdict:
         """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
         engine = self.engines[name]
+        self._fleet.touch(name)
         verdict = self._take_answer(engine, message, now)
         if verdict.ok:
             engine.last_epoch = message.epoch
@@ -336,12 +340,18 @@ class Channel:
         if self.round:
             self.out.extend(self.round.notes)
             self.round.notes.clear()
+            self._fleet.touch(*self.round.take_moved())
+        if self._outlook[0] is not self.round or self._outlook[1] is not self.committed:
+            self._outlook = (self.round, self.committed)
+            self._fleet.touch_all()
         self.out.extend(self._fleet.readiness_changes(self.phase, self.committed))
-        tells = [Tell(agent, command) for agent, command in self._duties.due(now)]
-        out: list[Out] = [o for o in self.out if not isinstance(o, ChannelRecord)]
-        out.extend(tells)
-        out.extend(o for o in self.out if isinstance(o, ChannelRecord))
-        self.out.clear()
+        out: list[Out] = []
+        if self.out:
+            out += [each for each in self.out if not isinstance(each, ChannelRecord)]
+        out += [Tell(agent, command) for agent, command in self._duties.due(now)]
+        if self.out:
+            out += [each for each in self.out if isinstance(each, ChannelRecord)]
+            self.out.clear()
         if self.round and (record := self.round.record(Epoch(self.epoch + 1), now)):
             out.append(record)
         return out
@@ -373,7 +383,10 @@ class Channel:
             wrong.append(f"committed at epoch {self.committed_epoch}, the highest ever taken is {self.epoch}")
         for engine in self.engines.values():
             phase = self.phase(engine.name)
-            if readiness(engine, phase, self.committed).ok and self.committed and engine.held != self.committed:
+            ready = readiness(engine, phase, self.committed).ok
+            if ready is not self._fleet.announced(engine.name):
+                wrong.append(f"{engine.name} is {'ready' if ready else 'not ready'}, and nobody was told")
+            if ready and self.committed and engine.held != self.committed:
                 wrong.append(f"{engine.name} is ready, but holds {engine.held}")
             if phase is EnginePhase.SERVING and (self.committed is None or self.round is None):
                 wrong.append(f"{engine.name} serves what was never committed")

@@ -6,7 +6,7 @@ difficulties either *breaks*, and may be driven again, or *leaves*: it is told t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
@@ -68,6 +68,8 @@ class Cohort:
         self._orders = Orders(publish, limits)
         self._story = story
         self._notes = notes
+        self._doubted: dict[AgentId, float] = {}
+        self._moved: set[AgentId] = set()
         for name, info in engines.items():
             route = choose(trainer, info)
             self.members[name] = Member(
@@ -80,6 +82,16 @@ class Cohort:
                 reason="" if route.transport else route.reason,
                 seconds={},
             )
+        self._counts = Counter(member.phase for member in self.members.values())
+
+    def count(self, *phases: EnginePhase) -> int:
+        """How many members stand in one of `phases`; asked with every answer, so nobody is looked at for it."""
+        return sum(self._counts[phase] for phase in phases)
+
+    def take_moved(self) -> set[AgentId]:
+        """Who changed phase since this was asked last."""
+        moved, self._moved = self._moved, set()
+        return moved
 
     def within(self, *phases: EnginePhase) -> list[Member]:
         """The members that stand in one of `phases`."""
@@ -88,7 +100,12 @@ class Cohort:
     @property
     def settled(self) -> bool:
         """Nobody's answer is waited for any more."""
-        return all(member.phase in SETTLED for member in self.members.values())
+        return self.count(*SETTLED) == len(self.members)
+
+    def check(self) -> tuple[str, ...]:
+        """What is wrong with the count, if anything."""
+        found = Counter(member.phase for member in self.members.values())
+        return () if found == self._counts else (f"engines by phase are {found}, counted as {self._counts}",)
 
     # -- what they are told -----------------------------------------------------------------------------------------
 
@@ -120,7 +137,8 @@ class Cohort:
                 self.leave(member, f"the trainer made no {member.transport} offer{f': {why}' if why else ''}", now)
                 continue
             self._move(member, EnginePhase.TRANSFERRING)
-            member.epoch, member.give_up_at = epoch, None
+            member.epoch = epoch
+            self._doubted.pop(member.name, None)
             self._duties.assign(member.name, self._orders.transfer(member, offer), now)
 
     def doubt(self, failed: Mapping[str, str], now: float) -> None:
@@ -128,7 +146,7 @@ class Cohort:
         for member in self.within(EnginePhase.TRANSFERRING):
             if member.name in failed:
                 member.reason = f"the trainer could not serve it: {failed[member.name]}"
-                member.give_up_at = now + self._limits.grace_s
+                self._doubted[member.name] = now + self._limits.grace_s
 
     def commit(self, now: float) -> None:
         """The version is durable: whoever holds it, verified, is to serve it."""
@@ -177,14 +195,12 @@ class Cohort:
 
     def tick(self, now: float) -> None:
         """Time has passed: engines that the trainer gave up on, and that said nothing themselves, break."""
-        for member in self.within(EnginePhase.TRANSFERRING):
-            if member.give_up_at is not None and now >= member.give_up_at:
-                self._break(member, member.reason)
+        for name in [name for name, give_up_at in self._doubted.items() if now >= give_up_at]:
+            self._break(self.members[name], self.members[name].reason)
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        times = [m.give_up_at for m in self.within(EnginePhase.TRANSFERRING) if m.give_up_at is not None]
-        return min(times, default=None)
+        return min(self._doubted.values(), default=None)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
@@ -256,7 +272,13 @@ class Cohort:
         self._duties.drop(member.name)
 
     def _move(self, member: Member, phase: EnginePhase) -> None:
-        member.phase = move(f"engine {member.name}", ENGINE_MOVES, member.phase, phase, self._story)
+        left = member.phase
+        member.phase = move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)
+        self._counts[left] -= 1
+        self._counts[phase] += 1
+        self._moved.add(member.name)
+        if left is EnginePhase.TRANSFERRING:
+            self._doubted.pop(member.name, None)  # it spoke for itself, or left
 
     def _note_failure(self, member: Member, reason: str) -> None:
         member.reason = reason

@@ -9,7 +9,7 @@ or a command depends on is durable before it leaves.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
@@ -17,6 +17,7 @@ import msgspec
 
 from . import status
 from .admission import may_join, may_say
+from .answers import Replies
 from .blobs import Blobs
 from .channel import Channel, Out, Restored, Tell
 from .effects import (
@@ -129,7 +130,7 @@ class Coordinator:
         self._waiting: deque[_Work] = deque()
         self._writing: tuple[Persist, ChannelId | None] | None = None
         self._effects: list[AnyEffect] = []
-        self._answers: OrderedDict[tuple[AgentId, RequestId], Ack | Granted] = OrderedDict()
+        self.replies = Replies(limits.answers)
         self._tokens = 0
         self._hints = 0
         self._probe_at: float | None = None
@@ -310,6 +311,9 @@ class Coordinator:
         returning = before is not None and before.incarnation == message.incarnation
         if before and not returning:
             self._leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
+            if self._writing:  # losing it moved its round on: who comes is told how things stand after that
+                self._waiting.appendleft(event)
+                return
         elif before and before.peer and before.peer != peer:
             self._effects.append(Evict(peer=before.peer, reason="came back on another connection"))
         self.members.join(message, peer, now)
@@ -368,7 +372,7 @@ class Coordinator:
 
     def _from_trainer(self, agent: Agent, message: ChannelRequest, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
-        known = self._answers.get((agent.name, message.request))
+        known = self.replies.get(agent.name, message.request)
         if known:
             self._send(peer, known)
             if isinstance(message, Publish):
@@ -430,13 +434,8 @@ class Coordinator:
         elif not isinstance(message, Heartbeat | Bye):
             ack = Ack(request=message.request)
             if isinstance(message, Publish | Release | Offered | Sent | Abandon):
-                self._remember(agent.name, ack)
+                self.replies.remember(agent.name, ack)
             self._send(peer, ack)
-
-    def _remember(self, agent: AgentId, answer: Ack | Granted) -> None:
-        self._answers[agent, answer.request] = answer
-        while len(self._answers) > self.limits.answers:
-            self._answers.popitem(last=False)
 
     def _refuse(self, peer: Peer, agent: str, message: ToCoordinator, verdict: Verdict) -> None:
         code = verdict.code or Code.NOT_ALLOWED
@@ -452,39 +451,49 @@ class Coordinator:
         self._effects.append(Observe(what=what))
 
     def _flush(self, channel: Channel, now: float) -> None:
+        hinted: set[str] = set()
         for out in channel.flush(now):
             self._put(channel, out)
+            event = _announced_as(out)
+            if event and event not in hinted:  # hints name no engine: one says as much as a thousand
+                hinted.add(event)
+                self._hint(channel, event)
 
     def _put(self, channel: Channel, out: Out) -> None:
         match out:
             case Tell() | Answer():
                 if isinstance(out, Answer) and isinstance(out.message, Granted):
-                    self._remember(out.agent, out.message)
+                    self.replies.remember(out.agent, out.message)
                 agent = self.members.get(out.agent)
                 if agent and agent.peer:
                     self._send(agent.peer, out.message)
             case EpochTaken() | Committed() | RoundClosed():
                 self._persist(out, channel.name)
+            case ReadinessChanged():
+                self._observe(out)
             case _:
                 channel.story.append(str(out))
                 self._observe(out)
-                self._hint(channel, out)
 
-    def _hint(self, channel: Channel, what: AnyObservation) -> None:
-        match what:
-            case LeaseGranted():
-                event = "granted"
-            case StateEntered() if what.state is RoundState.RESUMING:
-                event = "committed"
-            case RoundEnded():
-                event = f"round_{what.outcome.value}"
-            case ReadinessChanged():
-                event = "ready" if what.ready else "not_ready"
-            case _:
-                return
+    def _hint(self, channel: Channel, event: str) -> None:
         self._hints += 1
         version = channel.committed.version if channel.committed else None
         hint = Hint(
             seq=self._hints, boot=self.boot, channel=channel.name, event=event, version=version, epoch=channel.epoch
         )
         self._effects.append(PublishHint(hint=hint))
+
+
+def _announced_as(out: Out) -> str | None:
+    """What whoever listens is told of it, if anything."""
+    match out:
+        case ReadinessChanged():
+            return "ready" if out.ready else "not_ready"
+        case LeaseGranted():
+            return "granted"
+        case StateEntered() if out.state is RoundState.RESUMING:
+            return "committed"
+        case RoundEnded():
+            return f"round_{out.outcome.value}"
+        case _:
+            return None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
+
 import msgspec
 
 from .ids import AgentId
@@ -16,19 +19,27 @@ class Duty(msgspec.Struct, frozen=True, kw_only=True):
     command: Command
     wait_s: float
     due_at: float
+    turn: int
+    """Of duties that are due at the same time the one with the lower turn goes first."""
 
 
 class Duties:
-    """Commands without an answer. Assigning a new one replaces the last."""
+    """Commands without an answer. Assigning a new one replaces the last.
+
+    Who is due next is read from a heap, so that an answer of one among thousands costs no look at the others. An entry
+    of the heap whose duty was replaced or dropped is passed over when its time comes.
+    """
 
     def __init__(self, retry_s: float, retry_max_s: float) -> None:
         self._retry_s = retry_s
         self._retry_max_s = retry_max_s
         self._of: dict[AgentId, Duty] = {}
+        self._timers: list[tuple[float, int, AgentId]] = []
+        self._turns = itertools.count()
 
     def assign(self, agent: AgentId, command: Command, now: float) -> None:
-        """`agent` is to be told `command` now, and again until `fulfil` or `drop`."""
-        self._of[agent] = Duty(command=command, wait_s=self._retry_s, due_at=now)
+        """`agent` is to be told `command` now, and again until `drop`."""
+        self._arm(agent, command, self._retry_s, now)
 
     def get(self, agent: AgentId) -> Command | None:
         """What `agent` has not answered yet."""
@@ -38,28 +49,42 @@ class Duties:
     def drop(self, agent: AgentId) -> None:
         """The command was answered, or nobody is left to answer it."""
         self._of.pop(agent, None)
+        if not self._of:
+            self._timers.clear()
 
     def hurry(self, agent: AgentId, now: float) -> None:
         """`agent` is back on a new connection: tell it at once."""
         if duty := self._of.get(agent):
-            self._of[agent] = Duty(command=duty.command, wait_s=self._retry_s, due_at=now)
+            self._arm(agent, duty.command, self._retry_s, now)
 
     def due(self, now: float) -> list[tuple[AgentId, Command]]:
-        """What is to be sent now, in the order of assignment; each waits twice as long before the next time."""
+        """What is to be sent now, the longest due first; each waits twice as long before the next time."""
         out: list[tuple[AgentId, Command]] = []
-        for agent, duty in self._of.items():
-            if duty.due_at <= now:
-                out.append((agent, duty.command))
-                self._of[agent] = Duty(
-                    command=duty.command,
-                    wait_s=min(duty.wait_s * 2, self._retry_max_s),
-                    due_at=now + duty.wait_s,
-                )
+        while (duty := self._next()) and duty.due_at <= now:
+            agent = heapq.heappop(self._timers)[2]
+            out.append((agent, duty.command))
+            self._arm(agent, duty.command, min(duty.wait_s * 2, self._retry_max_s), now + duty.wait_s)
         return out
 
     def next_deadline(self) -> float | None:
         """When something is due."""
-        return min((duty.due_at for duty in self._of.values()), default=None)
+        duty = self._next()
+        return duty.due_at if duty else None
 
     def __len__(self) -> int:
         return len(self._of)
+
+    def _arm(self, agent: AgentId, command: Command, wait_s: float, due_at: float) -> None:
+        turn = next(self._turns)
+        self._of[agent] = Duty(command=command, wait_s=wait_s, due_at=due_at, turn=turn)
+        heapq.heappush(self._timers, (due_at, turn, agent))
+
+    def _next(self) -> Duty | None:
+        """The duty that is due first; entries that stand for nothing any more are thrown away."""
+        while self._timers:
+            _, turn, agent = self._timers[0]
+            duty = self._of.get(agent)
+            if duty and duty.turn == turn:
+                return duty
+            heapq.heappop(self._timers)
+        return None

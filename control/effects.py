@@ -150,6 +150,8 @@ class ReadinessChanged(Observation, frozen=True):
     engine: AgentId
     ready: bool
     reason: str
+    in_round: bool = False
+    """Part of a round that it takes part in: thousands at once, and the end of the round tells more."""
 
 
 class Refusal(Observation, frozen=True):

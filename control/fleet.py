@@ -28,6 +28,8 @@ class Fleet:
         self._limits = limits
         self._duties = duties
         self._ready: dict[AgentId, bool] = {}
+        self._touched: set[AgentId] = set()
+        """Engines whose readiness may be another than was last announced."""
 
     def infos(self) -> dict[AgentId, EngineInfo]:
         """The engines that are here, as they are today."""
@@ -40,12 +42,14 @@ class Fleet:
     def joined(self, agent: Agent) -> Engine:
         """An engine said `Hello`: what was known under its name is forgotten."""
         engine = self.engines[agent.name] = Engine.of(agent)
+        self._touched.add(agent.name)
         return engine
 
     def lost(self, name: AgentId, reason: str, now: float) -> None:
         """An engine fell silent or said `Bye`."""
         if engine := self.engines.get(name):
             engine.alive, engine.serving, engine.reason, engine.lost_at = False, False, reason, now
+            self._touched.add(name)
 
     def forget(self, now: float) -> None:
         """Engines that have been gone for long are not shown any more."""
@@ -56,6 +60,7 @@ class Fleet:
     def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
         engine.serving = False
+        self._touched.add(engine.name)
         if epoch == 0 and engine.health is EngineHealth.CLEAN:
             engine.serving = True  # nobody was ever allowed to pause it
             self._duties.drop(engine.name)
@@ -79,6 +84,7 @@ class Fleet:
         for member in members:
             if member.phase not in SETTLED and (engine := self.engines.get(member.name)):
                 engine.serving, engine.reason = False, member.reason
+                self._touched.add(engine.name)
 
     def settle_idle(self, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Engines that hold the committed version and do not serve it, though nothing was asked of them, are to."""
@@ -103,19 +109,41 @@ class Fleet:
                 self._duties.drop(engine.name)
         return True
 
+    def touch(self, *names: AgentId) -> None:
+        """Something was said by or about these engines: judge anew whether they are ready."""
+        self._touched.update(names)
+
+    def touch_all(self) -> None:
+        """Something changed that every engine is judged by."""
+        self._touched.update(self.engines)
+
     def readiness_changes(
         self, phase: Callable[[AgentId], EnginePhase | None], committed: Held | None
     ) -> list[ReadinessChanged]:
-        """Who became ready, or ceased to be, since the last call."""
+        """Who became ready, or ceased to be, among those that were touched since the last call."""
+        touched, self._touched = self._touched, set()
+        # of several, in the order in which they joined: that of a set is another in every process
+        names = touched if len(touched) == 1 else [name for name in self.engines if name in touched] if touched else ()
         notes: list[ReadinessChanged] = []
-        for engine in self.engines.values():
-            verdict = readiness(engine, phase(engine.name), committed)
+        for engine in (self.engines[name] for name in names if name in self.engines):
+            stands = phase(engine.name)
+            verdict = readiness(engine, stands, committed)
             if self._ready.get(engine.name, False) is not verdict.ok:
                 notes.append(
-                    ReadinessChanged(channel=self._channel, engine=engine.name, ready=verdict.ok, reason=verdict.reason)
+                    ReadinessChanged(
+                        channel=self._channel,
+                        engine=engine.name,
+                        ready=verdict.ok,
+                        reason=verdict.reason,
+                        in_round=stands is not None,
+                    )
                 )
             self._ready[engine.name] = verdict.ok
         return notes
+
+    def announced(self, name: AgentId) -> bool:
+        """Whether the engine was last announced as ready."""
+        return self._ready.get(name, False)
 
 
 def _holds(engine: Engine, committed: Held | None) -> bool:

@@ -42,8 +42,13 @@ class HttpPort:
         registry: CollectorRegistry,
         readiness: Callable[[], Readiness],
         status: Callable[[], bytes],
+        refresh: Callable[[], None] = lambda: None,
     ) -> None:
-        """Binds at once; port 0 takes a free one. `status` returns the JSON document."""
+        """Binds at once; port 0 takes a free one.
+
+        `status` returns the JSON document; `refresh` is called before the metrics are read.
+        """
+        self._refresh = refresh
         self._readiness = readiness
         self._status = status
         self._registry = registry
@@ -69,11 +74,15 @@ class HttpPort:
 
     def _routes(self) -> dict[str, Callable[[], _Answer]]:
         return {
-            "/metrics": lambda: _Answer(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry)),
+            "/metrics": self._metrics,
             "/healthz": lambda: _text(HTTPStatus.OK, "alive"),
             "/readyz": self._ready,
             "/status": lambda: _Answer(HTTPStatus.OK, "application/json", self._status()),
         }
+
+    def _metrics(self) -> _Answer:
+        self._refresh()
+        return _Answer(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry))
 
     def _ready(self) -> _Answer:
         verdict = self._readiness()

@@ -41,5 +41,5 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     forget_s: float = 3600.0
     """How long a lost engine stays in the status document."""
     max_channels: int = 64
-    max_agents: int = 2048
-    """`Granted` and `RoundDone` name every engine, in one frame."""
+    max_agents: int = 2560
+    """2,048 engines and whoever else speaks. `Granted` and `RoundDone` name every engine, in one frame."""

@@ -24,8 +24,6 @@ class Member(msgspec.Struct, kw_only=True):
     buckets: int = 0
     verified_by: str = ""
     rank_offset: int = 0
-    give_up_at: float | None = None
-    """The trainer said that it could not serve this engine: how long its own account is waited for."""
 
     @property
     def outcome(self) -> Outcome:

@@ -19,7 +19,7 @@ from .limits import Limits
 from .messages import Code, EngineInfo, Hello, Role, TrainerInfo
 
 
-class Agent(msgspec.Struct, frozen=True, kw_only=True):
+class Agent(msgspec.Struct, kw_only=True):
     """One agent that said `Hello`."""
 
     name: AgentId
@@ -81,7 +81,8 @@ class Membership:
         name = self._by_peer.get(peer)
         if name is None:
             return None
-        agent = msgspec.structs.replace(self._agents.pop(name), heard_at=now)
+        agent = self._agents.pop(name)
+        agent.heard_at = now
         self._agents[name] = agent  # at the end: the dict stays ordered by `heard_at`, the most silent first
         return agent
 

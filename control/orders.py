@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .ids import Epoch
 from .limits import Limits
@@ -16,39 +16,47 @@ from .messages import (
     Publish,
     Receiver,
     Send,
+    ToEngine,
     Transfer,
     TransportKind,
 )
 
 
 class Orders:
-    """The commands of one round."""
+    """The commands of one round. What several engines are told alike is one object: the bus encodes it once."""
 
     def __init__(self, publish: Publish, limits: Limits) -> None:
         self._publish = publish
         self._limits = limits
+        self._given: dict[tuple[object, ...], ToEngine] = {}
 
-    def prepare(self, member: Member) -> Prepare:
+    def prepare(self, member: Member) -> ToEngine:
         """Compare the manifest with the server."""
-        return Prepare(
-            channel=self._publish.channel,
-            epoch=member.epoch,
-            version=self._publish.version,
-            manifest=self._publish.manifest,
-            table=self._publish.table,
-            transport=member.transport or TransportKind.DISK,
-            policy=self._publish.policy,
-            deadline_s=self._limits.prepare_s,
+        return self._once(
+            (Prepare, member.epoch, member.transport),
+            lambda: Prepare(
+                channel=self._publish.channel,
+                epoch=member.epoch,
+                version=self._publish.version,
+                manifest=self._publish.manifest,
+                table=self._publish.table,
+                transport=member.transport or TransportKind.DISK,
+                policy=self._publish.policy,
+                deadline_s=self._limits.prepare_s,
+            ),
         )
 
-    def pause(self, member: Member) -> Pause:
+    def pause(self, member: Member) -> ToEngine:
         """Stop generating."""
-        return Pause(
-            channel=self._publish.channel,
-            epoch=member.epoch,
-            mode=self._publish.policy.pause,
-            lease_s=self._limits.lease_s,
-            deadline_s=self._limits.pause_s,
+        return self._once(
+            (Pause, member.epoch),
+            lambda: Pause(
+                channel=self._publish.channel,
+                epoch=member.epoch,
+                mode=self._publish.policy.pause,
+                lease_s=self._limits.lease_s,
+                deadline_s=self._limits.pause_s,
+            ),
         )
 
     def send(self, epoch: Epoch, members: Sequence[Member]) -> Send:
@@ -69,30 +77,46 @@ class Orders:
             deadline_s=self._publish.policy.transfer_timeout_s,
         )
 
-    def transfer(self, member: Member, offer: Offer) -> Transfer:
+    def transfer(self, member: Member, offer: Offer) -> ToEngine:
         """Take the tensors."""
-        return Transfer(
-            channel=self._publish.channel,
-            epoch=member.epoch,
-            version=self._publish.version,
-            manifest=self._publish.manifest,
-            table=self._publish.table,
-            offer=offer,
-            rank_offset=member.rank_offset,
-            deadline_s=self._publish.policy.transfer_timeout_s,
+        return self._once(
+            (Transfer, member.epoch, offer.transport, member.rank_offset),
+            lambda: Transfer(
+                channel=self._publish.channel,
+                epoch=member.epoch,
+                version=self._publish.version,
+                manifest=self._publish.manifest,
+                table=self._publish.table,
+                offer=offer,
+                rank_offset=member.rank_offset,
+                deadline_s=self._publish.policy.transfer_timeout_s,
+            ),
         )
 
-    def commit(self, member: Member) -> Commit:
+    def commit(self, member: Member) -> ToEngine:
         """The version is durable: serve it."""
-        return Commit(
-            channel=self._publish.channel,
-            epoch=member.epoch,
-            version=self._publish.version,
-            table=self._publish.table,
-            flush=self._publish.policy.flush,
-            deadline_s=self._limits.resume_s,
+        return self._once(
+            (Commit, member.epoch),
+            lambda: Commit(
+                channel=self._publish.channel,
+                epoch=member.epoch,
+                version=self._publish.version,
+                table=self._publish.table,
+                flush=self._publish.policy.flush,
+                deadline_s=self._limits.resume_s,
+            ),
         )
 
-    def abort(self, member: Member, reason: str) -> Abort:
+    def abort(self, member: Member, reason: str) -> ToEngine:
         """Stop what the round began."""
-        return Abort(channel=self._publish.channel, epoch=member.epoch, reason=reason, deadline_s=self._limits.abort_s)
+        channel, deadline_s = self._publish.channel, self._limits.abort_s
+        return self._once(
+            (Abort, member.epoch, reason),
+            lambda: Abort(channel=channel, epoch=member.epoch, reason=reason, deadline_s=deadline_s),
+        )
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], ToEngine]) -> ToEngine:
+        known = self._given.get(key)
+        if known is None:
+            known = self._given[key] = make()
+        return known

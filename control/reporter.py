@@ -70,7 +70,7 @@ class Throttle:
 
 
 class Reporter:
-    """One coordinator's. Called on the thread of its loop."""
+    """One coordinator's. `observe` is called on the thread of its loop, `show` on that of whoever reads the metrics."""
 
     def __init__(self, meters: Meters, clock: Callable[[], float] = time.monotonic) -> None:
         self._meters = meters
@@ -102,7 +102,9 @@ class Reporter:
                 self._say("info" if what.writable else "error", what)
             case EngineFailed() | Redriven():
                 self._say("warning", what)
-            case LeaseGranted() | LeaseEnded() | ReadinessChanged():
+            case ReadinessChanged():
+                self._say("debug" if what.in_round else "info", what)
+            case LeaseGranted() | LeaseEnded():
                 self._say("info", what)
             case _:
                 assert_never(what)
@@ -129,7 +131,7 @@ class Reporter:
         set_all(telemetry.ENGINE_VERSION, {(c, n): -1.0 if e.version is None else e.version for c, n, e in engines})
         set_all(telemetry.ENGINE_LAG, {(c, n): float(e.lag) for c, n, e in engines})
         set_all(telemetry.ENGINE_READY, {(c, n): float(e.ready) for c, n, e in engines})
-        counts = Counter((str(channel), role.value) for channel, role in self._agents.values())
+        counts = Counter((str(channel), role.value) for channel, role in tuple(self._agents.values()))
         set_all(telemetry.AGENTS_CONNECTED, {labels: float(count) for labels, count in counts.items()})
 
     def _refused(self, what: Refusal) -> None:

@@ -193,6 +193,10 @@ class Round:
         given_up = self._cohort.next_deadline()
         return self._deadline if given_up is None else min(self._deadline, given_up)
 
+    def take_moved(self) -> set[AgentId]:
+        """Engines that changed phase since this was asked last."""
+        return self._cohort.take_moved()
+
     def age_s(self, now: float) -> float:
         """How long the round has been running."""
         return now - self._began_at
@@ -238,7 +242,7 @@ class Round:
 
     def check(self) -> tuple[str, ...]:
         """What is wrong with the round, if anything."""
-        wrong: list[str] = []
+        wrong = list(self._cohort.check())
         phases = {member.phase for member in self.members.values()}
         durable = self.state is RoundState.RESUMING
         if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not durable:
@@ -268,16 +272,16 @@ class Round:
         match self.state:
             case RoundState.PREPARING if not self.members and not self.publish.policy.min_engines:
                 self._commit(now)
-            case RoundState.PREPARING if not self._cohort.within(EnginePhase.PREPARING) and self._enough(now):
+            case RoundState.PREPARING if not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
                 self._pause(now)
-            case RoundState.PAUSING if not self._cohort.within(EnginePhase.PAUSING) and self._enough(now):
+            case RoundState.PAUSING if not self._cohort.count(EnginePhase.PAUSING) and self._enough(now):
                 self._offer(now)
-            case RoundState.OFFERING if not self._cohort.within(EnginePhase.PAUSED, EnginePhase.BROKEN):
+            case RoundState.OFFERING if not self._cohort.count(EnginePhase.PAUSED, EnginePhase.BROKEN):
                 self._give_up_transfer("no engine is left to send to", now)
             case RoundState.TRANSFERRING if self._enough(now):
-                if self._sent and not self._cohort.within(EnginePhase.TRANSFERRING):
+                if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
                     self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
-            case RoundState.VERIFYING if not self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+            case RoundState.VERIFYING if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
                 self._conclude(now)
             case RoundState.RESUMING | RoundState.ABORTING if self._cohort.settled:
                 self.wants = Want.CLOSE
@@ -287,7 +291,7 @@ class Round:
     def _enough(self, now: float) -> bool:
         """Whether the version can still reach as many engines as its policy asks for; aborts when not."""
         needed = max(1, self.publish.policy.min_engines)
-        left = len(self._cohort.within(*HOPEFUL))
+        left = self._cohort.count(*HOPEFUL)
         if left >= needed:
             return True
         why = "; ".join(f"{m.name}: {m.reason}" for m in self.members.values() if m.reason)

@@ -33,14 +33,13 @@ from .ids import RequestId
 from .journal import Journal
 from .limits import Limits
 from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Received, Rejected, TurnedAway
-from .messages import Code, Refused, ToAgent
+from .messages import Ack, Code, Refused, ToAgent
+from .status_desk import StatusDesk
 
-STATUS_EVERY_S: Final = 0.02
-"""How old the status document may be after something happened: with thousands of engines it is work to write it."""
 IDLE_S: Final = 1.0
-"""The loop looks around at least so often; nothing depends on it but the age of the status document."""
-ENGINE_EVENTS: Final = frozenset({"ready", "not_ready"})
-"""Hints of single engines: thousands may come at once, and the status need not be written for each."""
+"""The loop looks around at least so often; nothing depends on it."""
+ACK_S: Final = 0.05
+"""How long an `Ack` may wait while messages come in. Its agent repeats itself after ten times as long."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
@@ -59,33 +58,31 @@ class Server:
         limits: Limits,
         *,
         observe: Callable[[AnyObservation], None],
-        on_status: Callable[[status.StatusView], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.machine = Coordinator(limits, journal.boot, journal.restore())
         self._bus = bus
         self._journal = journal
         self._observe = observe
-        self._on_status = on_status
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
+        self._acks: list[tuple[Peer, Ack]] = []
+        self._acks_by = clock()
         self._stop = threading.Event()
         self._stop_by: float | None = None
-        self._changed = False
-        """Something was announced since the status was written: whoever reads it next should see that."""
-        self._status_at = clock()
-        self._stale = False
-        self._view = self.machine.status(self._status_at)
+        self._desk = StatusDesk(self.machine.status, clock)
+        self.moved_at = clock()
+        """When the loop was last seen to move."""
 
     @property
     def status(self) -> status.StatusView:
-        """The newest status, at most a second old. Immutable: safe to read from any thread."""
-        return self._view
+        """The status as it is now, written by the loop. For other threads than the loop's."""
+        return self._desk.read(self._bus.wake)
 
     @property
     def status_json(self) -> bytes:
         """The same as JSON."""
-        return status.encode(self._view)
+        return status.encode(self.status)
 
     def stop(self) -> None:
         """Grant nothing more, end running rounds, then return from `run`. Safe in a signal handler."""
@@ -98,17 +95,21 @@ class Server:
 
     def run(self) -> None:
         """Serve until `stop`; at most `STOP_S` longer."""
-        self._show(self._clock())
-        while not self._finished():
-            self.step(self._wait_s())
-        until = self._clock() + FAREWELL_S
-        while (left := until - self._clock()) > 0:
-            self.step(left)
-        self._show(self._clock())
+        self._desk.open()
+        try:
+            while not self._finished():
+                self.step(self._wait_s())
+            until = self._clock() + FAREWELL_S
+            while (left := until - self._clock()) > 0:
+                self.step(left)
+        finally:
+            self._desk.close()
 
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
-        received = self._bus.poll(timeout_s)
+        received = self._bus.poll(0.0 if self._acks else timeout_s)
+        if self._acks and (not received or self._clock() >= self._acks_by):
+            self._acknowledge()
         if self._stop.is_set() and self._stop_by is None:
             self._stop_by = self._clock() + STOP_S
             self._events.append(StopRequested())
@@ -118,9 +119,8 @@ class Server:
         if deadline is not None and self._clock() >= deadline:
             self._events.append(Tick())
         self._drain()
-        now = self._clock()
-        if now - self._status_at >= (STATUS_EVERY_S if self._stale else IDLE_S):
-            self._show(now)
+        self._desk.serve()
+        self.moved_at = self._clock()
 
     def _take(self, item: Incoming) -> None:
         match item:
@@ -147,16 +147,15 @@ class Server:
             case Persist():
                 self._persist(effect)
             case SendTo():
-                if self._changed:  # whoever is told that a round ended may read the status next
-                    self._show(self._clock())
-                self._send(effect.peer, effect.message, effect.blob)
+                if isinstance(effect.message, Ack):
+                    self._acknowledge_later(effect.peer, effect.message)
+                else:
+                    self._send(effect.peer, effect.message, effect.blob)
             case PublishHint():
                 self._bus.hint(effect.hint)
-                self._changed = self._changed or effect.hint.event not in ENGINE_EVENTS
             case Evict():
                 self._bus.forget(effect.peer)
             case Observe():
-                self._stale = True
                 self._observe(effect.what)
             case _:
                 assert_never(effect)
@@ -181,6 +180,17 @@ class Server:
         if delivery is Delivery.GONE:
             self._events.append(PeerLost(peer=peer))
 
+    def _acknowledge_later(self, peer: Peer, ack: Ack) -> None:
+        """Nobody goes on because of an `Ack`: it yields to whatever is there to be read, for a moment."""
+        if not self._acks:
+            self._acks_by = self._clock() + ACK_S
+        self._acks.append((peer, ack))
+
+    def _acknowledge(self) -> None:
+        acks, self._acks = self._acks, []
+        for peer, ack in acks:
+            self._send(peer, ack)
+
     def _reject(self, item: Rejected) -> None:
         code = Code.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else Code.NOT_ALLOWED
         reason = str(item.error)
@@ -192,19 +202,11 @@ class Server:
     def _wait_s(self) -> float:
         now = self._clock()
         times = [now + IDLE_S]
-        if self._stale:
-            times.append(self._status_at + STATUS_EVERY_S)
-        if (deadline := self.machine.next_deadline()) is not None:
-            times.append(deadline)
+        times += [at for at in (self._desk.due(), self.machine.next_deadline()) if at is not None]
         return max(0.0, min(times) - now)
 
     def _finished(self) -> bool:
         return self._stop_by is not None and (self.machine.stopped or self._clock() >= self._stop_by)
-
-    def _show(self, now: float) -> None:
-        self._status_at, self._stale = now, False
-        self._view = self.machine.status(now)
-        self._on_status(self._view)
 
 
 def on_signals(stop: Callable[[], None], look_again: Callable[[], None]) -> None:

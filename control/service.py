@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from typing import Final
 
@@ -15,11 +16,10 @@ from .journal import SqliteJournal
 from .reporter import Reporter, TimedJournal
 from .security import keys_folder
 from .server import Server
-from .status import StatusView
 from .telemetry import Meters, Side
 
 STALLED_S: Final = 5.0
-"""The loop shows its status every second; one that has not for so long is stuck."""
+"""The loop looks around every second; one that has not for so long is stuck."""
 
 
 class Service:
@@ -29,24 +29,26 @@ class Service:
         keys = None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
         meters = Meters(Side.COORDINATOR)
         reporter = Reporter(meters)
-        self._shown_at = time.monotonic()
+        showing = threading.Lock()
         with contextlib.ExitStack() as undo:
             bus = RouterBus(settings.bind, settings.router_port, settings.pub_port, keys)
             undo.callback(bus.close)
             journal = SqliteJournal(settings.journal)
             undo.callback(journal.close)
 
-            def show(view: StatusView) -> None:
-                self._shown_at = time.monotonic()
-                reporter.show(view)
-                reporter.count_connections(bus.connections)
+            def show() -> None:
+                view = self.server.status
+                with showing:
+                    reporter.show(view)
+                    reporter.count_connections(bus.connections)
 
             timed = TimedJournal(journal, meters)
-            self.server = Server(bus, timed, settings.limits(), observe=reporter.observe, on_status=show)
+            self.server = Server(bus, timed, settings.limits(), observe=reporter.observe)
             self.http = HttpPort(
                 settings.http_bind,
                 settings.http_port,
                 registry=meters.registry,
+                refresh=show,
                 readiness=self.readiness,
                 status=lambda: self.server.status_json,
             )
@@ -96,12 +98,12 @@ class Service:
 
     def readiness(self) -> Readiness:
         """Whether agents are served, and a version could be committed."""
-        view = self.server.status
-        stuck_s = time.monotonic() - self._shown_at
-        if view.stopping:
+        machine = self.server.machine  # another thread's: single values may be read, nothing may be walked
+        stuck_s = time.monotonic() - self.server.moved_at
+        if machine.stopping:
             return Readiness(False, "stopping")
-        if view.read_only:
+        if machine.read_only:
             return Readiness(False, "the journal takes no writes: nothing is granted until it does")
         if stuck_s > STALLED_S:
             return Readiness(False, f"the loop has not moved for {stuck_s:.1f} s")
-        return Readiness(True, f"boot {view.boot}, {view.agents} agents")
+        return Readiness(True, f"boot {machine.boot}, {len(machine.members)} agents")

@@ -216,7 +216,7 @@ class Application:
     def _run(self, operation: Operation, command: ToEngine | None, now: float) -> tuple[Effect, ...]:
         self._numbers += 1
         self._running = Running(self._numbers, operation, command, now, self.identity)
-        return (Run(self._numbers, operation),)
+        return (Run(self._numbers, operation, self.identity),)
 
     def _operated(self, event: Operated, now: float) -> tuple[Effect, ...]:
         running = self._running

@@ -9,6 +9,7 @@ EngineAgentError
     ServerError         (also a TransferFailed) the server did not do what it was asked
         ServerUnreachable   no connection, or it broke before an answer came
         ServerSilent        no answer within the deadline; what was asked may still happen
+        AnotherLaunch       the server was launched anew; the one that was meant is no more
         ServerRefused       the server answered and said no
         WrongWeights        the server said yes, and its live weights are not the ones that were sent
 """
@@ -77,6 +78,13 @@ class ServerUnreachable(ServerError):
 
 class ServerSilent(ServerError):
     """No answer within the deadline. What was asked may still be carried out."""
+
+
+class AnotherLaunch(ServerError):
+    """The server was launched anew since the operation began. Nothing was asked of the new one."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(call, "not made: the server was launched anew since this operation began")
 
 
 class ServerRefused(ServerError):

@@ -160,6 +160,8 @@ class Run(msgspec.Struct, frozen=True):
 
     number: int
     operation: Operation
+    identity: str = ""
+    """The launch of the server that it is meant for. No other may be changed by it."""
 
 
 class Cancel(msgspec.Struct, frozen=True):

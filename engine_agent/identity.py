@@ -38,14 +38,17 @@ class ServerFacts(msgspec.Struct, frozen=True):
     speculative: str
     quantization: str
     label: str
+    process: tuple[int, int] | None = None
+    """Process id and start time behind the port, where this machine can see them."""
 
 
 def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object], url: str) -> ServerFacts:
     """Read the answers of /server_info and /model_info. Replicas under attention data parallelism count as one."""
     dp_attention = bool(server_info.get("enable_dp_attention")) or _integer(server_info, "attn_dp_size") > 1
     architectures = model_info.get("architectures")
+    process = listener(url)
     return ServerFacts(
-        identity=_identity(server_info, url),
+        identity=_identity(server_info, process),
         version=str(server_info.get("version", "")),
         tp=_integer(server_info, "tp_size"),
         pp=_integer(server_info, "pp_size"),
@@ -58,6 +61,7 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
         speculative=str(server_info.get("speculative_algorithm") or ""),
         quantization=str(server_info.get("quantization") or ""),
         label=str(model_info.get("weight_version", "")),
+        process=process,
     )
 
 
@@ -70,9 +74,8 @@ def _integer(info: Mapping[str, object], key: str) -> int:
     return value if isinstance(value, int) and value > 0 else 1
 
 
-def _identity(server_info: Mapping[str, object], url: str) -> str:
+def _identity(server_info: Mapping[str, object], process: tuple[int, int] | None) -> str:
     seen = {key: server_info.get(key) for key in ("random_seed", "startup_time", "version")}
-    process = listener(url)
     content = msgspec.json.encode([seen, process], order="deterministic")
     return hashlib.sha256(content).hexdigest()[:32]
 

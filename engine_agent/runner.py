@@ -50,10 +50,10 @@ from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.transport import Receiver
 
 from .application import Application
+from .dispatch import Dispatcher
 from .errors import EngineAgentError
 from .events import (
     Answer,
-    Broken,
     Cancel,
     Commanded,
     Effect,
@@ -61,7 +61,6 @@ from .events import (
     ForgetAnswers,
     Note,
     Operated,
-    Receive,
     Record,
     Remember,
     Run,
@@ -110,7 +109,6 @@ class EngineAgent:
         self._incarnation = Incarnation(os.urandom(8).hex())
         self._records = RecordFile(settings.state_dir, settings.name)
         self._records.claim()
-        self._unsaved: Record | None = None
         self._server = SGLangServer(settings.server, Keys(settings.api_key, settings.admin_api_key), settings.dialect)
         self._worker = Worker(
             settings.name, self._server, self._receiver, settings.model_path, self.meters, proof=settings.verify
@@ -118,6 +116,7 @@ class EngineAgent:
         self._server.observe(self._worker.called)
         self.meters.live(SIDECAR_CONNECTED, self._connected)
         self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
+        self._dispatcher = Dispatcher(self._machine, self._write, self._carry_out, self._post)
         self._view = self._machine.view()
         self._events: queue.SimpleQueue[Event | _Stop] = queue.SimpleQueue()
         self._operations: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
@@ -196,10 +195,18 @@ class EngineAgent:
                 if time.monotonic() >= until:
                     raise
                 self._log.warning("coordinator_unreachable", reason=str(error))
+                self._catch_up()
             except RequestRefused as refused:
                 if not refused.retry_after_s or time.monotonic() >= until:
                     raise
                 self._log.warning("hello_refused", reason=str(refused))
+                self._catch_up()
+
+    def _catch_up(self) -> None:
+        """What happened while the coordinator was waited for. A server to be held back is, with or without it."""
+        self._step(None)
+        while not self._events.empty():
+            self._step(self._next())
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
@@ -230,8 +237,7 @@ class EngineAgent:
             return
         if event is not None:
             self._dispatch(event)
-        if self._unsaved is not None:
-            self._remember(self._unsaved)
+        self._dispatcher.retry()
         self._dispatch(Ticked(self._heard_at()))
 
     def _heard_at(self) -> float:
@@ -239,39 +245,22 @@ class EngineAgent:
         return float("-inf") if heard is None else heard
 
     def _dispatch(self, event: Event) -> None:
-        effects = self._machine.handle(event, time.monotonic())
-        self._machine.check()
-        unsaved = ""
-        for effect in effects:
-            if isinstance(effect, Remember):
-                unsaved = self._remember(effect.record)
-            elif unsaved and isinstance(effect, Run) and isinstance(effect.operation, Receive):
-                # Nobody would know after a crash that the weights are mixed: the transfer does not begin.
-                self._events.put(Operated(effect.number, Broken(unsaved)))
-            else:
-                self._carry_out(effect)
+        before = self._dispatcher.problem
+        self._dispatcher.dispatch(event, time.monotonic())
+        if self._dispatcher.problem and not before:
+            self._log.error("record_not_written", reason=self._dispatcher.problem, path=str(self._records.path))
         self._show(self._machine.view())
 
-    def _remember(self, record: Record) -> str:
-        """Write it; if that is impossible, return why, and try again with every step.
+    def _write(self, record: Record) -> None:
+        self._records.write(record)
 
-        A record that stays behind is of a worse state than the true one, but for the one before a transfer.
-        """
-        try:
-            self._records.write(record)
-        except OSError as error:
-            reason = f"cannot write {self._records.path}: {error.strerror or error}"
-            if self._unsaved is None:
-                self._log.error("record_not_written", reason=reason, health=record.health.value)
-            self._unsaved = record
-            return reason
-        self._unsaved = None
-        return ""
+    def _post(self, event: Event) -> None:
+        self._events.put(event)
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case Remember():
-                self._remember(effect.record)
+                raise AssertionError("records are the dispatcher's")
             case Answer():
                 self._answers.put((self._boot, effect.message))
             case ForgetAnswers():
@@ -318,7 +307,7 @@ class EngineAgent:
 
     def _work(self) -> None:
         while (run := self._operations.get()) is not None:
-            self._events.put(Operated(run.number, self._worker.perform(run.operation)))
+            self._events.put(Operated(run.number, self._worker.perform(run.operation, run.identity)))
 
     def _listen(self, bus: BusClient) -> None:
         try:

@@ -13,8 +13,8 @@ from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.transport import Address, SharedBucket
 
 from .dialects import Dialect, dialect_of
-from .errors import ServerError, ServerRefused
-from .identity import ServerFacts, facts_of
+from .errors import AnotherLaunch, ServerError, ServerRefused
+from .identity import ServerFacts, facts_of, start_time
 from .payload import LOAD_FORMAT, serialized
 from .wire import Keys, Observer, Wire
 
@@ -38,6 +38,7 @@ class SGLangServer:
         self._session = False
         self._touched = False
         self._groups: set[str] = set()
+        self._launch = ""
         self.last_label = ""
         """As last read by `connect` or set by us: any other is the work of somebody else, or of a new launch."""
 
@@ -55,6 +56,10 @@ class SGLangServer:
         self._facts = facts
         self.last_label = facts.label
         return facts
+
+    def expect(self, identity: str) -> None:
+        """From now on change this launch of the server and no other; an empty `identity` means any."""
+        self._launch = identity
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of every call."""
@@ -112,6 +117,7 @@ class SGLangServer:
 
     def resume(self, deadline_s: float = CALL_S) -> None:
         """continue_generation. Harmless when nothing is paused."""
+        self._check_launch("/continue_generation", deadline_s)
         self._wire.admin("/continue_generation", {"torch_empty_cache": False}, deadline_s)
 
     def flush(self, deadline_s: float = CALL_S) -> None:
@@ -127,6 +133,7 @@ class SGLangServer:
 
     def set_label(self, label: str, deadline_s: float = CALL_S) -> None:
         """update_weight_version, without aborting requests (its default would)."""
+        self._check_launch("/update_weight_version", deadline_s)
         body = {"new_version": label, "abort_all_requests": False}
         self._wire.admin("/update_weight_version", body, deadline_s)
         self.last_label = label
@@ -159,6 +166,7 @@ class SGLangServer:
 
         The load format is named, because a server that was started with ``--load-format dummy`` refuses its own.
         """
+        self._check_launch("/update_weights_from_disk", deadline_s)
         self._touched = True
         body = {"model_path": path, "load_format": "auto", "flush_cache": False}
         self._wire.admin("/update_weights_from_disk", body, deadline_s)
@@ -198,9 +206,24 @@ class SGLangServer:
 
     def _update(self, path: str, body: dict[str, object], deadline_s: float) -> None:
         started = time.monotonic()
+        self._check_launch(path, deadline_s)
         self._begin_update(deadline_s)
         self._touched = True
         self._wire.admin(path, body, max(deadline_s - (time.monotonic() - started), 0.001))
+
+    def _check_launch(self, path: str, deadline_s: float) -> None:
+        """Raise `AnotherLaunch` unless the server is still the one that was meant.
+
+        A server that was launched anew generates, from weights of its own: a bucket or a label would make them lie.
+        The agent may have been stopped while that happened, so this is asked right before the call. Another launch
+        shows by its process, where that can be seen, and by its label.
+        """
+        if not self._launch:
+            return
+        process = self.facts.process
+        ended = process is not None and start_time(process[0]) != process[1]
+        if ended or self.facts.identity != self._launch or self.label(min(deadline_s, CALL_S)) != self.last_label:
+            raise AnotherLaunch(path)
 
     def _begin_update(self, deadline_s: float) -> None:
         """Open a session where the dialect has them. One left open by an agent that died is closed first."""

@@ -11,7 +11,7 @@ from typing import Final
 
 from .errors import ServerError, ServerSilent
 from .events import ServerFound, ServerGone
-from .identity import ServerFacts, listener, start_time
+from .identity import ServerFacts, start_time
 from .sglang import SGLangServer
 
 PATIENCE: Final = 3
@@ -36,7 +36,6 @@ class Watch:
         self._poll_s = poll_s
         self._timeout_s = timeout_s
         self._known: ServerFacts | None = None
-        self._process: tuple[int, int] | None = None
         self._up = False
         self._misses = 0
         self._stopping = threading.Event()
@@ -74,14 +73,15 @@ class Watch:
             self._missed(error)
 
     def _process_ended(self) -> bool:
-        return self._process is not None and start_time(self._process[0]) != self._process[1]
+        process = self._known.process if self._known else None
+        return process is not None and start_time(process[0]) != process[1]
 
     def _find(self) -> None:
         """Read who it is. A new launch counts only when its start is over: pausing its warm-up would end it."""
         facts = self._server.connect(self._timeout_s)
         if self._known is None or facts.identity != self._known.identity:
             self._started()
-        self._known, self._process, self._up = facts, listener(self._server.url), True
+        self._known, self._up = facts, True
         self._report(ServerFound(facts.identity, facts.label, facts.model_path))
 
     def _started(self) -> None:

@@ -80,8 +80,9 @@ class Worker:
         self._layouts: dict[str, Manifest] = {}
         self._fits: set[tuple[str, str, str]] = set()
 
-    def perform(self, operation: Operation) -> Result:
-        """Do it, and say how it ended. Never raises."""
+    def perform(self, operation: Operation, identity: str = "") -> Result:
+        """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
+        self._server.expect(identity)
         step = type(operation).__name__.lower()
         started = time.monotonic()
         try:

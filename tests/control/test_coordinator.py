@@ -41,6 +41,7 @@ from weightbus.control.messages import (
     RoundDone,
     Sent,
     Transfer,
+    Welcome,
 )
 from weightbus.control.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
 
@@ -488,3 +489,23 @@ def test_commit_of_an_older_version_is_a_broken_invariant() -> None:
     old = next(record for record in world.records if isinstance(record, Committed))
     with pytest.raises(Exception, match="goes from 3 to 3"):
         world.machine.channels[CHANNEL].persisted(old, 0.0)
+
+
+def test_a_hello_that_ends_a_round_is_answered_after_its_record() -> None:
+    """An engine restarts, its round goes on without it to a commit: its Welcome names the version just committed."""
+    world = World()
+    world.engine("e0")
+    late = world.engine("e1")
+    trainer = world.trainer()
+    late.ignore(Transfer)
+    trainer.acquire(7)
+    world.settle()
+    assert world.committed is None
+    late.die()
+    world.now += world.limits.takeover_s
+    late.live()
+    world.settle()
+    assert world.committed == 7
+    welcome = [message for message in late.inbox if isinstance(message, Welcome)][-1]
+    assert welcome.committed is not None
+    assert welcome.committed.version == 7

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import structlog
-from prometheus_client import generate_latest
 
 from weightbus.control import messages as m
 from weightbus.control.client import BusClient, BusSettings
@@ -68,8 +67,7 @@ class Running:
             pause.wait(0.02)
 
     def metric(self, line: str) -> bool:
-        registry = self.service.http._registry
-        return line in generate_latest(registry).decode()
+        return line in self.service.http._metrics().body.decode()
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +251,7 @@ def test_readiness_follows_the_loop(running: Running, tmp_path: Path) -> None:
     running.stop()
     assert running.service.readiness().reason == "stopping"
     stuck = Service(settings(tmp_path / "stuck"))
-    stuck._shown_at -= 100.0
+    stuck.server.moved_at -= 100.0
     assert "not moved" in stuck.readiness().reason
     stuck.close()
 

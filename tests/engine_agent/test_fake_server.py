@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.engine_agent.errors import ServerRefused, ServerSilent, ServerUnreachable
+from weightbus.engine_agent.errors import AnotherLaunch, ServerRefused, ServerSilent, ServerUnreachable
 from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.wire import Keys
 
@@ -52,6 +52,27 @@ def test_a_restart_is_another_identity(fake: FakeSGLang) -> None:
     first = server.connect(5)
     fake.restart()
     assert server.connect(5).identity != first.identity
+    server.close()
+
+
+def test_nothing_is_done_to_another_launch(fake: FakeSGLang, checkpoints: tuple[Path, Path]) -> None:
+    """A server that was launched anew while nobody looked gets no label, no weights and no resume meant for the old."""
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    server.set_label("7", 5)
+    fake.restart()
+    for call in (
+        lambda: server.set_label("8", 5),
+        lambda: server.resume(5),
+        lambda: server.load_checkpoint(str(checkpoints[1]), 5),
+    ):
+        with pytest.raises(AnotherLaunch):
+            call()
+    assert fake.label == "default"
+    assert not server.touched
+    server.expect(server.connect(5).identity)
+    server.set_label("8", 5)
+    assert fake.label == "8"
     server.close()
 
 

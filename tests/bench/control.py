@@ -1,0 +1,360 @@
+"""What the control plane costs at scale: `make bench-control AGENTS=2048`. The last line is one JSON object.
+
+The real coordinator runs as a process of its own, with CURVE, its journal and its HTTP port. Agents are simulated in a
+few processes (agents.py) and do at once what they are told; they are not what is measured. In alternation with the
+coordinator's rounds, the same processes answer a bare pyzmq ROUTER (bare_router.py) that does nothing but send one
+payload to every agent and take one echo of each.
+
+A barrier is one command to every agent and one answer from each. A round has three that wait for nothing else: prepare,
+pause and resume; the coordinator itself times them. `barrier_ratio` compares the slowest of the three with the bare
+barrier, best of all repetitions each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from agents import CHANNEL, name_of
+
+from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.ids import AgentId, Incarnation, Version
+from weightbus.control.keys import CurveFiles
+from weightbus.control.messages import (
+    Acquire,
+    Granted,
+    Hello,
+    Offer,
+    Offered,
+    Outcome,
+    Policy,
+    Publish,
+    Role,
+    RoundDone,
+    Send,
+    Sent,
+    TrainerInfo,
+    TransportKind,
+)
+from weightbus.control.sockets import libzmq_version
+
+HERE = Path(__file__).parent
+TRAINER = "trainer"
+BARRIERS = ("prepare", "pause", "resume")
+HEARTBEATS_S = 10.0
+PREPARE_BYTES = 330
+"""Of a `Prepare`, so that the bare barrier carries as much."""
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Process:
+    """A child that takes one line of JSON for each command and answers with one."""
+
+    def __init__(self, *argv: str) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def tell(self, **command: Any) -> None:
+        """Begin a command."""
+        assert self._child.stdin
+        self._child.stdin.write(json.dumps(command).encode() + b"\n")
+        self._child.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        """The answer to a command."""
+        assert self._child.stdout
+        line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._child.args!r} ended with {self._child.wait()}")
+        return json.loads(line)
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Carry a command out."""
+        self.tell(**command)
+        return self.hear()
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child.stdin:
+            self._child.stdin.close()
+        try:
+            self._child.wait(10)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+
+class Coordinator:
+    """The real one."""
+
+    def __init__(self, folder: Path, keys: Path) -> None:
+        self._log = (folder / "coordinator.log").open("w+")
+        argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--keys={keys}", "--log-format=json"]
+        argv += ["--router-port=0", "--pub-port=0", "--http-port=0", f"--journal={folder / 'journal.sqlite'}"]
+        argv += ["--silence-s=600", "--lease-s=600"]
+        self.process = subprocess.Popen(argv, stderr=self._log, start_new_session=True)
+        started = self._started()
+        self.endpoint = f"tcp://127.0.0.1:{started['router_port']}"
+        self.http = started["http"]
+
+    def _started(self) -> dict[str, Any]:
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            self._log.seek(0)
+            for line in self._log:
+                if '"coordinator_started"' in line:
+                    return json.loads(line)
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        self._log.seek(0)
+        raise RuntimeError(f"the coordinator did not start: {self._log.read()}")
+
+    def cpu_s(self) -> float:
+        """Processor seconds of all its threads."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(") ", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+    def rss_bytes(self) -> int:
+        """Resident memory."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def close(self) -> None:
+        """Stop it."""
+        self.process.terminate()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+
+class Bench:
+    """One run."""
+
+    def __init__(self, folder: Path, agents: int, processes: int, undo: ExitStack) -> None:
+        self.agents = agents
+        keys = folder / "keys"
+        names = [name_of(number) for number in range(agents)]
+        weightbus("keygen", f"--keys={keys}", TRAINER, *names)
+        weightbus("trust", "add", TRAINER, f"--keys={keys}", "--role=trainer", f"--channels={CHANNEL}")
+        weightbus("trust", "add", *names, f"--keys={keys}", "--role=engine", f"--channels={CHANNEL}")
+        self.keys = keys
+        self.coordinator = Coordinator(folder, keys)
+        undo.callback(self.coordinator.close)
+        share = -(-agents // processes)
+        self.herds = [
+            Process(str(HERE / "agents.py"), str(first), str(min(share, agents - first)))
+            for first in range(0, agents, share)
+        ]
+        self.bare = Process(str(HERE / "bare_router.py"), str(keys), str(agents))
+        for child in (*self.herds, self.bare):
+            undo.callback(child.close)
+        self.bare_endpoint = f"tcp://127.0.0.1:{self.bare.hear()['port']}"
+        settings = BusSettings(endpoint=self.coordinator.endpoint, curve=CurveFiles.of(keys, TRAINER))
+        self.trainer = BusClient(settings, _hello)
+        undo.callback(self.trainer.close)
+
+    def connect(self) -> dict[str, Any]:
+        """All agents at once, first to the coordinator, then to the bare socket."""
+        rss, cpu = self.coordinator.rss_bytes(), self.coordinator.cpu_s()
+        ours = max(answer["seconds"] for answer in self._all(do="connect", side="ours", **self._at("ours")))
+        found = {
+            "storm_s": ours,
+            "storm_cpu_ms_per_agent": 1000 * (self.coordinator.cpu_s() - cpu) / self.agents,
+            "rss_kib_per_agent": (self.coordinator.rss_bytes() - rss) / self.agents / 1024,
+        }
+        self.bare.tell(do="accept")
+        bare = max(answer["seconds"] for answer in self._all(do="connect", side="bare", **self._at("bare")))
+        return {
+            **found,
+            "bare_storm_s": bare,
+            "bare_storm_cpu_ms_per_agent": 1000 * self.bare.hear()["cpu_s"] / self.agents,
+        }
+
+    def heartbeats(self) -> dict[str, Any]:
+        """One a second from each agent."""
+        cpu, began = self.coordinator.cpu_s(), time.monotonic()
+        answers = self._all(do="beat", seconds=HEARTBEATS_S, interval_s=1.0)
+        elapsed = time.monotonic() - began
+        sent, answered = (sum(answer[what] for answer in answers) for what in ("sent", "answered"))
+        if answered < sent:
+            raise RuntimeError(f"{sent} heartbeats, {answered} answers")
+        share = (self.coordinator.cpu_s() - cpu) / HEARTBEATS_S
+        return {"heartbeats_per_s": sent / HEARTBEATS_S, "heartbeat_core_share": share, "heartbeat_run_s": elapsed}
+
+    def round(self, version: int) -> dict[str, float]:
+        """Publish once; the seconds of the coordinator's own account, and what it cost."""
+        with self._serving("ours"):
+            cpu = self.coordinator.cpu_s()
+            done = self._publish(version)
+            cpu = self.coordinator.cpu_s() - cpu
+        committed = sum(engine.outcome is Outcome.COMMITTED for engine in done.engines)
+        if done.outcome is not Outcome.COMMITTED or committed != self.agents:
+            raise RuntimeError(f"round {version}: {done.outcome}, {committed} of {self.agents} engines: {done.reason}")
+        return {**done.seconds, "cpu": cpu}
+
+    def bare_barrier(self, size: int) -> dict[str, float]:
+        """One barrier of the bare socket."""
+        with self._serving("bare"):
+            return self.bare.ask(do="barrier", bytes=size)
+
+    def _publish(self, version: int) -> RoundDone:
+        trainer = self.trainer
+        granted = trainer.request(Acquire(request=trainer.new_request(), channel=CHANNEL, version=Version(version)))
+        assert isinstance(granted, Granted)
+        epoch = granted.epoch
+        blobs = [trainer.put_blob(blob) for blob in (b"manifest", b"table %d" % version)]
+        publish = Publish(
+            request=trainer.new_request(),
+            channel=CHANNEL,
+            epoch=epoch,
+            version=Version(version),
+            manifest=blobs[0],
+            table=blobs[1],
+            bytes=0,
+            buckets=0,
+            policy=Policy(),
+        )
+        trainer.request(publish)
+        while True:
+            told = trainer.next(60)
+            if isinstance(told, Send):
+                offers = (Offer(transport=TransportKind.DISK, address="/nowhere"),)
+                request = trainer.new_request()
+                trainer.request(Offered(request=request, channel=CHANNEL, epoch=told.epoch, offers=offers))
+                trainer.request(Sent(request=trainer.new_request(), channel=CHANNEL, epoch=told.epoch))
+            elif isinstance(told, RoundDone):
+                return told
+            elif told is None:
+                raise TimeoutError(f"round {version} did not end within 60 s")
+
+    @contextmanager
+    def _serving(self, side: str) -> Iterator[None]:
+        self._all(do="serve", side=side)
+        try:
+            yield
+        finally:
+            for herd in self.herds:
+                herd.tell(do="idle")  # any line ends `serve`, which says what it did, and is then carried out
+            for herd in self.herds:
+                herd.hear()
+                herd.hear()
+
+    def _all(self, **command: Any) -> list[dict[str, Any]]:
+        for herd in self.herds:
+            herd.tell(**command)
+        return [herd.hear() for herd in self.herds]
+
+    def _at(self, side: str) -> dict[str, str]:
+        endpoint = self.coordinator.endpoint if side == "ours" else self.bare_endpoint
+        return {"endpoint": endpoint, "keys": str(self.keys)}
+
+
+def _hello() -> Hello:
+    return Hello(
+        request=AgentId(TRAINER),  # type: ignore[arg-type]  # the client puts its own
+        agent=AgentId(TRAINER),
+        role=Role.TRAINER,
+        channel=CHANNEL,
+        incarnation=Incarnation("1"),
+        trainer=TrainerInfo(host="bench", device="cuda", ranks=1, transports=(TransportKind.DISK,)),
+    )
+
+
+def weightbus(*argv: str) -> None:
+    """Run one command of the project's own."""
+    subprocess.run([sys.executable, "-m", "weightbus.control.cli", *argv], check=True, stdout=subprocess.DEVNULL)
+
+
+def barriers(bench: Bench, repetitions: int) -> dict[str, Any]:
+    """Rounds and bare barriers in alternation; the first of each only warms up."""
+    rounds: list[dict[str, float]] = []
+    bare: list[dict[str, float]] = []
+    for version in range(1, repetitions + 2):
+        rounds.append(bench.round(version))
+        bare.append(bench.bare_barrier(PREPARE_BYTES))
+    best_bare = min(each["seconds"] for each in bare[1:])
+    best = {phase: min(each[phase] for each in rounds[1:]) for phase in BARRIERS}
+    return {
+        "barrier_ms": {phase: 1000 * seconds for phase, seconds in best.items()},
+        "barrier_all_ms": {phase: [round(1000 * each[phase], 2) for each in rounds[1:]] for phase in BARRIERS},
+        "bare_barrier_ms": 1000 * best_bare,
+        "bare_barrier_all_ms": [round(1000 * each["seconds"], 2) for each in bare[1:]],
+        "bare_barrier_cpu_us_per_agent": 1e6 * min(each["cpu_s"] for each in bare[1:]) / bench.agents,
+        "round_ms": 1000 * min(each["total"] for each in rounds[1:]),
+        "round_cpu_us_per_agent": 1e6 * min(each["cpu"] for each in rounds[1:]) / bench.agents,
+        "barrier_ratios": {phase: seconds / best_bare for phase, seconds in best.items()},
+        "barrier_ratio": max(best.values()) / best_bare,
+    }
+
+
+def main() -> None:
+    """Run all of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=2048)
+    parser.add_argument("--processes", type=int, default=2, help="that simulate agents")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--save", type=Path, help="file that the result is written to")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the children end too
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 8 * given.agents:
+        raise SystemExit(f"{given.agents} agents need {8 * given.agents} open files, {hard} are allowed: ulimit -n")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with ExitStack() as undo:
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="wb-bench-")))
+        bench = Bench(folder, given.agents, given.processes, undo)
+        report: dict[str, Any] = {
+            "agents": given.agents,
+            "machine": machine(),
+            "date": f"{dt.datetime.now(tz=dt.UTC).date()}",
+        }
+        report["command"] = f"make bench-control AGENTS={given.agents}"
+        report |= bench.connect()
+        say(f"storm: {report['storm_s']:.2f} s, bare {report['bare_storm_s']:.2f} s")
+        bench.trainer.start()
+        report |= barriers(bench, given.repetitions)
+        say(f"barriers: {report['barrier_ms']}, bare {report['bare_barrier_ms']:.1f} ms")
+        report |= bench.heartbeats()
+        say(f"heartbeats: {report['heartbeats_per_s']:.0f} a second, {report['heartbeat_core_share']:.1%} of a core")
+    text = json.dumps(report, indent=2)
+    if given.save:
+        given.save.write_text(text + "\n")
+    say(json.dumps(report))
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    python = platform.python_version()
+    return {
+        "cores": os.cpu_count(),
+        "cpu": model.partition(":")[2].strip(),
+        "python": python,
+        "libzmq": libzmq_version(),
+    }
+
+
+def say(line: str) -> None:
+    """One line."""
+    print(line, flush=True)  # noqa: T201  # the result of this program
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What an answer costs does not depend on how many engines there are; what it really costs is `make bench-control`."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from weightbus.control import channel, fleet
+from weightbus.control.duties import Duties
+from weightbus.control.ids import AgentId
+from weightbus.control.messages import Abort, Prepare, Prepared, Send
+from weightbus.control.status import StatusView
+from weightbus.control.status_desk import StatusDesk
+
+from .world import CHANNEL, World
+
+QUIET = StatusView(boot=1, read_only=False, stopping=False, agents=0, blob_bytes=0, channels={})
+
+
+def abort(epoch: int) -> Abort:
+    return Abort(channel=CHANNEL, epoch=epoch, reason="", deadline_s=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engines", [4, 64])
+def test_an_answer_costs_the_same_in_a_large_fleet(monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
+    """In the middle of a phase an engine's answer makes the coordinator judge that engine, and no other."""
+    world = World()
+    late = [world.engine(f"e{number}") for number in range(engines)][1:]
+    for engine in late:
+        engine.ignore(Prepare)
+    trainer = world.trainer()
+    trainer.acquire(1)
+    world.settle()
+    prepared = [engine.got(Prepare)[0] for engine in late]
+    judged: Counter[str] = Counter()
+    real = fleet.readiness
+    monkeypatch.setattr(
+        fleet, "readiness", lambda engine, *rest: (judged.update([engine.name]), real(engine, *rest))[1]
+    )
+    monkeypatch.setattr(channel.Channel, "check", lambda _self: None)
+    told = late[0]
+    told.say(Prepared(request=told.key(), channel=CHANNEL, epoch=prepared[0].epoch, seconds=0.1))  # type: ignore[attr-defined]
+    world.settle()
+    assert judged == {told.name: 1}
+    assert not trainer.got(Send), "the phase was not to end here"
+
+
+def test_what_many_are_told_alike_is_one_object() -> None:
+    """The bus encodes a command once because every engine gets the very same one."""
+    world = World()
+    engines = [world.engine(f"e{number}") for number in range(3)]
+    world.publish(world.trainer(), 1)
+    assert len({id(engine.got(Prepare)[0]) for engine in engines}) == 1
+
+
+def test_the_longest_due_goes_first() -> None:
+    """Duties come in the order in which they fell due; replaced and dropped ones never come."""
+    duties = Duties(1.0, 8.0)
+    for number, name in enumerate("abc"):
+        duties.assign(AgentId(name), abort(number + 1), 0.1 * number)
+    duties.assign(AgentId("a"), abort(9), 0.3)
+    duties.drop(AgentId("b"))
+    assert duties.next_deadline() == 0.2
+    assert [(agent, command.epoch) for agent, command in duties.due(0.5)] == [("c", 3), ("a", 9)]
+    assert duties.due(1.4) == []
+    assert duties.next_deadline() == 1.5
+    assert [agent for agent, _ in duties.due(1.5)] == ["c", "a"]
+    assert duties.next_deadline() == 3.5, "each waits twice as long as before"
+    duties.drop(AgentId("c"))
+    duties.drop(AgentId("a"))
+    assert duties.next_deadline() is None
+
+
+def reader(desk: StatusDesk, wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: found.append(desk.read(wake)))
+    thread.start()
+    return thread
+
+
+def test_the_status_is_written_for_readers_only() -> None:
+    """A loop that nobody asks writes nothing; who asks gets what is true after the question."""
+    written: list[float] = []
+    desk = StatusDesk(lambda now: (written.append(now), QUIET)[1])
+    desk.open()
+    for _ in range(100):
+        desk.serve()
+    assert len(written) == 1, "once, when it was made"
+    asked, found = threading.Event(), []
+    thread = reader(desk, asked.set, found)
+    assert asked.wait(5)
+    assert desk.due() is not None
+    while not found:
+        desk.serve()
+        thread.join(0.001)
+    assert found == [QUIET]
+    assert len(written) == 2
+    assert desk.due() is None
+
+
+def test_a_status_that_takes_long_is_written_seldom() -> None:
+    """However often somebody asks, the loop spends a tenth of its time on it."""
+    now = [0.0]
+
+    def slow(_at: float) -> StatusView:
+        now[0] += 0.03
+        return QUIET
+
+    desk = StatusDesk(slow, lambda: now[0])
+    desk.open()
+    writes = 0
+    while now[0] < 3.0:
+        desk._asked += 1
+        before = now[0]
+        desk.serve()
+        writes += now[0] != before
+        now[0] += 0.001
+    assert 8 <= writes <= 11
+
+
+def test_a_loop_that_is_over_keeps_nobody_waiting() -> None:
+    """Readers that wait when the loop ends get its last word."""
+    desk = StatusDesk(lambda _now: QUIET)
+    desk.open()
+    asked, found = threading.Event(), []
+    thread = reader(desk, asked.set, found)
+    assert asked.wait(5)
+    desk.close()
+    thread.join(5)
+    assert found == [QUIET]
+    assert desk.read(lambda: None) is QUIET

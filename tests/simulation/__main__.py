@@ -1,0 +1,33 @@
+"""``--seeds 1000``: many seeds. ``--seed 42``: the story of one. ``--trace 0 20``: hashes of some."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .campaign import campaign, cores, report, run_chunk
+from .scenario import draw
+from .story import tell
+
+
+def main() -> int:
+    """Do what the arguments say."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many")
+    parser.add_argument("--start", type=int, default=0, help="the first one")
+    parser.add_argument("--jobs", type=int, default=cores(), help="processes")
+    parser.add_argument("--seed", type=int, help="tell the whole story of this one")
+    parser.add_argument("--trace", type=int, nargs=2, metavar=("FROM", "TO"), help="print the trace hash of each")
+    given = parser.parse_args()
+    if given.seed is not None:
+        print(tell(draw(given.seed), lines=sys.maxsize))
+        return 0
+    if given.trace:
+        for ended in run_chunk(range(*given.trace)):
+            print(ended.seed, ended.trace)
+        return 0
+    return report(campaign(given.start, given.seeds, given.jobs))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

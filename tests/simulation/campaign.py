@@ -1,0 +1,90 @@
+"""Runs many seeds on all cores, and reports what they found."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from .scenario import draw
+from .story import tell_shrunk
+from .world import Ended, simulate
+
+CHUNK: Final = 20
+STORIES: Final = 3
+"""Failing seeds whose story is told; of the others the number is."""
+PROGRESS_S: Final = 5.0
+
+
+class Tally(msgspec.Struct):
+    """What a campaign has seen so far."""
+
+    seeds: int = 0
+    faults: int = 0
+    messages: int = 0
+    failed: list[Ended] = []
+
+    def add(self, ended: Ended) -> None:
+        """One more seed is through."""
+        self.seeds += 1
+        self.faults += ended.faults
+        self.messages += ended.messages
+        if ended.violation:
+            self.failed.append(ended)
+
+    def __str__(self) -> str:
+        return f"seeds={self.seeds} faults={self.faults} messages={self.messages} violations={len(self.failed)}"
+
+
+def run_chunk(seeds: range) -> list[Ended]:
+    """Run some seeds in this process."""
+    gc.disable()  # a world is one heap of cycles: it is collected when it is over
+    results = []
+    for seed in seeds:
+        results.append(simulate(draw(seed)))
+        if seed % 5 == 0:
+            gc.collect()
+    return results
+
+
+def chunks(start: int, count: int) -> Iterator[range]:
+    """The seeds in portions."""
+    for first in range(start, start + count, CHUNK):
+        yield range(first, min(first + CHUNK, start + count))
+
+
+def campaign(start: int, count: int, jobs: int) -> Tally:
+    """Run `count` seeds from `start` on, with progress on stderr."""
+    tally, began, told = Tally(), time.monotonic(), time.monotonic()
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for results in pool.imap_unordered(run_chunk, chunks(start, count)):
+            for ended in results:
+                tally.add(ended)
+                if ended.violation and len(tally.failed) <= STORIES:
+                    print(f"seed {ended.seed} breaks {ended.violation.splitlines()[0]}", file=sys.stderr, flush=True)
+            now = time.monotonic()
+            if now - told >= PROGRESS_S:
+                told = now
+                print(f"{tally} ({tally.seeds / (now - began):.0f} seeds/s)", file=sys.stderr, flush=True)
+    return tally
+
+
+def report(tally: Tally) -> int:
+    """Tell the stories of what failed; the last line is for machines."""
+    for ended in sorted(tally.failed, key=lambda each: each.seed)[:STORIES]:
+        print(tell_shrunk(draw(ended.seed), ended.violation))
+    if len(tally.failed) > STORIES:
+        print("more failing seeds:", *sorted(each.seed for each in tally.failed))
+    print(tally)
+    return 1 if tally.failed else 0
+
+
+def cores() -> int:
+    """Processes that may run at once."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,145 @@
+"""An agent's line to the coordinator: the real `control/client.py`, stepped by hand instead of by its thread."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.errors import RequestRefused
+from weightbus.control.ids import Digest, RequestId
+from weightbus.control.messages import (
+    MAX_PAGE_BYTES,
+    BlobPage,
+    Code,
+    GetBlob,
+    Heartbeat,
+    Hello,
+    PutBlob,
+    ToAgent,
+    ToCoordinator,
+)
+from weightbus.control.session import Asked, Event, Session, Ticked
+
+from .network import Network
+from .process import Bell, Process, Thread
+
+ENDPOINT = "sim"
+
+
+class Client(BusClient):
+    """`BusClient` for one life of an agent. Whoever would block on it yields from here instead."""
+
+    def __init__(
+        self,
+        process: Process,
+        network: Network,
+        hello: Callable[[], Hello],
+        heartbeat: Callable[[], Heartbeat] | None,
+    ) -> None:
+        from .network import Line
+
+        self._process, self._judge = process, network.judge
+        super().__init__(BusSettings(endpoint=ENDPOINT), hello, heartbeat, link=Line(network, process))
+        self._keys = f"{process.name}.{process.life}.{process.loop.steps}"
+        self._session = Session(ENDPOINT, self._keys, BusSettings().timing, process.clock())
+        self._alarm = process.alarm(self.turn)
+        self.bell = Bell()
+        """Rung when something came into the inbox."""
+
+    @property
+    def line(self) -> Any:
+        """The simulated link."""
+        return self._link
+
+    def _handle(self, event: Event) -> None:
+        for effect in self._session.handle(event, self._process.clock()):
+            self._perform(effect)
+
+    def turn(self) -> None:
+        """What the client's thread does when it wakes up."""
+        if self._closing.is_set():
+            return
+        before = len(self._inbox)
+        self._step()
+        if (deadline := self._session.next_deadline()) != float("inf"):
+            self._alarm.set(deadline)
+        if len(self._inbox) > before:
+            self.bell.ring()
+
+    def leave(self) -> None:
+        """`close`, without its wait."""
+        self._closing.set()
+        self._link.close()
+
+    def take(self) -> ToAgent | None:
+        """`next(0)`."""
+        return self.next(0.0)
+
+    # -- what blocks in the real one
+
+    def asking(self, message: ToCoordinator, blob: bytes | None = None, deadline_s: float = 30.0) -> Thread:
+        """`request`: yields until it is answered; returns answer and blob, or raises."""
+        key = RequestId(message.request)  # type: ignore[union-attr]
+        self._judge.asked(message)
+        if self._over is not None:
+            raise self._over
+        future: Future[Any] = Future()
+        bell = Bell()
+        future.add_done_callback(lambda _: bell.ring())
+        self._futures[key] = future
+        self._submitted.put(Asked(key, message, blob, self._process.clock() + deadline_s, deadline_s))
+        self.turn()
+        yield bell
+        try:
+            return future.result(0)
+        except RequestRefused as refused:
+            if refused.code is Code.UNKNOWN_BLOB:
+                self._known.clear()
+            raise
+
+    def putting(self, blob: bytes, deadline_s: float) -> Thread:
+        """`put_blob`."""
+        digest = Digest(hashlib.sha256(blob).hexdigest())
+        until = self._process.clock() + deadline_s
+        while digest not in self._known:
+            boot = self._boot()
+            pages = max(1, -(-len(blob) // MAX_PAGE_BYTES))
+            for page in range(pages):
+                data = blob[page * MAX_PAGE_BYTES : (page + 1) * MAX_PAGE_BYTES]
+                message = PutBlob(request=self.new_request(), digest=digest, page=page, pages=pages)
+                yield from self.asking(message, data, max(0.0, until - self._process.clock()))
+            if boot == self._boot():
+                self._known.add(digest)
+        return digest
+
+    def getting(self, digest: Digest, deadline_s: float) -> Thread:
+        """`get_blob`."""
+        cached = self._cache.get(digest)
+        if cached is not None:
+            return cached
+        until = self._process.clock() + deadline_s
+        pages: list[bytes] = []
+        count = 1
+        while len(pages) < count:
+            message = GetBlob(request=self.new_request(), digest=digest, page=len(pages))
+            answer, data = yield from self.asking(message, None, max(0.0, until - self._process.clock()))
+            if isinstance(answer, BlobPage):
+                count = answer.pages
+            pages.append(data or b"")
+        blob = b"".join(pages)
+        self._remember(digest, blob)
+        return blob
+
+    def starting(self, deadline_s: float) -> Thread:
+        """`start`: yields until the first `Welcome`."""
+        bell = Bell()
+        self._first.add_done_callback(lambda _: bell.ring())
+        self._handle(Ticked())
+        self.turn()
+        yield deadline_s, bell
+        if not self._first.done():
+            raise self._session.unreachable("Hello", deadline_s, self._process.clock())
+        return self._first.result(0)

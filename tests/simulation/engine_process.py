@@ -1,0 +1,360 @@
+"""An engine agent: the real machine, dispatcher and bus client; threads and HTTP calls are simulated.
+
+Mirrors `engine_agent/runner.py` and `worker.py` thread by thread: what blocks there yields here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
+from weightbus.control.ids import AgentId, Digest, Incarnation, RequestId
+from weightbus.control.messages import (
+    Abort,
+    Commit,
+    EngineInfo,
+    EngineMessage,
+    Heartbeat,
+    Hello,
+    Pause,
+    Prepare,
+    Role,
+    Transfer,
+    TransportKind,
+    Welcome,
+)
+from weightbus.engine_agent.application import Application
+from weightbus.engine_agent.dispatch import Dispatcher
+from weightbus.engine_agent.events import (
+    Answer,
+    Broken,
+    Cancel,
+    Commanded,
+    Effect,
+    Event,
+    Finished,
+    ForgetAnswers,
+    Note,
+    Operated,
+    Operation,
+    PauseServer,
+    Proven,
+    Receive,
+    Received,
+    Release,
+    Remember,
+    Result,
+    Run,
+    ServerFound,
+    ServerGone,
+    Ticked,
+    Validate,
+    Verify,
+    Welcomed,
+)
+
+from .client import Client
+from .disks import RecordDisk
+from .process import Bell, Process, Thread
+from .server_model import CallFailed, ServerModel
+from .transfer_model import TransferBroken, receive
+
+if TYPE_CHECKING:
+    from .world import World
+
+TICK_S = 1.0
+POLL_S = 1.0
+CALL_S = 10.0
+PATIENCE = 3
+
+
+class EngineProcess(Process):
+    """One sidecar."""
+
+    def __init__(
+        self, world: World, server: ServerModel, drift: float, transports: tuple[TransportKind, ...], *, live: bool
+    ) -> None:
+        super().__init__(world, server.name, drift)
+        self._world, self.server = world, server
+        self.record = RecordDisk(world)
+        self.transports, self.live = transports, live
+        self.machine: Application | None = None
+        self.client: Client | None = None
+        self.cancelled = False
+
+    # -- life
+
+    def born(self) -> None:
+        """What `EngineAgent.__init__` and `run` do."""
+        incarnation = f"{self.name}.{self.life}"
+        self._incarnation = Incarnation(incarnation)
+        self.machine = Application(self._world.channel, incarnation, self.record.read())
+        self._dispatcher = Dispatcher(
+            self.machine, lambda record: self.record.write(record, self), self._carry_out, self._post
+        )
+        self._view = self.machine.view()
+        self._events: deque[Event] = deque()
+        self._operations: deque[Run] = deque()
+        self._answers: deque[tuple[int, EngineMessage]] = deque()
+        self._event_bell, self._work_bell, self._speech_bell = Bell(), Bell(), Bell()
+        self._boot = 0
+        self._receiving = self.cancelled = False
+        self.touched = False
+        self._up, self._misses, self._last_label, self._launch = False, 0, "", 0
+        self.client = None
+        self.thread(self._watch())
+        self.thread(self._work())
+        self.thread(self._main())
+
+    def gone(self) -> None:
+        """The kernel closes its socket."""
+        if self.client is not None:
+            self.client.leave()
+        self.client = self.machine = None
+
+    def heard(self) -> None:
+        """Something came in on the line."""
+        if self.client is not None:
+            self.client.turn()
+
+    @property
+    def unsaid(self) -> int:
+        """Answers that wait for their turn."""
+        return len(self._answers)
+
+    # -- the main thread
+
+    def _main(self) -> Thread:
+        while not self._view.up:
+            yield from self._turn()
+        yield from self._connect()
+        while True:
+            yield from self._turn()
+
+    def _connect(self) -> Thread:
+        client = self.client = Client(self, self._world.network, self._hello, self._heartbeat)
+        while True:
+            try:
+                welcome = yield from client.starting(5.0)
+                break
+            except (CoordinatorUnreachable, RequestRefused):
+                yield 0.01
+            yield from self._turn()
+            while self._events:
+                yield from self._turn()
+        self._dispatch(Welcomed(welcome))
+        self.thread(self._listen(client))
+        self.thread(self._speak(client))
+
+    def _turn(self) -> Thread:
+        if not self._events:
+            yield TICK_S, self._event_bell
+        if self._events:
+            self._dispatch(self._events.popleft())
+        self._dispatcher.retry()
+        heard = self.client.heard_at if self.client else None
+        self._dispatch(Ticked(float("-inf") if heard is None else heard))
+
+    def _post(self, event: Event) -> None:
+        self._events.append(event)
+        self._event_bell.ring()
+
+    def _dispatch(self, event: Event) -> None:
+        self._dispatcher.dispatch(event, self.clock())
+        machine = self.machine
+        assert machine is not None
+        self._view = machine.view()
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Answer():
+                self._answers.append((self._boot, effect.message))
+                self._speech_bell.ring()
+            case ForgetAnswers():
+                self._boot += 1
+            case Run():
+                self._operations.append(effect)
+                self._work_bell.ring()
+            case Cancel():
+                if self._receiving:
+                    self.cancelled = True
+            case Note():
+                self.loop.note(self.name, f"{effect.event} {effect.detail}")
+            case Remember():
+                raise AssertionError("the dispatcher writes records")
+
+    # -- other threads
+
+    def _listen(self, client: Client) -> Thread:
+        while True:
+            message = client.take()
+            if message is None:
+                yield client.bell
+            elif isinstance(message, Prepare | Pause | Transfer | Commit | Abort):
+                self._post(Commanded(message))
+            elif isinstance(message, Welcome):
+                self._post(Welcomed(message))
+
+    def _speak(self, client: Client) -> Thread:
+        while True:
+            if not self._answers:
+                yield self._speech_bell
+                continue
+            boot, message = self._answers.popleft()
+            while boot == self._boot:
+                try:
+                    yield from client.asking(message, deadline_s=5.0)
+                except (CoordinatorUnreachable, ClientClosed):
+                    yield 0.1
+                    continue
+                except WeightbusError:
+                    pass
+                break
+
+    def _watch(self) -> Thread:
+        while True:
+            server = self.server
+            if not server.up or server.frozen:
+                self._misses += 1
+                ended = not server.up or server.launch != self._launch
+                if self._up and (ended or self._misses >= PATIENCE):
+                    self._up = False
+                    self._post(ServerGone("no answer"))
+            else:
+                if not self._up or server.launch != self._launch or server.label != self._last_label:
+                    self._up, self._launch, self._last_label = True, server.launch, server.label
+                    self._post(ServerFound(self._identity(), server.label))
+                self._misses = 0
+            yield 0.2 if self._up and self._misses else POLL_S
+
+    def _identity(self) -> str:
+        return f"{self.name}-launch-{self.server.launch}"
+
+    # -- the worker
+
+    def _work(self) -> Thread:
+        while True:
+            if not self._operations:
+                yield self._work_bell
+                continue
+            run = self._operations.popleft()
+            self._meant = run.identity
+            result = yield from self._perform(run.operation)
+            self._post(Operated(run.number, result))
+
+    def _perform(self, operation: Operation) -> Thread:
+        self.touched = False
+        try:
+            result: Result = yield from self._do(operation)
+        except (CallFailed, TransferBroken, WeightbusError) as error:
+            result = Broken(str(error) or type(error).__name__, self.touched)
+        self._receiving = False
+        return result
+
+    def _do(self, operation: Operation) -> Thread:
+        match operation:
+            case Validate(command):
+                yield from self._blob(command.manifest, command.deadline_s)
+                yield from self._blob(command.table, command.deadline_s)
+                yield 0.02 + 0.3 * self._world.data_rng.random()
+            case PauseServer(_, deadline_s):
+                yield from self.call(self.server.pause, min(deadline_s, CALL_S))
+            case Receive(command):
+                return (yield from self._receive(command))
+            case Verify(command, checked):
+                return (yield from self._verify(command, checked=checked))
+            case Release(version, flush, deadline_s):
+                yield from self._release(version, deadline_s, flush=flush)
+        return Finished()
+
+    def _receive(self, command: Transfer) -> Thread:
+        deadline = self.clock() + command.deadline_s
+        wanted = yield from self._table(command.table, command.deadline_s)
+        self._receiving, self.cancelled = True, False
+        checked = yield from receive(self._world, self, command.offer.address, command.epoch, wanted, deadline)
+        return Received(len(wanted), len(wanted), checked)
+
+    def _verify(self, command: Transfer, *, checked: bool) -> Thread:
+        wanted = yield from self._table(command.table, 10.0)
+        if self.live:
+            found: list[tuple[str, ...]] = []
+            yield from self.call(lambda: found.append(tuple(self.server.buckets)), CALL_S)
+            if found[0] != wanted:
+                raise TransferBroken("the server does not hold what the table says")
+            return Proven("live-digest")
+        if checked:
+            return Proven("bucket-digest")
+        raise TransferBroken("nothing can prove this version")
+
+    def _release(self, version: int | None, deadline_s: float, *, flush: bool) -> Thread:
+        if version is not None:
+            label = str(version)
+            yield from self.call(lambda: self.server.set_label(label), min(deadline_s, CALL_S))
+            self._last_label = label
+        if flush:
+            yield from self.call(self.server.flush, min(deadline_s, CALL_S))
+        yield from self.call(self.server.resume, min(deadline_s, CALL_S))
+
+    def call(self, what: Callable[[], None], deadline_s: float, *, touches: bool = False) -> Thread:
+        """One HTTP call. Raises `CallFailed`; one that was not answered in time may still be carried out."""
+        self.passes("call", "before")
+        if self._meant != self._identity() and what != self.server.pause:
+            raise CallFailed("the server was launched anew since this operation began")
+        self.touched = self.touched or touches
+        bell = Bell()
+        answers: list[CallFailed | None] = []
+
+        def answered(failure: CallFailed | None) -> None:
+            answers.append(failure)
+            bell.ring()
+
+        self.server.call(what, answered, 0.001 + 0.02 * self._world.data_rng.random())
+        yield max(0.001, deadline_s), bell
+        self.passes("call", "after")
+        if not answers:
+            raise CallFailed(f"no answer in {deadline_s:.1f} s; it may still be carried out")
+        if answers[0] is not None:
+            raise answers[0]
+
+    def _blob(self, digest: str, deadline_s: float) -> Thread:
+        client = self.client
+        if client is None:
+            raise CallFailed("no coordinator to ask for the manifest")
+        return (yield from client.getting(Digest(digest), deadline_s))
+
+    def _table(self, digest: str, deadline_s: float) -> Thread:
+        blob = yield from self._blob(digest, deadline_s)
+        return tuple(msgspec.json.decode(blob, type=list[str]))
+
+    # -- what is said of the engine
+
+    def _hello(self) -> Hello:
+        view = self._view
+        info = EngineInfo(
+            url=f"http://{self.name}",
+            server_version="sim",
+            tp=1,
+            pp=1,
+            dp=1,
+            device="cpu",
+            host="host",
+            transports=self.transports,
+            health=view.health,
+            held=view.held,
+        )
+        return Hello(
+            request=RequestId("filled-in-by-the-client"),
+            agent=AgentId(self.name),
+            role=Role.ENGINE,
+            channel=self._world.channel,
+            incarnation=self._incarnation,
+            engine=info,
+        )
+
+    def _heartbeat(self) -> Heartbeat:
+        view = self._view
+        return Heartbeat(seq=0, epoch=view.epoch, health=view.health, held=view.held)

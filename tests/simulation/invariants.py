@@ -1,0 +1,255 @@
+"""The judge: what must never be, by name, found out from the truth and not from what agents say.
+
+The truth is what the servers' buckets hold, what the journal's disk holds, and what left the coordinator's socket. A
+machine that believes wrong things about itself is not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from weightbus.control.effects import AnyObservation, AnyRecord, Committed, EpochTaken, ReadinessChanged
+from weightbus.control.messages import (
+    Abandon,
+    Ack,
+    Acquire,
+    Code,
+    Commit,
+    Granted,
+    Held,
+    Offered,
+    Outcome,
+    Publish,
+    Refused,
+    Release,
+    RoundDone,
+    Sent,
+    ToAgent,
+    Welcome,
+)
+
+from .server_model import LAUNCH
+
+if TYPE_CHECKING:
+    from .server_model import ServerModel
+    from .world import World
+
+INVARIANTS: Final = {
+    "no-mixed-tokens": "a server that generates holds buckets of one version",
+    "true-labels": "a server that generates is labelled with the version of its buckets",
+    "fresh-caches": "after a round with flush on, nothing is answered from the cache of other weights",
+    "fenced-bytes": "bytes of an epoch never land on a server after bytes of a newer epoch",
+    "one-holder": "an epoch is granted to one trainer, and epochs only grow",
+    "durable-before-said": "a Commit or a committed RoundDone leaves only when its version is on disk",
+    "never-back": "the committed version of a channel never goes back, unless a trainer said so",
+    "one-table": "a committed version has one digest table",
+    "nothing-lost": "what a trainer was told to be committed is committed on disk, with that trainer's own table",
+    "same-answer": "the same request gets the same answer",
+    "ready-is-ready": "who is listed as ready holds exactly the committed bits",
+    "commit-verified": "a version is committed only when a server has held exactly its buckets",
+    "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
+    "memory-bounded": "nothing grows with time",
+    "every-wait-ends": "once faults stop, rounds end, engines serve or say why not, and a publication commits",
+    "nothing-raises": "no machine contradicts itself, whatever it is told",
+}
+READY_GRACE_S: Final = 25.0
+"""How long a server that changed by itself may stay listed: the silence after which its agent counts as lost, twice."""
+REMEMBERED: Final = (Acquire, Release, Publish, Offered, Sent, Abandon)
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+    def __init__(self, invariant: str, what: str) -> None:
+        self.invariant, self.what = invariant, what
+        super().__init__(f"{invariant}: {what}")
+
+
+class Judge:
+    """Watches a world. The first violation ends it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.violation: Violation | None = None
+        self._holders: dict[int, str] = {}
+        self._highest = 0
+        self._tables: dict[int, str] = {}
+        self._committed: Held | None = None
+        self._committed_requests: dict[str | None, int] = {}
+        self._held: set[str] = set()
+        """Tags that a server held as a whole."""
+        self._ghosts: list[Committed] = []
+        self._outcomes: dict[int, Outcome] = {}
+        self._answers: dict[tuple[str, str], ToAgent] = {}
+        self._asked: dict[str, type] = {}
+        self._ready: dict[str, float | None] = {}
+        """Engine -> since when the truth speaks against it."""
+
+    def broken(self, invariant: str, what: str) -> None:
+        """`invariant` does not hold."""
+        assert invariant in INVARIANTS
+        if self.violation is None:
+            self.violation = Violation(invariant, what)
+            self._world.loop.note("JUDGE", f"!! {invariant}: {what}")
+
+    # -- servers
+
+    def server_changed(self, server: ServerModel) -> None:
+        """Whatever a token made now would be made of."""
+        if not server.generates:
+            return
+        tags = server.tags
+        if len(tags) != 1:
+            self.broken("no-mixed-tokens", f"{server.name} generates from {tags}")
+            return
+        (tag,) = tags
+        label = tag.partition("/")[0]
+        if label != server.label:
+            self.broken("true-labels", f"{server.name} generates from {tag}, labelled {server.label!r}")
+        if self._world.scenario.flush and server.cached - {tag}:
+            self.broken("fresh-caches", f"{server.name} answers with {tag} from caches of {sorted(server.cached)}")
+
+    def loaded(self, server: ServerModel, epoch: int) -> None:
+        """A bucket of `epoch` landed."""
+        if len(server.tags) == 1:
+            self._held.add(server.tags[0])
+        if epoch < server.epoch_loaded:
+            self.broken("fenced-bytes", f"{server.name} took a bucket of epoch {epoch} after {server.epoch_loaded}")
+
+    # -- the journal
+
+    def durable(self, record: AnyRecord) -> None:
+        """The disk holds `record`."""
+        if isinstance(record, EpochTaken):
+            if record.epoch <= self._highest and self._holders.get(record.epoch, record.holder) != record.holder:
+                self.broken("one-holder", f"epoch {record.epoch} was {self._holders[record.epoch]}'s")
+            self._highest = max(self._highest, record.epoch)
+            self._holders.setdefault(record.epoch, record.holder)
+        elif isinstance(record, Committed):
+            self._durable_commit(record)
+
+    def _durable_commit(self, record: Committed) -> None:
+        before = self._committed
+        rollback = getattr(record, "rollback", False)
+        if before is not None and record.version < before.version and not rollback:
+            self.broken("never-back", f"the disk goes from {before.version} to {record.version}")
+        if rollback:
+            self._tables.clear()
+        known = self._tables.setdefault(record.version, record.table)
+        if known != record.table:
+            self.broken("one-table", f"version {record.version} has two tables")
+        if record.engines and self._world.tag_of(record.table) not in self._held:
+            self.broken("commit-verified", f"version {record.version} is committed, and no server ever held it")
+        self._committed_requests[record.request] = record.version
+        self._committed = Held(version=record.version, manifest=record.manifest, table=record.table)
+
+    def resurrected(self, record: AnyRecord) -> None:
+        """A write that was refused turns out to have reached the disk: what was said of it may be wrong."""
+        if isinstance(record, Committed):
+            self._ghosts.append(record)
+
+    # -- what the coordinator says
+
+    def asked(self, message: msgspec.Struct) -> None:
+        """An agent made a request."""
+        if isinstance(message, REMEMBERED):
+            self._asked[message.request] = type(message)
+
+    def said(self, agent: str, message: ToAgent) -> None:
+        """A message left the coordinator."""
+        match message:
+            case Commit():
+                self._claims(message.version, message.table, f"Commit to {agent}")
+            case Welcome() | Granted():
+                repeated = self._answers.get((agent, message.request)) == message
+                if message.committed is not None and not repeated:
+                    held = message.committed
+                    self._claims(held.version, held.table, f"{type(message).__name__} to {agent}")
+                if isinstance(message, Granted):
+                    self._granted(agent, message)
+            case RoundDone():
+                self._round_done(agent, message)
+            case _:
+                pass
+        stranger = isinstance(message, Refused) and message.code is Code.UNKNOWN_AGENT
+        if isinstance(message, Ack | Granted | Refused) and message.request in self._asked and not stranger:
+            self._same(agent, message)
+
+    def _claims(self, version: int, table: str, where: str) -> None:
+        held = self._world.journal.channels.get(self._world.channel)
+        durable = held.committed if held else None
+        if durable is None or (durable.version, durable.table) != (version, table):
+            found = durable.version if durable else None
+            self.broken("durable-before-said", f"{where} names version {version}, on disk is {found}")
+
+    def _granted(self, agent: str, message: Granted) -> None:
+        known = self._holders.get(message.epoch)
+        if known != agent:
+            self.broken("one-holder", f"epoch {message.epoch} is granted to {agent}, on disk it is {known}'s")
+
+    def _round_done(self, agent: str, message: RoundDone) -> None:
+        before = self._outcomes.setdefault(message.epoch, message.outcome)
+        if before is not message.outcome and not self._ghosts:
+            self.broken("same-answer", f"the round of epoch {message.epoch} was {before}, now {message.outcome}")
+        ours = self._world.table_published(agent, message.epoch)
+        request = self._world.request_published(agent, message.epoch)
+        if message.outcome is Outcome.COMMITTED:
+            held = self._committed
+            known = self._tables.get(message.version)
+            if held is None or known is None or (ours is not None and ours != known):
+                self.broken("nothing-lost", f"{agent} is told that {message.version} is committed; on disk: {held}")
+        elif request in self._committed_requests and not self._ghosts:
+            self.broken("nothing-lost", f"{agent} is told that {message.version} came to nothing; it is on disk")
+
+    def _same(self, agent: str, message: Ack | Granted | Refused) -> None:
+        key = (agent, message.request)
+        before = self._answers.get(key)
+        if before is None:
+            if not isinstance(message, Refused):
+                self._answers[key] = message
+        elif before != message:
+            self.broken("same-answer", f"{agent} asked {message.request} twice: {before}, then {message}")
+
+    def restarted(self) -> None:
+        """Another life of the coordinator: what lived in memory is answered anew."""
+        self._answers.clear()
+        self._ready.clear()
+
+    # -- the ready list
+
+    def observed(self, what: AnyObservation) -> None:
+        """The coordinator noted something."""
+        if isinstance(what, ReadinessChanged):
+            if what.ready:
+                self._ready[what.engine] = None
+            else:
+                self._ready.pop(what.engine, None)
+
+    def look_at_ready(self, *, fresh: bool) -> None:
+        """Compare the ready list with the servers. `fresh`: the coordinator was away, and has just begun to listen."""
+        now = self._world.loop.now
+        for name, since in self._ready.items():
+            against = self._against(name)
+            if not against:
+                self._ready[name] = None
+            elif since is None or fresh:
+                self._ready[name] = now
+                if against == "wrong":
+                    self.broken("ready-is-ready", f"{name} is listed as ready: {self._world.server(name).tags}")
+            elif now - since > READY_GRACE_S:
+                self.broken("ready-is-ready", f"{name} has been listed for {now - since:.0f} s: {against}")
+
+    def _against(self, name: str) -> str:
+        """What speaks against an engine: nothing, what it did by itself and takes time to learn, or ``wrong``."""
+        server, held = self._world.server(name), self._committed
+        wanted = self._world.tag_of(held.table) if held else LAUNCH
+        if server.tags == (wanted,):
+            return "" if server.generates or server.frozen else "does not generate"
+        return "was launched anew" if server.tags == (LAUNCH,) or not server.up else "wrong"
+
+    def ready(self) -> Iterable[str]:
+        """Who is listed."""
+        return tuple(self._ready)

@@ -1,0 +1,55 @@
+"""Virtual time: what happens next, in an order that the seed alone decides, and a hash of all that happened.
+
+Nothing here reads a clock, iterates over a set or hashes a string: the same seed takes the same steps in any process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+from collections.abc import Callable
+
+
+class Loop:
+    """The queue of everything that will happen."""
+
+    def __init__(self, *, telling: bool = False) -> None:
+        self.now = 0.0
+        self.steps = 0
+        self.telling = telling
+        """Keep the lines of the story, and not only their hash."""
+        self.story: list[str] = []
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._trace = hashlib.blake2b(digest_size=8)
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        """Do `what` at `when`; what was asked for first comes first."""
+        heapq.heappush(self._queue, (max(when, self.now), next(self._numbers), what))
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        """Do `what` in so many seconds."""
+        self.at(self.now + seconds, what)
+
+    def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
+        """Let everything up to `until` happen, or stop as soon as `over`."""
+        queue = self._queue
+        while queue and queue[0][0] <= until and not over():
+            self.now, _, what = heapq.heappop(queue)
+            self.steps += 1
+            what()
+        if not over():
+            self.now = max(self.now, until)
+
+    def note(self, who: str, what: str) -> None:
+        """A line of the story; all lines make up the trace."""
+        line = f"{self.now:9.3f} {who:<12} {what}"
+        self._trace.update(line.encode())
+        if self.telling:
+            self.story.append(line)
+
+    @property
+    def trace(self) -> str:
+        """Hash of every line so far."""
+        return self._trace.hexdigest()

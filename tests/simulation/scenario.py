@@ -1,0 +1,182 @@
+"""What one seed means: a deployment, its weather, and the faults that befall it. Plain values, which can shrink."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from weightbus.control.messages import TransportKind
+
+from .network import Weather
+
+LOCAL, GROUP = TransportKind.LOCAL, TransportKind.DISTRIBUTED
+LONGEST_S = 60.0
+MOMENTS = ("preparing", "pausing", "offering", "transferring", "verifying", "committing", "resuming", "aborting")
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine: what it can, and how fast its clock is."""
+
+    name: str
+    transports: tuple[TransportKind, ...]
+    live: bool
+    """Its server can report digests of live parameters."""
+    drift: float
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that goes wrong at `at` and, where that means anything, ends after `lasts` seconds.
+
+    With `moment` it waits, from `at` on, until a round next enters that state.
+    """
+
+    at: float
+    kind: str
+    who: str = ""
+    lasts: float = 0.0
+    count: int = 0
+    point: str = ""
+    where: str = ""
+    moment: str = ""
+
+    def __str__(self) -> str:
+        when = f", when a round is next {self.moment}:" if self.moment else ""
+        words = [f"{self.at:7.2f} s{when}", self.kind, self.who]
+        if self.point:
+            words.append(f"{self.where} {self.point} number {self.count}")
+        elif self.count:
+            words.append(f"at {self.count}")
+        if self.lasts:
+            words.append(f"for {self.lasts:.1f} s")
+        return " ".join(word for word in words if word)
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a run depends on. The same scenario takes the same course."""
+
+    seed: int
+    engines: tuple[EngineSpec, ...]
+    trainers: tuple[str, ...]
+    buckets: int
+    flush: bool
+    redrives: int
+    min_engines: int
+    think_s: float
+    weather: Weather
+    faults: tuple[Fault, ...]
+    calm_from: float
+    """From here on nothing goes wrong any more."""
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of `seed`."""
+    rng = random.Random(f"weightbus-{seed}")
+    engines = tuple(_engine(rng, f"e{index}") for index in range(rng.choice((1, 2, 2, 3, 3, 4))))
+    trainers = ("t0", "t1") if rng.random() < 0.5 else ("t0",)
+    calm_from = rng.uniform(10.0, LONGEST_S - 15.0)
+    weather = Weather(
+        lose=rng.choice((0.0, 0.0, 0.02, 0.1, 0.25)),
+        repeat=rng.choice((0.0, 0.05, 0.2)),
+        slow=rng.choice((0.0, 0.02, 0.1)),
+        slow_s=rng.choice((1.0, 4.0)),
+    )
+    names = tuple(engine.name for engine in engines)
+    count = rng.randrange(2, 16)
+    faults = sorted(
+        (_fault(rng, names, trainers, rng.uniform(1.0, calm_from - 1.0), calm_from) for _ in range(count)),
+        key=lambda fault: fault.at,
+    )
+    return Scenario(
+        seed=seed,
+        engines=engines,
+        trainers=trainers,
+        buckets=rng.choice((2, 3, 4)),
+        flush=rng.random() < 0.8,
+        redrives=rng.choice((0, 1, 1, 2)),
+        min_engines=rng.choice((0, 0, 1, 2)) if len(engines) > 1 else 0,
+        think_s=rng.choice((0.5, 2.0, 5.0)),
+        weather=weather,
+        faults=tuple(faults),
+        calm_from=calm_from,
+    )
+
+
+def _engine(rng: random.Random, name: str) -> EngineSpec:
+    transports = rng.choice(((LOCAL,), (LOCAL, GROUP), (GROUP,)))
+    # Over a group nothing is compared before the load: only a server that can report its digests can prove a version.
+    live = rng.random() < 0.6 or GROUP in transports
+    return EngineSpec(name=name, transports=transports, live=live, drift=rng.uniform(-0.01, 0.01))
+
+
+def _fault(
+    rng: random.Random, engines: tuple[str, ...], trainers: tuple[str, ...], at: float, calm_from: float
+) -> Fault:
+    fault = _befalls(rng, engines, trainers, at, calm_from)
+    if rng.random() < 0.4:
+        return msgspec.structs.replace(fault, moment=rng.choice(MOMENTS))
+    return fault
+
+
+def _befalls(  # noqa: PLR0911  # one case per kind
+    rng: random.Random, engines: tuple[str, ...], trainers: tuple[str, ...], at: float, calm_from: float
+) -> Fault:
+    left = max(0.5, calm_from - at)
+    lasts = min(left, rng.choice((0.2, 1.0, 4.0, 8.0, 15.0, 30.0)) * rng.uniform(0.5, 1.5))
+    engine, agent = rng.choice(engines), rng.choice((*engines, *trainers))
+    process = rng.choice(("coordinator", *engines, *trainers))
+    kind = rng.choice(KINDS)
+    match kind:
+        case "trap":
+            return _trap(rng, engines, trainers, at, lasts)
+        case "kill" | "freeze":
+            return Fault(at=at, kind=kind, who=process, lasts=lasts)
+        case "cut" | "cut-up" | "cut-down" | "disconnect":
+            return Fault(at=at, kind=kind, who=agent, lasts=lasts)
+        case "server-kill" | "server-freeze" | "host-kill" | "server-kill-unseen":
+            return Fault(at=at, kind=kind, who=engine, lasts=lasts)
+        case "server-dies-loading":
+            return Fault(at=at, kind=kind, who=engine, lasts=lasts, count=rng.randrange(0, 3))
+        case "corrupt":
+            return Fault(at=at, kind=kind, count=rng.randrange(0, 2))
+        case "disk-full":
+            return Fault(at=at, kind=kind, who=rng.choice(("coordinator", "coordinator", engine)), lasts=lasts)
+        case "wall-jump":
+            return Fault(at=at, kind=kind, lasts=rng.choice((-1e9, -3600.0, 90000.0, 1e9)))
+        case "stop":
+            return Fault(at=at, kind=kind, who="coordinator", lasts=lasts)
+        case _:
+            raise ValueError(kind)
+
+
+KINDS = (
+    *("trap",) * 8,
+    *("kill",) * 3,
+    *("freeze",) * 3,
+    "cut",
+    "cut",
+    "cut-up",
+    "cut-down",
+    "disconnect",
+    "server-kill",
+    "server-kill",
+    "server-freeze",
+    "server-kill-unseen",
+    "host-kill",
+    "server-dies-loading",
+    "server-dies-loading",
+    "corrupt",
+    "corrupt",
+    "disk-full",
+    "wall-jump",
+    "stop",
+)
+
+
+def _trap(rng: random.Random, engines: tuple[str, ...], trainers: tuple[str, ...], at: float, lasts: float) -> Fault:
+    who = rng.choice(("coordinator", "coordinator", rng.choice(engines), rng.choice(trainers)))
+    points = {"coordinator": ("persist", "send"), "e": ("persist", "send", "call")}
+    point = rng.choice(points.get(who, points["e"] if who in engines else ("send",)))
+    where = rng.choice(("before", "during", "after") if point == "persist" else ("before", "after"))
+    count = rng.randrange(1, {"persist": 6, "send": 40, "call": 12}[point])
+    return Fault(at=at, kind="trap", who=who, lasts=min(lasts, 12.0), count=count, point=point, where=where)

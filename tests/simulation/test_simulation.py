@@ -1,0 +1,78 @@
+"""A slice of the simulation for CI, and that it deserves to be believed: deterministic, and able to fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from .campaign import Tally, run_chunk
+from .invariants import INVARIANTS
+from .scenario import KINDS, MOMENTS, Fault, draw
+from .shrink import shrink
+from .story import tell
+from .world import World, simulate
+
+ROOT = Path(__file__).parents[2]
+SLICE = int(os.environ.get("WEIGHTBUS_SEEDS", "250"))
+"""Seeds in CI. `make simulate SEEDS=100000` runs more."""
+
+
+def test_no_seed_of_the_slice_breaks_a_promise() -> None:
+    """Storms of crashes, losses, partitions and half-dead engines break none of the named invariants."""
+    tally = Tally()
+    for ended in run_chunk(range(SLICE)):
+        tally.add(ended)
+    assert not tally.failed, tell(draw(tally.failed[0].seed))
+    assert tally.faults > 20 * SLICE
+    assert tally.messages > 100 * SLICE
+
+
+def test_the_same_seed_takes_the_same_course_in_any_process() -> None:
+    """Nothing depends on hash seeds, addresses or clocks: two processes agree on every line of every story."""
+    traces = []
+    for hash_seed in ("1", "2"):
+        command = [sys.executable, "-m", "tests.simulation", "--trace", "0", "8"]
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        traces.append(done.stdout)
+    assert traces[0] == traces[1]
+    assert len(set(traces[0].split())) == 16
+
+
+def test_seeds_make_all_kinds_of_faults() -> None:
+    """The scenarios of a few hundred seeds leave no kind of fault, and no moment of a round, untried."""
+    faults = [fault for seed in range(400) for fault in draw(seed).faults]
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert {fault.moment for fault in faults} == {"", *MOMENTS}
+    assert {fault.where for fault in faults} == {"", "before", "during", "after"}
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_without_faults_every_round_commits(seed: int) -> None:
+    """The simulation itself loses nothing: in calm weather no engine is left out and nobody is refused."""
+    calm = msgspec.structs.replace(draw(seed), faults=(), weather=type(draw(seed).weather)(), min_engines=0)
+    world = World(calm, telling=True)
+    ended = world.run()
+    assert ended.violation == ""
+    assert ended.committed > 2
+    assert not [line for line in world.loop.story if "aborted" in line and "round" in line]
+
+
+def test_a_lie_is_found_and_shrunk() -> None:
+    """A server that is labelled by somebody else is found out, and the story keeps only the fault that matters."""
+    scenario = next(s for s in map(draw, range(100)) if len(s.faults) > 4)
+    lie = Fault(at=5.0, kind="mislabel", who=scenario.engines[0].name)
+    with_lie = msgspec.structs.replace(scenario, faults=(*scenario.faults, lie))
+    found = simulate(with_lie).violation
+    assert found.startswith("true-labels")
+    smallest = shrink(with_lie, "true-labels")
+    assert [fault.kind for fault in smallest.faults] == ["mislabel"]
+    story = tell(smallest)
+    assert INVARIANTS["true-labels"] in story
+    assert "JUDGE" in story

@@ -1,0 +1,292 @@
+"""A trainer's leader: the real publication machine and bus client; assembly and senders are simulated.
+
+Mirrors `trainer_agent/drive.py`. A life trains on from its newest checkpoint, which may be older than what is
+committed; its weights are its own, so that the same version of two lives has two digest tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weightbus.control import messages as m
+from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
+from weightbus.control.ids import AgentId, Epoch, Incarnation, RequestId, Version
+from weightbus.trainer_agent import publication as p
+
+from .client import Client
+from .process import Process, Thread
+from .transfer_model import Outlet
+
+if TYPE_CHECKING:
+    from .world import World
+
+REQUEST_S = 5.0
+LIMITS = p.Limits(acquire_s=40.0, round_s=120.0, abandon_s=15.0, attempts=3, retry_s=0.5)
+
+
+class TrainerProcess(Process):
+    """One trainer."""
+
+    def __init__(self, world: World, name: str, drift: float, transports: tuple[m.TransportKind, ...]) -> None:
+        super().__init__(world, name, drift)
+        self._world, self._transports = world, transports
+        self.client: Client | None = None
+        self.checkpoint = 0
+        self.busy = False
+        self.verdicts: list[tuple[int, p.Verdict]] = []
+
+    def born(self) -> None:
+        """A new process, from its checkpoint."""
+        self._rng = self._world.rng(f"{self.name}-{self.life}")
+        self._incarnation = Incarnation(f"{self.name}.{self.life}")
+        self._outlets: list[Outlet] = []
+        self._told_boot = 0
+        self.busy = False
+        self.client = Client(self, self._world.network, self._hello, None)
+        self.thread(self._train(self.client))
+
+    def gone(self) -> None:
+        """The kernel closes its sockets."""
+        if self.client is not None:
+            self.client.leave()
+        self.client = None
+
+    def heard(self) -> None:
+        """Something came in on the line."""
+        if self.client is not None:
+            self.client.turn()
+
+    # -- training
+
+    def _train(self, client: Client) -> Thread:
+        while True:
+            try:
+                welcome = yield from client.starting(10.0)
+                break
+            except (CoordinatorUnreachable, RequestRefused):
+                yield 0.5
+        self._told_boot = welcome.boot
+        version = self.checkpoint + 1
+        while True:
+            yield self._rng.random() * self._world.scenario.think_s
+            while not self._world.may_begin():
+                yield 1.0
+            self.busy = True
+            verdict = yield from self._publish(client, version)
+            self.busy = False
+            self.verdicts.append((version, verdict))
+            self.loop.note(self.name, f"publication of {version}: {verdict.ending} {verdict.reason}")
+            if verdict.ending is p.Ending.COMMITTED:
+                self.checkpoint = max(self.checkpoint, version - self._rng.randrange(3))
+                version += 1
+            elif verdict.code is m.Code.VERSION_NOT_NEWER:
+                version = self._world.committed_version() + 1 + self._rng.randrange(2)
+            elif self._rng.random() < 0.3:
+                version += 1
+
+    # -- one publication: drive.Drive.run
+
+    def _publish(self, client: Client, version: int) -> Thread:
+        machine = self._machine = p.Publication(version, LIMITS)
+        self._keys: dict[int, RequestId] = {}
+        self._delivery: _Delivery | None = None
+        effects = deque(self._handle(p.Begin()))
+        while effects or machine.verdict is None:
+            if effects:
+                event = yield from self._perform(client, version, effects.popleft())
+            else:
+                event = yield from self._wait(client)
+            if event is not None:
+                effects.extend(self._handle(event))
+        return machine.verdict
+
+    def _handle(self, event: p.AnyEvent) -> p.Effects:
+        effects = self._machine.handle(event, self.clock())
+        self._machine.check()
+        return effects
+
+    def _wait(self, client: Client) -> Thread:
+        deadline = self._machine.deadline
+        now = self.clock()
+        if deadline is not None and now >= deadline:
+            return p.Tick()
+        message = client.take()
+        if message is not None:
+            return self._event(message)
+        delivery = self._delivery
+        if delivery is not None:
+            if delivery.over(now):
+                self._delivery = None
+                return p.Delivered(delivery.epoch, delivery.failed())
+            yield 0.2, client.bell
+            return None
+        yield min(5.0, deadline - now if deadline is not None else 5.0), client.bell
+        return None
+
+    def _event(self, message: m.ToAgent) -> p.AnyEvent | None:
+        match message:
+            case m.Send():
+                return p.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+            case m.RoundDone():
+                return p.Ended(
+                    message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
+                )
+            case m.Welcome():
+                restarted, self._told_boot = message.boot != self._told_boot, message.boot
+                return p.Reconnected(message.committed, restarted)
+            case _:
+                return None
+
+    def _perform(self, client: Client, version: int, effect: p.AnyEffect) -> Thread:
+        match effect:
+            case p.AskLease():
+                return (yield from self._asking(self._acquire(client, version)))
+            case p.Assemble():
+                yield 0.05 + 0.5 * self._rng.random()
+                return p.Digested(hashlib.sha256(self._blob(version)).hexdigest())
+            case p.Announce():
+                return (yield from self._asking(self._announce(client, version, effect.epoch)))
+            case p.Deliver():
+                return (yield from self._asking(self._deliver(client, version, effect)))
+            case p.ReportSent():
+                return (yield from self._asking(self._report(client, effect)))
+            case p.StopDelivery():
+                self._stop_delivery()
+            case p.GiveUp():
+                reason = effect.reason[:200]
+                yield from self._farewell(client, m.Abandon, epoch=Epoch(effect.epoch), reason=reason)
+            case p.GiveBack():
+                yield from self._farewell(client, m.Release, epoch=Epoch(effect.epoch))
+        return None
+
+    def _asking(self, step: Thread) -> Thread:
+        try:
+            return (yield from step)
+        except RequestRefused as refused:
+            return p.Refusal(refused.code, refused.reason, refused.retry_after_s)
+        except CoordinatorUnreachable as silence:
+            return p.Unreachable(str(silence))
+
+    def _acquire(self, client: Client, version: int) -> Thread:
+        message = m.Acquire(request=client.new_request(), channel=self._world.channel, version=Version(version))
+        answer, _ = yield from client.asking(message, deadline_s=REQUEST_S)
+        assert isinstance(answer, m.Granted)
+        return p.LeaseGranted(answer.epoch, answer.committed)
+
+    def _announce(self, client: Client, version: int, epoch: int) -> Thread:
+        manifest = yield from client.putting(b"the layout", 6 * REQUEST_S)
+        table = yield from client.putting(self._blob(version), 6 * REQUEST_S)
+        scenario = self._world.scenario
+        message = m.Publish(
+            request=self._keys.setdefault(epoch, client.new_request()),
+            channel=self._world.channel,
+            epoch=Epoch(epoch),
+            version=Version(version),
+            manifest=manifest,
+            table=table,
+            bytes=scenario.buckets,
+            buckets=scenario.buckets,
+            policy=self._world.policy(),
+        )
+        self._world.publishes(self.name, epoch, message.request, table, self._blob_tags(version)[0])
+        yield from client.asking(message, deadline_s=REQUEST_S)
+        return p.Accepted()
+
+    def _deliver(self, client: Client, version: int, effect: p.Deliver) -> Thread:
+        yield 0.01 + 0.05 * self._rng.random()
+        self._delivery = delivery = _Delivery(self, effect, self._blob_tags(version))
+        for outlet in delivery.outlets:
+            self._world.opened(outlet)
+        offers = tuple(m.Offer(transport=each.kind, address=self._world.address(each)) for each in delivery.outlets)
+        offered = m.Offered(
+            request=client.new_request(), channel=self._world.channel, epoch=Epoch(effect.epoch), offers=offers
+        )
+        try:
+            yield from client.asking(offered, deadline_s=REQUEST_S)
+        finally:
+            delivery.told(self.clock())
+
+    def _report(self, client: Client, effect: p.ReportSent) -> Thread:
+        message = m.Sent(
+            request=client.new_request(),
+            channel=self._world.channel,
+            epoch=Epoch(effect.epoch),
+            failed={name: why[:200] for name, why in effect.failed.items()},
+        )
+        yield from client.asking(message, deadline_s=REQUEST_S)
+        return p.Noted(effect.epoch)
+
+    def _farewell(self, client: Client, kind: Callable[..., m.ToCoordinator], **fields: object) -> Thread:
+        message = kind(request=client.new_request(), channel=self._world.channel, **fields)
+        try:
+            yield from client.asking(message, deadline_s=2.0)
+        except (RequestRefused, CoordinatorUnreachable, ClientClosed):
+            return
+
+    def _stop_delivery(self) -> None:
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
+            delivery.close()
+
+    def _blob(self, version: int) -> bytes:
+        return msgspec.json.encode(list(self._blob_tags(version)))
+
+    def _blob_tags(self, version: int) -> tuple[str, ...]:
+        bits = hashlib.sha256(f"{version} of {self._incarnation}".encode()).hexdigest()[:8]
+        return tuple(f"{version}/{bits}" for _ in range(self._world.scenario.buckets))
+
+    def _hello(self) -> m.Hello:
+        return m.Hello(
+            request=RequestId("filled-in-by-the-client"),
+            agent=AgentId(self.name),
+            role=m.Role.TRAINER,
+            channel=self._world.channel,
+            incarnation=self._incarnation,
+            trainer=m.TrainerInfo(host="host", device="cpu", ranks=1, transports=self._transports),
+        )
+
+
+class _Delivery:
+    """`delivery.Delivery`: one outlet for each transport."""
+
+    def __init__(self, trainer: TrainerProcess, effect: p.Deliver, tags: tuple[str, ...]) -> None:
+        self.epoch = effect.epoch
+        self._deadline = trainer.clock() + effect.deadline_s
+        kinds = tuple(dict.fromkeys(receiver.transport for receiver in effect.receivers))
+        self.outlets = [
+            Outlet(
+                trainer,
+                kind,
+                effect.epoch,
+                tags,
+                tuple(each.engine for each in effect.receivers if each.transport is kind),
+            )
+            for kind in kinds
+        ]
+
+    def told(self, now: float) -> None:
+        """The coordinator knows of the offers, or may."""
+        for outlet in self.outlets:
+            outlet.told_at = now
+
+    def over(self, now: float) -> bool:
+        """Every outlet is through."""
+        states = [outlet.over(now, self._deadline) for outlet in self.outlets]
+        over = all(states)
+        if over:
+            self.close()
+        return over
+
+    def failed(self) -> dict[str, str]:
+        """Engines that did not get everything."""
+        return {engine: why for outlet in self.outlets for engine, why in outlet.failed().items()}
+
+    def close(self) -> None:
+        """Close the senders."""
+        for outlet in self.outlets:
+            outlet.open = False

@@ -1,0 +1,137 @@
+"""The data plane: what a trainer has on offer under one epoch, and how an engine agent's receiver takes it.
+
+Two kinds, as different as the real ones: over ``local`` every engine takes its buckets by itself, and each is compared
+with the digest table before the server sees it; over ``distributed`` all engines of a group go in step, one failure is
+everybody's, and nothing was looked at before the load.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weightbus.control.messages import TransportKind
+
+from .process import Process, Thread
+
+if TYPE_CHECKING:
+    from .engine_process import EngineProcess
+    from .world import World
+
+JOIN_S = 8.0
+STEP_S = 0.05
+
+
+class TransferBroken(Exception):
+    """The transfer came to nothing."""
+
+
+class Outlet:
+    """One transport of one epoch, in the trainer's memory."""
+
+    def __init__(
+        self, trainer: Process, kind: TransportKind, epoch: int, tags: tuple[str, ...], engines: tuple[str, ...]
+    ) -> None:
+        self.trainer, self.kind, self.epoch, self.tags, self.engines = trainer, kind, epoch, tags, engines
+        self.life = trainer.life
+        self.open = True
+        self.told_at: float | None = None
+        self.came: dict[str, int] = {}
+        """Engine -> buckets it has."""
+        self.done: dict[str, str] = {}
+        """Engine -> why it failed; empty when it has everything."""
+        self.corrupt: int | None = None
+        """This bucket is not what it should be."""
+
+    @property
+    def there(self) -> bool:
+        """The trainer's process still has it."""
+        return self.open and self.trainer.alive and self.trainer.life == self.life
+
+    @property
+    def collective(self) -> bool:
+        """All or nobody."""
+        return self.kind is TransportKind.DISTRIBUTED
+
+    def content(self, bucket: int) -> str:
+        """What is read from the trainer's memory."""
+        return "garbage/garbage" if bucket == self.corrupt else self.tags[bucket]
+
+    def finish(self, engine: str, why: str = "") -> None:
+        """`engine` is through."""
+        self.done.setdefault(engine, why)
+        if why and self.collective:
+            for other in self.engines:
+                self.done.setdefault(other, f"{engine} broke the group: {why}")
+
+    def over(self, now: float, deadline: float) -> bool:
+        """Nothing more can come of it."""
+        if self.told_at is not None and now > self.told_at + JOIN_S:
+            for engine in self.engines:
+                if engine not in self.came:
+                    self.finish(engine, "it did not come")
+        if now > deadline:
+            for engine in self.engines:
+                self.finish(engine, "the transfer took too long")
+        return all(engine in self.done for engine in self.engines)
+
+    def failed(self) -> dict[str, str]:
+        """Engines that did not get everything."""
+        return {engine: why for engine, why in self.done.items() if why}
+
+
+def receive(  # noqa: PLR0917
+    world: World, engine: EngineProcess, address: str, epoch: int, wanted: tuple[str, ...], deadline: float
+) -> Thread:
+    """Take every bucket and load it. Returns whether each was compared before; raises `TransferBroken`."""
+    outlet = world.outlets.get(address)
+    if outlet is None or not outlet.there:
+        raise TransferBroken("nobody listens there")
+    if outlet.epoch != epoch:
+        raise TransferBroken(f"the sender is at epoch {outlet.epoch}, this engine at {epoch}")
+    name = engine.name
+    if name in outlet.done:
+        raise TransferBroken(outlet.done[name] or "this engine is through already")
+    outlet.came[name] = 0
+    try:
+        yield from _join(outlet, engine, deadline)
+        for bucket, tag in enumerate(wanted):
+            yield STEP_S * (0.5 + world.data_rng.random())
+            _still(outlet, engine, deadline)
+            found = outlet.content(bucket)
+            if not outlet.collective and found != tag:
+                raise TransferBroken(f"bucket {bucket} is not what the table says")  # noqa: TRY301
+            yield from engine.call(
+                lambda at=bucket, what=found: engine.server.load(at, what, epoch),
+                deadline - engine.clock(),
+                touches=True,
+            )
+            outlet.came[name] = bucket + 1
+            yield from _in_step(outlet, engine, bucket + 1, deadline)
+    except TransferBroken as broken:
+        outlet.finish(name, str(broken))
+        raise
+    outlet.finish(name)
+    return not outlet.collective
+
+
+def _still(outlet: Outlet, engine: EngineProcess, deadline: float) -> None:
+    if engine.cancelled:
+        raise TransferBroken("called off")
+    if not outlet.there:
+        raise TransferBroken("the sender is gone")
+    if outlet.done.get(engine.name):
+        raise TransferBroken(outlet.done[engine.name])
+    if engine.clock() >= deadline:
+        raise TransferBroken("too late")
+
+
+def _join(outlet: Outlet, engine: EngineProcess, deadline: float) -> Thread:
+    while (outlet.collective and len(outlet.came) < len(outlet.engines)) or outlet.trainer.frozen:
+        yield 0.2
+        _still(outlet, engine, deadline)
+
+
+def _in_step(outlet: Outlet, engine: EngineProcess, count: int, deadline: float) -> Thread:
+    while (outlet.collective and min(outlet.came.values()) < count) or outlet.trainer.frozen:
+        yield 0.1
+        _still(outlet, engine, deadline)

@@ -1,0 +1,439 @@
+"""A deployment in a storm: builds what a scenario names, lets the faults happen, and asks for calm afterwards."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+
+from weightbus.control.ids import Channel
+from weightbus.control.limits import Limits
+from weightbus.control.messages import EngineHealth, Outcome, PauseMode, Policy, RoundDone
+
+from .coordinator_process import CoordinatorProcess
+from .disks import JournalDisk
+from .engine_process import EngineProcess
+from .invariants import Judge
+from .loop import Loop
+from .network import Network, Weather
+from .process import Process, Trap
+from .scenario import Fault, Scenario
+from .server_model import ServerModel
+from .trainer_process import TrainerProcess
+from .transfer_model import Outlet
+
+LIMITS = Limits(
+    heartbeat_s=2.0,
+    takeover_s=5.0,
+    publish_s=60.0,
+    prepare_s=10.0,
+    pause_s=10.0,
+    offer_s=10.0,
+    verify_s=15.0,
+    commit_s=10.0,
+    resume_s=20.0,
+    abort_s=10.0,
+    answers=128,
+    blob_bytes=16 * 1024,
+    forget_s=120.0,
+)
+"""Waits as in a deployment, shortened where a deployment waits for gigabytes. The ratios are what matters."""
+SETTLE_S = 240.0
+"""Within so long after the last fault every wait has ended: the longest round, a silent trainer, and a re-drive."""
+TRANSFER_S = 20.0
+RESTART_S = 1.0
+LOOK_S = 1.0
+LEASE_SLACK_S = 25.0
+INBOX = 256
+"""More unread messages than any agent may gather."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended."""
+
+    seed: int
+    trace: str
+    faults: int
+    messages: int
+    steps: int
+    committed: int
+    violation: str = ""
+    """Empty, or the invariant and what was found."""
+
+
+class World:
+    """Everything there is."""
+
+    def __init__(self, scenario: Scenario, *, telling: bool = False) -> None:
+        self.scenario = scenario
+        self.limits = LIMITS
+        self.channel = Channel("policy")
+        self.loop = Loop(telling=telling)
+        self.judge = Judge(self)
+        self.data_rng = self.rng("data")
+        self._dice = self.rng("dice")
+        self.network = Network(self.loop, self.judge, self.rng("network"))
+        self.journal = JournalDisk(self, self.rng("journal"))
+        drift = self.rng("clocks")
+        self.coordinator = CoordinatorProcess(self, self.network, self.journal, drift.uniform(-0.01, 0.01))
+        self.network.coordinator = self.coordinator
+        self.servers = {spec.name: ServerModel(self, spec.name, scenario.buckets) for spec in scenario.engines}
+        self.engines = {
+            spec.name: EngineProcess(self, self.servers[spec.name], spec.drift, spec.transports, live=spec.live)
+            for spec in scenario.engines
+        }
+        kinds = tuple(dict.fromkeys(kind for spec in scenario.engines for kind in spec.transports))
+        self.trainers = {
+            name: TrainerProcess(self, name, drift.uniform(-0.01, 0.01), kinds) for name in scenario.trainers
+        }
+        self.outlets: dict[str, Outlet] = {}
+        self.faults = 0
+        self._corrupt_next: int | None = None
+        self._awaited: list[Fault] = []
+        """Faults that wait for their moment."""
+        self._restart_s: dict[str, float] = {}
+        self._tables: dict[tuple[str, int], str] = {}
+        self._requests: dict[tuple[str, int], str] = {}
+        self._tags: dict[str, str] = {}
+        self._holding = False
+        """Trainers begin nothing new."""
+        self._commits_in_calm = 0
+        self._paused_since: dict[str, float] = {}
+
+    def rng(self, stream: str) -> random.Random:
+        """The random numbers of one concern."""
+        return random.Random(f"{self.scenario.seed}-{stream}")
+
+    # -- a run
+
+    def run(self) -> Ended:
+        """The whole course: a storm, then calm."""
+        self._begin()
+        loop, broken = self.loop, lambda: self.judge.violation is not None
+        loop.run(self.scenario.calm_from, broken)
+        self._calm()
+        self._holding = True
+        self._wait("ends every round and settles every engine", self._unsettled)
+        self._holding = False
+        self._commits_in_calm = 0
+        self._wait("publishes a version that every engine serves", self._unserved)
+        violation = self.judge.violation
+        return Ended(
+            seed=self.scenario.seed,
+            trace=loop.trace,
+            faults=self.faults + self.network.faults,
+            messages=self.network.messages,
+            steps=loop.steps,
+            committed=self.committed_version(),
+            violation=f"{violation.invariant}: {violation.what}" if violation else "",
+        )
+
+    def _begin(self) -> None:
+        self.network.weather = self.scenario.weather
+        for fault in self.scenario.faults:
+            self.loop.at(fault.at, lambda each=fault: self._due(each))
+        for process in self.processes:
+            self._watch_over(process)
+        self.coordinator.start()
+        for name, server in self.servers.items():
+            self.loop.after(self._dice.random() * 2.0, server.start)
+            self.loop.after(self._dice.random() * 2.0, self.engines[name].start)
+        for trainer in self.trainers.values():
+            self.loop.after(self._dice.random() * 3.0, trainer.start)
+        self.loop.after(LOOK_S, self._look)
+
+    def _wait(self, what: str, unfinished: object) -> None:
+        """Run until `unfinished` finds nothing more; that it does within `SETTLE_S` is the liveness promise."""
+        assert callable(unfinished)
+        until = self.loop.now + SETTLE_S
+        while self.judge.violation is None and (left := unfinished()):
+            if self.loop.now >= until:
+                self.judge.broken("every-wait-ends", f"{SETTLE_S:.0f} s after the last fault nobody {what}: {left}")
+                return
+            self.loop.run(self.loop.now + 0.25, lambda: self.judge.violation is not None)
+
+    # -- what is asked of the calm
+
+    def _unsettled(self) -> str:  # noqa: PLR0911  # a list of what may be left
+        server = self.coordinator.server
+        channel = server.machine.channels.get(self.channel) if server else None
+        if channel is None:
+            return "the coordinator does not know the channel"
+        if channel.round is not None:
+            return f"the round of version {channel.round.version} is {channel.round.state}"
+        for trainer in self.trainers.values():
+            if trainer.busy:
+                return f"{trainer.name} is still publishing"
+        for name, engine in self.engines.items():
+            known = channel.engines.get(name)
+            if known is None or not known.alive:
+                return f"{name} has not joined"
+            machine = engine.machine
+            if machine is None or machine.health is not known.health:
+                return f"{name} is {machine and machine.health}, and taken for {known.health}"
+            if machine.health is EngineHealth.CLEAN and not self.servers[name].generates:
+                return f"{name} is clean, and does not generate"
+            if machine.health is not EngineHealth.CLEAN and not (machine.reason and not self.servers[name].generates):
+                return f"{name} is {machine.health.value} without a reason, or generates"
+        return ""
+
+    def _unserved(self) -> str:
+        if not self._commits_in_calm:
+            return "nothing was committed"
+        if left := self._unsettled_but_publishing():
+            return left
+        held = self.journal.channels[self.channel].committed
+        wanted = (self._tags[held.table],) if held else ()
+        for name, server in self.servers.items():
+            if server.tags != wanted or not server.generates:
+                return f"{name} holds {server.tags}, committed is {wanted}"
+            if name not in self.judge.ready():
+                return f"{name} is not listed as ready"
+        return ""
+
+    def _unsettled_but_publishing(self) -> str:
+        server = self.coordinator.server
+        channel = server.machine.channels.get(self.channel) if server else None
+        return "" if channel and channel.round is None else "a round is running"
+
+    # -- what machines and models ask
+
+    @property
+    def processes(self) -> tuple[Process, ...]:
+        """Everybody who can be killed."""
+        return (self.coordinator, *self.engines.values(), *self.trainers.values())
+
+    def coin(self) -> bool:
+        """One of two."""
+        return self._dice.random() < 0.5
+
+    def journal_s(self) -> float:
+        """How long a write and its fsync take."""
+        return 0.0002 + 0.003 * self._dice.random()
+
+    def server(self, name: str) -> ServerModel:
+        """The server of an engine."""
+        return self.servers[name]
+
+    def policy(self) -> Policy:
+        """What trainers of this scenario ask for."""
+        scenario = self.scenario
+        return Policy(
+            pause=PauseMode.RETRACT if scenario.flush else PauseMode.IN_PLACE,
+            flush=scenario.flush,
+            redrives=scenario.redrives,
+            min_engines=scenario.min_engines,
+            transfer_timeout_s=TRANSFER_S,
+        )
+
+    def publishes(self, trainer: str, epoch: int, request: str, table: str, tag: str) -> None:
+        """A trainer announces a version under `epoch`."""
+        self._tables[trainer, epoch] = table
+        self._requests[trainer, epoch] = request
+        self._tags[table] = tag
+
+    def table_published(self, trainer: str, epoch: int) -> str | None:
+        """The table that `trainer` announced under `epoch`."""
+        return self._tables.get((trainer, epoch))
+
+    def request_published(self, trainer: str, epoch: int) -> str | None:
+        """The key under which `trainer` announced a version under `epoch`."""
+        return self._requests.get((trainer, epoch))
+
+    def tag_of(self, table: str) -> str:
+        """What a bucket of that table holds."""
+        return self._tags[table]
+
+    def committed_version(self) -> int:
+        """What the journal's disk holds; 0 for nothing."""
+        known = self.journal.channels.get(self.channel)
+        return known.committed.version if known and known.committed else 0
+
+    def may_begin(self) -> bool:
+        """Whether trainers may begin a publication."""
+        return not self._holding
+
+    def opened(self, outlet: Outlet) -> None:
+        """A trainer has something on offer."""
+        outlet.corrupt, self._corrupt_next = self._corrupt_next, None
+        if outlet.corrupt is not None:
+            self.loop.note(outlet.trainer.name, f"** bucket {outlet.corrupt} of epoch {outlet.epoch} is corrupted")
+        self.outlets[self.address(outlet)] = outlet
+
+    @staticmethod
+    def address(outlet: Outlet) -> str:
+        """Where it can be had: the same place in every epoch, as a Unix socket's path is."""
+        return f"{outlet.trainer.name}/{outlet.kind.value}"
+
+    def round_ended(self, done: RoundDone) -> None:
+        """The coordinator closed a round."""
+        self._commits_in_calm += done.outcome is Outcome.COMMITTED
+
+    # -- looking around
+
+    def _look(self) -> None:
+        self.loop.after(LOOK_S, self._look)
+        self._look_at_leases()
+        self._look_at_memory()
+
+    def _look_at_leases(self) -> None:
+        now = self.loop.now
+        for name, engine in self.engines.items():
+            server, machine = self.servers[name], engine.machine
+            held_up = (
+                machine is not None
+                and not engine.frozen
+                and server.up
+                and not server.frozen
+                and server.paused
+                and machine.up
+                and machine.health is EngineHealth.CLEAN
+                and machine._answerable
+                and not self._hears(engine)
+            )
+            if not held_up:
+                self._paused_since.pop(name, None)
+                continue
+            since = self._paused_since.setdefault(name, now)
+            if now - since > self.limits.lease_s + LEASE_SLACK_S:
+                self.judge.broken("pause-lease", f"{name} is clean and has been paused for {now - since:.0f} s")
+
+    def _hears(self, engine: EngineProcess) -> bool:
+        heard = engine.client.heard_at if engine.client else None
+        return heard is not None and engine.clock() - heard < self.limits.lease_s
+
+    def _look_at_memory(self) -> None:
+        sizes: dict[str, tuple[int, int]] = {}
+        if self.coordinator.server is not None:
+            machine = self.coordinator.server.machine
+            machine.status(self.coordinator.clock())  # whoever looks at it finds it in one piece
+            sizes["answers"] = (len(machine.replies), self.limits.answers)
+            sizes["blobs"] = (machine.blobs.held_bytes, self.limits.blob_bytes)
+            sizes["waiting events"] = (len(machine._waiting), 0)
+        for agent in (*self.engines.values(), *self.trainers.values()):
+            if agent.client is not None:
+                sizes[f"inbox of {agent.name}"] = (len(agent.client._inbox), INBOX)
+                sizes[f"requests of {agent.name}"] = (len(agent.client._session.pending), 8)
+        for engine in self.engines.values():
+            if engine.machine is not None:
+                sizes[f"answers of {engine.name}"] = (engine.unsaid, INBOX)
+        for what, (found, bound) in sizes.items():
+            if found > bound:
+                self.judge.broken("memory-bounded", f"{what}: {found}, at most {bound} are expected")
+
+    # -- faults
+
+    def _due(self, fault: Fault) -> None:
+        if fault.moment:
+            self._awaited.append(fault)
+        else:
+            self._befalls(fault)
+
+    def entered(self, state: str) -> None:
+        """A round came so far: what waited for that happens now, or in a moment."""
+        due = [fault for fault in self._awaited if fault.moment == state]
+        for fault in due:
+            self._awaited.remove(fault)
+            self.loop.after(self._dice.choice((0.0, 0.004, 0.02, 0.1)), lambda each=fault: self._befalls_in_time(each))
+
+    def _befalls_in_time(self, fault: Fault) -> None:
+        if self.loop.now < self.scenario.calm_from:
+            self._befalls(fault)
+
+    def _befalls(self, fault: Fault) -> None:  # noqa: C901, PLR0912  # one case per kind
+        self.faults += 1
+        who, lasts = fault.who, fault.lasts
+        match fault.kind:
+            case "trap":
+                process = self._process(who)
+                self._restart_s[who] = lasts
+                if process.alive:
+                    process.trap = Trap(fault.point, fault.count, fault.where)
+            case "kill":
+                self._restart_s[who] = lasts
+                self._process(who).die("SIGKILL")
+            case "freeze":
+                self._process(who).freeze()
+                self.loop.after(lasts, self._process(who).thaw)
+            case "cut" | "cut-up" | "cut-down":
+                self.network.cut(who, up=fault.kind != "cut-down", down=fault.kind != "cut-up")
+                self.loop.after(lasts, lambda: self.network.heal(who))
+            case "disconnect":
+                self.loop.note(who, "** its connection breaks")
+                self.network.disconnect(who)
+            case "server-kill" | "host-kill":
+                if fault.kind == "host-kill":
+                    self._restart_s[who] = lasts
+                    self.engines[who].die("its host lost power")
+                self._kill_server(who, lasts)
+            case "server-kill-unseen":
+                self.engines[who].freeze()
+                self._kill_server(who, 1.0)
+                self.loop.after(max(1.5, lasts), self.engines[who].thaw)
+            case "server-freeze":
+                self.servers[who].freeze()
+                self.loop.after(lasts, self.servers[who].thaw)
+            case "server-dies-loading":
+                self.servers[who].die_half_loaded(fault.count)
+                self.loop.after(lasts + 5.0, lambda: self._revive(who))
+            case "corrupt":
+                self._corrupt_next = fault.count
+            case "disk-full":
+                self._fill(who, full=True)
+                self.loop.after(lasts, lambda: self._fill(who, full=False))
+            case "wall-jump":
+                self.loop.note("coordinator", f"** the wall clock jumps by {lasts:g} s")
+                self.journal.wall_offset += lasts
+            case "mislabel":  # never drawn: shows that the judge sees
+                self.servers[who].set_label("a lie")
+            case "stop":
+                self._restart_s[who] = lasts
+                self.coordinator.stop()
+            case _:
+                raise ValueError(fault.kind)
+
+    def _calm(self) -> None:
+        """Everything works again."""
+        self._awaited.clear()
+        self.network.weather = Weather()
+        self.loop.note("world", "-- from here on nothing goes wrong any more")
+        for process in self.processes:
+            process.trap = None
+            process.thaw()
+            self._restart_s[process.name] = RESTART_S
+            self.network.heal(process.name)
+        for name, server in self.servers.items():
+            server.thaw()
+            server.spare()
+            self._fill(name, full=False)
+            self._revive(name)
+        self._fill("coordinator", full=False)
+        self._corrupt_next = None
+
+    def _watch_over(self, process: Process) -> None:
+        """A supervisor: what dies is started again."""
+        name = process.name
+        process.on_death = lambda: self.loop.after(self._restart_s.get(name, RESTART_S), process.start)
+
+    def _kill_server(self, name: str, lasts: float) -> None:
+        self.servers[name].die()
+        self.loop.after(max(1.0, lasts), lambda: self._revive(name))
+
+    def _revive(self, name: str) -> None:
+        server = self.servers[name]
+        if not server.up:
+            server.start()
+
+    def _fill(self, who: str, *, full: bool) -> None:
+        disk = self.journal if who == "coordinator" else self.engines[who].record
+        if disk.full is not full:
+            disk.full = full
+            self.loop.note(who, "** its disk is full" if full else "** its disk has room again")
+
+    def _process(self, name: str) -> Process:
+        return self.coordinator if name == "coordinator" else self.engines.get(name) or self.trainers[name]
+
+
+def simulate(scenario: Scenario) -> Ended:
+    """Run a scenario."""
+    return World(scenario).run()
