@@ -25,6 +25,8 @@ START ?= 0
 # make bench-control AGENTS=256 SAVE=tests/bench/results/control.json
 AGENTS ?= 2048
 SAVE ?=
+# make bench-gather BENCH="--backend nccl --shape qwen3-30b-a3b" on two GPUs
+BENCH ?=
 # make unit ARGS="-k lease -x"
 ARGS ?=
 # Passed to every pip install, for example an index that holds CPU builds of torch.
@@ -94,6 +96,9 @@ simulate: env ## Storms of faults over the real machines, SEEDS of them, on all 
 bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
 	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
 
+bench-gather: env ## How fast ranks assemble buckets, beside the published procedures (BENCH="--backend nccl"; JSON last)
+	@exec $(BIN)/python tests/bench/gather.py $(BENCH)
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -107,4 +112,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real simulate bench-control build deploy-check clean
+.PHONY: help demo env test lint types unit real simulate bench-control bench-gather build deploy-check clean
