@@ -14,7 +14,8 @@ PINS := $(wildcard requirements/*.txt)
 INSTALLED := $(VENV)/.installed
 LINKED := $(VENV)/.linked
 
-# make demo SYNC=off TRANSPORT=disk ROUNDS=15
+# make demo SYNC=off TRANSPORT=disk ROUNDS=15 TRAINER=fsdp2
+TRAINER ?= megatron
 SYNC ?= on
 TRANSPORT ?= local
 ROUNDS ?= 20
@@ -41,8 +42,8 @@ export OMP_NUM_THREADS ?= 1
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-demo: env ## Train a toy policy with real Megatron ranks and two real SGLang servers (SYNC=off to compare)
-	@exec $(BIN)/weightbus demo --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) $(DEMO_ARGS)
+demo: env ## Train a toy policy with real ranks (TRAINER=fsdp2) and two real SGLang servers (SYNC=off to compare)
+	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) $(DEMO_ARGS)
 
 env: $(INSTALLED) ## Install the pinned environment and the project into .venv
 	@# An editable install is a folder of links: made anew when a file appeared or went.
@@ -90,6 +91,14 @@ real: env ## Tests with real SGLang servers and real Megatron ranks
 
 ##@ Measure and break
 
+# make fuzz N=100000000
+N ?= 1000000
+fuzz: env ## Hostile frames for the decoders, N of them, on every core (100 million take half an hour on two)
+	@exec $(BIN)/python -m tests.fuzz.decoder $(N)
+
+fuzz-live: env ## Attacks on a running coordinator's CURVE sockets, with N frames of garbage
+	@exec $(BIN)/python -m tests.fuzz.live $(N)
+
 simulate: env ## Storms of faults over the real machines, SEEDS of them, on all cores (START: the first seed)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START)
 
@@ -112,4 +121,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real simulate bench-control bench-gather build deploy-check clean
+.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-gather build deploy-check clean

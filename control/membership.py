@@ -7,7 +7,7 @@ sidecar that was killed and restarted is back before anybody takes it for lost.
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -40,6 +40,8 @@ class Membership:
         self._limits = limits
         self._agents: dict[AgentId, Agent] = {}
         self._by_peer: dict[Peer, AgentId] = {}
+        self._away: dict[AgentId, float] = {}
+        """Engines without a connection, and since when; the longest first."""
 
     def verdict(self, hello: Hello, peer: Peer, now: float) -> Verdict:
         """Whether this `Hello` may have the name it asks for."""
@@ -63,6 +65,7 @@ class Membership:
         if (other := self._by_peer.get(peer)) and other != hello.agent:
             self.remove(other)
         self._agents.pop(hello.agent, None)
+        self._away.pop(hello.agent, None)
         self._agents[hello.agent] = Agent(
             name=hello.agent,
             role=hello.role,
@@ -91,17 +94,21 @@ class Membership:
         name = self._by_peer.get(peer)
         return self._agents[name] if name is not None else None
 
-    def disconnect(self, peer: Peer) -> Agent | None:
-        """The connection is gone; its agent may come back on another until it has been silent for too long."""
+    def disconnect(self, peer: Peer, now: float) -> Agent | None:
+        """The connection is gone; its agent may come back on another until it is lost."""
         name = self._by_peer.pop(peer, None)
         if name is None:
             return None
-        self._agents[name] = msgspec.structs.replace(self._agents[name], peer=None)
-        return self._agents[name]
+        agent = msgspec.structs.replace(self._agents[name], peer=None)
+        self._agents[name] = agent
+        if agent.role is Role.ENGINE:  # a trainer keeps its lease until it is silent for too long
+            self._away[name] = now
+        return agent
 
     def remove(self, name: AgentId) -> Agent | None:
         """Forget the agent."""
         agent = self._agents.pop(name, None)
+        self._away.pop(name, None)
         if agent and agent.peer:
             self._by_peer.pop(agent.peer, None)
         return agent
@@ -110,15 +117,28 @@ class Membership:
         """The agent of that name."""
         return self._agents.get(name)
 
-    def silent(self, now: float) -> list[Agent]:
-        """Who has not been heard of for too long."""
-        silence_s = self._limits.silence_s
-        return list(takewhile(lambda agent: now >= agent.heard_at + silence_s, self._agents.values()))
+    def lost(self, now: float) -> list[Agent]:
+        """Who has not been heard of, or has had no connection, for too long."""
+        silent = list(takewhile(lambda agent: self._silent_at(agent) <= now, self._agents.values()))
+        away = takewhile(lambda name: self._away[name] + self._limits.reconnect_s <= now, self._away)
+        return silent + [agent for agent in map(self._agents.__getitem__, away) if self._silent_at(agent) > now]
+
+    def why_lost(self, agent: Agent, now: float) -> str:
+        """Why this agent is not waited for any longer; empty while it is."""
+        silence = f"was silent for {now - agent.heard_at:.1f} s"
+        gone_at = self._away.get(agent.name)
+        if gone_at is not None and gone_at + self._limits.reconnect_s <= now:
+            return f"{silence}, and its connection is gone"
+        return silence if self._silent_at(agent) <= now else ""
 
     def next_deadline(self) -> float | None:
-        """When the next agent will have been silent for too long."""
-        most_silent = next(iter(self._agents.values()), None)
-        return None if most_silent is None else most_silent.heard_at + self._limits.silence_s
+        """When the next agent will be lost, if nothing is heard of it."""
+        times = [self._silent_at(agent) for agent in islice(self._agents.values(), 1)]
+        times += [gone_at + self._limits.reconnect_s for gone_at in islice(self._away.values(), 1)]
+        return min(times, default=None)
+
+    def _silent_at(self, agent: Agent) -> float:
+        return agent.heard_at + self._limits.silence_s
 
     def __len__(self) -> int:
         return len(self._agents)

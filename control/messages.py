@@ -17,6 +17,7 @@ The exchange of one round::
       <-------------------  Send    (who takes part, by which transport)
       Offered  ----------------->   TRANSFERRING Transfer(offer) ->
          ... tensors travel on the data plane, never here ...
+      <---------------  Withdraw   (only if an engine drops out: who is not to be waited for)
       Sent     ----------------->               <-----  Transferred / Failed
                                     VERIFYING   <-----  Verified / Failed
                                     COMMITTING  (journal, fsync)
@@ -45,7 +46,7 @@ from .ids import (
     VersionNumber,
 )
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Raised when an older reader would misread a message. Travels in the first frame and in `Hello`."""
 
 MAX_PAGE_BYTES: Final = 512 * 1024
@@ -208,7 +209,10 @@ class Policy(Fragment, frozen=True):
     min_engines: Count = 0
     """Abort unless at least this many engines reach the verified state; 0 means at least one if any joined."""
     redrives: Count = 1
-    """How often engines that failed mid-transfer are sent everything again within the round."""
+    """How often each engine that failed in the transfer is sent everything again within the round.
+
+    An attempt over a collective transport that another engine's failure ended before anything was sent does not count.
+    """
     transfer_timeout_s: Seconds = 600.0
 
 
@@ -367,6 +371,8 @@ class Sent(Message, frozen=True):
     epoch: EpochNumber
     failed: dict[str, Text] = {}
     """Engines the trainer could not serve, with the reason. All others took every bucket."""
+    spared: tuple[AgentName, ...] = ()
+    """Those of `failed` to which nothing was sent, only because another one failed: they are not at fault."""
 
 
 class Abandon(Message, frozen=True):
@@ -528,6 +534,19 @@ class Send(Message, frozen=True):
     deadline_s: Seconds
 
 
+class Withdraw(Message, frozen=True):
+    """These receivers of the `Send` of `epoch` are out of it: wait for them no longer. Answered by `Sent`.
+
+    Names all that are out so far, so that a later one replaces an earlier one. Those that have confirmed every bucket
+    to the trainer are served, whatever became of them afterwards.
+    """
+
+    channel: ChannelName
+    epoch: EpochNumber
+    engines: dict[str, Text]
+    """With the reason."""
+
+
 class RoundDone(Message, frozen=True):
     """The round is over and the lease is free. Repeated on every `Publish` of the same request."""
 
@@ -621,6 +640,6 @@ EngineMessage = Prepared | Paused | Transferred | Verified | Serving | Failed
 ToCoordinator = AnyAgentMessage | TrainerMessage | EngineMessage
 
 ToAnyAgent = Welcome | Alive | Ack | Refused | BlobPage | Status
-ToTrainer = Granted | Send | RoundDone
+ToTrainer = Granted | Send | Withdraw | RoundDone
 ToEngine = Prepare | Pause | Transfer | Commit | Abort
 ToAgent = ToAnyAgent | ToTrainer | ToEngine

@@ -2,11 +2,15 @@
 
 For demos and tests. Dense bf16 models (Qwen3, Llama) only. This process becomes the server (exec), so its process id
 is the server's; start it in a process group of its own and end the group, because the server's workers are children
-that rename themselves. Ready when ``GET /health_generate`` answers 200, 20 to 60 seconds later.
+that rename themselves. When it leads its group, the group ends with it, however it ends. Ready when
+``GET /health_generate`` answers 200, 20 to 60 seconds later.
 """
 
 import argparse
+import contextlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +60,29 @@ def _binding(tp: int, cores: Sequence[int]) -> str:
     return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(tp))
 
 
+def end_group_with(leader: int) -> None:
+    """Leave a process behind that waits for `leader`, this process, to end, and then kills what is left of its group.
+
+    SGLang's workers ask the kernel to end with their parent, but only once they have started, which takes seconds.
+    """
+    if child := os.fork():
+        os.waitpid(child, 0)  # not ours any more when we have become the server: its own child has no parent here
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nowhere, stream)
+        with contextlib.suppress(ProcessLookupError):  # it, or all of them, ended already
+            select.select([os.pidfd_open(leader)], [], [])
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Become the server. Flags that are not ours go to SGLang as they are."""
     parser = argparse.ArgumentParser(prog="weightbus.engine_agent.cpu_server", description=__doc__)
@@ -64,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tp-size", "--tp", type=int, default=1, help="tensor-parallel workers")
     known, extra = parser.parse_known_args(argv)
     env = environment(os.environ, known.tp_size, sorted(os.sched_getaffinity(0)))
+    if os.getpgrp() == os.getpid():
+        end_group_with(os.getpid())
     os.execve(sys.executable, command(known.model_path, known.port, known.tp_size, extra), env)  # noqa: S606
 
 

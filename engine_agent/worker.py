@@ -39,6 +39,8 @@ from .sglang import CALL_S, SGLangServer
 
 VERIFY_S: Final = 240.0
 """Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
+_ALIVE_S: Final = 5.0
+"""For a call that is answered without the scheduler."""
 LIVE_ON_CPU: Final = "sglang-sha256-8"
 """What weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
 LIVE_ON_GPU: Final = "sglang-fmix32-8"
@@ -157,6 +159,8 @@ class Worker:
         started = time.monotonic()
         self._active = None
         self._server.untouched()
+        # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
+        self._server.label(min(command.deadline_s, _ALIVE_S))
         layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
         offer = command.offer
         kind = offer.transport.value

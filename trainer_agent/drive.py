@@ -16,7 +16,7 @@ import structlog
 
 from weightbus.control import messages as m
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
-from weightbus.control.ids import Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from weightbus.dataplane.transport import Peer, Sender, Session
 
 from . import orders
@@ -152,7 +152,7 @@ class Drive:
         if delivery.over:
             self._delivery = None
             self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
-            return p.Delivered(delivery.epoch, delivery.failed)
+            return p.Delivered(delivery.epoch, delivery.failed, delivery.spared)
         index = delivery.wanted()
         if index is None:
             delivery.wait(_POLL_S)
@@ -178,6 +178,8 @@ class Drive:
         match message:
             case m.Send():
                 return p.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+            case m.Withdraw():
+                return p.Withdrawn(message.epoch, message.engines)
             case m.RoundDone():
                 return p.Ended(
                     message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
@@ -191,7 +193,7 @@ class Drive:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:
+    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:  # noqa: C901  one line for each effect
         match effect:
             case p.AskLease():
                 return self._asking(self._acquire)
@@ -203,6 +205,9 @@ class Drive:
                 return self._asking(lambda: self._deliver(effect))
             case p.ReportSent():
                 return self._asking(lambda: self._report_sent(effect))
+            case p.DropReceivers():
+                if self._delivery is not None:
+                    self._delivery.withdraw(effect.engines)
             case p.StopDelivery():
                 self._stop_delivery()
             case p.GiveUp():
@@ -306,7 +311,9 @@ class Drive:
         failed = _told(effect.failed)
         if failed:
             self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
-        self._request(m.Sent(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), failed=failed))
+        spared = tuple(AgentId(engine) for engine in effect.spared)
+        epoch = Epoch(effect.epoch)
+        self._request(m.Sent(request=self._key(), channel=self._channel, epoch=epoch, failed=failed, spared=spared))
         return p.Noted(effect.epoch)
 
     def _give_up(self, effect: p.GiveUp) -> None:

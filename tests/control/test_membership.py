@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from weightbus.control.effects import AgentLeft, Evict
-from weightbus.control.events import MessageReceived, Peer, PeerLost, Principal
+from weightbus.control.events import MessageReceived, Peer, PeerLost, Principal, Tick
 from weightbus.control.ids import AgentId, Channel, RequestId
 from weightbus.control.messages import (
     PROTOCOL,
@@ -16,6 +16,7 @@ from weightbus.control.messages import (
     Heartbeat,
     Hello,
     Message,
+    Publish,
     Refused,
     Role,
     Status,
@@ -92,6 +93,40 @@ def test_silent_agent_is_lost_and_seen_as_lost() -> None:
     assert (view.state, view.ready, view.last_seen_s) == ("lost", False, None)
     assert "silent for" in view.reason
     assert [note.agent for note in world.observed if isinstance(note, AgentLeft)] == ["e0"]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_an_engine_whose_connection_is_gone_is_lost_unless_it_comes_back(back: bool) -> None:
+    """A round does not wait `silence_s` for a killed agent; one that only lost its connection keeps its seat."""
+    world = World()
+    engine = world.engine("e0")
+    engine.alive = False
+    world.handle(PeerLost(peer=engine.peer))
+    assert world.ready == ("e0",)
+    world.now += world.limits.reconnect_s - 0.1
+    world.handle(Tick())
+    assert world.ready == ("e0",)
+    if back:
+        engine.connect()
+        world.settle()
+    world.now += 0.1
+    assert (world.machine.next_deadline() == world.now) is not back
+    world.handle(Tick())
+    assert world.ready == (("e0",) if back else ())
+
+
+def test_a_trainer_without_a_connection_keeps_its_lease() -> None:
+    """It may be busy assembling for longer than it takes to reconnect: only silence ends a lease."""
+    world = World()
+    trainer = world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    world.handle(PeerLost(peer=trainer.peer))
+    world.now += world.limits.reconnect_s + 0.1
+    world.handle(Tick())
+    assert world.machine.channels[CHANNEL].lease is not None
+    assert (world.machine.next_deadline() or 0.0) > world.now, "the coordinator would tick without end"
 
 
 def test_bye_is_immediate_and_silent() -> None:

@@ -70,6 +70,7 @@ from weightbus.control.messages import (
     TransportKind,
     Verified,
     Welcome,
+    Withdraw,
 )
 
 CHANNEL = Channel("policy")
@@ -317,6 +318,11 @@ class Trainer(Agent):
         self.policy = Policy()
         self.publishing: Publish | None = None
         self.failed: Mapping[str, str] = {}
+        self.spared: tuple[AgentId, ...] = ()
+        """Of `failed`, as `Sent` says."""
+        self.waits_in: set[int] = set()
+        """Epochs of a group that does not form: only `Withdraw` ends the wait for it, and fails all its members."""
+        self.sending: Send | None = None
         self.unopened: Mapping[str, str] = {}
         """Engines whose transport cannot be opened."""
         self.offering: Offered | None = None
@@ -373,6 +379,7 @@ class Trainer(Agent):
                 )
                 self.try_say(self.publishing)
             case Send():
+                self.sending = message
                 lacking = {
                     each.engine: self.unopened[each.engine]
                     for each in message.receivers
@@ -384,8 +391,26 @@ class Trainer(Agent):
                     request=self.key(), channel=CHANNEL, epoch=message.epoch, offers=offers, failed=lacking
                 )
                 self.try_say(self.offering)
+            case Withdraw() if self.sending and message.epoch == self.sending.epoch and message.epoch in self.waits_in:
+                members = [AgentId(each.engine) for each in self.sending.receivers]
+                failed = {name: message.engines.get(name, "the group broke") for name in members}
+                spared = tuple(name for name in members if name not in message.engines)
+                self.sending = None
+                self.try_say(
+                    Sent(request=self.key(), channel=CHANNEL, epoch=message.epoch, failed=failed, spared=spared)
+                )
+            case Ack() if (
+                self.offering and message.request == self.offering.request and self.offering.epoch in self.waits_in
+            ):
+                self.offering = None
             case Ack() if self.offering and message.request == self.offering.request:
-                sent = Sent(request=self.key(), channel=CHANNEL, epoch=self.offering.epoch, failed=dict(self.failed))
+                sent = Sent(
+                    request=self.key(),
+                    channel=CHANNEL,
+                    epoch=self.offering.epoch,
+                    failed=dict(self.failed),
+                    spared=self.spared,
+                )
                 self.offering = None
                 self.try_say(sent)
             case _:
@@ -564,6 +589,7 @@ _LOUD = (
     "offers",
     "receivers",
     "failed",
+    "spared",
 )
 
 

@@ -1,13 +1,17 @@
-"""What is said of a server's live digests before a round: a wrong promise would fail every transfer."""
+"""What is asked of a server before its weights are touched."""
 
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from weightbus.control.ids import Channel, Digest, Epoch, Version
+from weightbus.control.messages import Offer, Transfer, TransportKind
 from weightbus.control.telemetry import Meters, Side
 from weightbus.engine_agent.dialects import dialect_of
+from weightbus.engine_agent.events import Broken, Receive
 from weightbus.engine_agent.identity import facts_of
+from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.worker import Worker
 
 
@@ -33,3 +37,28 @@ def worker(**server_info: Any) -> Worker:
 def test_live_digests_are_promised_where_they_can_be_predicted(server_info: dict[str, Any], algorithm: str) -> None:
     """Not under attention data parallelism: the ranks hold other parts than the tensor-parallel size says."""
     assert worker(**server_info).live_digest() == algorithm
+
+
+def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
+    """A group that waits for its ranks would hold every other engine; found out before, it holds nobody."""
+    made: list[str] = []
+
+    def receiver(kind: str) -> Any:
+        made.append(kind)
+
+    command = Transfer(
+        channel=Channel("c"),
+        epoch=Epoch(1),
+        version=Version(1),
+        manifest=Digest("a" * 64),
+        table=Digest("b" * 64),
+        offer=Offer(transport=TransportKind.DISTRIBUTED, address="tcp://127.0.0.1:9"),
+        rank_offset=1,
+        deadline_s=600.0,
+    )
+    gone = Worker("e0", SGLangServer("http://127.0.0.1:9"), receiver, None, Meters(Side.ENGINE))
+    result = gone.perform(Receive(command, ""))
+    assert isinstance(result, Broken)
+    assert "/model_info" in result.reason
+    assert not result.touched
+    assert not made

@@ -58,21 +58,39 @@ def test_three_rounds_reach_both_engines(tmp_path: Path) -> None:
     assert list(tmp_path.glob("weightbus-demo-*")) == []
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C while the servers start: none of them goes on, and the logs are named."""
-    process = demo(tmp_path)
+def until_a_server_starts(process: "subprocess.Popen[str]", folder: Path) -> None:
+    """Read what the demo says up to there, and wait for the server's process."""
     assert process.stdout
     for line in process.stdout:
         if "starting 2 SGLang servers" in line:
             break
     until = time.monotonic() + 60
-    while not any("launch_server" in line for line in started_by(tmp_path)):
+    while not any("launch_server" in line for line in started_by(folder)):
         assert time.monotonic() < until, "no server was started"
         time.sleep(0.05)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C while the servers start: none of them goes on, and the logs are named."""
+    process = demo(tmp_path)
+    until_a_server_starts(process, tmp_path)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "logs are in" in errors
     assert started_by(tmp_path) == []
+
+
+@pytest.mark.real
+def test_a_killed_demo_leaves_nothing_running(tmp_path: Path) -> None:
+    """After SIGKILL coordinator, servers and their workers are gone within seconds."""
+    process = demo(tmp_path)
+    until_a_server_starts(process, tmp_path)
+    process.kill()
+    process.communicate(timeout=60)
+    until = time.monotonic() + 10
+    while left := started_by(tmp_path):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
