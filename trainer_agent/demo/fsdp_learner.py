@@ -10,6 +10,7 @@ from the masters where they are.
 from __future__ import annotations
 
 import sys
+from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +38,8 @@ class FSDPLearner:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in cast("nn.ModuleList", policy.get_submodule("model.layers")):
             fully_shard(layer, mp_policy=precision)
-        self.model = fully_shard(policy, mp_policy=precision)
+        fully_shard(policy, mp_policy=precision)
+        self.model = policy
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
 
     def source(self, timeout_s: float) -> FSDPSource:
@@ -53,10 +55,10 @@ class FSDPLearner:
         weights = torch.tensor(advantages(rewards))
         share = slice(dist.get_rank(), None, dist.get_world_size())
         self._optimizer.zero_grad()
-        self._loss(tokens[share], weights[share]).backward()
+        self._loss(tokens[share], weights[share]).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         whole = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if whole != whole or whole == float("inf"):
+        if not isfinite(whole):
             raise ArithmeticError(f"the norm of the gradient is {whole}")
         self._optimizer.step()
         return whole
