@@ -62,6 +62,7 @@ class Scene:
             "settle_s": 0.05,
             "transport": ("local",),
             "http_port": 0,
+            "insecure_loopback": True,
             "connect_timeout_s": 1.0,
         }
         self.watcher = Watcher(WatchSettings(**{**plain, **given}))
@@ -202,7 +203,7 @@ def test_the_command_publishes_until_it_is_told_to_stop(scene: Scene) -> None:
         "poll-s": "0.05",
         "http-port": str(port),
     }
-    argv = [f"--{name}={value}" for name, value in flags.items()]
+    argv = ["--insecure-loopback", *(f"--{name}={value}" for name, value in flags.items())]
     program = "import sys; from weightbus.trainer_agent.commands import trainer_agent as c; import argparse\n"
     program += "p = argparse.ArgumentParser(); c.configure(p); sys.exit(c.run(p.parse_args()))"
     process = subprocess.Popen([sys.executable, "-c", program, *argv], stderr=subprocess.PIPE, text=True)
