@@ -26,6 +26,7 @@ START ?= 0
 # make bench-control AGENTS=256 SAVE=tests/bench/results/control.json
 AGENTS ?= 2048
 SAVE ?=
+CYCLES ?= 10
 # make bench-gather BENCH="--backend nccl --shape qwen3-30b-a3b" on two GPUs
 BENCH ?=
 # make unit ARGS="-k lease -x"
@@ -108,6 +109,9 @@ bench-control: env ## What the control plane costs with AGENTS=2048 simulated ag
 bench-gather: env ## How fast ranks assemble buckets, beside the published procedures (BENCH="--backend nccl"; JSON last)
 	@exec $(BIN)/python tests/bench/gather.py $(BENCH)
 
+bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators and a real etcd (JSON last)
+	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -121,4 +125,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-gather build deploy-check clean
+.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-failover bench-gather build deploy-check clean

@@ -44,6 +44,14 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     pub_port: Annotated[Port, Meta(description="hints (PUB)")] = 5751
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5752
+    store: Annotated[
+        str, Meta(description="etcd://127.0.0.1:2379[,...][/prefix]: one of several coordinators; else the journal")
+    ] = ""
+    name: Annotated[str, Meta(description="what this one of several is called; empty: the host's name")] = ""
+    advertise: Annotated[str, Meta(description="endpoint agents reach it at, if not bind and router_port")] = ""
+    leader_s: Annotated[
+        float, Meta(description="a leader that the store does not hear of for so long is replaced", ge=2, le=3600)
+    ] = 5.0
     journal: Annotated[Path, Meta(description="SQLite file; on a local disk, never on NFS")] = msgspec.field(
         default_factory=lambda: state_folder() / "journal.sqlite"
     )

@@ -76,6 +76,10 @@ class Journal(Protocol):
         """How often a coordinator was started on this journal."""
         ...
 
+    def confirm(self) -> None:
+        """Raise `Deposed` unless this coordinator may go on. Called before anything that came in is looked at."""
+        ...
+
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
         ...
@@ -85,7 +89,7 @@ class Journal(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of it, so that another coordinator can have it."""
         ...
 
 
@@ -153,6 +157,9 @@ class SqliteJournal:
         if found != SCHEMA:
             advice = "start the release that wrote it, or another journal"
             raise JournalError(self._path, f"schema {found}, this release reads {SCHEMA}", advice)
+
+    def confirm(self) -> None:
+        """Nobody else can have the file."""
 
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""

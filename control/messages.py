@@ -124,6 +124,8 @@ class Code(enum.StrEnum):
     """The journal cannot be written (disk full?). Nothing is granted until it can."""
     SHUTTING_DOWN = "shutting_down"
     """The coordinator is stopping. Retry after `retry_after_s`."""
+    NOT_LEADER = "not_leader"
+    """This coordinator stands by. `Refused.leader` says who leads, if that is known."""
 
 
 class Step(enum.StrEnum):
@@ -490,6 +492,8 @@ class Refused(Message, frozen=True):
     reason: Text
     """What was found, what was expected, what to do."""
     retry_after_s: Seconds = 0.0
+    leader: Text = ""
+    """Endpoint of the coordinator that leads. An agent goes there only if it was told of it by its own settings too."""
 
 
 class BlobPage(Message, frozen=True):

@@ -196,6 +196,10 @@ class TimedJournal:
         """As of the journal underneath."""
         return self._journal.boot
 
+    def confirm(self) -> None:
+        """As the journal underneath."""
+        self._journal.confirm()
+
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable."""
         begun = self._clock()

@@ -176,7 +176,7 @@ def _form(folder: Path, config: Mapping[str, Any]) -> _Form:
             module = AutoModelForCausalLM.from_config(parsed)
         shapes = {name: tuple(each.shape) for name, each in stored_tensors(module).items()}
         cuts = slices(module, shapes)
-    except (ValueError, KeyError, TypeError, RuntimeError, SourceError) as error:
+    except (ImportError, ValueError, KeyError, TypeError, RuntimeError, SourceError) as error:
         reason = str(error)[:300]  # transformers may list all models that it knows
         raise BadCheckpoint(folder, f"transformers cannot build the model of its config: {reason}") from error
     parameters = {name for name, _ in module.named_parameters()}

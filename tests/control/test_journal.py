@@ -7,73 +7,24 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.journal import REPLY_TTL_S, SqliteJournal
-from weightbus.control.messages import Outcome, RoundDone
+from weightbus.control.ids import Channel
+from weightbus.control.journal import REPLY_TTL_S, Journal, SqliteJournal
 
-from .world import replay
-
-A = Digest("a" * 64)
+from .journal_contract import RECORDS, JournalContract, closed, taken
 
 
-def taken(epoch: int, channel: str = "policy") -> EpochTaken:
-    return EpochTaken(channel=Channel(channel), epoch=Epoch(epoch), holder=AgentId("t"), version=Version(1))
+class TestSqliteJournal(JournalContract):
+    """The contract, kept by a file."""
 
-
-def commit(version: int, epoch: int, table: Digest = A) -> Committed:
-    return Committed(
-        channel=Channel("policy"),
-        epoch=Epoch(epoch),
-        version=Version(version),
-        manifest=A,
-        table=table,
-        request=RequestId("p"),
-        engines=(AgentId("e0"),),
-    )
-
-
-def closed(request: str) -> RoundClosed:
-    done = RoundDone(
-        channel=Channel("policy"),
-        epoch=Epoch(1),
-        version=Version(1),
-        outcome=Outcome.COMMITTED,
-        reason="",
-        engines=(),
-        seconds={"total": 1.0},
-    )
-    return RoundClosed(request=RequestId(request), done=done)
-
-
-RECORDS: list[AnyRecord] = [taken(1), commit(1, 1), closed("p"), taken(1, "other"), taken(2), commit(3, 2), Probe()]
-
-
-def test_restores_what_was_written(tmp_path: Path) -> None:
-    """A restart knows epochs, committed versions and answers: the same as a naive replay of the records."""
-    journal = SqliteJournal(tmp_path / "j")
-    for record in RECORDS:
-        journal.write(record)
-        journal.write(record)  # writing twice is the same as writing once
-    journal.close()
-    again = SqliteJournal(tmp_path / "j")
-    assert again.restore() == replay(RECORDS)
-    assert again.boot == 2
-    again.close()
-
-
-def test_every_prefix_restores(tmp_path: Path) -> None:
-    """Wherever the records end, what comes back is what was written so far."""
-    journal = SqliteJournal(tmp_path / "j")
-    for count, record in enumerate(RECORDS, 1):
-        journal.write(record)
-        assert journal.restore() == replay(RECORDS[:count])
-    journal.close()
+    @pytest.fixture
+    def opens(self, tmp_path: Path) -> Callable[..., Journal]:
+        return lambda **options: SqliteJournal(tmp_path / "j", **options)
 
 
 def test_survives_sigkill_after_write(tmp_path: Path) -> None:
@@ -93,20 +44,6 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_versions_and_epochs_never_go_back(tmp_path: Path) -> None:
-    """Even a machine with a bug cannot write an older version over a newer one, or lower an epoch."""
-    journal = SqliteJournal(tmp_path / "j")
-    for record in (taken(5), commit(7, 5), taken(3)):
-        journal.write(record)
-    for record in (commit(6, 5), commit(7, 5, Digest("b" * 64)), commit(8, 6)):
-        with pytest.raises(JournalCorrupt, match="would go back"):
-            journal.write(record)
-    restored = journal.restore()[Channel("policy")]
-    assert restored.committed
-    assert (restored.epoch, restored.committed.version, restored.committed.table) == (5, 7, A)
-    journal.close()
-
-
 def test_full_disk_is_told_and_recovered_from(tmp_path: Path) -> None:
     """A write that does not fit raises `JournalUnwritable` and changes nothing; with room again writes go on."""
     journal = SqliteJournal(tmp_path / "j")
@@ -122,15 +59,6 @@ def test_full_disk_is_told_and_recovered_from(tmp_path: Path) -> None:
     journal.write(taken(2))
     assert journal.restore()[Channel("policy")].epoch == 2
     journal.close()
-
-
-def test_one_file_serves_one_coordinator(tmp_path: Path) -> None:
-    """A second coordinator on the same journal would grant the same epochs: it does not start."""
-    first = SqliteJournal(tmp_path / "j")
-    with pytest.raises(JournalError, match="another coordinator"):
-        SqliteJournal(tmp_path / "j")
-    first.close()
-    SqliteJournal(tmp_path / "j").close()
 
 
 def test_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -159,16 +87,14 @@ def test_folder_that_cannot_be_used(tmp_path: Path) -> None:
         SqliteJournal(tmp_path / "file" / "j")
 
 
-def test_answers_are_forgotten_after_a_day(tmp_path: Path) -> None:
-    """Old answers do not come back, and do not stay in the file."""
+def test_old_answers_do_not_stay_in_the_file(tmp_path: Path) -> None:
+    """What nobody will ask for any more is removed when something is written."""
     clock = [0.0]
     journal = SqliteJournal(tmp_path / "j", wall_clock=lambda: clock[0])
     journal.write(taken(1))
     journal.write(closed("old"))
     clock[0] = REPLY_TTL_S + 1
-    assert not journal.restore()[Channel("policy")].answers
     journal.write(closed("new"))
-    assert list(journal.restore()[Channel("policy")].answers) == ["new"]
     assert journal._db.execute("SELECT count(*) FROM reply").fetchone() == (1,)
     journal.close()
 

@@ -16,8 +16,9 @@ from weightbus.control import messages as m
 from ..kit.fake_source import group_of
 from .test_rounds import RANKS, Deployment
 
-BY_THE_CLOCK = (m.Heartbeat, m.Alive, m.Hello, m.Welcome)
-"""Said as time passes, and not because of a round."""
+NOT_COUNTED = (m.Heartbeat, m.Alive, m.Hello, m.Welcome, m.Ack)
+"""Said as time passes, and not because of a round; and the answers to what is counted, of which the last ones may leave
+after the trainer has its report."""
 
 
 class Wiretap:
@@ -29,7 +30,7 @@ class Wiretap:
 
         def listen(wire: codec.Wire[Any], message: Any, blob: bytes | None = None) -> codec.Frames:
             frames = encode(wire, message, blob)
-            if not isinstance(message, BY_THE_CLOCK):
+            if not isinstance(message, NOT_COUNTED):
                 self.heard[frames[1]] = (type(message).__name__, len(blob or b""))
             return frames
 
