@@ -29,6 +29,9 @@ _WRAPPERS: Final = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_w
 """What torch.compile, activation checkpointing and the like put into names."""
 
 
+_HEADS: Final = "num_attention_heads"
+
+
 class Axis(msgspec.Struct, frozen=True):
     """One dimension of a slice: a dimension of its source, every `step`-th index of it."""
 
@@ -83,6 +86,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def _wrapped(module: nn.Module) -> nn.Module | None:
     inner = getattr(module, "module", None)
     return inner if isinstance(module, nn.parallel.DistributedDataParallel) else None
+
+
+def head_dim(module: nn.Module) -> int | None:
+    """Elements of one attention head, where the module's config says so."""
+    module = unwrapped(module)
+    if not isinstance(module, _HasConfig):
+        return None
+    wide, hidden, heads = (getattr(module.config, key, None) for key in ("head_dim", "hidden_size", _HEADS))
+    if isinstance(wide, int):
+        return wide
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
 
 
 def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -74,6 +74,11 @@ class FSDPSource:
         """Where buckets are: the device of the mesh, also where shards are kept in host memory."""
         return self._device
 
+    @property
+    def head_dim(self) -> int | None:
+        """Elements of one attention head: with it, Llama under tensor parallelism has predictable live digests."""
+        return self._held.head_dim
+
     def tensors(self) -> Sequence[TensorSpec]:
         """What is served, by the names of the checkpoint."""
         return self._held.tensors

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 
 from .assembly import DTYPES, check_manifest
-from .checkpoint_form import architecture, revert, stored_tensors
+from .checkpoint_form import architecture, head_dim, revert, stored_tensors
 from .module_pieces import device_of, served_dtypes
 from .ranks import DEFAULT_TIMEOUT_S, Ranks
 from .source import AssemblyFailed
@@ -65,6 +65,11 @@ class FullTensorSource:
     def device(self) -> torch.device:
         """Where buckets are."""
         return self._device
+
+    @property
+    def head_dim(self) -> int | None:
+        """Elements of one attention head: with it, Llama under tensor parallelism has predictable live digests."""
+        return head_dim(self._module)
 
     def tensors(self) -> Sequence[TensorSpec]:
         """What is served, by the names of the checkpoint."""

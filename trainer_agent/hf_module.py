@@ -44,6 +44,11 @@ class HFModuleSource:
         """Where the parameters are."""
         return self._held.storages[0].device
 
+    @property
+    def head_dim(self) -> int | None:
+        """Elements of one attention head: with it, Llama under tensor parallelism has predictable live digests."""
+        return self._held.head_dim
+
     def tensors(self) -> Sequence[TensorSpec]:
         """What is served, by the names of the checkpoint."""
         return self._held.tensors

@@ -44,8 +44,8 @@ class KnowsHeads(Protocol):
     """A source that can say how wide an attention head is, where shapes do not tell (served_layout.py)."""
 
     @property
-    def head_dim(self) -> int:
-        """Elements of one attention head."""
+    def head_dim(self) -> int | None:
+        """Elements of one attention head; None when it does not know after all."""
         ...
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from weightbus.dataplane.manifest import ITEM_BYTES, TensorSpec
 from weightbus.dataplane.pieces import Piece, Pieces
 
-from .checkpoint_form import Slice, architecture, slices, stored_tensors, unwrapped
+from .checkpoint_form import Slice, architecture, head_dim, slices, stored_tensors, unwrapped
 from .shards import Cut, Local, pieces_of, runs_of
 from .source import LayoutMismatch, UnknownParameter, UnsupportedModel
 
@@ -30,6 +30,7 @@ class Held(msgspec.Struct, frozen=True):
     storages: tuple[torch.Tensor, ...]
     """The module's own tensors, in the order in which `pieces` number them; `local` gives this rank's part."""
     pieces: Pieces
+    head_dim: int | None
     facts: dict[str, str]
     """What must be the same on every rank."""
 
@@ -48,7 +49,14 @@ def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str
     tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
     locals_ = {name: _local_of(name, tensor, index) for index, (name, tensor) in enumerate(stored.items())}
     pieces = Pieces.of(tensors, _pieces(form, locals_), rank)
-    return Held(model or architecture(module), tensors, tuple(stored.values()), pieces, dict(_facts(stored, tensors)))
+    return Held(
+        model=model or architecture(module),
+        tensors=tensors,
+        storages=tuple(stored.values()),
+        pieces=pieces,
+        head_dim=head_dim(module),
+        facts=dict(_facts(stored, tensors)),
+    )
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

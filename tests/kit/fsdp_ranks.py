@@ -128,7 +128,7 @@ def run_case(build: Make, shard: Shard) -> dict[str, Any]:
     before = revert(module, {name: tensor.detach().clone() for name, tensor in stored_tensors(module).items()})
     shard(module)
     source = FSDPSource(module, dtype=torch.bfloat16, timeout_s=60.0)
-    told: dict[str, Any] = {"model": source.model, "tensors": len(source.tensors())}
+    told: dict[str, Any] = {"model": source.model, "tensors": len(source.tensors()), "heads": source.head_dim}
     found = export(source, 1500)
     told["differs"] = differing(found, {name: tensor.bfloat16() for name, tensor in before.items()} if found else {})
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
@@ -141,15 +141,14 @@ def run_case(build: Make, shard: Shard) -> dict[str, Any]:
     assert {spec.name for spec in whole.tensors()} == {spec.name for spec in source.tensors()}
     told["differs from full_tensor"] = differing(stepped, export(whole, 4000))
     told["empty shards"] = sum(not local(parameter).numel() for parameter in module.parameters())
-    told["extra"] = _extra(source, build)
+    told["extra"] = _extra(source)
     for each in (source, whole):
         each.close()
     return told
 
 
-def _extra(source: FSDPSource, build: Make) -> list[int]:
+def _extra(source: FSDPSource) -> list[int]:
     """Bytes of the largest bucket, and the most that this rank needed beside it."""
-    del build
     manifest = Manifest.of(source.model, source.tensors(), 1500)
     peak = 0
     for index, bucket in enumerate(manifest.buckets):

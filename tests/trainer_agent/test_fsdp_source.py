@@ -68,6 +68,7 @@ def test_what_is_exported_is_the_module_bit_for_bit(told: dict[int, Told], world
     assert root["differs from full_tensor"] == []
     assert root["unchanged"] == [], "the optimizer's step is not in what was exported after it"
     assert not root["model"].startswith("FSDP")
+    assert root["heads"] in {6, 8}
     if "experts" in case or case == "hybrid":
         assert root["model"] == "Qwen3MoeForCausalLM"
 
