@@ -7,13 +7,13 @@ import threading
 from typing import Final
 
 import msgspec
-import structlog
 
 from .bus import ServerKeys
 from .coordinator_settings import CoordinatorSettings
 from .election import Deposed, Election, Leader, Term
 from .etcd import Etcd, parse_url
 from .etcd_journal import EtcdJournal
+from .log import get_log
 from .security import keys_folder
 from .service import Service
 from .standby import Ports, Standby
@@ -29,7 +29,7 @@ class Candidate:
         self._store = parse_url(settings.store)
         self._settings = settings
         self._keys = None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
-        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
+        self._log = get_log(__name__)
         self._name = settings.name or socket.gethostname()
         self._stop = threading.Event()
         self._acting: Standby | Service = Standby(settings, self._keys)

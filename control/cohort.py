@@ -258,6 +258,7 @@ class Cohort:
             self._break(member, f"verified {found}; expected {self._publish.version}, {self._publish.table[:12]}")
             return
         self._move(member, EnginePhase.VERIFIED)
+        member.reason = ""  # what went wrong before, in this attempt or an earlier one, is mended
         member.seconds["verify"] = message.seconds
         member.verified_by = message.verified_by
         self._duties.drop(member.name)

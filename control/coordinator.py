@@ -316,9 +316,7 @@ class Coordinator:
                 return
         elif before and before.peer and before.peer != peer:
             self._effects.append(Evict(peer=before.peer, reason="came back on another connection"))
-        self.members.join(message, peer, now)
-        agent = self.members.get(message.agent)
-        assert agent is not None  # just joined
+        agent = self.members.join(message, peer, now)
         channel = self._channel(message.channel)
         self._send(
             peer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import ipaddress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from .limits import Limits
 from .security import InsecureLoopback, KeysFolder, state_folder
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 Wait = Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -83,6 +84,17 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         for name in ("bind", "http_bind"):
             _check_address(name, getattr(self, name))
+        self._check_ports()
+
+    def _check_ports(self) -> None:
+        """Port 0 is whatever is free, so it may stand more than once."""
+        taken: dict[int, tuple[str, str]] = {}
+        for name, address in (("router_port", self.bind), ("pub_port", self.bind), ("http_port", self.http_bind)):
+            port: int = getattr(self, name)
+            other, at = taken.get(port, ("", ""))
+            if port and other and (address == at or _EVERYWHERE & {address, at}):
+                raise ValueError(f"{other} and {name} are both {port}: give each a port of its own")
+            taken.setdefault(port, (name, address))
 
     def limits(self) -> Limits:
         """What of this the machine receives; bounds that are not settings keep their defaults."""

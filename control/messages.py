@@ -118,6 +118,8 @@ class Code(enum.StrEnum):
     """Say `Hello` first; the coordinator does not know this connection."""
     NAME_TAKEN = "name_taken"
     """Another live incarnation uses this agent's name."""
+    SERVER_TAKEN = "server_taken"
+    """Another live engine agent stands beside the server at this URL. One server, one agent: end one of them."""
     PROTOCOL_MISMATCH = "protocol_mismatch"
     """The two sides speak different protocol numbers. Upgrade the older one."""
     READ_ONLY = "read_only"

@@ -7,12 +7,11 @@ import threading
 import time
 from typing import Final
 
-import structlog
-
 from .bus import RouterBus, ServerKeys
 from .coordinator_settings import CoordinatorSettings
 from .http import HttpPort, Readiness
 from .journal import Journal, SqliteJournal
+from .log import get_log
 from .reporter import Reporter, TimedJournal
 from .security import keys_folder
 from .server import Server
@@ -57,7 +56,7 @@ class Service:
             self._undo = undo.pop_all()
         self.router_port = bus.router_port
         self.pub_port = bus.pub_port
-        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
+        self._log = get_log(__name__)
         self._settings = settings
         self._boot = journal.boot
         self._keys = keys

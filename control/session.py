@@ -17,7 +17,7 @@ from .errors import CoordinatorUnreachable, ProtocolError, RequestRefused, Weigh
 from .ids import RequestId, Version
 from .messages import Ack, Alive, BlobPage, Code, Granted, Refused, Status, ToAgent, ToCoordinator, Welcome
 
-RETRYABLE: Final = frozenset({Code.NAME_TAKEN, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.NOT_LEADER})
+RETRYABLE: Final = frozenset({Code.NAME_TAKEN, Code.SERVER_TAKEN, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.NOT_LEADER})
 """Refusals of a `Hello` that pass with time. After any other the session is over."""
 
 

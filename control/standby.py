@@ -8,7 +8,6 @@ import time
 from typing import Final
 
 import msgspec
-import structlog
 
 from .bus import RouterBus, ServerKeys
 from .coordinator import HEARTBEAT_KEY
@@ -17,6 +16,7 @@ from .election import Election, Leader, Term
 from .etcd import EtcdUnavailable
 from .http import HttpPort, Readiness
 from .links import Received
+from .log import get_log
 from .messages import Bye, Code, Heartbeat, Refused, ToCoordinator
 from .telemetry import Meters, Side
 
@@ -38,7 +38,7 @@ class Standby:
     """One time of standing by. Everything is bound once constructed; `run` ends with a term, or with `stop`."""
 
     def __init__(self, settings: CoordinatorSettings, keys: ServerKeys | None) -> None:
-        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
+        self._log = get_log(__name__)
         self._stop = threading.Event()
         self._leader: Leader | None = None
         self._problem = "nobody was asked yet"

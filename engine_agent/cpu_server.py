@@ -8,6 +8,7 @@ that rename themselves. When it leads its group, the group ends with it, however
 
 import argparse
 import contextlib
+import importlib.metadata
 import os
 import select
 import signal
@@ -20,22 +21,23 @@ _SHIM = Path(__file__).with_name("cpu_shim")
 _FLAGS = (
     "--device=cpu",
     "--attention-backend=torch_native",
-    "--cuda-graph-backend-decode=disabled",
-    "--cuda-graph-backend-prefill=disabled",
     # The cache is bounded by the tokens. The fraction must only be generous: what other processes take of the machine's
     # memory while the server starts counts against it, and a small one ends the start ("no GPU memory left").
     "--mem-fraction-static=0.5",
     "--max-total-tokens=4096",
     "--sleep-on-idle",  # otherwise an idle server keeps one core busy
 )
+_NO_GRAPHS = ("--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled")
+_NO_GRAPHS_0_5_11 = ("--disable-cuda-graph", "--disable-piecewise-cuda-graph")
 
 
-def command(model_path: str, port: int, tp: int, extra: Sequence[str]) -> list[str]:
-    """The server's command line; a flag in `extra` overrides ours, as the last one given counts."""
+def command(model_path: str, port: int, tp: int, extra: Sequence[str], release: str) -> list[str]:
+    """The command line of a server of that release; a flag in `extra` overrides ours, as the last one given counts."""
     flags = [flag for flag in _FLAGS if flag != "--sleep-on-idle" or "--no-sleep-on-idle" not in extra]
     rest = [flag for flag in extra if flag != "--no-sleep-on-idle"]
     head = [sys.executable, "-m", "sglang.launch_server", "--model-path", model_path, "--host=127.0.0.1"]
-    return [*head, f"--port={port}", f"--tp-size={tp}", *flags, *rest]
+    graphs = _NO_GRAPHS_0_5_11 if release == "0.5.11" else _NO_GRAPHS
+    return [*head, f"--port={port}", f"--tp-size={tp}", *flags, *graphs, *rest]
 
 
 def environment(environ: Mapping[str, str], tp: int, cores: Sequence[int]) -> dict[str, str]:
@@ -93,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     env = environment(os.environ, known.tp_size, sorted(os.sched_getaffinity(0)))
     if os.getpgrp() == os.getpid():
         end_group_with(os.getpid())
-    os.execve(sys.executable, command(known.model_path, known.port, known.tp_size, extra), env)  # noqa: S606
+    release = importlib.metadata.version("sglang")  # of the first one on the path, as the server's
+    os.execve(sys.executable, command(known.model_path, known.port, known.tp_size, extra, release), env)  # noqa: S606
 
 
 if __name__ == "__main__":

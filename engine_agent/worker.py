@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-import structlog
-
 from weightbus.control.errors import WeightbusError
 from weightbus.control.ids import Digest
+from weightbus.control.log import get_log
 from weightbus.control.messages import Transfer, TransportKind
 from weightbus.control.telemetry import CALL_FAILURES, CALL_SECONDS, STEP_FAILURES, STEP_SECONDS, Meters
 from weightbus.dataplane.errors import DataplaneError
@@ -46,7 +45,7 @@ LIVE_ON_CPU: Final = "sglang-sha256-8"
 LIVE_ON_GPU: Final = "sglang-fmix32-8"
 """... and for CUDA tensors: SGLang's gpu_tensor_hash (dataplane/fmix.py predicts it)."""
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 
 class Blobs(Protocol):

@@ -11,15 +11,16 @@ import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 
-import structlog
 import torch
+
+from weightbus.control.log import get_log
 
 from .backlog import Backlog, Claim, Overlap
 from .publication import Ending, Verdict
 from .report import Mode, PublishReport
 from .snapshot import Store
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 End = tuple[Verdict, PublishReport, BaseException | None]
 """How a publication ended: verdict, report, and the exception behind it where it happened on this rank."""

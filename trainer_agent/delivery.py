@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import structlog
 import torch
 
+from weightbus.control.log import get_log
 from weightbus.control.messages import Offer, TransportKind
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
 from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot
@@ -25,7 +25,7 @@ from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot
 _OFFER_S: Final = 30.0
 """Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 
 class DeliveryStopped(TransferFailed):

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Final, Protocol, assert_never
 
 import msgspec
-import structlog
 
 from weightbus.control import messages as m
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.log import get_log
 from weightbus.dataplane.transport import Peer, Sender, Session
 
 from . import orders
@@ -27,7 +27,7 @@ from .settings import TrainerSettings
 from .source import SourceError
 from .staging import Staging, WeightsDiffer
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 _POLL_S: Final = 0.05
 """How long a message may lie while a delivery is watched. Progress of the delivery itself wakes the leader at once."""

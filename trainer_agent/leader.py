@@ -12,11 +12,11 @@ from concurrent.futures import Future
 from typing import Final, Protocol, runtime_checkable
 
 import msgspec
-import structlog
 import torch
 
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.log import get_log
 from weightbus.control.messages import Hello, Role, TrainerInfo, TransportKind
 from weightbus.control.security import curve_files
 from weightbus.dataplane.host import host_identity
@@ -36,7 +36,7 @@ from .snapshot import Store, StoredWeights
 from .source import Source, SourceError
 from .staging import Pool, Staging
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 
 @runtime_checkable

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import assert_never
 
 import msgspec
-import structlog
 import torch
 
 from weightbus.control.errors import WeightbusError
 from weightbus.control.http import HttpPort, Readiness
+from weightbus.control.log import get_log
 from weightbus.control.messages import Code
 from weightbus.control.telemetry import CHECKPOINTS, PUBLISH_SECONDS, PUBLISHED_VERSION, Meters, Side
 
@@ -25,7 +25,7 @@ from .source import SourceError
 from .watch_settings import WatchSettings
 from .watching import Effect, Ended, Inspect, Inspected, Listed, Publish, Reject, Skip, Verdict, Watching
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 
 class WatchStatus(msgspec.Struct, frozen=True):

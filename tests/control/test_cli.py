@@ -194,6 +194,10 @@ def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert main(["keygen", "--keys", str(tmp_path / "file" / "keys")]) == 2
     assert "--keys" in capsys.readouterr().err
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    assert main(["keygen", "--keys", str(folder), "e2", "coordinator"]) == 2
+    assert "no agent may be called 'coordinator'" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
     assert main(["keygen", "--keys", str(folder), "../escape"]) == 2
     assert "not a name" in capsys.readouterr().err
 

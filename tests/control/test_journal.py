@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,11 +83,65 @@ def test_other_schema_is_refused(tmp_path: Path) -> None:
         SqliteJournal(tmp_path / "j")
 
 
-def test_folder_that_cannot_be_used(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """A path under a file is refused with its name."""
     (tmp_path / "file").touch()
-    with pytest.raises(JournalError, match=r"cannot be opened.*--journal"):
+    with pytest.raises(JournalError, match=r"its folder cannot be made \(.*/file: File exists\).*--journal"):
         SqliteJournal(tmp_path / "file" / "j")
+    with pytest.raises(JournalError, match=r"is a folder, expected a file.*--journal"):
+        SqliteJournal(tmp_path)
+
+
+@contextlib.contextmanager
+def journal_with(folder_mode: int, file_mode: int) -> Iterator[Path]:
+    """A journal with these modes, and meanwhile a user for whom they hold: for root they do not."""
+    with tempfile.TemporaryDirectory(prefix="wb-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        path = Path(name, "folder", "j")
+        SqliteJournal(path).close()
+        path.chmod(file_mode)
+        path.parent.chmod(folder_mode)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield path
+        finally:
+            os.seteuid(user)
+            path.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "said"),
+    [
+        (0o555, 0o666, r"folder cannot be read and written by user \d+: it belongs to user \d+, mode 0555; give it to"),
+        (
+            0o777,
+            0o444,
+            r"folder/j cannot be read and written by user \d+: it belongs to user \d+, mode 0444; give it to",
+        ),
+    ],
+)
+def test_what_may_not_be_written_is_found_before_anything_is_promised(folder: int, file: int, said: str) -> None:
+    """Refused at the start: what was found, whose it is, what to do; and not taken for a second coordinator's."""
+    with journal_with(folder, file) as path, pytest.raises(JournalError, match=said) as refused:
+        SqliteJournal(path)
+    assert "or name another file with --journal" in str(refused.value)
+    assert "another coordinator" not in str(refused.value)
+
+
+def test_file_system_that_is_mounted_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose volume was forgotten: said in these words."""
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(JournalError, match="is on a file system that is mounted read-only; mount it for writing"):
+        SqliteJournal(tmp_path / "j")
+
+
+@pytest.mark.parametrize("path", ["/proc/j", "/sys/kernel/j"])
+def test_place_that_takes_no_files(path: str) -> None:
+    """Where permissions promise what the file system does not keep, the refusal still says what to do."""
+    with pytest.raises(JournalError, match="or name another file with --journal"):
+        SqliteJournal(Path(path))
 
 
 def test_old_answers_do_not_stay_in_the_file(tmp_path: Path) -> None:

@@ -178,6 +178,18 @@ def test_dirty_engine_is_driven_again_under_a_new_durable_epoch() -> None:
     assert epoch_taken < next(i for i, line in enumerate(world.transcript) if "Send epoch=2" in line)
 
 
+def test_engine_that_was_mended_reports_no_failure() -> None:
+    """What the re-drive mended is in the log and not in the report of an engine that committed; what was not, is."""
+    world, victim, other, trainer = fleet()
+    victim.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "connection reset")
+    done = world.publish(trainer, 1)
+    assert [(report.outcome, report.reason) for report in done.engines] == [(Outcome.COMMITTED, "")] * 2
+    assert ["connection reset" in note.reason for note in world.observed if isinstance(note, EngineFailed)] == [True]
+    other.fail(Commit, Step.COMMIT, EngineHealth.PENDING, "no label")
+    reasons = {report.engine: report.reason for report in world.publish(trainer, 2).engines}
+    assert reasons == {"e0": "", "e1": "commit: no label"}
+
+
 def test_engine_that_stays_broken_is_quarantined_and_the_others_finish() -> None:
     """After the last re-drive a dirty engine is never resumed; the next round mends it."""
     world, victim, _, trainer = fleet()

@@ -179,7 +179,7 @@ class Agent:
 
     def take(self, message: Message) -> None:
         if isinstance(message, Ack | Welcome | Granted) or (
-            isinstance(message, Refused) and message.code is not Code.NAME_TAKEN
+            isinstance(message, Refused) and message.code not in (Code.NAME_TAKEN, Code.SERVER_TAKEN)
         ):
             self.pending.pop(message.request, None)
         if isinstance(message, Welcome):

@@ -25,6 +25,7 @@ from weightbus.control.errors import ConfigurationError
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
 from weightbus.control.messages import EngineHealth, Held, Role
 from weightbus.control.provision import Member, provision
+from weightbus.engine_agent.errors import ServerInUse
 from weightbus.engine_agent.events import Commanded, Release
 from weightbus.engine_agent.record_file import RecordFile
 from weightbus.engine_agent.runner import EngineAgent
@@ -131,7 +132,11 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int,
     everywhere = (Channel("*"),)
     provision(
         folder / "keys",
-        [Member(AgentId("e0"), Role.ENGINE, everywhere), Member(AgentId("trainer"), Role.TRAINER, everywhere)],
+        [
+            Member(AgentId("e0"), Role.ENGINE, everywhere),
+            Member(AgentId("e1"), Role.ENGINE, everywhere),
+            Member(AgentId("trainer"), Role.TRAINER, everywhere),
+        ],
     )
     argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--router-port={port}"]
     argv += [f"--keys={folder / 'keys'}"]
@@ -303,6 +308,54 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
     kept = agent._records.read()
     assert kept is not None
     assert kept.health is EngineHealth.CLEAN
+
+
+def test_one_agent_beside_a_server(deployment: Deployment, tmp_path: Path) -> None:
+    """A second one of this host does not start, whatever its name; the first is not disturbed, and may come back."""
+    beside = EngineAgentSettings(
+        name="e1",
+        channel=deployment.channel,
+        server=deployment.fake.url,
+        coordinator=deployment.coordinator,
+        keys=deployment.keys,
+        http_port=0,
+        state_dir=tmp_path / "other",
+        runtime_dir=Path(deployment.run.name),
+    )
+    calls = len(deployment.fake.calls)
+    with pytest.raises(ServerInUse, match=r"the agent e0 \(process \d+\) stands beside the server"):
+        EngineAgent(beside).run()
+    assert "/pause_generation" not in deployment.fake.calls[calls:]
+    deployment.stop()
+    deployment.start()
+    assert deployment.publish(7).engines[0].engine == "e0"
+
+
+def test_a_second_agent_of_another_host_is_kept_out(deployment: Deployment, tmp_path: Path) -> None:
+    """Where no lock is shared the coordinator refuses it until the first is gone; then it is let in by itself."""
+    other = EngineAgentSettings(
+        name="e1",
+        channel=deployment.channel,
+        server=deployment.fake.url,
+        coordinator=deployment.coordinator,
+        keys=deployment.keys,
+        http_port=0,
+        state_dir=tmp_path / "other",
+        runtime_dir=tmp_path / "run",
+        poll_s=0.05,
+    )
+    with capture_logs() as logs:
+        second = EngineAgent(other)
+        thread = threading.Thread(target=second.run, daemon=True)
+        thread.start()
+        until("the refusal", lambda: [line for line in logs if line["event"] == "hello_refused"])
+        assert "server_taken" in next(line["reason"] for line in logs if line["event"] == "hello_refused")
+        assert [each.engine for each in deployment.publish(7).engines] == ["e0"]
+        deployment.stop()
+        until("the second agent", lambda: second._bus is not None)
+    second.stop()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_path: Path) -> None:
