@@ -63,7 +63,7 @@ def start(args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
     argv = [sys.executable, str(HERE / "gather_rank.py"), "--shape", args.shape, "--layers", str(args.layers)]
-    argv += ["--bucket-bytes", str(args.bucket_mb << 20), "--repetitions", str(args.repetitions)]
+    argv += ["--bucket-bytes", str(int(args.bucket_mb * 2**20)), "--repetitions", str(args.repetitions)]
     argv += ["--backend", args.backend, "--out", str(folder)]
     ranks = []
     for rank in range(args.ranks):
@@ -107,7 +107,7 @@ def verdict(args: argparse.Namespace, folder: Path, error: str) -> dict[str, Any
     said = [_lines(folder / f"rank{rank}.jsonl") for rank in range(args.ranks)]
     model = next((line for line in said[0] if line["what"] == "model"), {})
     equal = next((line for line in said[0] if line["what"] == "equal"), {})
-    bucket = args.bucket_mb << 20
+    bucket = int(args.bucket_mb * 2**20)
     ways = {way: _way([_passes(rank, way) for rank in said], bucket) for way in WAYS}
     ours, best = ways["ours"], {way: each.get("seconds") for way, each in ways.items()}
     result: dict[str, Any] = {
@@ -165,13 +165,13 @@ def main() -> int:
     parser.add_argument("--shape", choices=("tiny", "qwen3-30b-a3b"), default="tiny")
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     parser.add_argument("--ranks", type=int, default=2, help="tensor and expert parallel over all of them")
-    parser.add_argument("--bucket-mb", type=int, default=0, help="default: 512, and 1 for the tiny shape")
+    parser.add_argument("--bucket-mb", type=float, default=0, help="default: 512, and 1/16 for the tiny shape")
     parser.add_argument("--repetitions", type=int, default=3, help="warm passes of each way")
     parser.add_argument("--deadline-s", type=float, default=330.0, help="then what was measured counts")
     parser.add_argument("--out", type=Path, help="keep logs and passes here")
     parser.add_argument("--save", type=Path, help="write the last line here too")
     args = parser.parse_args()
-    args.bucket_mb = args.bucket_mb or (1 if args.shape == "tiny" else 512)
+    args.bucket_mb = args.bucket_mb or (0.0625 if args.shape == "tiny" else 512)
     folder = args.out or Path(tempfile.mkdtemp(prefix="weightbus-gather-"))
     folder.mkdir(parents=True, exist_ok=True)
     ranks = start(args, folder)

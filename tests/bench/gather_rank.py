@@ -41,8 +41,7 @@ class Meter:
     def start(self) -> None:
         gc.collect()
         if self._device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            torch.cuda.synchronize()  # what earlier passes allocated stays cached: no pass pays for another's cudaMalloc
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
             return
