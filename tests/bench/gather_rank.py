@@ -41,7 +41,7 @@ class Meter:
     def start(self) -> None:
         gc.collect()
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # what earlier passes allocated stays cached: no pass pays for another's cudaMalloc
+            torch.cuda.synchronize()  # the cache stays: no pass pays for the allocations of another
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
             return
