@@ -354,6 +354,8 @@ class Publish(Message, frozen=True):
     bytes: Count
     buckets: Count
     policy: Policy = Policy()
+    mode: Text = "live"
+    """``live``: the trainer stands still until the round is over; ``snapshot``: it trains on. Shown in the status."""
 
 
 class Offered(Message, frozen=True):

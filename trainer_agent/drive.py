@@ -269,6 +269,7 @@ class Drive:
                     bytes=staging.manifest.nbytes,
                     buckets=len(staging.manifest.buckets),
                     policy=self._of.settings.policy(),
+                    mode=self._of.mode.value,
                 )
             )
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,14 @@ class Loop(Deployment):
         with ThreadPoolExecutor(len(self.agents)) as pool:
             return [each.result(PATIENCE_S) for each in [pool.submit(call, agent) for agent in self.agents]]
 
+    def round(self) -> dict[str, object]:
+        """The running round as the coordinator's status shows it."""
+        leader = self.agents[0]._leader
+        assert leader is not None
+        status = leader._outfit.bus.status()  # type: ignore[attr-defined]  # a BusClient, which has one
+        found: dict[str, object] = json.loads(status)["channels"]["c"]["round"]
+        return found
+
     def snapshot(self, version: int) -> list[PublishHandle]:
         return [
             each
@@ -85,6 +94,7 @@ def test_training_goes_on_while_a_snapshot_is_published(loop: Loop, slots: int) 
     expected = {name: tensor.clone() for name, tensor in loop.sources[0].weights.items()}
     assert gate.reached.wait(PATIENCE_S)
     assert not any(handle.over() for handle in handles)
+    assert loop.round()["mode"] == "snapshot"
     loop.step()
     gate.opened.set()
     report = loop.wait(handles)
