@@ -112,6 +112,9 @@ bench-gather: env ## How fast ranks assemble buckets, beside the published proce
 bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators and a real etcd (JSON last)
 	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
 
+chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also parts networks, fills disks)
+	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
+
 ##@ Packages
 
 build: env ## The wheel, in dist/
@@ -125,4 +128,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-failover bench-gather build deploy-check clean
+.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-failover bench-gather chaos build deploy-check clean

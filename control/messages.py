@@ -45,6 +45,7 @@ from .ids import (
     Text,
     VersionNumber,
 )
+from .signing import Signature
 
 PROTOCOL: Final = 2
 """Raised when an older reader would misread a message. Travels in the first frame and in `Hello`."""
@@ -204,6 +205,16 @@ class TrainerInfo(Fragment, frozen=True):
     """In order of preference."""
 
 
+class Seal(Fragment, frozen=True):
+    """Who says that a version is to be published, and after which. seals.py says what exactly is signed."""
+
+    signer: AgentName
+    previous: Held | None
+    """What was committed when the lease was granted: the link before this one in the channel's chain."""
+    signature: Signature
+    """Ed25519, in hexadecimal."""
+
+
 class Policy(Fragment, frozen=True):
     """How one round treats its engines. The trainer states it; the coordinator carries it out."""
 
@@ -356,6 +367,8 @@ class Publish(Message, frozen=True):
     policy: Policy = Policy()
     mode: Text = "live"
     """``live``: the trainer stands still until the round is over; ``snapshot``: it trains on. Shown in the status."""
+    seal: Seal | None = None
+    """Null where no keys are used. Carried on in `Prepare`, as it is."""
 
 
 class Offered(Message, frozen=True):
@@ -582,6 +595,8 @@ class Prepare(Message, frozen=True):
     transport: TransportKind
     policy: Policy
     deadline_s: Seconds
+    seal: Seal | None = None
+    """The trainer's, of the `Publish` that began the round: its epoch, version, manifest and table are signed."""
 
 
 class Pause(Message, frozen=True):

@@ -48,6 +48,7 @@ class Orders:
                 transport=member.transport or TransportKind.DISK,
                 policy=self._publish.policy,
                 deadline_s=self._limits.prepare_s,
+                seal=self._publish.seal,
             ),
         )
 

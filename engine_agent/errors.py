@@ -2,6 +2,7 @@
 
 EngineAgentError
     UnknownDialect      this SGLang version was never checked: name a dialect by hand, or pin a known version
+    Distrusted          nobody whom this engine trusts published that version, or not after the one it serves
     UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
     StateUnreadable     the state folder holds something this version did not write
     StateUnwritable     (also a ConfigurationError) nothing can be kept in the state folder
@@ -19,6 +20,7 @@ EngineAgentError
 from pathlib import Path
 
 from weightbus.control.errors import ConfigurationError
+from weightbus.control.seals import Doubt
 from weightbus.dataplane.errors import TransferFailed
 
 
@@ -35,6 +37,15 @@ class UnknownDialect(EngineAgentError):
             f"SGLang {version!r} is not a version this agent knows ({known}): run one of those, or name the nearest "
             "with --dialect after trying a round on a server that nobody uses"
         )
+
+
+class Distrusted(EngineAgentError):
+    """No trainer that this engine trusts has published that, or not as what follows the version it serves."""
+
+    def __init__(self, version: int, doubt: Doubt) -> None:
+        self.version = version
+        self.kind = doubt.kind
+        super().__init__(f"version {version} is not believed ({doubt.kind.value}): {doubt.reason}")
 
 
 class UnfitManifest(EngineAgentError):

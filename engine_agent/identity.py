@@ -120,7 +120,15 @@ def _listening(port: int) -> Iterator[str]:
 
 def _holds(folder: Path, sockets: set[str]) -> bool:
     try:
-        links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
+        return any(_socket(link) in sockets for link in (folder / "fd").iterdir())
     except OSError:  # it ended meanwhile, or belongs to somebody else
         return False
-    return any(found[1] in sockets for link in links if (found := re.match(r"socket:\[(\d+)\]$", link)))
+
+
+def _socket(link: Path) -> str | None:
+    """Inode of the socket behind one open file. A server closes some while they are looked at: that is not its end."""
+    try:
+        found = re.match(r"socket:\[(\d+)\]$", str(link.readlink()))
+    except FileNotFoundError:
+        return None
+    return found[1] if found else None

@@ -35,7 +35,7 @@ from weightbus.control.messages import (
     Transfer,
     Welcome,
 )
-from weightbus.control.security import curve_files
+from weightbus.control.security import curve_files, trust_file
 from weightbus.control.telemetry import (
     SERVER_PAUSED,
     SERVER_UP,
@@ -45,6 +45,7 @@ from weightbus.control.telemetry import (
     Meters,
     Side,
 )
+from weightbus.control.trust import TrustList, read_trust
 from weightbus.dataplane import transports
 from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.host import host_identity
@@ -117,7 +118,13 @@ class EngineAgent:
         keys, exposed = read_keys(settings)
         self._server = SGLangServer(settings.server, keys, settings.dialect)
         self._worker = Worker(
-            settings.name, self._server, self._receiver, settings.model_path, self.meters, proof=settings.verify
+            settings.name,
+            self._server,
+            self._receiver,
+            settings.model_path,
+            self.meters,
+            proof=settings.verify,
+            trust=None if settings.insecure_loopback else TrustList(trust_file(settings.keys)),
         )
         self._server.observe(self._worker.called)
         self.meters.live(SIDECAR_CONNECTED, self._connected)
@@ -138,7 +145,7 @@ class EngineAgent:
 
     def run(self) -> None:
         """Serve until `stop`. Raises what made it impossible to go on."""
-        self._bus_settings().check()
+        self._check_keys()
         self._claim_server()
         http = HttpPort(
             self.settings.http_bind,
@@ -200,6 +207,12 @@ class EngineAgent:
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
+
+    def _check_keys(self) -> None:
+        """Raise before anything is started what would be wrong with the keys later."""
+        self._bus_settings().check()
+        if not self.settings.insecure_loopback:
+            read_trust(trust_file(self.settings.keys))
 
     def _bus_settings(self) -> BusSettings:
         given = self.settings

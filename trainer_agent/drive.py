@@ -75,6 +75,10 @@ class Progress(msgspec.Struct, frozen=True):
     buckets: int
 
 
+Sealer = Callable[[m.Publish, m.Held | None], m.Publish]
+"""Signs a publication that follows a committed version."""
+
+
 class Outfit(msgspec.Struct):
     """What outlives a publication and serves each of them."""
 
@@ -88,6 +92,8 @@ class Outfit(msgspec.Struct):
     """The life of the coordinator that was last heard of."""
     progress: Callable[[Progress], None] | None = None
     mode: Mode = Mode.LIVE
+    seal: Sealer | None = None
+    """Null where no keys are used."""
 
 
 class Drive:
@@ -101,6 +107,7 @@ class Drive:
         self._watch = Stopwatch()
         self._beat_at = time.monotonic()
         self._engines: dict[str, m.EngineInfo] = {}
+        self._committed: m.Held | None = None
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
         self._silent = False
@@ -239,7 +246,7 @@ class Drive:
             answer = self._request(message)
         if not isinstance(answer, m.Granted):
             return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {type(answer).__name__}")
-        self._engines = answer.engines
+        self._engines, self._committed = answer.engines, answer.committed
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         return p.LeaseGranted(answer.epoch, answer.committed)
 
@@ -258,20 +265,19 @@ class Drive:
         with self._watch.phase("announce"):
             manifest = self._of.bus.put_blob(staging.blob, deadline_s=6 * patience_s)
             table = self._of.bus.put_blob(staging.table.encode(), deadline_s=6 * patience_s)
-            self._request(
-                m.Publish(
-                    request=self._publish_keys.setdefault(epoch, self._key()),
-                    channel=self._channel,
-                    epoch=Epoch(epoch),
-                    version=Version(self.version),
-                    manifest=manifest,
-                    table=table,
-                    bytes=staging.manifest.nbytes,
-                    buckets=len(staging.manifest.buckets),
-                    policy=self._of.settings.policy(),
-                    mode=self._of.mode.value,
-                )
+            message = m.Publish(
+                request=self._publish_keys.setdefault(epoch, self._key()),
+                channel=self._channel,
+                epoch=Epoch(epoch),
+                version=Version(self.version),
+                manifest=manifest,
+                table=table,
+                bytes=staging.manifest.nbytes,
+                buckets=len(staging.manifest.buckets),
+                policy=self._of.settings.policy(),
+                mode=self._of.mode.value,
             )
+            self._request(self._of.seal(message, self._committed) if self._of.seal else message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])
         return p.Accepted()
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from weightbus.control import cli, commands, settings, status_view
 from weightbus.control.cli import BUILT_IN, GROUP, main
 from weightbus.control.errors import WeightbusError
+from weightbus.control.keys import read_public
 from weightbus.control.provision import provision
 from weightbus.control.telemetry import METRICS, Side
 from weightbus.control.trust import read_trust
@@ -221,7 +222,7 @@ def test_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["e1", "engine", "policy"],
         ["t0", "trainer", "policy,"],
     ]
-    assert (folder / "agents/t0.pub").read_text().splitlines()[-1] in rows[3]
+    assert read_public(folder / "agents/t0.pub") in rows[3]
     assert main(["trust", *where, "remove", "e1", "e7"]) == 0
     assert capsys.readouterr().out.split("\n")[:2] == ["removed   e1", "not there e7"]
     assert set(read_trust(folder / "trust.toml").agents) == {"e0", "t0"}
