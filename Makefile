@@ -27,6 +27,8 @@ START ?= 0
 AGENTS ?= 2048
 SAVE ?=
 CYCLES ?= 10
+# make chaos CYCLES=5 CHAOS_ARGS=--real
+CHAOS_ARGS ?=
 # make bench-gather BENCH="--backend nccl --shape qwen3-30b-a3b" on two GPUs
 BENCH ?=
 # make unit ARGS="-k lease -x"
@@ -113,7 +115,7 @@ bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators
 	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
 
 chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also parts networks, fills disks)
-	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
+	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE)) $(CHAOS_ARGS)
 
 ##@ Packages
 
