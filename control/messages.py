@@ -254,6 +254,8 @@ class Offer(Fragment, frozen=True):
     """Distributed: the source rank and all engine ranks."""
     token: Text = ""
     """Distributed: a secret of this epoch, by which the two sides know each other. Never logged."""
+    signature: Signature | None = None
+    """By whoever signed the publication, where keys are used: that nobody sends engines elsewhere for their bytes."""
 
 
 class EngineReport(Fragment, frozen=True):

@@ -15,11 +15,11 @@ import msgspec
 import torch
 
 from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId
 from weightbus.control.keys import CurveFiles, read_secret
 from weightbus.control.log import get_log
-from weightbus.control.messages import Held, Hello, Publish, Role, TrainerInfo, TransportKind
-from weightbus.control.seals import seal_publication
+from weightbus.control.messages import Held, Hello, Offer, Publish, Role, TrainerInfo, TransportKind
+from weightbus.control.seals import seal_offer, seal_publication
 from weightbus.control.security import curve_files
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import Manifest
@@ -29,7 +29,7 @@ from weightbus.dataplane.transports import sender
 
 from .background import Background, End
 from .backlog import Claim
-from .drive import Drive, Outfit, Progress, Sealer
+from .drive import Drive, Outfit, Progress
 from .orders import Assemble, Beat, Finish, Ranks, Taken
 from .publication import Ending, Verdict
 from .report import Mode, PublishReport, Stopwatch
@@ -245,20 +245,26 @@ def lead(
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
-            seal=_sealer(settings, curve) if curve else None,
+            seal=_Seal(settings, curve) if curve else None,
         )
         undo.pop_all()
     return Leader(outfit, pool, source)
 
 
-def _sealer(settings: TrainerSettings, curve: CurveFiles) -> Sealer:
-    """Signs with this trainer's key, which stays in here: nothing that is shown or logged holds it."""
-    secret = read_secret(curve.secret)
+class _Seal:
+    """This trainer's own. Its secret stays in here: nothing that is shown or logged holds it."""
 
-    def seal(message: Publish, previous: Held | None) -> Publish:
-        return seal_publication(message, AgentId(settings.name), secret, previous)
+    def __init__(self, settings: TrainerSettings, curve: CurveFiles) -> None:
+        self._name, self._channel = AgentId(settings.name), Channel(settings.channel)
+        self._secret = read_secret(curve.secret)
 
-    return seal
+    def publication(self, message: Publish, previous: Held | None) -> Publish:
+        """`message`, to follow the committed version `previous`."""
+        return seal_publication(message, self._name, self._secret, previous)
+
+    def offer(self, offer: Offer, epoch: Epoch) -> Offer:
+        """`offer`, for one epoch."""
+        return seal_offer(offer, self._channel, epoch, self._secret)
 
 
 def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:
