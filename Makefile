@@ -14,7 +14,8 @@ PINS := $(wildcard requirements/*.txt)
 INSTALLED := $(VENV)/.installed
 LINKED := $(VENV)/.linked
 
-# make demo SYNC=off TRANSPORT=disk ROUNDS=15
+# make demo SYNC=off TRANSPORT=disk ROUNDS=15 TRAINER=fsdp2
+TRAINER ?= megatron
 SYNC ?= on
 TRANSPORT ?= local
 ROUNDS ?= 20
@@ -28,6 +29,8 @@ SAVE ?=
 CYCLES ?= 10
 # make chaos CYCLES=5 CHAOS_ARGS=--real
 CHAOS_ARGS ?=
+# make bench-gather BENCH="--backend nccl --shape qwen3-30b-a3b" on two GPUs
+BENCH ?=
 # make unit ARGS="-k lease -x"
 ARGS ?=
 # Passed to every pip install, for example an index that holds CPU builds of torch.
@@ -42,8 +45,8 @@ export OMP_NUM_THREADS ?= 1
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-demo: env ## Train a toy policy with real Megatron ranks and two real SGLang servers (SYNC=off to compare)
-	@exec $(BIN)/weightbus demo --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) $(DEMO_ARGS)
+demo: env ## Train a toy policy with real ranks (TRAINER=fsdp2) and two real SGLang servers (SYNC=off to compare)
+	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) $(DEMO_ARGS)
 
 env: $(INSTALLED) ## Install the pinned environment and the project into .venv
 	@# An editable install is a folder of links: made anew when a file appeared or went.
@@ -105,6 +108,9 @@ simulate: env ## Storms of faults over the real machines, SEEDS of them, on all 
 bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
 	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
 
+bench-gather: env ## How fast ranks assemble buckets, beside the published procedures (BENCH="--backend nccl"; JSON last)
+	@exec $(BIN)/python tests/bench/gather.py $(BENCH)
+
 bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators and a real etcd (JSON last)
 	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
 
@@ -127,4 +133,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real layouts fuzz fuzz-live simulate bench-control bench-failover chaos build deploy-check clean
+.PHONY: help demo env test lint types unit real layouts fuzz fuzz-live simulate bench-control bench-failover bench-gather chaos build deploy-check clean

@@ -148,6 +148,14 @@ class Pieces:
         moved = np.sum((boxes.start - whole.boxes.start) * whole.stride, axis=1)
         return replace(whole, boxes=boxes, offset=whole.offset + moved)
 
+    def ordered(self, tensors: Sequence[TensorSpec]) -> Pieces:
+        """The same pieces, with the tensors in the order of `tensors`. Raises `ManifestError` if those are others."""
+        place = {spec: index for index, spec in enumerate(tensors)}
+        if len(place) != len(self.tensors) or not all(spec in place for spec in self.tensors):
+            raise ManifestError("these are not the tensors that the pieces describe")
+        moved = np.array([place[spec] for spec in self.tensors], np.int64)
+        return replace(self, tensors=tuple(tensors), boxes=replace(self.boxes, space=moved[self.boxes.space]))
+
     def encode(self) -> bytes:
         """What travels between ranks: the same bytes for the same pieces, on every machine. Tensors go by digest."""
         numbers = self.numbers().astype("<i8").tobytes()
@@ -176,12 +184,7 @@ class Pieces:
 
     def digest(self) -> str:
         """SHA-256, hexadecimal, of what is described: neither the order of pieces nor that of tensors matters."""
-        by_name = sorted(range(len(self.tensors)), key=lambda index: self.tensors[index].name)
-        renumbered = np.empty(len(by_name), np.int64)
-        renumbered[by_name] = np.arange(len(by_name))
-        tensors = tuple(self.tensors[index] for index in by_name)
-        boxes = replace(self.boxes, space=renumbered[self.boxes.space])
-        named = replace(self, tensors=tensors, boxes=boxes)
+        named = self.ordered(sorted(self.tensors, key=lambda spec: spec.name))
         return hashlib.sha256(named.take(order_of(named.numbers())).encode()).hexdigest()
 
     def numbers(self) -> Column:

@@ -3,7 +3,8 @@
 agent         TrainerAgent: connect, publish, close, on every rank
 report        PublishReport: what publish returns; errors: what it raises
 settings      everything that can be set; its environment variables begin with WEIGHTBUS_TRAINER_
-source        the seam to a training framework; megatron, hf_module and exported are sources
+source        the seam to a training framework; megatron, fsdp, full_tensor, hf_module and exported are sources
+background    publishes snapshots behind the training loop; watcher publishes checkpoints of a folder
 publication   the machine that decides; leader, drive, staging, delivery carry it out on the root rank
 live          what engines must report of their parameters after a load
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from .agent import TrainerAgent as TrainerAgent
     from .exported import ExportedSource as ExportedSource
     from .exported import bridge_exporter as bridge_exporter
+    from .fsdp import FSDPSource as FSDPSource
+    from .full_tensor import FullTensorSource as FullTensorSource
+    from .handle import PublishHandle as PublishHandle
     from .hf_module import HFModuleSource as HFModuleSource
     from .megatron import MegatronSource as MegatronSource
     from .report import PublishReport as PublishReport
@@ -27,8 +31,11 @@ if TYPE_CHECKING:
 
 _HOMES: Final = {
     "ExportedSource": ".exported",
+    "FSDPSource": ".fsdp",
+    "FullTensorSource": ".full_tensor",
     "HFModuleSource": ".hf_module",
     "MegatronSource": ".megatron",
+    "PublishHandle": ".handle",
     "PublishReport": ".report",
     "Source": ".source",
     "TrainerAgent": ".agent",

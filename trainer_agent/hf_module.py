@@ -1,4 +1,7 @@
-"""A `Source` over a plain Hugging Face module on one process: what a single-GPU trainer has, and what tests need."""
+"""A `Source` over a plain Hugging Face module on one process: what a single-GPU trainer has, and what tests need.
+
+By the names of its checkpoint: tied tensors once, buffers that belong to it, experts one by one (checkpoint_form.py).
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,30 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View
+from weightbus.dataplane.pieces import Pieces
 
 from .assembly import Assembler, check_manifest
+from .module_pieces import describe
 from .parcels import plan
-from .source import UnsupportedModel
 
 
 class HFModuleSource:
-    """The live weights of one module whose parameter names are those of its checkpoint. Satisfies `Source`."""
+    """The live weights of one module. Satisfies `Source`."""
 
     def __init__(self, module: nn.Module, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
-        """`model` is the architecture, by default the module's class; `dtype` what is served, by default as it is.
+        """`model` is the architecture, by default the module's class; `dtype` what parameters are served in.
 
-        Raises `UnsupportedModel` for fused experts, which checkpoints name otherwise than modules do.
+        By default they are served as they are. Raises a `SourceError` for what the checkpoint's tensors are not
+        slices of, such as adapters that were not merged.
         """
-        self._model = model or type(module).__name__
-        named = _unshared(module)
-        self._tensors = tuple(
-            TensorSpec(name, str(dtype or tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in named
-        )
-        self._parameters = [tensor for _, tensor in named]
+        self._held = describe(module, dtype, 0, model)
         self._planned: tuple[Manifest, Assembler] | None = None
 
     @property
     def model(self) -> str:
         """Architecture as the checkpoint's config names it."""
-        return self._model
+        return self._held.model
 
     @property
     def root(self) -> bool:
@@ -46,47 +43,33 @@ class HFModuleSource:
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self._parameters[0].device
+        return self._held.storages[0].device
+
+    @property
+    def head_dim(self) -> int | None:
+        """Elements of one attention head: with it, Llama under tensor parallelism has predictable live digests."""
+        return self._held.head_dim
 
     def tensors(self) -> Sequence[TensorSpec]:
-        """What is served, in the module's order."""
-        return self._tensors
+        """What is served, by the names of the checkpoint."""
+        return self._held.tensors
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
         """Pack bucket `index` into `out`."""
         if out is None:
             raise ValueError("the root gives a buffer")
         if self._planned is None or self._planned[0] is not manifest:
-            check_manifest(manifest, self._tensors)
-            self._planned = (
-                manifest,
-                Assembler(plan(manifest, self.local(self._tensors)[1], rank=0), self._parameters, 0, 0, None),
-            )
+            check_manifest(manifest, self._held.tensors)
+            buckets = plan(manifest, self._held.pieces, rank=0)
+            self._planned = (manifest, Assembler(buckets, self._held.storages, 0, 0, None))
         self._planned[1].run(index, out, self.device)
 
     def local(self, tensors: Sequence[TensorSpec]) -> tuple[Sequence[torch.Tensor], Pieces]:
         """The module's tensors, and all of each of `tensors`, where it lies."""
-        numbers = {spec.name: number for number, spec in enumerate(self._tensors)}
-        whole: list[Piece] = []
-        for spec in tensors:
-            number = numbers[spec.name]
-            live = self._parameters[number]
-            dtype = str(live.dtype).removeprefix("torch.")
-            whole.append(Piece(spec.name, Box.whole(spec.shape), dtype, View(number, 0, live.stride())))
-        return self._parameters, Pieces.of(tensors, whole)
+        return self._held.storages, self._held.pieces.ordered(tensors)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Return `blob`: there is nobody else."""
         if blob is None:
             raise ValueError("the root gives what is agreed")
         return blob
-
-
-def _unshared(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers; of two names for one tensor (tied embeddings) the first, as checkpoints do."""
-    named: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if "experts." in name and name.endswith(("gate_up_proj", "down_proj")) and tensor.dim() == 3:
-            raise UnsupportedModel(f"{name!r} holds all experts in one tensor, checkpoints name each: not served yet")
-        named.setdefault(id(tensor), (name, tensor))
-    return list(named.values())

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from weightbus import engine_agent
 from weightbus.control.ids import AgentId, Channel
 from weightbus.control.messages import Role
 from weightbus.control.provision import Member, provision
@@ -169,6 +170,34 @@ class Fleet:
             )
         threading.Thread(target=self._read_answers, daemon=True).start()
         assert self.answer() == {"ready": True}
+
+    def run_fsdp_ranks(self) -> list[dict[str, Any]]:
+        """Run both FSDP2 ranks to their end; what rank 0 reported."""
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        program = str(ROOT / "tests/e2e/fsdp_rank.py")
+        argv = [sys.executable, program, str(self.folder), self.coordinator, str(self.keys)]
+        ranks = [self._programs.start(f"fsdp{rank}", argv, group | {"RANK": str(rank)}) for rank in range(2)]
+        for rank in ranks:
+            rank.process.wait(START_S)
+        self._programs.check(may_end=ranks)
+        return [json.loads(line) for line in ranks[0].log.read_text().splitlines() if line.startswith("{")]
+
+    def start_watcher(self, folder: Path) -> None:
+        """Publish the checkpoints that appear in `folder`, torch DCP included."""
+        shim = Path(next(iter(engine_agent.__path__))) / "cpu_shim"
+        argv = [
+            *_weightbus("trainer-agent"),
+            f"--watch={folder}",
+            "--dcp",
+            "--channel=e2e",
+            f"--coordinator={self.coordinator}",
+            f"--keys={self.keys}",
+            "--transport=local",
+            "--settle-s=0.5",
+            f"--http-port={free_port()}",
+        ]
+        paths = os.pathsep.join(filter(None, [str(shim), os.environ.get("PYTHONPATH", "")]))
+        self._running["watcher"] = self._programs.start("watcher", argv, {"PYTHONPATH": paths})
 
     def publish(self, version: int, seed: int, transport: str, **more: Any) -> None:
         """Ask the trainer to publish; its answers are read with `answer`."""

@@ -246,3 +246,22 @@ def test_an_engine_lost_before_it_connects_is_not_waited_for(
     assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
     fleet.wait_ready("one", "two")
     _serves(fleet, "two", expected[seed], str(version + 1))
+
+
+def test_fsdp2_ranks_publish_live_and_from_a_snapshot_and_their_checkpoints_follow(
+    fleet: Fleet, expected: dict[int, Answers]
+) -> None:
+    """Two ranks of fully_shard reach the same servers, and so does what they save for a watcher to find."""
+    (fleet.folder / "watched").mkdir()
+    reports = fleet.run_fsdp_ranks()
+    for report, (version, mode) in zip(reports, [(101, "live"), (102, "snapshot")], strict=True):
+        assert (report["version"], report["mode"]) == (version, mode)
+        assert _outcomes(report) == {"one": "committed", "two": "committed"}
+    fleet.wait_ready("one", "two")
+    for name in ("one", "two"):
+        _serves(fleet, name, expected[4], "102")
+    fleet.start_watcher(fleet.folder / "watched")
+    poll("the checkpoint to be published", lambda: fleet.channel()["committed"]["version"] == 103)
+    fleet.wait_ready("one", "two")
+    for name in ("one", "two"):
+        _serves(fleet, name, expected[5], "103")

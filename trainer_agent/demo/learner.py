@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
+from ..megatron import MegatronSource
 from . import checkpoint
 from .model import build, load
 from .task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
@@ -34,6 +35,7 @@ class Learner:
     def __init__(self, folder: Path, seed: int) -> None:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
         model_parallel_cuda_manual_seed(seed)
+        self._folder = folder
         shape = checkpoint.TINY
         policy = build(shape)
         load(policy, checkpoint.read(folder), shape)
@@ -53,6 +55,10 @@ class Learner:
         )
         config.finalize_model_grads_func = finalize_model_grads
         self._run = get_forward_backward_func()
+
+    def source(self, timeout_s: float) -> MegatronSource:
+        """The policy's weights, as they are at any time. Collective."""
+        return MegatronSource(self.model, hf_config=self._folder, timeout_s=timeout_s)
 
     def learn(self, tokens: torch.Tensor) -> float:
         """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping.

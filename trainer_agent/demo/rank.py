@@ -11,21 +11,21 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from ..agent import TrainerAgent
-from ..megatron import MegatronSource
-from ..megatron_cpu import install
 from ..report import PublishReport
+from ..source import Source
 from . import records, task
 from .engines import LAUNCH_LABEL, Fleet, Response
-from .learner import Learner, join
+from .settings import Trainer
 
 PATIENCE_S: Final = 120.0
 """How long any rank waits for anything. A round takes two seconds."""
@@ -37,6 +37,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str
     progress: str
     rounds: int
+    trainer: Trainer
     seed: int
     publish: bool
     channel: str
@@ -46,6 +47,36 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     runtime_dir: str
     keys: str
+
+
+class Learner(Protocol):
+    """The policy and its optimizer on this rank."""
+
+    def learn(self, tokens: torch.Tensor) -> float:
+        """One step; returns the norm of the gradient before clipping."""
+        ...
+
+    def source(self, timeout_s: float) -> Source:
+        """The policy's weights, as they are at any time. Collective."""
+        ...
+
+
+def start(plan: Plan) -> Learner:
+    """The learner of the wanted framework: only that one is imported. Joins the other ranks."""
+    deadline = timedelta(seconds=PATIENCE_S)
+    if plan.trainer is Trainer.FSDP2:
+        from .fsdp_learner import FSDPLearner  # noqa: PLC0415
+
+        dist.init_process_group("gloo", timeout=deadline)
+        return FSDPLearner(Path(plan.checkpoint))
+    from ..megatron_cpu import install  # noqa: PLC0415
+
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns of every GPU feature that is off
+    install()
+    from .learner import Learner as MegatronLearner  # noqa: PLC0415
+
+    dist.init_process_group("gloo", timeout=deadline)
+    return MegatronLearner(Path(plan.checkpoint), plan.seed)
 
 
 class Stopwatch:
@@ -111,7 +142,7 @@ class Actor:
 
 def train(plan: Plan) -> None:
     """All rounds, on this rank."""
-    learner = Learner(Path(plan.checkpoint), plan.seed)
+    learner = start(plan)
     actor = Actor(plan) if dist.get_rank() == 0 else None
     agent = _connect(plan, learner) if plan.publish else None
     for number in range(1, plan.rounds + 1):
@@ -139,9 +170,8 @@ def _share(tokens: torch.Tensor | None) -> torch.Tensor:
 
 
 def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
-    source = MegatronSource(learner.model, hf_config=plan.checkpoint, timeout_s=PATIENCE_S)
     return TrainerAgent.connect(
-        source,
+        learner.source(PATIENCE_S),
         channel=plan.channel,
         coordinator=plan.coordinator,
         keys=Path(plan.keys),
@@ -155,10 +185,7 @@ def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
 
 def main(argument: str) -> None:
     """Join the other ranks, train, leave."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns of every GPU feature that is off
     torch.set_num_threads(1)
-    install()
-    join(PATIENCE_S)
     train(msgspec.json.decode(argument, type=Plan))
     dist.destroy_process_group()
 

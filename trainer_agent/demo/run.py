@@ -142,11 +142,12 @@ class Demo:
         return self._folder / "keys"
 
     def _start_ranks(self, weights: Path) -> list[Program]:
-        self._view.say(f"starting {RANKS} Megatron ranks, tensor parallel")
+        self._view.say(f"starting {RANKS} ranks of {self._settings.trainer.value}")
         plan = {
             "checkpoint": str(weights),
             "progress": str(self._folder / "progress.jsonl"),
             "rounds": self._settings.rounds,
+            "trainer": self._settings.trainer.value,
             "seed": self._settings.seed,
             "publish": self._settings.sync is Sync.ON,
             "channel": CHANNEL,

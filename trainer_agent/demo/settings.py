@@ -20,11 +20,21 @@ class Sync(enum.StrEnum):
     OFF = "off"
 
 
+class Trainer(enum.StrEnum):
+    """What trains the policy, on two ranks."""
+
+    MEGATRON = "megatron"
+    """Megatron-core, tensor parallel."""
+    FSDP2 = "fsdp2"
+    """transformers and torch's fully_shard, with float32 masters; needs transformers."""
+
+
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the demo runs."""
 
     rounds: Annotated[int, msgspec.Meta(ge=1, le=1000, description="rounds of generate, learn, publish")] = 20
     transport: Annotated[TransportKind, msgspec.Meta(description="how the weights travel")] = TransportKind.LOCAL
+    trainer: Annotated[Trainer, msgspec.Meta(description="what trains the policy")] = Trainer.MEGATRON
     sync: Annotated[Sync, msgspec.Meta(description="off: train, but publish nothing; the reward stays flat")] = Sync.ON
     seed: Annotated[int, msgspec.Meta(ge=0, description="of the first weights and of the prompts")] = 1
     port_base: Annotated[

@@ -1,0 +1,23 @@
+"""All tensors of a source, through its buckets."""
+
+from __future__ import annotations
+
+import torch
+
+from weightbus.dataplane.manifest import Manifest
+from weightbus.trainer_agent.assembly import DTYPES
+from weightbus.trainer_agent.source import Source
+
+
+def export(source: Source, bucket_bytes: int) -> dict[str, torch.Tensor]:
+    """Every served tensor on the root, nothing elsewhere. Collective."""
+    manifest = Manifest.of(source.model, source.tensors(), bucket_bytes)
+    tensors: dict[str, torch.Tensor] = {}
+    for index, bucket in enumerate(manifest.buckets):
+        out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8) if source.root else None
+        source.assemble(manifest, index, out)
+        if out is None:
+            continue
+        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+            tensors[spec.name] = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+    return tensors

@@ -1,0 +1,214 @@
+"""The program of one FSDP2 rank: shards tiny transformers models in every way of its world size, and exports them.
+
+    python tests/kit/fsdp_ranks.py RANK WORLD RENDEZVOUS_FILE OUT
+
+Every rank writes ``OUT/rank<r>.json``: for every case what differed from the module before it was sharded, and from
+`full_tensor()` after an optimizer step; and what it was told where a refusal was expected.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from exporting import export
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from weightbus.dataplane.manifest import Manifest
+from weightbus.trainer_agent.checkpoint_form import revert, stored_tensors
+from weightbus.trainer_agent.fsdp import FSDPSource
+from weightbus.trainer_agent.full_tensor import FullTensorSource
+from weightbus.trainer_agent.module_pieces import local
+from weightbus.trainer_agent.source import SourceError
+
+EVEN = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 64}
+ODD = {"hidden_size": 18, "intermediate_size": 25, "head_dim": 6, "num_key_value_heads": 1, "vocab_size": 67}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 7}
+
+Make = Callable[[], nn.Module]
+Shard = Callable[[nn.Module], None]
+
+
+def make(kind: str, sizes: dict[str, int], *, tied: bool = False, experts: int = 0) -> Make:
+    """A tiny model with the same random weights on every rank."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(7)
+        plain: dict[str, Any] = {**sizes, "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": tied}
+        if kind == "llama":
+            return LlamaForCausalLM(LlamaConfig(**plain))
+        if kind == "qwen3":
+            return Qwen3ForCausalLM(Qwen3Config(**plain))
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**plain, **EXPERTS, num_experts=experts))
+
+    return build
+
+
+def by_layer(mesh: DeviceMesh | None = None, **how: Any) -> Shard:
+    """Every layer, then the rest: as trainers do it."""
+
+    def shard(module: nn.Module) -> None:
+        for layer in module.model.layers:
+            fully_shard(layer, mesh=mesh, **how)
+        fully_shard(module, mesh=mesh, **how)
+
+    return shard
+
+
+def hybrid(module: nn.Module) -> None:
+    """Two replicas of two shards each."""
+    by_layer(init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")))(module)
+
+
+def over_tensor_parallel(module: nn.Module) -> None:
+    """Two by two: columns and rows first, FSDP over what is left of each."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    linear = {
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    for layer in module.model.layers:
+        parallelize_module(layer, mesh["tp"], linear)
+    parallelize_module(module, mesh["tp"], {"lm_head": ColwiseParallel()})
+    by_layer(mesh["dp"])(module)
+
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+CASES: dict[int, dict[str, tuple[Make, Shard]]] = {
+    2: {
+        "llama": (make("llama", EVEN), by_layer()),
+        "tied": (make("qwen3", EVEN, tied=True), by_layer(mp_policy=BFLOAT16)),
+        "odd": (make("qwen3", ODD), by_layer()),
+        "experts": (make("moe", EVEN, experts=4), by_layer()),
+    },
+    4: {
+        "odd experts": (make("moe", ODD, experts=3), by_layer()),  # the fourth rank has no expert
+        "hybrid": (make("moe", ODD, experts=3), hybrid),
+        "over tensor parallel": (make("llama", EVEN), over_tensor_parallel),
+        "odd over tensor parallel": (make("qwen3", ODD), over_tensor_parallel),
+    },
+}
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names that are not in both, or not bit for bit the same."""
+    return sorted(
+        name
+        for name in found.keys() | expected.keys()
+        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
+    )
+
+
+def run_case(build: Make, shard: Shard) -> dict[str, Any]:
+    """Export before and after a step of the optimizer; what differed, on the root."""
+    module = build()
+    before = revert(module, {name: tensor.detach().clone() for name, tensor in stored_tensors(module).items()})
+    shard(module)
+    source = FSDPSource(module, dtype=torch.bfloat16, timeout_s=60.0)
+    told: dict[str, Any] = {"model": source.model, "tensors": len(source.tensors()), "heads": source.head_dim}
+    found = export(source, 1500)
+    told["differs"] = differing(found, {name: tensor.bfloat16() for name, tensor in before.items()} if found else {})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    stepped = export(source, 4000)
+    told["unchanged"] = sorted(name for name in found if torch.equal(found[name], stepped[name]))
+    whole = FullTensorSource(module, dtype=torch.bfloat16, timeout_s=60.0)
+    assert {spec.name for spec in whole.tensors()} == {spec.name for spec in source.tensors()}
+    told["differs from full_tensor"] = differing(stepped, export(whole, 4000))
+    told["empty shards"] = sum(not local(parameter).numel() for parameter in module.parameters())
+    told["extra"] = _extra(source)
+    for each in (source, whole):
+        each.close()
+    return told
+
+
+def _extra(source: FSDPSource) -> list[int]:
+    """Bytes of the largest bucket, and the most that this rank needed beside it."""
+    manifest = Manifest.of(source.model, source.tensors(), 1500)
+    peak = 0
+    for index, bucket in enumerate(manifest.buckets):
+        source.assemble(manifest, index, torch.empty(bucket.nbytes, dtype=torch.uint8) if source.root else None)
+        scratch = source._assembler[1]._scratch if source._assembler else None
+        peak = max(peak, 0 if scratch is None else scratch.numel())
+    return [manifest.largest_bucket, peak]
+
+
+def refusals() -> dict[str, str]:
+    """What every rank is told when the module on one of them, or on all, cannot be served."""
+    told: dict[str, str] = {}
+
+    def attempt(what: str, module: nn.Module, **given: Any) -> None:
+        try:
+            FSDPSource(module, timeout_s=60.0, **given).close()
+        except SourceError as error:
+            told[what] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+
+    rank = dist.get_rank()
+    module = make("qwen3", EVEN)()
+    by_layer()(module)
+    module.lm_head.adapter = nn.Linear(2, 2) if rank else None
+    attempt("an adapter on rank 1", module)
+    module = make("qwen3", EVEN)()
+    by_layer()(module)
+    attempt("another dtype on rank 1", module, dtype=torch.bfloat16 if rank else torch.float32)
+    module = make("qwen3", EVEN)()
+    with torch.no_grad():
+        module.model.norm.weight.add_(rank)
+    for layer in module.model.layers:
+        fully_shard(layer)
+    attempt("a part that is not sharded and not equal", module)
+    module = make("qwen3", EVEN, tied=True)()
+    module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
+    by_layer()(module)
+    attempt("tied in the config alone", module)
+    module = make("qwen3", EVEN)()
+    by_layer()(module)
+    weight = module.lm_head.weight
+    partial = DTensor.from_local(weight.to_local().detach(), weight.device_mesh, [Partial()], run_check=False)
+    module.lm_head.register_parameter("weight", nn.Parameter(partial))
+    attempt("a sum that was not made", module)
+    return told
+
+
+def main() -> None:
+    """Every case of this world size, in order."""
+    rank, world, rendezvous, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    minute = dt.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=minute)
+    told: dict[str, Any] = {name: run_case(*case) for name, case in CASES[world].items()}
+    if world == 2:
+        told["refusals"] = refusals()
+    (out / f"rank{rank}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
