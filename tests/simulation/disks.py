@@ -118,10 +118,9 @@ class SimJournal:
             raise JournalUnwritable("journal", "cannot be written (SQLITE_FULL)", "free room")
         disk.world.loop.note("journal", f"{type(record).__name__} {_about(record)}")
         process.lag += disk.world.journal_s()
-        if process.trap is not None and process.trap.point == "persist" and process.trap.where == "during":
-            if disk.world.coin():
-                disk.keep(record)
-            process.passes("persist", "during")
+        if process.doomed("persist") and disk.world.coin():
+            disk.keep(record)
+        process.passes("persist", "during")
         disk.keep(record)
         process.passes("persist", "after")
 
@@ -150,11 +149,9 @@ class RecordDisk:
         process.passes("persist", "before")
         if self.full:
             raise OSError(28, "No space left on device")
-        trap = process.trap
-        if trap is not None and trap.point == "persist" and trap.where == "during":
-            if self._world.coin():  # the rename had reached the disk
-                self._now = record
-            process.passes("persist", "during")
+        if process.doomed("persist") and self._world.coin():  # the rename had reached the disk
+            self._now = record
+        process.passes("persist", "during")
         self._now = record
         process.passes("persist", "after")
 

@@ -79,6 +79,8 @@ class TrainerProcess(Process):
             self.busy = True
             verdict = yield from self._publish(client, version)
             self.busy = False
+            table = hashlib.sha256(self._blob(version)).hexdigest()
+            self._world.judge.publication_over(self.name, version, table, verdict.ending)
             self.verdicts.append((version, verdict))
             self.loop.note(self.name, f"publication of {version}: {verdict.ending} {verdict.reason}")
             if verdict.ending is p.Ending.COMMITTED:
