@@ -87,6 +87,17 @@ class PauseMode(enum.StrEnum):
     """They freeze, keep their KV cache, and go on under the new weights."""
 
 
+class SlowEngines(enum.StrEnum):
+    """What a round does about engines that are slower than others. control/patience.py carries it out."""
+
+    WAIT_ALL = "wait-all"
+    """Every engine is waited for, up to the deadline of each step."""
+    QUORUM = "quorum"
+    """Once `Policy.quorum` engines are through a step, the others have `Policy.slow_s` left."""
+    EVICT_AFTER = "evict-after"
+    """An engine that takes longer than `Policy.slow_s` over a step is left out."""
+
+
 class EngineHealth(enum.StrEnum):
     """What an engine agent says of the weights its server holds."""
 
@@ -210,6 +221,11 @@ class Policy(Fragment, frozen=True):
     redrives: Count = 1
     """How often engines that failed mid-transfer are sent everything again within the round."""
     transfer_timeout_s: Seconds = 600.0
+    slow: SlowEngines = SlowEngines.WAIT_ALL
+    quorum: Count = 0
+    """For `SlowEngines.QUORUM`; 0 means one."""
+    slow_s: Seconds = 30.0
+    """For `SlowEngines.QUORUM` and `SlowEngines.EVICT_AFTER`."""
 
 
 class Receiver(Fragment, frozen=True):
@@ -315,6 +331,8 @@ class Acquire(Message, frozen=True):
     request: RequestKey
     channel: ChannelName
     version: VersionNumber
+    rollback: bool = False
+    """The channel is to go back: `version` may be the committed one or below. Without it that is refused."""
 
 
 class Release(Message, frozen=True):
@@ -346,6 +364,8 @@ class Publish(Message, frozen=True):
     bytes: Count
     buckets: Count
     policy: Policy = Policy()
+    rollback: bool = False
+    """As in the `Acquire` of this lease; without that it is refused."""
 
 
 class Offered(Message, frozen=True):

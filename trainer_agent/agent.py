@@ -94,15 +94,18 @@ class TrainerAgent:
         """This rank speaks for the group."""
         return self._leader is not None
 
-    def publish(self, version: int) -> PublishReport:
+    def publish(self, version: int, *, rollback: bool = False) -> PublishReport:
         """Bring the weights, as they are now, to every engine of the channel as `version`. Collective; blocks.
 
-        `version` must be above the committed one. Do not change the weights before this returns. Raises a
+        `version` must be above the committed one, unless `rollback` says that the channel is to go back: a trainer that
+        resumed from an older checkpoint is refused otherwise. Do not change the weights before this returns. Raises a
         `PublishFailed` (errors.py) when the version was not committed; its `report` tells what happened.
         """
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
-        verdict, report, cause = self._leader.publish(version) if self._leader else self._follow(version)
+        verdict, report, cause = (
+            self._leader.publish(version, rollback=rollback) if self._leader else self._follow(version)
+        )
         if verdict.ending is Ending.SOURCE_FAILED:
             self._unusable = f"lost its source ({verdict.reason})"
         raise_for(verdict, report, cause)

@@ -51,9 +51,9 @@ class Leader:
         self._outfit = outfit
         self._pool = pool
 
-    def publish(self, version: int) -> End:
+    def publish(self, version: int, *, rollback: bool = False) -> End:
         """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
-        drive = Drive(self._outfit, version)
+        drive = Drive(self._outfit, version, rollback=rollback)
         try:
             verdict = drive.run()
         except BaseException as error:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
@@ -55,14 +56,15 @@ RECORDS: list[AnyRecord] = [taken(1), commit(1, 1), closed("p"), taken(1, "other
 
 
 def test_restores_what_was_written(tmp_path: Path) -> None:
-    """A restart knows epochs, committed versions and answers: the same as a naive replay of the records."""
+    """A restart knows committed versions and answers, the same as a naive replay of the records; epochs are raised."""
     journal = SqliteJournal(tmp_path / "j")
     for record in RECORDS:
         journal.write(record)
         journal.write(record)  # writing twice is the same as writing once
     journal.close()
     again = SqliteJournal(tmp_path / "j")
-    assert again.restore() == replay(RECORDS)
+    expected = {name: msgspec.structs.replace(each, epoch=each.epoch + 1) for name, each in replay(RECORDS).items()}
+    assert again.restore() == expected
     assert again.boot == 2
     again.close()
 
@@ -89,7 +91,7 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "j")], env=environ, check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL
     journal = SqliteJournal(tmp_path / "j")
-    assert (journal.boot, journal.restore()[Channel("policy")].epoch) == (2, 7)
+    assert (journal.boot, journal.restore()[Channel("policy")].epoch) == (2, 8)
     journal.close()
 
 
@@ -187,3 +189,20 @@ def test_audit_tells_the_story(tmp_path: Path) -> None:
         "Committed",
     ]
     journal.close()
+
+
+def test_a_version_goes_back_only_by_a_rollback(tmp_path: Path) -> None:
+    """An explicit rollback is written over a newer version; it needs the flag, and survives a restart."""
+    journal = SqliteJournal(tmp_path / "j")
+    journal.write(taken(1))
+    journal.write(commit(7, 1))
+    journal.write(taken(2))
+    with pytest.raises(JournalCorrupt):
+        journal.write(commit(3, 2))
+    journal.write(msgspec.structs.replace(commit(3, 2), rollback=True))
+    journal.close()
+    again = SqliteJournal(tmp_path / "j")
+    restored = again.restore()[Channel("policy")]
+    assert restored.committed is not None
+    assert (restored.committed.version, restored.epoch) == (3, 3)
+    again.close()

@@ -137,7 +137,7 @@ class Judge:
 
     def _durable_commit(self, record: Committed) -> None:
         before = self._committed
-        rollback = getattr(record, "rollback", False)
+        rollback = record.rollback
         if before is not None and record.version < before.version and not rollback:
             self.broken("never-back", f"the disk goes from {before.version} to {record.version}")
         if rollback:
@@ -204,10 +204,9 @@ class Judge:
         ours = self._world.table_published(agent, message.epoch)
         request = self._world.request_published(agent, message.epoch)
         if message.outcome is Outcome.COMMITTED:
-            held = self._committed
-            known = self._tables.get(message.version)
-            if held is None or known is None or (ours is not None and ours != known):
-                self.broken("nothing-lost", f"{agent} is told that {message.version} is committed; on disk: {held}")
+            if ours is not None and (message.version, ours) not in self._ever:
+                found = self._tables.get(message.version)
+                self.broken("nothing-lost", f"{agent} is told that {message.version} is committed; on disk: {found}")
         elif request in self._committed_requests and not self._ghosts:
             self.broken("nothing-lost", f"{agent} is told that {message.version} came to nothing; it is on disk")
 
@@ -240,6 +239,9 @@ class Judge:
         if isinstance(what, ReadinessChanged):
             if what.ready:
                 self._ready[what.engine] = None
+                server = self._world.server(what.engine)
+                if server.up and not server.frozen and server.paused and LAUNCH not in server.tags:
+                    self.broken("ready-is-ready", f"{what.engine} is listed as ready while its server is paused")
             else:
                 self._ready.pop(what.engine, None)
 

@@ -30,7 +30,7 @@ SEEDS: Final = 2000
 TIMEOUT_S: Final = 3600.0
 
 
-class Misplanted(Exception):  # noqa: N818
+class Misplanted(Exception):
     """The source has changed under a mutation."""
 
 

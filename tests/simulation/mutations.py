@@ -145,7 +145,12 @@ MUTATIONS: Final = (
         "    return Verdict(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))",
         "    return YES",
     ),
-    _m("commands-said-once", "control/duties.py", "self._retry_max_s), now + duty.wait_s)", "self._retry_max_s), now + 1e9)"),
+    _m(
+        "commands-said-once",
+        "control/duties.py",
+        "self._retry_max_s), now + duty.wait_s)",
+        "self._retry_max_s), now + 1e9)",
+    ),
     _m("no-fencing-at-the-engine", APPLICATION, "        if message.epoch < self.epoch:", "        if False:"),
     _m(
         "epoch-compared-with-le",

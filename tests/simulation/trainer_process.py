@@ -71,12 +71,13 @@ class TrainerProcess(Process):
             except (CoordinatorUnreachable, RequestRefused):
                 yield 0.5
         self._told_boot = welcome.boot
-        version = self.checkpoint + 1
+        version, back = self.checkpoint + 1, False
         while True:
             yield self._rng.random() * self._world.scenario.think_s
             while not self._world.may_begin():
                 yield 1.0
             self.busy = True
+            self._going_back, back = back, False
             verdict = yield from self._publish(client, version)
             self.busy = False
             table = hashlib.sha256(self._blob(version)).hexdigest()
@@ -87,7 +88,8 @@ class TrainerProcess(Process):
                 self.checkpoint = max(self.checkpoint, version - self._rng.randrange(3))
                 version += 1
             elif verdict.code is m.Code.VERSION_NOT_NEWER:
-                version = self._world.committed_version() + 1 + self._rng.randrange(2)
+                back = self._rng.random() < self._world.scenario.rollback
+                version = version if back else self._world.committed_version() + 1 + self._rng.randrange(2)
             elif self._rng.random() < 0.3:
                 version += 1
 
@@ -175,7 +177,12 @@ class TrainerProcess(Process):
             return p.Unreachable(str(silence))
 
     def _acquire(self, client: Client, version: int) -> Thread:
-        message = m.Acquire(request=client.new_request(), channel=self._world.channel, version=Version(version))
+        message = m.Acquire(
+            request=client.new_request(),
+            channel=self._world.channel,
+            version=Version(version),
+            rollback=self._going_back,
+        )
         answer, _ = yield from client.asking(message, deadline_s=REQUEST_S)
         assert isinstance(answer, m.Granted)
         return p.LeaseGranted(answer.epoch, answer.committed)
@@ -194,6 +201,7 @@ class TrainerProcess(Process):
             bytes=scenario.buckets,
             buckets=scenario.buckets,
             policy=self._world.policy(),
+            rollback=self._going_back,
         )
         self._world.publishes(self.name, epoch, message.request, table, self._blob_tags(version)[0])
         yield from client.asking(message, deadline_s=REQUEST_S)
