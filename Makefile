@@ -25,6 +25,7 @@ START ?= 0
 # make bench-control AGENTS=256 SAVE=tests/bench/results/control.json
 AGENTS ?= 2048
 SAVE ?=
+CYCLES ?= 10
 # make unit ARGS="-k lease -x"
 ARGS ?=
 # Passed to every pip install, for example an index that holds CPU builds of torch.
@@ -88,11 +89,25 @@ real: env ## Tests with real SGLang servers and real Megatron ranks
 
 ##@ Measure and break
 
+# make fuzz N=100000000
+N ?= 1000000
+fuzz: env ## Hostile frames for the decoders, N of them, on every core (100 million take half an hour on two)
+	@exec $(BIN)/python -m tests.fuzz.decoder $(N)
+
+fuzz-live: env ## Attacks on a running coordinator's CURVE sockets, with N frames of garbage
+	@exec $(BIN)/python -m tests.fuzz.live $(N)
+
 simulate: env ## Storms of faults over the real machines, SEEDS of them, on all cores (START: the first seed)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START)
 
 bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
 	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
+
+bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators and a real etcd (JSON last)
+	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
+
+chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also parts networks, fills disks)
+	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
 
 ##@ Packages
 
@@ -107,4 +122,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real simulate bench-control build deploy-check clean
+.PHONY: help demo env test lint types unit real fuzz fuzz-live simulate bench-control bench-failover chaos build deploy-check clean

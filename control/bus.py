@@ -39,7 +39,7 @@ from .keys import COORDINATOR, KeyPair, read_secret
 from .links import Delivery, Distrusted, Incoming, Received, Rejected, TurnedAway
 from .messages import Hint, ToAgent
 from .sockets import Waker, burst, check_library, public_of, set_common
-from .trust import RELOAD_S, TRUST_FILE, TrustList
+from .trust import RELOAD_S, TRUST_FILE, TrustList, read_trust
 
 _FAILED_HANDSHAKES: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -68,8 +68,9 @@ class ServerKeys:
 
     @classmethod
     def read(cls, folder: Path) -> ServerKeys:
-        """From a folder that ``weightbus keygen`` made."""
+        """From a folder that ``weightbus keygen`` made. Raises `PeerKeyError`."""
         secret = read_secret(folder / f"{COORDINATOR}.key")
+        read_trust(folder / TRUST_FILE)
         return cls(KeyPair(public_of(secret), secret), TrustList(folder / TRUST_FILE))
 
 

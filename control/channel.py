@@ -186,7 +186,7 @@ class Channel:
         elif self.round.state is RoundState.OFFERING:
             return Verdict(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
         else:
-            self.round.sent(message.epoch, message.failed, now)
+            self.round.sent(message.epoch, message.failed, message.spared, now)
         return verdict
 
     def abandon(self, agent: Agent, message: Abandon, now: float) -> Verdict:

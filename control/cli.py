@@ -71,6 +71,7 @@ def load_command(name: str, target: str) -> Command:
 
 def build_parser(commands: Mapping[str, Command | str]) -> argparse.ArgumentParser:
     """A parser with one sub-parser for each command; a str stands for one that could not be loaded, and says why."""
+    # No abbreviations: a script that relies on one breaks when a setting is added, and takes another for it until then.
     debug = argparse.ArgumentParser(add_help=False)
     debug.add_argument(
         "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of whatever goes wrong"
@@ -78,6 +79,7 @@ def build_parser(commands: Mapping[str, Command | str]) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(
         prog="weightbus",
         parents=[debug],
+        allow_abbrev=False,
         description="Moves the weights of a model in training into the engines that serve it, while they serve.",
         epilog="Settings come from flags, then WEIGHTBUS_<SECTION>_<FIELD>, then the file of --config, then defaults;"
         " every subcommand shows them with --check-config.",
@@ -87,7 +89,9 @@ def build_parser(commands: Mapping[str, Command | str]) -> argparse.ArgumentPars
         if isinstance(command, str):
             choices.add_parser(name, help=command.replace("%", "%%"))
             continue
-        child = choices.add_parser(name, help=command.help, description=command.help, parents=[debug])
+        child = choices.add_parser(
+            name, help=command.help, description=command.help, parents=[debug], allow_abbrev=False
+        )
         command.configure(child)
         child.set_defaults(run=command.run)
     return parser

@@ -314,7 +314,7 @@ class BusClient:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Connect():
-                self._link.open()
+                self._link.open(effect.place)
             case SayHello():
                 self._link.send(msgspec.structs.replace(self._hello(), request=effect.key))
             case SayAlive():

@@ -7,7 +7,7 @@ difficulties either *breaks*, and may be driven again, or *leaves*: it is told t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, assert_never
 
 from .duties import Duties
@@ -30,6 +30,7 @@ from .messages import (
     TrainerInfo,
     Transferred,
     Verified,
+    Withdraw,
 )
 from .orders import Orders
 from .routing import choose
@@ -45,6 +46,8 @@ HOPEFUL: Final = (
     EnginePhase.BROKEN,
 )
 """The new version may still reach it."""
+_OUT: Final = frozenset({EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST})
+"""Where an engine goes that takes no more of a running attempt."""
 
 
 class Cohort:
@@ -68,6 +71,11 @@ class Cohort:
         self._orders = Orders(publish, limits)
         self._story = story
         self._notes = notes
+        self._invited: frozenset[AgentId] = frozenset()
+        """Whom the last `Send` named."""
+        self._out: dict[str, str] = {}
+        """Those of them that will take nothing, or not all, and why."""
+        self._out_told = 0
         self._doubted: dict[AgentId, float] = {}
         self._moved: set[AgentId] = set()
         for name, info in engines.items():
@@ -79,6 +87,7 @@ class Cohort:
                 epoch=publish.epoch,
                 transport=route.transport,
                 health=info.health,
+                redrives_left=publish.policy.redrives,
                 reason="" if route.transport else route.reason,
                 seconds={},
             )
@@ -122,7 +131,16 @@ class Cohort:
 
     def wanted(self, epoch: Epoch) -> Send:
         """What the trainer is to send under `epoch`, and to whom."""
-        return self._orders.send(epoch, self.within(EnginePhase.PAUSED, EnginePhase.BROKEN))
+        members = self.within(EnginePhase.PAUSED, EnginePhase.BROKEN)
+        self._invited, self._out, self._out_told = frozenset(member.name for member in members), {}, 0
+        return self._orders.send(epoch, members)
+
+    def take_withdrawn(self, epoch: Epoch) -> Withdraw | None:
+        """Whom the trainer, which sends under `epoch`, waits for in vain; None while that is nobody new."""
+        if self._out_told == len(self._out):
+            return None
+        self._out_told = len(self._out)
+        return self._orders.withdraw(epoch, self._out)
 
     def transfer(self, epoch: Epoch, offers: tuple[Offer, ...], failed: Mapping[str, str], now: float) -> None:
         """Tell the engines of the last `Send` where their tensors are; those without an offer leave.
@@ -137,16 +155,35 @@ class Cohort:
                 self.leave(member, f"the trainer made no {member.transport} offer{f': {why}' if why else ''}", now)
                 continue
             self._move(member, EnginePhase.TRANSFERRING)
-            member.epoch = epoch
+            member.epoch, member.spared = epoch, False
             self._doubted.pop(member.name, None)
             self._duties.assign(member.name, self._orders.transfer(member, offer), now)
 
-    def doubt(self, failed: Mapping[str, str], now: float) -> None:
-        """The trainer could not serve these: each gets a little time to speak for itself, then it breaks."""
-        for member in self.within(EnginePhase.TRANSFERRING):
-            if member.name in failed:
+    def doubt(self, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
+        """The trainer could not serve these: each gets a little time to speak for itself, then it breaks.
+
+        Those in `spared` were well when another engine's failure ended the attempt, before anything was sent to them.
+        """
+        for member in self.within(EnginePhase.TRANSFERRING, EnginePhase.BROKEN):
+            member.spared = member.name in spared
+            if member.name in failed and member.phase is EnginePhase.TRANSFERRING:
                 member.reason = f"the trainer could not serve it: {failed[member.name]}"
                 self._doubted[member.name] = now + self._limits.grace_s
+
+    def drive_again(self) -> list[Member]:
+        """The broken engines that are to be sent everything again. Each has its own `Policy.redrives`.
+
+        Who was spared pays nothing for it: whoever was at fault does, and is out of it when it cannot. When nobody of
+        an attempt was at fault, all of them pay, because the next attempt would end like it.
+        """
+        broken = self.within(EnginePhase.BROKEN)
+        spared = {member.name for member in broken if member.spared}
+        if len(spared) == len(self._invited):
+            spared.clear()
+        again = [member for member in broken if member.name in spared or member.redrives_left]
+        for member in again:
+            member.redrives_left -= member.name not in spared
+        return again
 
     def commit(self, now: float) -> None:
         """The version is durable: whoever holds it, verified, is to serve it."""
@@ -221,6 +258,7 @@ class Cohort:
             self._break(member, f"verified {found}; expected {self._publish.version}, {self._publish.table[:12]}")
             return
         self._move(member, EnginePhase.VERIFIED)
+        member.reason = ""  # what went wrong before, in this attempt or an earlier one, is mended
         member.seconds["verify"] = message.seconds
         member.verified_by = message.verified_by
         self._duties.drop(member.name)
@@ -277,6 +315,8 @@ class Cohort:
         self._counts[left] -= 1
         self._counts[phase] += 1
         self._moved.add(member.name)
+        if phase in _OUT and member.name in self._invited:
+            self._out.setdefault(member.name, member.reason)
         if left is EnginePhase.TRANSFERRING:
             self._doubted.pop(member.name, None)  # it spoke for itself, or left
 

@@ -11,6 +11,7 @@ from msgspec import Meta
 from rich.console import Console
 
 from . import status_view
+from .candidate import Candidate
 from .coordinator_settings import CoordinatorSettings
 from .server import on_signals
 from .service import Service
@@ -29,7 +30,7 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
     def do(self, given: CoordinatorSettings) -> int:
         """Serve until told to stop."""
         configure_logging(given.log_level.value, given.log_format.value)
-        service = Service(given)
+        service = Candidate(given) if given.store else Service(given)
         on_signals(service.stop, service.look_again)
         service.run()
         return 0

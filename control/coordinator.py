@@ -187,7 +187,7 @@ class Coordinator:
             case MessageReceived():
                 self._received(work, now)
             case PeerLost():
-                self.members.disconnect(work.peer)
+                self.members.disconnect(work.peer, now)
             case TrustLost():
                 self._distrust(work, now)
             case Tick():
@@ -214,11 +214,11 @@ class Coordinator:
 
     def _give_up_on(self, name: AgentId, now: float) -> None:
         agent = self.members.get(name)
-        if agent and now >= agent.heard_at + self.limits.silence_s:
-            self._leave(agent, f"was silent for {now - agent.heard_at:.1f} s", now)
+        if agent and (reason := self.members.why_lost(agent, now)):
+            self._leave(agent, reason, now)
 
     def _tick(self, now: float) -> None:
-        self._waiting.extend(_Silent(agent.name) for agent in self.members.silent(now))
+        self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))
         self._waiting.extend(_ChannelTick(name) for name in self.channels)
         if self._probe_at is not None and now >= self._probe_at:
             self._probe_at = now + self.limits.probe_s
@@ -316,9 +316,7 @@ class Coordinator:
                 return
         elif before and before.peer and before.peer != peer:
             self._effects.append(Evict(peer=before.peer, reason="came back on another connection"))
-        self.members.join(message, peer, now)
-        agent = self.members.get(message.agent)
-        assert agent is not None  # just joined
+        agent = self.members.join(message, peer, now)
         channel = self._channel(message.channel)
         self._send(
             peer,

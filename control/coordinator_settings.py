@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import ipaddress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from .limits import Limits
 from .security import InsecureLoopback, KeysFolder, state_folder
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 Wait = Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -44,6 +45,14 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     pub_port: Annotated[Port, Meta(description="hints (PUB)")] = 5751
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5752
+    store: Annotated[
+        str, Meta(description="etcd://127.0.0.1:2379[,...][/prefix]: one of several coordinators; else the journal")
+    ] = ""
+    name: Annotated[str, Meta(description="what this one of several is called; empty: the host's name")] = ""
+    advertise: Annotated[str, Meta(description="endpoint agents reach it at, if not bind and router_port")] = ""
+    leader_s: Annotated[
+        float, Meta(description="a leader that the store does not hear of for so long is replaced", ge=2, le=3600)
+    ] = 5.0
     journal: Annotated[Path, Meta(description="SQLite file; on a local disk, never on NFS")] = msgspec.field(
         default_factory=lambda: state_folder() / "journal.sqlite"
     )
@@ -75,6 +84,17 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
             )
         for name in ("bind", "http_bind"):
             _check_address(name, getattr(self, name))
+        self._check_ports()
+
+    def _check_ports(self) -> None:
+        """Port 0 is whatever is free, so it may stand more than once."""
+        taken: dict[int, tuple[str, str]] = {}
+        for name, address in (("router_port", self.bind), ("pub_port", self.bind), ("http_port", self.http_bind)):
+            port: int = getattr(self, name)
+            other, at = taken.get(port, ("", ""))
+            if port and other and (address == at or _EVERYWHERE & {address, at}):
+                raise ValueError(f"{other} and {name} are both {port}: give each a port of its own")
+            taken.setdefault(port, (name, address))
 
     def limits(self) -> Limits:
         """What of this the machine receives; bounds that are not settings keep their defaults."""

@@ -13,6 +13,7 @@ from . import codec
 from .errors import ConfigurationError, ProtocolError
 from .keys import CurveFiles, KeyPair, read_public, read_secret
 from .messages import Hint, ToAgent, ToCoordinator
+from .session import split_endpoints
 from .sockets import Waker, burst, check_library, public_of, set_common
 
 FAREWELL_MS: Final = 200
@@ -23,10 +24,11 @@ class DealerLink:
     """An agent's socket. `links.AgentLink` says what the calls mean."""
 
     def __init__(self, endpoint: str, curve: CurveFiles | None = None) -> None:
-        """Reads the keys; connects only when `open` is called."""
+        """Reads the keys; connects only when `open` is called. `endpoint` may be several, comma-separated."""
         check_library()
-        _check_endpoint(endpoint, curve)
-        self._endpoint = endpoint
+        self._endpoints = split_endpoints(endpoint)
+        for each in self._endpoints:
+            _check_endpoint(each, curve)
         self._coordinator_key = read_public(curve.coordinator) if curve else ""
         secret = read_secret(curve.secret) if curve else ""
         self._pair = KeyPair(public_of(secret), secret) if curve else None
@@ -34,15 +36,15 @@ class DealerLink:
         self._waker = Waker()
         self._socket: zmq.Socket[bytes] | None = None
 
-    def open(self) -> None:
-        """Connect anew, dropping the connection there was. Does not wait for it to stand."""
+    def open(self, place: int = 0) -> None:
+        """Connect anew, to the endpoint of that number, dropping the connection there was. Does not wait for it."""
         self._drop(linger_ms=0)
         dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket = dealer
         set_common(dealer)
         _set_connecting(dealer, self._pair, self._coordinator_key)
         dealer.set(zmq.IMMEDIATE, 1)
-        _connect(dealer, self._endpoint)
+        _connect(dealer, self._endpoints[place])
 
     def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:
         """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""

@@ -14,11 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Final
 
 import msgspec
-import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from .errors import ConfigurationError
+from .log import get_log
 
 REQUEST_TIMEOUT_S: Final = 5.0
 """How long a client may take to say what it wants."""
@@ -109,7 +109,7 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that went away, or never spoke, is its own affair; anything else is logged as the error it is."""
         del request
-        log = structlog.get_logger("http")
+        log = get_log(__name__)
         problem = sys.exc_info()[1]
         if isinstance(problem, (ConnectionError, TimeoutError)):
             log.debug("client_gone", client=client_address, problem=str(problem))
@@ -135,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             answer = route()
         except Exception:  # noqa: BLE001  # whatever it was, this page is all that it may cost
-            structlog.get_logger("http").exception("page_failed", path=self.path)
+            get_log(__name__).exception("page_failed", path=self.path)
             answer = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this page could not be made")
         self._reply(answer)
 

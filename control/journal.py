@@ -10,7 +10,9 @@ for a while), `event` (append-only audit of grants, commits and ended rounds; re
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
+import stat
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -79,6 +81,10 @@ class Journal(Protocol):
         """
         ...
 
+    def confirm(self) -> None:
+        """Raise `Deposed` unless this coordinator may go on. Called before anything that came in is looked at."""
+        ...
+
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
         ...
@@ -88,7 +94,7 @@ class Journal(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of it, so that another coordinator can have it."""
         ...
 
 
@@ -103,14 +109,12 @@ class SqliteJournal:
         self._path = path
         self._wall_clock = wall_clock
         self.boot = 0
+        _look(path)
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             # one thread at a time uses it; which one is the driver's affair
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-        except (OSError, sqlite3.Error) as error:
-            raise JournalError(
-                path, f"cannot be opened ({error})", "name a file that you may write, with --journal"
-            ) from error
+        except sqlite3.Error as error:
+            raise JournalError(path, f"cannot be opened ({error})", _advice(error)) from error
         try:
             self._open()
         except BaseException:
@@ -131,8 +135,7 @@ class SqliteJournal:
             raise JournalError(self._path, error.problem, error.advice) from error
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
-                advice = "is another coordinator running on it? one file serves one coordinator"
-                raise JournalError(self._path, str(error), advice) from error
+                raise JournalError(self._path, f"cannot be used ({error})", _advice(error)) from error
             raise JournalCorrupt(self._path, str(error), _RESTORE) from error
 
     def _claim(self) -> None:
@@ -158,6 +161,9 @@ class SqliteJournal:
         if found != SCHEMA:
             advice = "start the release that wrote it, or another journal"
             raise JournalError(self._path, f"schema {found}, this release reads {SCHEMA}", advice)
+
+    def confirm(self) -> None:
+        """Nobody else can have the file."""
 
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
@@ -248,10 +254,50 @@ class SqliteJournal:
                 raise
         except sqlite3.OperationalError as error:
             code = getattr(error, "sqlite_errorname", "")
-            advice = "free room on the disk; writing is tried again by itself"
-            raise JournalUnwritable(self._path, f"cannot be written ({code}: {error})", advice) from error
+            raise JournalUnwritable(self._path, f"cannot be written ({code}: {error})", _advice(error)) from error
         except sqlite3.DatabaseError as error:
             raise JournalCorrupt(self._path, str(error), _RESTORE) from error
+
+
+_ELSEWHERE: Final = "or name another file with --journal"
+
+
+def _look(path: Path) -> None:
+    """Make the folder, and find out whether a journal can be kept there at all: SQLite's own words do not say why not.
+
+    Raises `JournalError`.
+    """
+    folder = path.parent
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"its folder cannot be made ({error.filename}: {error.strerror})"
+        raise JournalError(path, problem, f"make {folder} for user {os.geteuid()}, {_ELSEWHERE}") from error
+    if path.is_dir():
+        raise JournalError(path, "is a folder, expected a file", f"name a file in it, {_ELSEWHERE}")
+    # Beside the file SQLite writes another two, so the folder must be writable too.
+    for place in (folder, path) if path.exists() else (folder,):
+        if os.statvfs(place).f_flag & os.ST_RDONLY:
+            problem = f"{place} is on a file system that is mounted read-only"
+            raise JournalError(path, problem, f"mount it for writing, {_ELSEWHERE}")
+        if not os.access(place, os.R_OK | os.W_OK, effective_ids=True):
+            found = place.stat()
+            problem = (
+                f"{place} cannot be read and written by user {os.geteuid()}: it belongs to user {found.st_uid}, mode"
+                f" {stat.S_IMODE(found.st_mode):04o}"
+            )
+            raise JournalError(path, problem, f"give it to user {os.geteuid()}, {_ELSEWHERE}")
+
+
+def _advice(error: sqlite3.Error) -> str:
+    code: str = getattr(error, "sqlite_errorname", "")
+    if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return "is another coordinator running on it? one file serves one coordinator"
+    if code.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
+        return f"let user {os.geteuid()} write the file and its folder, {_ELSEWHERE}"
+    if code.startswith("SQLITE_FULL"):
+        return "free room on the disk"
+    return "is the disk full, failing or on another machine? a journal belongs on a local disk with room"
 
 
 _RESTORE: Final = "restore it from a backup; beginning anew would forget which version is committed"

@@ -30,6 +30,13 @@ class KeygenSettings(msgspec.Struct, frozen=True, kw_only=True):
     agents: Annotated[tuple[str, ...], Meta(description="agents, the same as NAME...")] = ()
     coordinator: Annotated[bool, Meta(description="make the coordinator's pair and its allow-list too")] = True
 
+    def __post_init__(self) -> None:
+        if COORDINATOR in self.agents:
+            raise ValueError(
+                f"no agent may be called {COORDINATOR!r}: its key files would be taken for the coordinator's own, which"
+                " are made without being named; name the agent otherwise"
+            )
+
 
 class KeygenCommand(SettingsCommand[KeygenSettings]):
     """Makes CURVE keys. What exists is kept."""

@@ -6,8 +6,9 @@ One folder, made by ``weightbus keygen``::
     agents/NAME.key  agents/NAME.pub      one pair for each agent; its host needs the .key
     trust.toml                            whom the coordinator lets in (trust.py)
 
-A file is comment lines (they hold spaces) and one line of 40 characters, a key in Z85. Secret files that others can
-read are refused.
+A file is comment lines (they hold spaces) and one line of 40 characters, a CURVE key in Z85. A public file has a second
+line: ``ed25519:`` and the key that the same agent signs with (signing.py). Secret files that others can read are
+refused.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ import msgspec
 
 from .errors import PeerKeyError
 from .ids import NAME_PATTERN
+from .signing import PUBLIC_PATTERN, signing_key_of
 
 COORDINATOR: Final = "coordinator"
 AGENTS: Final = "agents"
+_SIGNS: Final = "ed25519:"
 _Z85: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _ELSEWHERE: Final = "choose a folder that you may write, with --keys"
 
@@ -68,9 +71,10 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
         raise PeerKeyError(folder / name, "not a name", f"names match {NAME_PATTERN}")
     secret_path, public_path = folder / f"{name}.key", folder / f"{name}.pub"
     if secret_path.exists():
-        public = public_of(read_secret(secret_path))
+        secret = read_secret(secret_path)
+        public = public_of(secret)
         if not public_path.exists():
-            _write_public(public_path, name, public)
+            _write_public(public_path, name, KeyPair(public, secret))
             return Written.COMPLETED
         if read_public(public_path) == public:
             return Written.KEPT
@@ -85,13 +89,21 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
         raise PeerKeyError(secret_path, f"its folder cannot be made: {problem.strerror}", _ELSEWHERE) from problem
     comment = f"# weightbus secret key of {name}. Only for that machine; never in an image or an environment variable."
     _write_new(secret_path, f"{comment}\n{pair.secret}\n", 0o600)
-    _write_public(public_path, name, pair.public)
+    _write_public(public_path, name, pair)
     return Written.CREATED
 
 
 def read_public(path: Path) -> str:
     """The key in a .pub file."""
     return _read(path)
+
+
+def read_signing_key(path: Path) -> str:
+    """The key in a .pub file that its agent signs with."""
+    found = [line.removeprefix(_SIGNS) for line in _read_lines(path) if line.startswith(_SIGNS)]
+    if len(found) != 1 or not re.match(PUBLIC_PATTERN, found[0]):
+        raise PeerKeyError(path, "names no key to sign with", "remove it and run `weightbus keygen` again")
+    return found[0]
 
 
 def read_secret(path: Path) -> str:
@@ -104,6 +116,14 @@ def read_secret(path: Path) -> str:
 
 
 def _read(path: Path) -> str:
+    keys = [line for line in _read_lines(path) if not line.startswith(_SIGNS)]
+    if len(keys) != 1 or not _Z85.fullmatch(keys[0]):
+        raise PeerKeyError(path, "does not hold one key of 40 characters", "make a new pair with `weightbus keygen`")
+    return keys[0]
+
+
+def _read_lines(path: Path) -> list[str]:
+    """All lines but comments."""
     try:
         text = path.read_text(encoding="ascii")
     except OSError as problem:
@@ -114,14 +134,12 @@ def _read(path: Path) -> str:
         raise PeerKeyError(path, f"cannot be read: {problem.strerror}", advice) from problem
     except ValueError as problem:
         raise PeerKeyError(path, "is not text", "make a new pair with `weightbus keygen`") from problem
-    keys = [line for line in text.splitlines() if line and " " not in line]
-    if len(keys) != 1 or not _Z85.fullmatch(keys[0]):
-        raise PeerKeyError(path, "does not hold one key of 40 characters", "make a new pair with `weightbus keygen`")
-    return keys[0]
+    return [line for line in text.splitlines() if line and " " not in line]
 
 
-def _write_public(path: Path, name: str, public: str) -> None:
-    _write_new(path, f"# weightbus public key of {name}.\n{public}\n", 0o644)
+def _write_public(path: Path, name: str, pair: KeyPair) -> None:
+    signs = _SIGNS + signing_key_of(pair.secret)
+    _write_new(path, f"# weightbus public keys of {name}.\n{pair.public}\n{signs}\n", 0o644)
 
 
 def _write_new(path: Path, text: str, mode: int) -> None:

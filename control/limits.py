@@ -14,6 +14,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """An agent not heard of for so long is lost."""
     takeover_s: float = 3.0
     """A name not heard of for so long may be taken by a newer incarnation."""
+    reconnect_s: float = 3.0
+    """An engine whose connection is gone is lost after so long, unless it is back by then."""
     lease_s: float = 10.0
     """A trainer silent for so long loses its lease; a paused clean engine that hears nothing for so long resumes."""
     publish_s: float = 1800.0

@@ -97,8 +97,8 @@ class CoordinatorBus(Protocol):
 class AgentLink(Protocol):
     """An agent's side: one connection at a time. One thread owns it; only `wake` may be called from another."""
 
-    def open(self) -> None:
-        """Connect anew, dropping the connection there was. Does not wait for it to stand."""
+    def open(self, place: int = 0) -> None:
+        """Connect anew, to the endpoint of that number, dropping the connection there was. Does not wait for it."""
         ...
 
     def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:

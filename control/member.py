@@ -18,12 +18,16 @@ class Member(msgspec.Struct, kw_only=True):
     epoch: Epoch
     transport: TransportKind | None
     health: EngineHealth
+    redrives_left: int = 0
+    """How often it may still be sent everything again after a failure that it, or bytes under way, took part in."""
     reason: str = ""
     seconds: dict[str, float] = {}
     bytes: int = 0
     buckets: int = 0
     verified_by: str = ""
     rank_offset: int = 0
+    spared: bool = False
+    """Nothing was sent to it in the last attempt, only because another engine failed: it is not at fault."""
 
     @property
     def outcome(self) -> Outcome:

@@ -3,11 +3,15 @@
 A name belongs to one incarnation at a time. A newer one gets it when the old one's connection is gone, or when the old
 one was not heard of for `takeover_s`: long enough that a live agent has sent several heartbeats, short enough that a
 sidecar that was killed and restarted is back before anybody takes it for lost.
+
+A server belongs to one engine agent at a time, whatever the channel: two would pause and load it against each other,
+and the ready list would name it twice. Another name gets it when the first one said Bye or is lost, not while it may
+come back: a connection that breaks for a moment must not hand a server over to an agent that was started by mistake.
 """
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import msgspec
 
@@ -40,9 +44,16 @@ class Membership:
         self._limits = limits
         self._agents: dict[AgentId, Agent] = {}
         self._by_peer: dict[Peer, AgentId] = {}
+        self._by_server: dict[str, AgentId] = {}
+        self._away: dict[AgentId, float] = {}
+        """Engines without a connection, and since when; the longest first."""
 
     def verdict(self, hello: Hello, peer: Peer, now: float) -> Verdict:
-        """Whether this `Hello` may have the name it asks for."""
+        """Whether this `Hello` may have the name, and the server, that it asks for."""
+        name = self._name_verdict(hello, peer, now)
+        return self._server_verdict(hello, now) if name.ok else name
+
+    def _name_verdict(self, hello: Hello, peer: Peer, now: float) -> Verdict:
         known = self._agents.get(hello.agent)
         if known is None and len(self._agents) >= self._limits.max_agents:
             return Verdict(Code.NOT_ALLOWED, f"{len(self._agents)} agents are here, no more are taken", 10.0)
@@ -55,15 +66,27 @@ class Membership:
         reason = f"{found}: give this one another name, or stop the other"
         return Verdict(Code.NAME_TAKEN, reason, self._limits.takeover_s - silent_s)
 
-    def join(self, hello: Hello, peer: Peer, now: float) -> Agent | None:
-        """Seat the agent of `hello` on `peer`. Returns who had the name before."""
+    def _server_verdict(self, hello: Hello, now: float) -> Verdict:
+        holder = self._by_server.get(_server(hello.engine))
+        if holder is None or holder == hello.agent or hello.engine is None:
+            return YES
+        rival = self._agents[holder]
+        found = f"{rival.name!r} of channel {rival.channel!r} answers for the server at {hello.engine.url}"
+        reason = (
+            f"{found}, last heard of {now - rival.heard_at:.1f} s ago: one server, one agent. Stop one of the two; if"
+            " they are different servers, tell each agent with --url where clients reach its own"
+        )
+        return Verdict(Code.SERVER_TAKEN, reason, self._limits.takeover_s)
+
+    def join(self, hello: Hello, peer: Peer, now: float) -> Agent:
+        """Seat the agent of `hello` on `peer`."""
         before = self._agents.get(hello.agent)
         if before and before.peer:
             self._by_peer.pop(before.peer, None)
         if (other := self._by_peer.get(peer)) and other != hello.agent:
             self.remove(other)
-        self._agents.pop(hello.agent, None)
-        self._agents[hello.agent] = Agent(
+        self._forget(hello.agent)
+        agent = self._agents[hello.agent] = Agent(
             name=hello.agent,
             role=hello.role,
             channel=hello.channel,
@@ -74,7 +97,9 @@ class Membership:
             trainer=hello.trainer,
         )
         self._by_peer[peer] = hello.agent
-        return before
+        if server := _server(hello.engine):
+            self._by_server[server] = hello.agent
+        return agent
 
     def heard(self, peer: Peer, now: float) -> Agent | None:
         """Who speaks on `peer`; noted as alive."""
@@ -91,34 +116,57 @@ class Membership:
         name = self._by_peer.get(peer)
         return self._agents[name] if name is not None else None
 
-    def disconnect(self, peer: Peer) -> Agent | None:
-        """The connection is gone; its agent may come back on another until it has been silent for too long."""
+    def disconnect(self, peer: Peer, now: float) -> Agent | None:
+        """The connection is gone; its agent may come back on another until it is lost."""
         name = self._by_peer.pop(peer, None)
         if name is None:
             return None
-        self._agents[name] = msgspec.structs.replace(self._agents[name], peer=None)
-        return self._agents[name]
+        agent = msgspec.structs.replace(self._agents[name], peer=None)
+        self._agents[name] = agent
+        if agent.role is Role.ENGINE:  # a trainer keeps its lease until it is silent for too long
+            self._away[name] = now
+        return agent
 
     def remove(self, name: AgentId) -> Agent | None:
         """Forget the agent."""
-        agent = self._agents.pop(name, None)
+        agent = self._forget(name)
         if agent and agent.peer:
             self._by_peer.pop(agent.peer, None)
+        return agent
+
+    def _forget(self, name: AgentId) -> Agent | None:
+        agent = self._agents.pop(name, None)
+        self._away.pop(name, None)
+        if agent and self._by_server.get(server := _server(agent.engine)) == name:
+            del self._by_server[server]
         return agent
 
     def get(self, name: AgentId) -> Agent | None:
         """The agent of that name."""
         return self._agents.get(name)
 
-    def silent(self, now: float) -> list[Agent]:
-        """Who has not been heard of for too long."""
-        silence_s = self._limits.silence_s
-        return list(takewhile(lambda agent: now >= agent.heard_at + silence_s, self._agents.values()))
+    def lost(self, now: float) -> list[Agent]:
+        """Who has not been heard of, or has had no connection, for too long."""
+        silent = list(takewhile(lambda agent: self._silent_at(agent) <= now, self._agents.values()))
+        away = takewhile(lambda name: self._away[name] + self._limits.reconnect_s <= now, self._away)
+        return silent + [agent for agent in map(self._agents.__getitem__, away) if self._silent_at(agent) > now]
+
+    def why_lost(self, agent: Agent, now: float) -> str:
+        """Why this agent is not waited for any longer; empty while it is."""
+        silence = f"was silent for {now - agent.heard_at:.1f} s"
+        gone_at = self._away.get(agent.name)
+        if gone_at is not None and gone_at + self._limits.reconnect_s <= now:
+            return f"{silence}, and its connection is gone"
+        return silence if self._silent_at(agent) <= now else ""
 
     def next_deadline(self) -> float | None:
-        """When the next agent will have been silent for too long."""
-        most_silent = next(iter(self._agents.values()), None)
-        return None if most_silent is None else most_silent.heard_at + self._limits.silence_s
+        """When the next agent will be lost, if nothing is heard of it."""
+        times = [self._silent_at(agent) for agent in islice(self._agents.values(), 1)]
+        times += [gone_at + self._limits.reconnect_s for gone_at in islice(self._away.values(), 1)]
+        return min(times, default=None)
+
+    def _silent_at(self, agent: Agent) -> float:
+        return agent.heard_at + self._limits.silence_s
 
     def __len__(self) -> int:
         return len(self._agents)
@@ -134,3 +182,12 @@ class Membership:
         for agent in self._agents.values():
             if agent.peer is not None and self._by_peer.get(agent.peer) != agent.name:
                 raise InvariantBroken(f"{agent.name} sits on {agent.peer!r}, which does not know it")
+            if (server := _server(agent.engine)) and self._by_server.get(server) != agent.name:
+                raise InvariantBroken(f"{agent.name} is beside {server}, which is {self._by_server.get(server)}'s")
+        if not self._agents.keys() >= set(self._by_server.values()):
+            raise InvariantBroken("a server is held by somebody who is not here")
+
+
+def _server(engine: EngineInfo | None) -> str:
+    """By which a server is known; empty for agents without one."""
+    return engine.url.rstrip("/").lower() if engine else ""

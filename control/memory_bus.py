@@ -124,8 +124,9 @@ class MemoryLink:
         self._inbox: deque[codec.Frames] = deque()
         self._woken = False
 
-    def open(self) -> None:
-        """Connect anew, dropping the connection there was."""
+    def open(self, place: int = 0) -> None:
+        """Connect anew, dropping the connection there was. There is one place only."""
+        del place
         self.close()
         self.peer = self._bus.connect(self)
 

@@ -17,6 +17,7 @@ The exchange of one round::
       <-------------------  Send    (who takes part, by which transport)
       Offered  ----------------->   TRANSFERRING Transfer(offer) ->
          ... tensors travel on the data plane, never here ...
+      <---------------  Withdraw   (only if an engine drops out: who is not to be waited for)
       Sent     ----------------->               <-----  Transferred / Failed
                                     VERIFYING   <-----  Verified / Failed
                                     COMMITTING  (journal, fsync)
@@ -44,8 +45,9 @@ from .ids import (
     Text,
     VersionNumber,
 )
+from .signing import Signature
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Raised when an older reader would misread a message. Travels in the first frame and in `Hello`."""
 
 MAX_PAGE_BYTES: Final = 512 * 1024
@@ -128,12 +130,16 @@ class Code(enum.StrEnum):
     """Say `Hello` first; the coordinator does not know this connection."""
     NAME_TAKEN = "name_taken"
     """Another live incarnation uses this agent's name."""
+    SERVER_TAKEN = "server_taken"
+    """Another live engine agent stands beside the server at this URL. One server, one agent: end one of them."""
     PROTOCOL_MISMATCH = "protocol_mismatch"
     """The two sides speak different protocol numbers. Upgrade the older one."""
     READ_ONLY = "read_only"
     """The journal cannot be written (disk full?). Nothing is granted until it can."""
     SHUTTING_DOWN = "shutting_down"
     """The coordinator is stopping. Retry after `retry_after_s`."""
+    NOT_LEADER = "not_leader"
+    """This coordinator stands by. `Refused.leader` says who leads, if that is known."""
 
 
 class Step(enum.StrEnum):
@@ -210,6 +216,16 @@ class TrainerInfo(Fragment, frozen=True):
     """In order of preference."""
 
 
+class Seal(Fragment, frozen=True):
+    """Who says that a version is to be published, and after which. seals.py says what exactly is signed."""
+
+    signer: AgentName
+    previous: Held | None
+    """What was committed when the lease was granted: the link before this one in the channel's chain."""
+    signature: Signature
+    """Ed25519, in hexadecimal."""
+
+
 class Policy(Fragment, frozen=True):
     """How one round treats its engines. The trainer states it; the coordinator carries it out."""
 
@@ -219,7 +235,10 @@ class Policy(Fragment, frozen=True):
     min_engines: Count = 0
     """Abort unless at least this many engines reach the verified state; 0 means at least one if any joined."""
     redrives: Count = 1
-    """How often engines that failed mid-transfer are sent everything again within the round."""
+    """How often each engine that failed in the transfer is sent everything again within the round.
+
+    An attempt over a collective transport that another engine's failure ended before anything was sent does not count.
+    """
     transfer_timeout_s: Seconds = 600.0
     slow: SlowEngines = SlowEngines.WAIT_ALL
     quorum: Count = 0
@@ -366,6 +385,8 @@ class Publish(Message, frozen=True):
     policy: Policy = Policy()
     rollback: bool = False
     """As in the `Acquire` of this lease; without that it is refused."""
+    seal: Seal | None = None
+    """Null where no keys are used. Carried on in `Prepare`, as it is."""
 
 
 class Offered(Message, frozen=True):
@@ -387,6 +408,8 @@ class Sent(Message, frozen=True):
     epoch: EpochNumber
     failed: dict[str, Text] = {}
     """Engines the trainer could not serve, with the reason. All others took every bucket."""
+    spared: tuple[AgentName, ...] = ()
+    """Those of `failed` to which nothing was sent, only because another one failed: they are not at fault."""
 
 
 class Abandon(Message, frozen=True):
@@ -504,6 +527,8 @@ class Refused(Message, frozen=True):
     reason: Text
     """What was found, what was expected, what to do."""
     retry_after_s: Seconds = 0.0
+    leader: Text = ""
+    """Endpoint of the coordinator that leads. An agent goes there only if it was told of it by its own settings too."""
 
 
 class BlobPage(Message, frozen=True):
@@ -548,6 +573,19 @@ class Send(Message, frozen=True):
     deadline_s: Seconds
 
 
+class Withdraw(Message, frozen=True):
+    """These receivers of the `Send` of `epoch` are out of it: wait for them no longer. Answered by `Sent`.
+
+    Names all that are out so far, so that a later one replaces an earlier one. Those that have confirmed every bucket
+    to the trainer are served, whatever became of them afterwards.
+    """
+
+    channel: ChannelName
+    epoch: EpochNumber
+    engines: dict[str, Text]
+    """With the reason."""
+
+
 class RoundDone(Message, frozen=True):
     """The round is over and the lease is free. Repeated on every `Publish` of the same request."""
 
@@ -575,6 +613,10 @@ class Prepare(Message, frozen=True):
     transport: TransportKind
     policy: Policy
     deadline_s: Seconds
+    rollback: bool = False
+    """The channel goes back: this version may be at or below the one that is served."""
+    seal: Seal | None = None
+    """The trainer's, of the `Publish` that began the round: its epoch, version, manifest and table are signed."""
 
 
 class Pause(Message, frozen=True):
@@ -641,6 +683,6 @@ EngineMessage = Prepared | Paused | Transferred | Verified | Serving | Failed
 ToCoordinator = AnyAgentMessage | TrainerMessage | EngineMessage
 
 ToAnyAgent = Welcome | Alive | Ack | Refused | BlobPage | Status
-ToTrainer = Granted | Send | RoundDone
+ToTrainer = Granted | Send | Withdraw | RoundDone
 ToEngine = Prepare | Pause | Transfer | Commit | Abort
 ToAgent = ToAnyAgent | ToTrainer | ToEngine

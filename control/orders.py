@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from .ids import Epoch
 from .limits import Limits
@@ -19,7 +20,11 @@ from .messages import (
     ToEngine,
     Transfer,
     TransportKind,
+    Withdraw,
 )
+
+_BRIEF: Final = 256
+"""Characters of a reason where one frame may carry thousands."""
 
 
 class Orders:
@@ -43,6 +48,8 @@ class Orders:
                 transport=member.transport or TransportKind.DISK,
                 policy=self._publish.policy,
                 deadline_s=self._limits.prepare_s,
+                seal=self._publish.seal,
+                rollback=self._publish.rollback,
             ),
         )
 
@@ -76,6 +83,11 @@ class Orders:
             receivers=tuple(receivers),
             deadline_s=self._publish.policy.transfer_timeout_s,
         )
+
+    def withdraw(self, epoch: Epoch, out: Mapping[str, str]) -> Withdraw:
+        """Wait for these no longer."""
+        engines = {name: reason[:_BRIEF] for name, reason in out.items()}
+        return Withdraw(channel=self._publish.channel, epoch=epoch, engines=engines)
 
     def transfer(self, member: Member, offer: Offer) -> ToEngine:
         """Take the tensors."""

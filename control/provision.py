@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from .ids import AgentId, Channel
-from .keys import AGENTS, COORDINATOR, read_public, write_pair
+from .keys import AGENTS, COORDINATOR, read_public, read_signing_key, write_pair
 from .messages import Role
 from .sockets import new_keypair, public_of
 from .trust import TRUST_FILE, Entry, edited
@@ -37,5 +37,6 @@ def entry_of(folder: Path, member: Member) -> Entry:
         "role": member.role,
         "channels": member.channels,
         "key": read_public(folder / AGENTS / f"{member.name}.pub"),
+        "signing_key": read_signing_key(folder / AGENTS / f"{member.name}.pub"),
     }
     return msgspec.convert(fields, Entry)

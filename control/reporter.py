@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Final, assert_never
 
 import msgspec
-import structlog
 
 from . import telemetry
 from .channel import Restored
@@ -32,6 +31,7 @@ from .effects import (
 )
 from .ids import AgentId, Channel
 from .journal import Journal
+from .log import get_log
 from .messages import Code, EngineReport, Outcome, Role
 from .states import RoundState
 from .status import ChannelView, StatusView
@@ -75,7 +75,7 @@ class Reporter:
     def __init__(self, meters: Meters, clock: Callable[[], float] = time.monotonic) -> None:
         self._meters = meters
         self._clock = clock
-        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
+        self._log = get_log(__name__)
         self._agents: dict[AgentId, tuple[Channel, Role]] = {}
         self._connections: Counter[str] = Counter()
         self._refusals = Throttle(REFUSALS_LOGGED)
@@ -195,6 +195,10 @@ class TimedJournal:
     def boot(self) -> int:
         """As of the journal underneath."""
         return self._journal.boot
+
+    def confirm(self) -> None:
+        """As the journal underneath."""
+        self._journal.confirm()
 
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, assert_never
 
 from . import patience
@@ -86,8 +86,9 @@ class Round:
         self._deadline = now
         self._commit_until = now
         self._seconds: dict[str, float] = {}
-        self._redrives_left = publish.policy.redrives
         self._hurried: RoundState | None = None
+        self._last_attempt = False
+        """Nothing can be driven again, whatever is left."""
         self._trainer_gone = False
         self._sent = False
         self._sent_once = False
@@ -114,12 +115,12 @@ class Round:
         self._cohort.transfer(epoch, offers, failed, now)
         self._advance(now)
 
-    def sent(self, epoch: Epoch, failed: Mapping[str, str], now: float) -> None:
+    def sent(self, epoch: Epoch, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
         """The trainer's half of the transfer is over. Engines in `failed` get a little time to speak for themselves."""
         if self.state is not RoundState.TRANSFERRING or epoch != self.epoch:
             return
-        self._sent = self._sent_once = True
-        self._cohort.doubt(failed, now)
+        self._transfer_over()
+        self._cohort.doubt(failed, spared, now)
         self._advance(now)
 
     def lost(self, name: AgentId, reason: str, now: float) -> None:
@@ -157,7 +158,7 @@ class Round:
     def epoch_refused(self, reason: str, now: float) -> None:
         """The journal took no new epoch: finish without the engines that broke."""
         self.wants = None
-        self._redrives_left = 0
+        self._last_attempt = True
         self.reason = reason
         self._advance(now)
 
@@ -294,6 +295,7 @@ class Round:
             case RoundState.OFFERING if not self._cohort.count(EnginePhase.PAUSED, EnginePhase.BROKEN):
                 self._give_up_transfer("no engine is left to send to", now)
             case RoundState.TRANSFERRING if self._enough(now):
+                self._withdraw(now)
                 if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
                     self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
             case RoundState.VERIFYING if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
@@ -322,15 +324,28 @@ class Round:
         self._sent = False
         self._duties.assign(self.holder, self._cohort.wanted(self.epoch), now)
 
-    def _conclude(self, now: float) -> None:
-        broken = self._cohort.within(EnginePhase.BROKEN)
-        if broken and self._redrives_left and not self._trainer_gone:
-            self._redrives_left -= 1
-            self.wants = Want.EPOCH
+    def _withdraw(self, now: float) -> None:
+        """Tell the trainer whom it waits for in vain, as soon as that is known, until its half is over."""
+        if self._sent or self._trainer_gone:
             return
-        for member in broken:
-            self._cohort.leave(member, member.reason, now)
-        if self._enough(now):
+        if command := self._cohort.take_withdrawn(self.epoch):
+            self._duties.assign(self.holder, command, now)
+
+    def _transfer_over(self) -> None:
+        self._sent = self._sent_once = True
+        self._duties.drop(self.holder)
+
+    def _conclude(self, now: float) -> None:
+        """Commit, or drive what broke again. Who may not be driven again leaves."""
+        again = [] if self._trainer_gone or self._last_attempt else self._cohort.drive_again()
+        for member in self._cohort.within(EnginePhase.BROKEN):
+            if member not in again:
+                self._cohort.leave(member, member.reason, now)
+        if not self._enough(now):
+            return
+        if again:
+            self.wants = Want.EPOCH
+        else:
             self._commit(now)
 
     def _commit(self, now: float) -> None:
@@ -344,7 +359,7 @@ class Round:
         if not self._sent_once or len(verified) < max(1, self.publish.policy.min_engines):
             self._abort(reason, now)
             return
-        self._redrives_left = 0
+        self._last_attempt = True
         self.reason = reason
         self._duties.drop(self.holder)
         for member in self._cohort.within(EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.BROKEN):
@@ -374,7 +389,7 @@ class Round:
             case RoundState.TRANSFERRING:
                 for member in self._cohort.within(EnginePhase.TRANSFERRING):
                     self._cohort.leave(member, f"transfer: {waited}", now)
-                self._sent = self._sent_once = True
+                self._transfer_over()
             case RoundState.VERIFYING:
                 for member in self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
                     self._cohort.leave(member, f"verify: {waited}", now)

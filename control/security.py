@@ -14,6 +14,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from .keys import CurveFiles
+from .trust import TRUST_FILE
 
 KeysFolder = Annotated[
     Path | None, Meta(description="folder of the keys; none: `keys` in the folder where this user's state is kept")
@@ -43,6 +44,11 @@ def check(keys: Path | None, *, insecure_loopback: bool) -> None:
     """Raise `ValueError` for settings that say both."""
     if insecure_loopback and keys is not None:
         raise ValueError(f"insecure_loopback = true, but keys = {keys} as well: choose one")
+
+
+def trust_file(keys: Path | None) -> Path:
+    """The allow-list: the coordinator's, and a copy of it at every engine agent."""
+    return keys_folder(keys) / TRUST_FILE
 
 
 def curve_files(keys: Path | None, agent: str, *, insecure_loopback: bool) -> CurveFiles | None:

@@ -110,6 +110,7 @@ class Server:
         received = self._bus.poll(0.0 if self._acks else timeout_s)
         if self._acks and (not received or self._clock() >= self._acks_by):
             self._acknowledge()
+        self._journal.confirm()
         if self._stop.is_set() and self._stop_by is None:
             self._stop_by = self._clock() + STOP_S
             self._events.append(StopRequested())

@@ -7,12 +7,11 @@ import threading
 import time
 from typing import Final
 
-import structlog
-
 from .bus import RouterBus, ServerKeys
 from .coordinator_settings import CoordinatorSettings
 from .http import HttpPort, Readiness
-from .journal import SqliteJournal
+from .journal import Journal, SqliteJournal
+from .log import get_log
 from .reporter import Reporter, TimedJournal
 from .security import keys_folder
 from .server import Server
@@ -25,7 +24,8 @@ STALLED_S: Final = 5.0
 class Service:
     """One coordinator. Everything is bound and open once constructed; `run` serves until `stop`."""
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    def __init__(self, settings: CoordinatorSettings, journal: Journal | None = None) -> None:
+        """Without `journal` the one of the settings; what is given is closed here too."""
         keys = None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
         meters = Meters(Side.COORDINATOR)
         reporter = Reporter(meters)
@@ -33,7 +33,7 @@ class Service:
         with contextlib.ExitStack() as undo:
             bus = RouterBus(settings.bind, settings.router_port, settings.pub_port, keys)
             undo.callback(bus.close)
-            journal = SqliteJournal(settings.journal)
+            journal = journal or SqliteJournal(settings.journal)
             undo.callback(journal.close)
 
             def show() -> None:
@@ -56,7 +56,7 @@ class Service:
             self._undo = undo.pop_all()
         self.router_port = bus.router_port
         self.pub_port = bus.pub_port
-        self._log: structlog.stdlib.BoundLogger = structlog.get_logger("coordinator")
+        self._log = get_log(__name__)
         self._settings = settings
         self._boot = journal.boot
         self._keys = keys
@@ -72,7 +72,7 @@ class Service:
                 router_port=self.router_port,
                 pub_port=self.pub_port,
                 http=f"http://{self._settings.http_bind}:{self.http.port}",
-                journal=str(self._settings.journal),
+                journal=self._settings.store or str(self._settings.journal),
                 keys="" if self._keys is None else str(self._keys.trust.path),
             )
             if self._keys is None:

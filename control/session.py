@@ -17,7 +17,7 @@ from .errors import CoordinatorUnreachable, ProtocolError, RequestRefused, Weigh
 from .ids import RequestId, Version
 from .messages import Ack, Alive, BlobPage, Code, Commit, Granted, Refused, Status, ToAgent, ToCoordinator, Welcome
 
-RETRYABLE: Final = frozenset({Code.NAME_TAKEN, Code.SHUTTING_DOWN, Code.READ_ONLY})
+RETRYABLE: Final = frozenset({Code.NAME_TAKEN, Code.SERVER_TAKEN, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.NOT_LEADER})
 """Refusals of a `Hello` that pass with time. After any other the session is over."""
 
 
@@ -43,6 +43,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     resend_max_s: float = 4.0
     silence_s: float = 5.0
     """A connection on which nothing is heard for so long is dropped. Once welcomed, `Welcome.silence_s` holds."""
+    elsewhere_s: float = 2.0
+    """Where several coordinators are known: one that says nothing for so long, or for three heartbeats, is left for
+    the next."""
 
 
 # -- events ----------------------------------------------------------------------------------------------------------
@@ -82,6 +85,9 @@ Event = Asked | Heard | Garbled | Ticked
 
 class Connect(msgspec.Struct, frozen=True):
     """Drop the connection and make a new one."""
+
+    place: int = 0
+    """Which of the endpoints, counted from 0."""
 
 
 class SayHello(msgspec.Struct, frozen=True):
@@ -149,7 +155,10 @@ class Session:
     """One agent's conversation. Drive it from one thread."""
 
     def __init__(self, endpoint: str, keys: str, timing: Timing, now: float) -> None:
-        """`keys` begins every Hello's request key; it must be unlike that of any other session."""
+        """`endpoint` may be several, comma-separated: one of them leads, the others refuse and say who does.
+
+        `keys` begins every Hello's request key; it must be unlike that of any other session.
+        """
         self.phase = Phase.JOINING
         self.welcome: Welcome | None = None
         self.committed: Version | None = None
@@ -157,6 +166,8 @@ class Session:
         self.refusal: RequestRefused | None = None
         """Why the last `Hello` was refused, while it is repeated."""
         self._endpoint = endpoint
+        self._endpoints = split_endpoints(endpoint)
+        self._place = 0
         self._keys = keys
         self._timing = timing
         self._pending: dict[RequestId, _Pending] = {}
@@ -261,9 +272,25 @@ class Session:
         if refused.code is Code.UNKNOWN_AGENT:
             # One refusal for each message that was under way; all but the first find the Hello sent already.
             return self._rejoin(now) if self.phase is Phase.JOINED else ()
+        if refused.code is Code.NOT_LEADER:
+            return self._not_leader(refused, error, now)
         if self._pending.pop(refused.request, None):
             return (Reject(refused.request, error),)
         return self._turned_away(refused, error, now) if self.phase is Phase.JOINING else ()
+
+    def _not_leader(self, refused: Refused, error: RequestRefused, now: float) -> tuple[Effect, ...]:
+        """Go to the one that leads, if it is known; else ask the next one, after a while. What was asked is kept."""
+        if self.phase is Phase.JOINING and refused.request != self._hello_key:
+            return ()  # of an earlier Hello
+        self.refusal = error
+        leader = self._endpoints.index(refused.leader) if refused.leader in self._endpoints else self._place
+        known = leader != self._place
+        self._place = leader if known else (self._place + 1) % len(self._endpoints)
+        wait_s = 0.0 if known else max(refused.retry_after_s, self._timing.hello_first_s)
+        self.phase, self._silent_since = Phase.JOINING, now
+        self._hello_at, self._hello_backoff_s = now + wait_s, self._timing.hello_first_s
+        self._new_hello_key()
+        return (Connect(self._place), *self._greet(now))
 
     def _turned_away(self, refused: Refused, error: RequestRefused, now: float) -> tuple[Effect, ...]:
         if refused.code is Code.PROTOCOL_MISMATCH:  # said of what could not be read, so without its key
@@ -288,9 +315,11 @@ class Session:
             return ()
         effects = self._expire(now)
         if not self._connected or now >= self._silent_since + self._silence_s:
+            if self._connected:
+                self._place = (self._place + 1) % len(self._endpoints)
             self._connected = True
             self._silent_since = now
-            return (*effects, Connect(), *self._rejoin(now))
+            return (*effects, Connect(self._place), *self._rejoin(now))
         if self.phase is Phase.JOINING:
             return (*effects, *self._greet(now))
         return (*effects, *self._beat(now), *self._resend(now))
@@ -299,7 +328,11 @@ class Session:
 
     @property
     def _silence_s(self) -> float:
-        return self.welcome.silence_s if self.welcome and self.phase is Phase.JOINED else self._timing.silence_s
+        joined = self.welcome if self.phase is Phase.JOINED else None
+        silence_s = joined.silence_s if joined else self._timing.silence_s
+        if len(self._endpoints) == 1:
+            return silence_s
+        return min(silence_s, max(self._timing.elsewhere_s, 3 * joined.heartbeat_s if joined else 0.0))
 
     def _rejoin(self, now: float) -> tuple[Effect, ...]:
         self.phase = Phase.JOINING
@@ -353,3 +386,8 @@ class Session:
     def pending(self) -> Mapping[RequestId, ToCoordinator]:
         """What waits for an answer."""
         return {key: each.asked.message for key, each in self._pending.items()}
+
+
+def split_endpoints(endpoint: str) -> tuple[str, ...]:
+    """The endpoints in a comma-separated list; at least one, though it may be empty."""
+    return tuple(each.strip() for each in endpoint.split(","))

@@ -7,8 +7,8 @@ Every value comes from the first of these that has it::
 The file is the one named by ``--config``, else by ``WEIGHTBUS_CONFIG``; there is no other. Unknown keys are errors
 wherever they stand, with the nearest valid name suggested. One file may serve several processes: each reads its own
 section. Describe a field with ``Annotated[int, msgspec.Meta(description="...", ge=0)]``; mark a secret with
-``extra={"secret": True}``, so that it is never printed. Where `kind` has a ``__post_init__`` that raises ValueError,
-its message becomes a `ConfigurationError`.
+``extra={"secret": True}``, so that it is never printed, and has no flag, which everybody could read in ``ps``. Where
+`kind` has a ``__post_init__`` that raises ValueError, its message becomes a `ConfigurationError`.
 
 A command uses two calls: `configure` gives its parser one flag for each field, `from_args` reads what was given.
 """
@@ -19,6 +19,7 @@ import argparse
 import difflib
 import enum
 import os
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -49,6 +50,7 @@ class Origin(msgspec.Struct, frozen=True):
 
     source: Source
     where: str = ""
+    file: Path | None = None
 
     def __str__(self) -> str:
         return f"{self.source.value} {self.where}".rstrip()
@@ -66,6 +68,15 @@ class Resolved(msgspec.Struct, Generic[S], frozen=True):
         lines = [(f"{f.name} = {f.show(getattr(self.value, f.name))}", self.origins[f.name]) for f in self._fields()]
         width = max((len(text) for text, _ in lines), default=0)
         return "\n".join([f"[{self.section}]", *(f"{text:<{width}}  # {origin}" for text, origin in lines)])
+
+    def exposed(self) -> list[str]:
+        """Secrets in a settings file that others than its owner can read: what was found, and what to do."""
+        found: list[str] = []
+        for name in (field.name for field in self._fields() if field.secret and getattr(self.value, field.name)):
+            file = self.origins[name].file
+            if file is not None and (mode := stat.S_IMODE(file.stat().st_mode)) & (stat.S_IRWXG | stat.S_IRWXO):
+                found.append(f"{name} stands in {file}, which others may read (mode {mode:04o}): chmod 600 {file}")
+        return found
 
     def _fields(self) -> tuple[Field, ...]:
         return fields_of(type(self.value))
@@ -138,7 +149,7 @@ def _from_file(known: Mapping[str, Field], section: str, file: Path | None) -> _
     for key in table:
         if key not in known:
             raise ConfigurationError(f"{file}: [{section}] has no setting {key!r}{_nearest(key, known)}")
-    return {key: (raw, Origin(Source.FILE, f"{file} [{section}]")) for key, raw in table.items()}
+    return {key: (raw, Origin(Source.FILE, f"{file} [{section}]", file)) for key, raw in table.items()}
 
 
 def _from_environ(known: Mapping[str, Field], section: str, environ: Mapping[str, str]) -> _Layer:

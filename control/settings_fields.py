@@ -59,7 +59,12 @@ class Field(msgspec.Struct, frozen=True):
         return _toml("none" if value is None else value)
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Give `parser` this field's flag. A flag that is not used leaves None, so that other sources count."""
+        """Give `parser` this field's flag. A flag that is not used leaves None, so that other sources count.
+
+        A secret gets none: whoever can list processes reads their command lines.
+        """
+        if self.secret:
+            return
         default = "needed" if self.required else f"default: {self.show(self.default)}"
         text = f"{self.description} ({default})".strip().replace("%", "%%")
         if self.type is bool:

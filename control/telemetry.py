@@ -82,6 +82,9 @@ SERVER_PAUSED = _declare(_E, _GAUGE, "sidecar_server_paused", "", "1 while the s
 SIDECAR_VERSION = _declare(_E, _GAUGE, "sidecar_version", "", "verified version the server is labelled with; -1: none")
 SIDECAR_HEALTH = _declare(_E, _GAUGE, "sidecar_health", "health", "1 for what the server holds: clean, pending, dirty")
 SIDECAR_CONNECTED = _declare(_E, _GAUGE, "sidecar_connected", "", "1 while the coordinator answers")
+PUBLICATIONS_REFUSED = _declare(
+    _E, _COUNTER, "sidecar_publications_refused_total", "cause", "versions that no trusted trainer signed for here"
+)
 CALL_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_call_seconds", "call", "HTTP calls to the server")
 CALL_FAILURES = _declare(_E, _COUNTER, "sidecar_call_failures_total", "call", "HTTP calls that failed")
 STEP_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_step_seconds", "step", "the engine's time by step of a round")

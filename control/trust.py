@@ -5,11 +5,12 @@
     [agents.e0]
     role = "engine"
     channels = ["policy"]       # "*" is any
-    key = "..."                 # the key in e0.pub
+    key = "..."                 # both keys of e0.pub: with this one it connects,
+    signing_key = "..."         # with this one it would sign what it publishes
 
 It holds public keys only, so it may be read by anybody; who can write it decides who may publish, so it is refused
-when others can. The coordinator looks at it four times a second. Whatever is wrong with it, nobody is trusted until it
-is right again.
+when others can. The coordinator looks at it four times a second; engine agents, who need it to know the trainers whose
+versions they may load, whenever one is offered. Whatever is wrong with it, nobody is trusted until it is right again.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ import msgspec
 from msgspec import Meta
 
 from .errors import PeerKeyError
-from .events import Principal
+from .events import ANY_CHANNEL, Principal
 from .ids import AgentId, AgentName, Channel
 from .messages import Role
+from .signing import SigningKey
 
 TRUST_FILE: Final = "trust.toml"
 RELOAD_S: Final = 0.25
@@ -51,6 +53,11 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     channels: Annotated[tuple[Annotated[str, Meta(pattern=_CHANNEL)], ...], Meta(min_length=1, max_length=64)]
     key: Annotated[str, Meta(pattern=_Z85)]
     """Its CURVE key, in Z85."""
+    signing_key: SigningKey
+
+    def covers(self, channel: str) -> bool:
+        """Whether it may act in `channel`."""
+        return ANY_CHANNEL in self.channels or channel in self.channels
 
 
 class Trust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,7 +128,8 @@ def render(agents: Mapping[str, Entry]) -> str:
 
 def _block(name: str, entry: Entry) -> str:
     channels = ", ".join(f'"{channel}"' for channel in entry.channels)
-    return f'\n[agents."{name}"]\nrole = "{entry.role.value}"\nchannels = [{channels}]\nkey = "{entry.key}"\n'
+    lines = [f'[agents."{name}"]', f'role = "{entry.role.value}"', f"channels = [{channels}]"]
+    return "\n".join(["", *lines, f'key = "{entry.key}"', f'signing_key = "{entry.signing_key}"', ""])
 
 
 def _replace(path: Path, text: str) -> None:
@@ -144,15 +152,16 @@ class TrustList:
     """The file as it is now: followed, and asked from any thread. Never raises: what is wrong is `problem`."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises `PeerKeyError` if the file is wrong from the start."""
         self.path = path
         self.problem = ""
         """Why nobody is trusted; empty when all is well."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._principals = read_trust(path).principals()
-        self._stamp = _stamp(path)
+        self._trust = Trust()
+        self._principals: Mapping[str, Principal] = {}
+        self._stamp: tuple[int, ...] | None = None
         self._looked_at = clock()
+        self._follow()
 
     def principals(self, *, fresh: bool = False) -> Mapping[str, Principal]:
         """Who is trusted, by key; the same object for as long as nothing changed. `fresh` looks at the file now."""
@@ -162,6 +171,11 @@ class TrustList:
                 self._looked_at = now
                 self._follow()
             return self._principals
+
+    def agents(self) -> Mapping[AgentId, Entry]:
+        """What each agent is trusted with, by name, as the file is now."""
+        self.principals(fresh=True)
+        return self._trust.agents
 
     def expire(self) -> None:
         """Look at the file when next asked, however it seems. Takes no lock: safe in a signal handler."""
@@ -173,9 +187,10 @@ class TrustList:
             return
         self._stamp = stamp
         try:
-            self._principals, self.problem = read_trust(self.path).principals(), ""
+            self._trust, self.problem = read_trust(self.path), ""
         except PeerKeyError as error:
-            self._principals, self.problem = {}, str(error)
+            self._trust, self.problem = Trust(), str(error)
+        self._principals = self._trust.principals()
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

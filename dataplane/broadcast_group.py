@@ -52,6 +52,11 @@ def serve_store(host: str) -> c10d.TCPStore:
     )
 
 
+def join_store(server: c10d.TCPStore) -> c10d.TCPStore:
+    """A client of `server`: it holds nothing open, so that the last reference to `server` ends the store for all."""
+    return c10d.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)
+
+
 class _Backend(Protocol):
     """What torch's stubs leave out of ProcessGroupGloo and ProcessGroupNCCL."""
 

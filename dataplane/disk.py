@@ -46,6 +46,7 @@ class DiskSender:
         self._target = self._root
         self._live: set[str] = set()
         self._failed: dict[str, str] = {}
+        self._withdrawn: dict[str, str] = {}
         self._complete = False
 
     @property
@@ -53,10 +54,15 @@ class DiskSender:
         """Engines that did not load the checkpoint, with the reason."""
         return self._failed
 
+    @property
+    def spared(self) -> frozenset[str]:
+        """Nobody: no engine fails for another."""
+        return frozenset()
+
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Begin a checkpoint. Raises `Unsupported` when the folder cannot be written."""
         self.close()
-        self._session, self._failed, self._complete = session, {}, False
+        self._session, self._failed, self._withdrawn, self._complete = session, {}, {}, False
         self._live = {peer.engine for peer in peers}
         self._target = self._root / f"v{session.version}-e{session.epoch}"
         try:
@@ -77,6 +83,7 @@ class DiskSender:
         """Write bucket `index` as a shard; returns when it is on the disk."""
         del deadline_s  # a write cannot be called off
         session = self._open()
+        self._drop_withdrawn()
         self._require_some()
         try:
             path = self._writing / safetensors_file.file_name(session.manifest, index)
@@ -97,6 +104,10 @@ class DiskSender:
             return
         self._wait(deadline_s, lambda engine: self._reader(engine).state != "done", "had not loaded the checkpoint")
         self._prune()
+
+    def withdraw(self, engine: str, reason: str) -> None:
+        """Drop `engine` when this sender waits, or writes a shard, the next time."""
+        self._withdrawn.setdefault(engine, reason)
 
     def close(self) -> None:
         """End the session; an incomplete checkpoint is removed, a complete one stays."""
@@ -174,6 +185,7 @@ class DiskSender:
                     self._drop(engine, reader.reason)
                 elif reader.state == "reading" and reader.died():
                     self._drop(engine, "its agent died while it read the checkpoint")
+            self._drop_withdrawn()
             waiting = [engine for engine in sorted(self._live) if pending(engine)]
             if not waiting:
                 return
@@ -182,6 +194,11 @@ class DiskSender:
                     self._drop(engine, f"{reproach} within {deadline_s:.1f} s")
                 return
             time.sleep(min(POLL_S, deadline.left()))
+
+    def _drop_withdrawn(self) -> None:
+        for engine, reason in tuple(self._withdrawn.items()):
+            if engine in self._live and self._reader(engine).state != "done":
+                self._drop(engine, reason)
 
     def _drop(self, engine: str, reason: str) -> None:
         self._failed.setdefault(engine, reason)

@@ -3,8 +3,9 @@
 The sender broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart.
 The group is kept from round to round while its members stay and sessions end well; its name carries the epoch in which
 it was formed. A collective cannot drop a member: when one engine fails, all are named in `failed`, the group is broken
-off and the next epoch forms a new one. The bytes go straight into the server's workers, so nothing here has checked
-them (`Receipt.checked` is false).
+off and the next epoch forms a new one. A group that broke while it formed takes the rendezvous store with it: SGLang's
+ranks would wait in it for the missing one for half an hour, and answer nothing meanwhile. The bytes go straight into
+the server's workers, so nothing here has checked them (`Receipt.checked` is false).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from .broadcast_group import BroadcastGroup, backend_for, serve_store
+from .broadcast_group import BroadcastGroup, backend_for, join_store, serve_store
 from .deadline import Deadline
-from .errors import DataplaneError, PeerLost, TransferFailed
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from .meeting import POLL_S, Attendance, Meeting, new_token
 from .transport import JOIN_S, Address, EngineServer, Peer, Receipt, Session, Slot
 
@@ -42,6 +43,7 @@ class DistributedSender:
         self._channel = channel
         self._device = device
         self._store: TCPStore | None = None
+        """The one reference to the server: whoever uses the store has a client of its own."""
         self._meeting: Meeting | None = None
         self._session: Session | None = None
         self._group: BroadcastGroup | None = None
@@ -50,15 +52,22 @@ class DistributedSender:
         self._peers: tuple[Peer, ...] = ()
         """Who takes part in this session."""
         self._failed: dict[str, str] = {}
+        self._withdrawn: dict[str, str] = {}
+        self._spared: frozenset[str] = frozenset()
         self._sends: dict[int, Future[None]] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._finished = False
+        self._forming = self._began = self._finished = False
         self._token = ""
 
     @property
     def failed(self) -> dict[str, str]:
         """Engines that will not get every bucket, with the reason: nobody, or everybody."""
         return self._failed
+
+    @property
+    def spared(self) -> frozenset[str]:
+        """Those who were well when another one failed, before the first broadcast."""
+        return self._spared
 
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Open the rendezvous store. Raises `Unsupported` when this process's NCCL settings do not fit SGLang's."""
@@ -69,9 +78,10 @@ class DistributedSender:
         if self._meeting is not None:
             self._meeting.clear(peer.engine for peer in self._peers)
         self._session, self._peers = session, tuple(peers)
-        self._failed, self._sends, self._finished = {}, {}, False
+        self._failed, self._withdrawn, self._spared, self._sends = {}, {}, frozenset(), {}
+        self._forming = self._began = self._finished = False
         self._token = new_token()
-        self._meeting = Meeting(self._store, session.epoch, self._token)
+        self._meeting = Meeting(join_store(self._store), session.epoch, self._token)
         world_size = 1 + sum(peer.tp for peer in peers)
         host = f"[{self._host}]" if ":" in self._host else self._host
         return Address(f"tcp://{host}:{self._store.port}", self._group_name(), backend, world_size, self._token)
@@ -90,11 +100,13 @@ class DistributedSender:
             if self._group is None or self._members != self._peers or held != {self._group.name}:
                 self._break_off()
                 name = f"weightbus-{self._channel}-{session.epoch}"
+                self._forming = True
                 meeting.announce("group", name)
                 self._form(name, forming)
             else:
                 meeting.announce("group", self._group.name)
             self._wait_for("joined", "to join the group", forming)
+            self._forming = False
         except TransferFailed as error:
             self._fail_all(error)
             raise
@@ -104,6 +116,7 @@ class DistributedSender:
         _, session = self._open()
         if self._failed or self._group is None:
             raise TransferFailed(f"no engine is left to serve ({next(iter(self._failed.values()), 'never ready')})")
+        self._began = True
         memory = slot.memory[: session.manifest.buckets[index].nbytes]
         if memory.device.type == "cuda":
             torch.cuda.current_stream(memory.device).synchronize()  # the broadcast runs on another thread's stream
@@ -131,6 +144,10 @@ class DistributedSender:
         except TransferFailed as error:
             self._fail_all(error)
 
+    def withdraw(self, engine: str, reason: str) -> None:
+        """End the session for all, when this sender waits the next time."""
+        self._withdrawn.setdefault(engine, reason)
+
     def close(self) -> None:
         """End the session. The group survives it if it ended well; the store does in any case."""
         if self._session is None:
@@ -155,7 +172,8 @@ class DistributedSender:
     def _form(self, name: str, deadline: Deadline) -> None:
         assert self._store is not None
         world_size = 1 + sum(peer.tp for peer in self._peers)
-        forming = self._run(BroadcastGroup.form, self._store, name, self._host, self._device, world_size, deadline)
+        store = join_store(self._store)
+        forming = self._run(BroadcastGroup.form, store, name, self._host, self._device, world_size, deadline)
         self._group = self._await(forming, f"{world_size - 1} engine ranks to join {name}", deadline)
         self._members = self._peers
 
@@ -164,7 +182,11 @@ class DistributedSender:
         missing = [peer.engine for peer in self._peers]
         while missing := [engine for engine in missing if meeting.heard(step, engine) is None]:
             self._check_receivers()
-            left = deadline.check(f"{', '.join(missing)} {what}")
+            try:
+                left = deadline.check(f"{', '.join(missing)} {what}")
+            except DeadlineExceeded as error:
+                self._failed.update(dict.fromkeys(missing, str(error)))
+                raise
             time.sleep(min(POLL_S, left))
 
     def _await(self, future: Future[_T], what: str, deadline: Deadline) -> _T:
@@ -178,8 +200,8 @@ class DistributedSender:
     def _check_receivers(self) -> None:
         meeting, _ = self._open()
         for peer in self._peers:
-            reason = meeting.heard("failed", peer.engine)
-            if reason is not None:
+            reason = meeting.heard("failed", peer.engine) or self._withdrawn.get(peer.engine)
+            if reason is not None and meeting.heard("done", peer.engine) is None:
                 self._failed[peer.engine] = reason
         if self._failed:
             raise PeerLost("; ".join(f"{engine} gave up: {reason}" for engine, reason in self._failed.items()))
@@ -187,8 +209,11 @@ class DistributedSender:
     def _fail_all(self, error: DataplaneError) -> None:
         """A group of which one member is lost is lost."""
         self._hear_reasons()
-        for peer in self._peers:
-            self._failed.setdefault(peer.engine, str(error))
+        engines = frozenset(peer.engine for peer in self._peers)
+        if self._failed and not self._began and not self._spared:
+            self._spared = engines - self._failed.keys()
+        for engine in engines:
+            self._failed.setdefault(engine, str(error))
         if self._meeting is not None:
             self._meeting.announce("over", str(error))
         self._sends.clear()
@@ -207,6 +232,8 @@ class DistributedSender:
             time.sleep(POLL_S)
 
     def _break_off(self) -> None:
+        if self._forming:
+            self._end_store()
         if self._group is not None:
             self._group.abort()
         self._group, self._members = None, ()
@@ -214,6 +241,14 @@ class DistributedSender:
             # A broadcast that does not return even now keeps a thread of its own; the next group gets a fresh one.
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
+
+    def _end_store(self) -> None:
+        """Free whoever waits in it for the group, once the agents have heard that the session is over."""
+        meeting, self._meeting = self._meeting, None
+        deadline = Deadline(_REASONS_S)
+        while meeting and deadline.left() and any(meeting.heard("failed", peer.engine) is None for peer in self._peers):
+            time.sleep(POLL_S)
+        self._store, self._forming = None, False
 
     def _run(self, function: Callable[..., _T], *arguments: object) -> Future[_T]:
         if self._thread is None:

@@ -38,6 +38,8 @@ from .transport import JOIN_S, Address, Peer, Session, Slot
 
 _MAX_PATH: Final = 107
 """sun_path of a Unix socket, less its terminating zero."""
+_LOOK_S: Final = 0.05
+"""How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 
 
 class _Receiver:
@@ -60,6 +62,7 @@ class LocalSender:
         self._channel = channel
         self._session: Session | None = None
         self._failed: dict[str, str] = {}
+        self._withdrawn: dict[str, str] = {}
         self._live: dict[str, _Receiver] = {}
         self._strangers: list[Connection] = []
         self._listener: socket.socket | None = None
@@ -72,11 +75,16 @@ class LocalSender:
         """Engines that will not get every bucket, with the reason."""
         return self._failed
 
+    @property
+    def spared(self) -> frozenset[str]:
+        """Nobody: no engine fails for another."""
+        return frozenset()
+
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Listen for `peers` on a socket of this epoch."""
         self.close()
         self._session = session
-        self._failed = {}
+        self._failed, self._withdrawn = {}, {}
         self._live = {peer.engine: _Receiver(peer.engine) for peer in peers}
         open_runtime_dir(self._runtime_dir)
         path = self._runtime_dir / f"{self._channel}-{session.epoch}-{os.getpid()}.sock"
@@ -125,6 +133,10 @@ class LocalSender:
         """Wait until every peer has loaded everything, or is in `failed`."""
         self._wait(deadline_s, lambda receiver: not receiver.finished, "had not loaded every bucket")
 
+    def withdraw(self, engine: str, reason: str) -> None:
+        """Drop `engine` when this sender waits, or announces a bucket, the next time."""
+        self._withdrawn.setdefault(engine, reason)
+
     def close(self) -> None:
         """Close every connection; peers that are not finished are told."""
         for receiver in tuple(self._live.values()):
@@ -157,7 +169,7 @@ class LocalSender:
                     if pending(receiver):
                         self._drop(receiver, f"{reproach} within {deadline_s:.1f} s")
                 return
-            self._pump(left)
+            self._pump(min(left, _LOOK_S))
 
     def _pump(self, timeout_s: float) -> None:
         if self._selector is None:
@@ -165,6 +177,9 @@ class LocalSender:
         for key, _ in self._selector.select(timeout_s):
             serve: Callable[[], None] = key.data
             serve()
+        for engine, reason in tuple(self._withdrawn.items()):
+            if engine in self._live:
+                self._bury(self._live[engine], reason)
 
     def _require_some(self) -> None:
         if not self._live:
@@ -237,9 +252,10 @@ class LocalSender:
 
     def _bury(self, receiver: _Receiver, reason: str) -> None:
         """It is gone: what it said before that still counts, and knows the reason better."""
-        while receiver.connection is not None:
-            if not self._hear(receiver):
-                self._drop(receiver, reason)
+        while receiver.connection is not None and self._hear(receiver):
+            pass
+        if self._live.get(receiver.engine) is receiver:
+            self._drop(receiver, reason)
 
     def _hear(self, receiver: _Receiver) -> bool:
         """Take one message; False when there is none."""

@@ -1,14 +1,16 @@
 """The seam between rounds and bytes: what every transport does, for the side that sends and the side that receives.
 
 One `Sender` serves all receivers of one transport in one epoch; one `Receiver` serves one engine. Both are used
-from one thread, every wait has a deadline (seconds from the call), and `close` may be called at any time, twice too.
+from one thread, every wait has a deadline (seconds from the call); `close` may be called at any time, twice too, and
+`withdraw` from any thread.
 The contract that all of them satisfy is tests/dataplane/transport_contract.py.
 
 Order of calls, sender:    offer -> ready -> (send)* in bucket order -> finish -> close
 Order of calls, receiver:  receive -> close
 
 A receiver that fails is dropped and named in `Sender.failed`; the others are served to the end. A collective transport
-cannot drop one: it names all of them, and the round is driven again under a new epoch.
+cannot drop one: it names all of them, and the round is driven again under a new epoch. `withdraw` says from outside
+that a receiver has failed, which the sender itself may learn late, or only from a deadline.
 
 Ownership of slots: `send(index, slot)` hands the bytes of `slot` to the receivers until `reclaim(index)` returns; only
 then may the caller write to that slot again.
@@ -80,6 +82,11 @@ class Sender(Protocol):
         """Engines that will not get every bucket, with the reason. Grows only."""
         ...
 
+    @property
+    def spared(self) -> frozenset[str]:
+        """Those of `failed` that were well, and to which nothing was sent: a collective that another one has ended."""
+        ...
+
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Open this half for `peers` and say where. Returns at once; receivers may come from now on."""
         ...
@@ -101,6 +108,13 @@ class Sender(Protocol):
 
     def finish(self, deadline_s: float) -> None:
         """Wait until every peer has confirmed the last bucket, or is in `failed`."""
+        ...
+
+    def withdraw(self, engine: str, reason: str) -> None:
+        """`engine` will not come, or not go on: fail it now. From any thread; at once, what waits for it notices.
+
+        Says nothing of an engine that has confirmed the last bucket, of one that is no peer, and before `offer`.
+        """
         ...
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ epoch, also asks it to end soon. control/PROTOCOL.md says what the coordinator e
 
 from typing import Final, assert_never
 
-from weightbus.control.ids import Channel, Epoch
+from weightbus.control.ids import Channel, Digest, Epoch, Version
 from weightbus.control.messages import (
     Abort,
     Commit,
@@ -78,6 +78,8 @@ class Application:
         self.identity = ""
         self.reason = "the server has not answered yet"
         self._record = record
+        self._prepared: tuple[Version, Digest, Digest] | None = None
+        """What was last found to fit, and to come from a trainer: nothing else is taken."""
         self._checkpoint = ""
         self._running: Running | None = None
         self._waiting: ToEngine | None = None
@@ -172,7 +174,8 @@ class Application:
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PREPARE, self.reason)
-        return self._run(Validate(command, self._checkpoint), command, now)
+        serving = self.held if self.health is EngineHealth.CLEAN else None
+        return self._run(Validate(command, self._checkpoint, serving), command, now)
 
     def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -185,6 +188,9 @@ class Application:
             return self._fail(command, Step.TRANSFER, self.reason)
         if self.paused is not True:
             return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
+        if (command.version, command.manifest, command.table) != self._prepared:
+            reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
+            return self._fail(command, Step.TRANSFER, reason)
         self._before = (self.health, self.held)
         self.health, self.held, self.stage = EngineHealth.DIRTY, None, Stage.PAUSED
         self.reason = f"began to take version {command.version}"
@@ -262,6 +268,7 @@ class Application:
         assert isinstance(command, Prepare)
         if isinstance(result, Broken):
             return self._fail(command, Step.PREPARE, result.reason)
+        self._prepared = (command.version, command.manifest, command.table)
         if self.stage is not Stage.LOADED:
             self.stage = Stage.PREPARED
         return (self._answers.prepared(command, seconds),)

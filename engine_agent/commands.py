@@ -8,6 +8,7 @@ from types import FrameType
 from rich.console import Console
 
 from weightbus.control import settings
+from weightbus.control.log import get_log
 from weightbus.control.telemetry import configure_logging
 
 from .settings import SECTION, EngineAgentSettings
@@ -32,6 +33,8 @@ class EngineAgentCommand:
         from .runner import EngineAgent  # noqa: PLC0415
 
         configure_logging(resolved.value.log_level.value, resolved.value.log_format.value)
+        for found in resolved.exposed():
+            get_log(__name__).warning("secret_exposed", reason=found)
         agent = EngineAgent(resolved.value)
 
         def stop(_number: int, _frame: FrameType | None) -> None:

@@ -2,10 +2,13 @@
 
 EngineAgentError
     UnknownDialect      this SGLang version was never checked: name a dialect by hand, or pin a known version
+    Distrusted          nobody whom this engine trusts published that version, or not after the one it serves
     UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
     StateUnreadable     the state folder holds something this version did not write
     StateUnwritable     (also a ConfigurationError) nothing can be kept in the state folder
     StateInUse          (also a ConfigurationError) another agent keeps the record of this engine
+    KeyFileUnusable     (also a ConfigurationError) a file does not hold the server's key
+    ServerInUse         (also a ConfigurationError) another agent of this host stands beside this server
     ServerError         (also a TransferFailed) the server did not do what it was asked
         ServerUnreachable   no connection, or it broke before an answer came
         ServerSilent        no answer within the deadline; what was asked may still happen
@@ -17,6 +20,7 @@ EngineAgentError
 from pathlib import Path
 
 from weightbus.control.errors import ConfigurationError
+from weightbus.control.seals import Doubt
 from weightbus.dataplane.errors import TransferFailed
 
 
@@ -33,6 +37,15 @@ class UnknownDialect(EngineAgentError):
             f"SGLang {version!r} is not a version this agent knows ({known}): run one of those, or name the nearest "
             "with --dialect after trying a round on a server that nobody uses"
         )
+
+
+class Distrusted(EngineAgentError):
+    """No trainer that this engine trusts has published that, or not as what follows the version it serves."""
+
+    def __init__(self, version: int, doubt: Doubt) -> None:
+        self.version = version
+        self.kind = doubt.kind
+        super().__init__(f"version {version} is not believed ({doubt.kind.value}): {doubt.reason}")
 
 
 class UnfitManifest(EngineAgentError):
@@ -60,6 +73,26 @@ class StateInUse(EngineAgentError, ConfigurationError):
         super().__init__(
             f"another agent with the name {name!r} runs on the state folder {folder}: end it, or give this one another"
             " --name"
+        )
+
+
+class KeyFileUnusable(EngineAgentError, ConfigurationError):
+    """A file that was named for one of the server's keys does not hold one. Its content is not repeated."""
+
+    def __init__(self, setting: str, path: Path, problem: str) -> None:
+        super().__init__(
+            f"{setting} = {str(path)!r}: {problem}; expected a file that this agent may read, with the key as its only"
+            " line"
+        )
+
+
+class ServerInUse(EngineAgentError, ConfigurationError):
+    """Another agent of this host stands beside this server."""
+
+    def __init__(self, url: str, holder: str) -> None:
+        super().__init__(
+            f"the agent {holder or 'of another process'} stands beside the server at {url} already, and one server has"
+            " one agent: end that one, or name another --server"
         )
 
 

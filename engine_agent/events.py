@@ -28,6 +28,8 @@ class Validate(msgspec.Struct, frozen=True):
 
     command: Prepare
     checkpoint: str
+    serving: Held | None = None
+    """The committed version that the server holds now: what is offered must follow it."""
 
 
 class PauseServer(msgspec.Struct, frozen=True):

@@ -1,12 +1,11 @@
 """Where an agent keeps what must survive its death: one small file per engine, replaced atomically."""
 
-import fcntl
 import os
-import weakref
 from pathlib import Path
 
 import msgspec
 
+from .claim import Claim, ClaimHeld
 from .errors import StateInUse, StateUnreadable, StateUnwritable
 from .events import Record
 
@@ -17,33 +16,25 @@ class RecordFile:
     def __init__(self, folder: Path, name: str) -> None:
         self.path = folder / f"{name}.json"
         self._name = name
-        self._lock: weakref.finalize[[int], RecordFile] | None = None
+        # Beside the record, because the record is another file after every write.
+        self._claim = Claim(self.path.with_suffix(".lock"), name)
 
     def claim(self) -> None:
         """Be the only agent of that name here, and prove that a record can be kept. Raises a `ConfigurationError`."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._take_lock()
+            self._claim.take()
             fresh = self._write_fresh(b"{}")
             fresh.unlink()
+        except ClaimHeld as held:
+            raise StateInUse(self.path.parent, self._name) from held
         except OSError as error:
             self.release()
             raise StateUnwritable(self.path.parent, error) from error
 
     def release(self) -> None:
         """Let another agent claim it."""
-        if self._lock is not None:
-            self._lock()
-
-    def _take_lock(self) -> None:
-        # Beside the record, because the record is another file after every write.
-        lock = os.open(self.path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._lock = weakref.finalize(self, os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.release()
-            raise StateInUse(self.path.parent, self._name) from error
+        self._claim.release()
 
     def read(self) -> Record | None:
         """What was written last; None when nothing was. Raises `StateUnreadable` on anything else."""

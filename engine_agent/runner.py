@@ -15,12 +15,12 @@ import time
 from typing import Final, assert_never
 
 import msgspec
-import structlog
 
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
 from weightbus.control.http import HttpPort, Readiness
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.log import get_log
 from weightbus.control.messages import (
     Abort,
     Commit,
@@ -35,7 +35,7 @@ from weightbus.control.messages import (
     Transfer,
     Welcome,
 )
-from weightbus.control.security import curve_files
+from weightbus.control.security import curve_files, trust_file
 from weightbus.control.telemetry import (
     SERVER_PAUSED,
     SERVER_UP,
@@ -45,13 +45,18 @@ from weightbus.control.telemetry import (
     Meters,
     Side,
 )
+from weightbus.control.trust import TrustList, read_trust
 from weightbus.dataplane import transports
+from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.host import host_identity
+from weightbus.dataplane.local import open_runtime_dir
 from weightbus.dataplane.transport import Receiver
+from weightbus.dataplane.transports import default_runtime_dir
 
 from .application import Application
+from .claim import ClaimHeld, server_claim
 from .dispatch import Dispatcher
-from .errors import EngineAgentError
+from .errors import EngineAgentError, ServerInUse
 from .events import (
     Answer,
     Cancel,
@@ -68,13 +73,13 @@ from .events import (
     Welcomed,
 )
 from .identity import ServerFacts
+from .key_files import read_keys
 from .record_file import RecordFile
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .stages import View
 from .validate import transports_of
 from .watch import Watch
-from .wire import Keys
 from .worker import Worker
 
 TICK_S: Final = 0.5
@@ -109,9 +114,17 @@ class EngineAgent:
         self._incarnation = Incarnation(os.urandom(8).hex())
         self._records = RecordFile(settings.state_dir, settings.name)
         self._records.claim()
-        self._server = SGLangServer(settings.server, Keys(settings.api_key, settings.admin_api_key), settings.dialect)
+        self._claim = server_claim(settings.runtime_dir or default_runtime_dir(), settings.server, settings.name)
+        keys, exposed = read_keys(settings)
+        self._server = SGLangServer(settings.server, keys, settings.dialect)
         self._worker = Worker(
-            settings.name, self._server, self._receiver, settings.model_path, self.meters, proof=settings.verify
+            settings.name,
+            self._server,
+            self._receiver,
+            settings.model_path,
+            self.meters,
+            proof=settings.verify,
+            trust=None if settings.insecure_loopback else TrustList(trust_file(settings.keys)),
         )
         self._server.observe(self._worker.called)
         self.meters.live(SIDECAR_CONNECTED, self._connected)
@@ -126,11 +139,14 @@ class EngineAgent:
         self._bus: BusClient | None = None
         self._described: tuple[str, ...] = ()
         self._stopping = threading.Event()
-        self._log = structlog.get_logger(__name__).bind(agent=settings.name, channel=settings.channel)
+        self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
+        for each in exposed:
+            self._log.warning("key_file_exposed", setting=each.setting, reason=each.advice)
 
     def run(self) -> None:
         """Serve until `stop`. Raises what made it impossible to go on."""
-        self._bus_settings().check()
+        self._check_keys()
+        self._claim_server()
         http = HttpPort(
             self.settings.http_bind,
             self.settings.http_port,
@@ -153,6 +169,17 @@ class EngineAgent:
     def stop(self) -> None:
         """End `run`, from any thread or signal handler."""
         self._events.put(_Stop())
+
+    def _claim_server(self) -> None:
+        """Be the only agent beside this server on this host. The coordinator looks after what is beyond it."""
+        try:
+            open_runtime_dir(self._claim.path.parent)
+            self._claim.take()
+        except ClaimHeld as held:
+            raise ServerInUse(self.settings.server, held.holder) from held
+        except (OSError, Unsupported) as error:
+            # Only the local transport needs the folder, and says so when it is asked for.
+            self._log.warning("server_not_claimed", reason=str(error))
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
@@ -180,6 +207,12 @@ class EngineAgent:
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
+
+    def _check_keys(self) -> None:
+        """Raise before anything is started what would be wrong with the keys later."""
+        self._bus_settings().check()
+        if not self.settings.insecure_loopback:
+            read_trust(trust_file(self.settings.keys))
 
     def _bus_settings(self) -> BusSettings:
         given = self.settings
@@ -302,6 +335,7 @@ class EngineAgent:
         self._server.close()
         http.stop()
         self._records.release()
+        self._claim.release()
 
     # -- other threads ------------------------------------------------------------------------------------------------
 

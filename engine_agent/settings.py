@@ -40,11 +40,13 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     keys: KeysFolder = None
     insecure_loopback: InsecureLoopback = False
     api_key: Annotated[
-        str, Meta(description="the server's --api-key; better given by environment or file", extra={"secret": True})
+        str, Meta(description="the server's --api-key; by environment or file only", extra={"secret": True})
     ] = ""
+    api_key_file: Annotated[Path | None, Meta(description="file that holds the server's --api-key")] = None
     admin_api_key: Annotated[
-        str, Meta(description="the server's --admin-api-key; likewise", extra={"secret": True})
+        str, Meta(description="the server's --admin-api-key; by environment or file only", extra={"secret": True})
     ] = ""
+    admin_api_key_file: Annotated[Path | None, Meta(description="file that holds the server's --admin-api-key")] = None
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5760
     state_dir: Annotated[Path, Meta(description="folder for what must survive the agent; local disk")] = msgspec.field(
@@ -72,3 +74,9 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check(self.keys, insecure_loopback=self.insecure_loopback)
+        for name, key, file in (
+            ("api_key", self.api_key, self.api_key_file),
+            ("admin_api_key", self.admin_api_key, self.admin_api_key_file),
+        ):
+            if key and file is not None:
+                raise ValueError(f"{name} and {name}_file are both given, expected one: remove either")

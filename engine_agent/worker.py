@@ -9,18 +9,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-import structlog
-
 from weightbus.control.errors import WeightbusError
 from weightbus.control.ids import Digest
-from weightbus.control.messages import Transfer, TransportKind
-from weightbus.control.telemetry import CALL_FAILURES, CALL_SECONDS, STEP_FAILURES, STEP_SECONDS, Meters
+from weightbus.control.log import get_log
+from weightbus.control.messages import Held, Prepare, Transfer, TransportKind
+from weightbus.control.seals import doubt
+from weightbus.control.telemetry import (
+    CALL_FAILURES,
+    CALL_SECONDS,
+    PUBLICATIONS_REFUSED,
+    STEP_FAILURES,
+    STEP_SECONDS,
+    Meters,
+)
+from weightbus.control.trust import TrustList
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.transport import Address, Receiver, Session
 
 from . import checkpoint, validate
-from .errors import EngineAgentError, ServerError, UnfitManifest, WrongWeights
+from .errors import Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
 from .events import (
     Broken,
     Finished,
@@ -39,12 +47,14 @@ from .sglang import CALL_S, SGLangServer
 
 VERIFY_S: Final = 240.0
 """Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
+_ALIVE_S: Final = 5.0
+"""For a call that is answered without the scheduler."""
 LIVE_ON_CPU: Final = "sglang-sha256-8"
 """What weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
 LIVE_ON_GPU: Final = "sglang-fmix32-8"
 """... and for CUDA tensors: SGLang's gpu_tensor_hash (dataplane/fmix.py predicts it)."""
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 
 class Blobs(Protocol):
@@ -67,7 +77,9 @@ class Worker:
         meters: Meters,
         *,
         proof: Proof = Proof.REQUIRED,
+        trust: TrustList | None = None,
     ) -> None:
+        """Without `trust` nothing needs a signature."""
         self.blobs: Blobs | None = None
         self._name = name
         self._server = server
@@ -77,6 +89,7 @@ class Worker:
         self._checkpoint_dir = checkpoint_dir
         self._meters = meters
         self._proof = proof
+        self._trust = trust
         self._layouts: dict[str, Manifest] = {}
         self._fits: set[tuple[str, str, str]] = set()
 
@@ -115,7 +128,8 @@ class Worker:
 
     def _perform(self, operation: Operation) -> Result:
         match operation:
-            case Validate(command, folder):
+            case Validate(command, folder, serving):
+                self._believe(command, serving)
                 self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
             case PauseServer(mode, deadline_s):
                 self._server.pause(mode, min(deadline_s, CALL_S))
@@ -126,6 +140,15 @@ class Worker:
             case Release(version, flush, deadline_s):
                 self._release(version, flush=flush, deadline_s=deadline_s)
         return Finished()
+
+    def _believe(self, command: Prepare, serving: Held | None) -> None:
+        """Raise `Distrusted` unless a trainer that is trusted here signed this version, to follow the one served."""
+        if self._trust is None:
+            return
+        objection = doubt(command, serving, self._trust.agents())
+        if objection is not None:
+            self._meters.add(PUBLICATIONS_REFUSED, cause=objection.kind.value)
+            raise Distrusted(command.version, objection)
 
     # -- before -------------------------------------------------------------------------------------------------------
 
@@ -157,6 +180,8 @@ class Worker:
         started = time.monotonic()
         self._active = None
         self._server.untouched()
+        # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
+        self._server.label(min(command.deadline_s, _ALIVE_S))
         layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
         offer = command.offer
         kind = offer.transport.value

@@ -67,6 +67,11 @@ def test_only_the_bus_speaks_zeromq() -> None:
     assert set(importers("zmq")) == {"control/bus.py", "control/dealer.py", "control/sockets.py"}
 
 
+def test_only_the_log_knows_structlog() -> None:
+    """Where lines go is decided in one place: elsewhere a line could be printed that nobody asked for."""
+    assert set(importers("structlog")) == {"control/log.py", "control/telemetry.py"}
+
+
 def test_only_megatron_files_and_the_demo_import_megatron() -> None:
     """The trainer agent works without Megatron where another source is used."""
     for name in importers("megatron"):

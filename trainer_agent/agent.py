@@ -16,9 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import structlog
-
 from weightbus.control import settings as settings_file
+from weightbus.control.log import get_log
 from weightbus.control.messages import Outcome, TransportKind
 from weightbus.dataplane.manifest import Manifest
 
@@ -31,7 +30,7 @@ from .report import PublishReport
 from .settings import SECTION, TrainerSettings
 from .source import Source, SourceError
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 
 class TrainerAgent:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import structlog
 import torch
 
+from weightbus.control.log import get_log
 from weightbus.control.messages import Offer, TransportKind
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
 from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot
@@ -25,7 +25,7 @@ from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot
 _OFFER_S: Final = 30.0
 """Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 
 class DeliveryStopped(TransferFailed):
@@ -119,6 +119,19 @@ class Delivery:
         with self._turn:
             return {engine: reason for lane in self._lanes for engine, reason in lane.failed.items()}
 
+    @property
+    def spared(self) -> tuple[str, ...]:
+        """Those of `failed` that were only kept from it by others, before anything was sent to them."""
+        with self._turn:
+            return tuple(engine for lane in self._lanes for engine in sorted(lane.spared))
+
+    def withdraw(self, engines: Mapping[str, str]) -> None:
+        """Somebody else knows that these have failed, and why: their lanes do not wait for them."""
+        with self._turn:
+            running = [lane for lane in self._lanes if lane.offered and not lane.over]
+        for lane in running:
+            lane.withdraw(engines)
+
     def stop(self, patience_s: float = 10.0) -> tuple[TransportKind, ...]:
         """Break off. Returns the transports whose lane did not end in time: their senders must not be used again."""
         with self._turn:
@@ -151,6 +164,7 @@ class _Lane:
         self.offered = self.told = self.over = self.stopped = False
         self.filled = self.reclaimed = 0
         self.failed: dict[str, str] = {}
+        self.spared: frozenset[str] = frozenset()
         self.peers = peers
         self._sender, self._session, self._slots = sender, session, slots
         self._deadline, self._turn = deadline, turn
@@ -158,6 +172,11 @@ class _Lane:
 
     def start(self) -> None:
         self._thread.start()
+
+    def withdraw(self, engines: Mapping[str, str]) -> None:
+        for peer in self.peers:
+            if peer.engine in engines:
+                self._sender.withdraw(peer.engine, engines[peer.engine])
 
     def interrupt(self) -> None:
         """Close the sender from outside, which ends any wait inside it."""
@@ -174,12 +193,12 @@ class _Lane:
             reason = f"{type(error).__name__}: {error}"
         finally:
             # Read before closing: the failures belong to the session that is being let go of.
-            failed = dict(self._sender.failed)
+            failed, spared = dict(self._sender.failed), self._sender.spared
             if reason:
                 failed = {peer.engine: failed.get(peer.engine, reason) for peer in self.peers}
             self._sender.close()
             with self._turn:
-                self.failed, self.over = failed, True
+                self.failed, self.spared, self.over = failed, spared, True
                 self._turn.notify_all()
 
     def _carry(self) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, MutableMapping
 from typing import Final, Protocol, assert_never
 
 import msgspec
-import structlog
 
 from weightbus.control import messages as m
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
-from weightbus.control.ids import Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.log import get_log
 from weightbus.dataplane.transport import Peer, Sender, Session
 
 from . import orders
@@ -27,7 +27,7 @@ from .settings import TrainerSettings
 from .source import SourceError
 from .staging import Staging, WeightsDiffer
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 _POLL_S: Final = 0.05
 """How long a message may lie while a delivery is watched. Progress of the delivery itself wakes the leader at once."""
@@ -70,6 +70,10 @@ class Progress(msgspec.Struct, frozen=True):
     buckets: int
 
 
+Sealer = Callable[[m.Publish, m.Held | None], m.Publish]
+"""Signs a publication that follows a committed version."""
+
+
 class Outfit(msgspec.Struct):
     """What outlives a publication and serves each of them."""
 
@@ -82,6 +86,8 @@ class Outfit(msgspec.Struct):
     boot: int
     """The life of the coordinator that was last heard of."""
     progress: Callable[[Progress], None] | None = None
+    seal: Sealer | None = None
+    """Null where no keys are used."""
 
 
 class Drive:
@@ -96,6 +102,7 @@ class Drive:
         self._watch = Stopwatch()
         self._beat_at = time.monotonic()
         self._engines: dict[str, m.EngineInfo] = {}
+        self._committed: m.Held | None = None
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
         self._silent = False
@@ -147,7 +154,7 @@ class Drive:
         if delivery.over:
             self._delivery = None
             self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
-            return p.Delivered(delivery.epoch, delivery.failed)
+            return p.Delivered(delivery.epoch, delivery.failed, delivery.spared)
         index = delivery.wanted()
         if index is None:
             delivery.wait(_POLL_S)
@@ -173,6 +180,8 @@ class Drive:
         match message:
             case m.Send():
                 return p.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+            case m.Withdraw():
+                return p.Withdrawn(message.epoch, message.engines)
             case m.RoundDone():
                 return p.Ended(
                     message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
@@ -186,7 +195,7 @@ class Drive:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:
+    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:  # noqa: C901  one line for each effect
         match effect:
             case p.AskLease():
                 return self._asking(self._acquire)
@@ -198,6 +207,9 @@ class Drive:
                 return self._asking(lambda: self._deliver(effect))
             case p.ReportSent():
                 return self._asking(lambda: self._report_sent(effect))
+            case p.DropReceivers():
+                if self._delivery is not None:
+                    self._delivery.withdraw(effect.engines)
             case p.StopDelivery():
                 self._stop_delivery()
             case p.GiveUp():
@@ -231,7 +243,7 @@ class Drive:
             answer = self._request(message)
         if not isinstance(answer, m.Granted):
             return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {type(answer).__name__}")
-        self._engines = answer.engines
+        self._engines, self._committed = answer.engines, answer.committed
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         return p.LeaseGranted(answer.epoch, answer.committed)
 
@@ -250,20 +262,19 @@ class Drive:
         with self._watch.phase("announce"):
             manifest = self._of.bus.put_blob(staging.blob, deadline_s=6 * patience_s)
             table = self._of.bus.put_blob(staging.table.encode(), deadline_s=6 * patience_s)
-            self._request(
-                m.Publish(
-                    request=self._publish_keys.setdefault(epoch, self._key()),
-                    channel=self._channel,
-                    epoch=Epoch(epoch),
-                    version=Version(self.version),
-                    manifest=manifest,
-                    table=table,
-                    bytes=staging.manifest.nbytes,
-                    buckets=len(staging.manifest.buckets),
-                    policy=self._of.settings.policy(),
-                    rollback=self._rollback,
-                )
+            message = m.Publish(
+                request=self._publish_keys.setdefault(epoch, self._key()),
+                channel=self._channel,
+                epoch=Epoch(epoch),
+                version=Version(self.version),
+                manifest=manifest,
+                table=table,
+                bytes=staging.manifest.nbytes,
+                buckets=len(staging.manifest.buckets),
+                policy=self._of.settings.policy(),
+                rollback=self._rollback,
             )
+            self._request(self._of.seal(message, self._committed) if self._of.seal else message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])
         return p.Accepted()
 
@@ -304,7 +315,9 @@ class Drive:
         failed = _told(effect.failed)
         if failed:
             self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
-        self._request(m.Sent(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), failed=failed))
+        spared = tuple(AgentId(engine) for engine in effect.spared)
+        epoch = Epoch(effect.epoch)
+        self._request(m.Sent(request=self._key(), channel=self._channel, epoch=epoch, failed=failed, spared=spared))
         return p.Noted(effect.epoch)
 
     def _give_up(self, effect: p.GiveUp) -> None:

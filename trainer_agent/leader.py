@@ -8,11 +8,12 @@ import os
 from collections.abc import Callable
 from typing import Final, Protocol, runtime_checkable
 
-import structlog
-
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.messages import Hello, Role, TrainerInfo, TransportKind
+from weightbus.control.keys import CurveFiles, read_secret
+from weightbus.control.log import get_log
+from weightbus.control.messages import Held, Hello, Publish, Role, TrainerInfo, TransportKind
+from weightbus.control.seals import seal_publication
 from weightbus.control.security import curve_files
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import Manifest
@@ -20,7 +21,7 @@ from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Sender
 from weightbus.dataplane.transports import sender
 
-from .drive import Drive, Outfit, Progress
+from .drive import Drive, Outfit, Progress, Sealer
 from .orders import Finish, Ranks
 from .publication import Ending, Verdict
 from .report import PublishReport
@@ -28,7 +29,7 @@ from .settings import TrainerSettings
 from .source import Source, SourceError
 from .staging import Pool, Staging
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 End = tuple[Verdict, PublishReport, BaseException | None]
 """How a publication ended: verdict, report, and the exception behind it where it happened on this rank."""
@@ -108,7 +109,8 @@ def lead(
     )
     with contextlib.ExitStack() as undo:
         undo.callback(pool.close)
-        bus = BusClient(_bus_settings(settings), _hello(source, settings, kinds))
+        curve = curve_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
+        bus = BusClient(BusSettings(endpoint=settings.coordinator, curve=curve), _hello(source, settings, kinds))
         undo.callback(bus.close)
         ranks = Ranks(source)
         outfit = Outfit(
@@ -120,14 +122,20 @@ def lead(
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
+            seal=_sealer(settings, curve) if curve else None,
         )
         undo.pop_all()
     return Leader(outfit, pool)
 
 
-def _bus_settings(settings: TrainerSettings) -> BusSettings:
-    curve = curve_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
-    return BusSettings(endpoint=settings.coordinator, curve=curve)
+def _sealer(settings: TrainerSettings, curve: CurveFiles) -> Sealer:
+    """Signs with this trainer's key, which stays in here: nothing that is shown or logged holds it."""
+    secret = read_secret(curve.secret)
+
+    def seal(message: Publish, previous: Held | None) -> Publish:
+        return seal_publication(message, AgentId(settings.name), secret, previous)
+
+    return seal
 
 
 def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:

@@ -15,9 +15,9 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 import torch
 
+from weightbus.control.log import get_log
 from weightbus.control.messages import EngineInfo
 from weightbus.dataplane import fmix
 from weightbus.dataplane.manifest import LiveDigests, Manifest, TensorSpec
@@ -31,7 +31,7 @@ SHA256: Final = "sglang-sha256-8"
 Want = tuple[str, int]
 """An algorithm and a tensor-parallel size."""
 
-_log = structlog.get_logger(__name__)
+_log = get_log(__name__)
 
 _DIGEST_DIGITS: Final = 16
 

@@ -36,6 +36,7 @@ from .publication_events import (
     Deliver,
     Delivered,
     Digested,
+    DropReceivers,
     Effect,
     Effects,
     Ended,
@@ -52,6 +53,7 @@ from .publication_events import (
     StopDelivery,
     Tick,
     Unreachable,
+    Withdrawn,
 )
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "Deliver",
     "Delivered",
     "Digested",
+    "DropReceivers",
     "Effect",
     "Effects",
     "Ended",
@@ -86,6 +89,7 @@ __all__ = [
     "Tick",
     "Unreachable",
     "Verdict",
+    "Withdrawn",
 ]
 """With the events and effects: who has the machine has its vocabulary."""
 
@@ -216,6 +220,9 @@ class Publication:
                 return self._broken(event)
             case SendAsked():
                 return self._send(event)
+            case Withdrawn():
+                sending = self.state is State.SENDING and event.epoch == self.epoch
+                return (DropReceivers(event.engines),) if sending else ()
             case Ended():
                 return self._ended(event)
             case Reconnected():
@@ -244,7 +251,7 @@ class Publication:
                 return (self._unsaid,) if self._unsaid is not None else ()
             case Delivered():
                 self._move(State.WAITING, give_up_at=self._give_up_at)
-                self._unsaid = ReportSent(event.epoch, event.failed)
+                self._unsaid = ReportSent(event.epoch, event.failed, event.spared)
                 return (self._unsaid,)
             case Noted():
                 self._unsaid = None

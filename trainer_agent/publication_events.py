@@ -91,11 +91,22 @@ class SendAsked(Event, frozen=True):
     deadline_s: float
 
 
+class Withdrawn(Event, frozen=True):
+    """The coordinator knows that `engines` are out of the transfer of `epoch`, and why."""
+
+    epoch: int
+    engines: dict[str, str]
+
+
 class Delivered(Event, frozen=True):
-    """Every sender of `epoch` is through; `failed` names the engines that did not get everything."""
+    """Every sender of `epoch` is through; `failed` names the engines that did not get everything.
+
+    `spared` are those of them that were only kept from it by others, before anything was sent to them.
+    """
 
     epoch: int
     failed: dict[str, str]
+    spared: tuple[str, ...] = ()
 
 
 class Noted(Event, frozen=True):
@@ -136,6 +147,7 @@ AnyEvent = (
     | Broken
     | Accepted
     | SendAsked
+    | Withdrawn
     | Delivered
     | Noted
     | Ended
@@ -179,6 +191,12 @@ class Deliver(Effect, frozen=True):
     deadline_s: float
 
 
+class DropReceivers(Effect, frozen=True):
+    """Do not wait for `engines` any longer. Not answered; changes nothing for those who have everything."""
+
+    engines: dict[str, str]
+
+
 class StopDelivery(Effect, frozen=True):
     """Close the senders, whatever they are doing."""
 
@@ -191,6 +209,7 @@ class ReportSent(Effect, frozen=True):
 
     epoch: int
     failed: dict[str, str]
+    spared: tuple[str, ...] = ()
 
 
 class GiveUp(Effect, frozen=True):
@@ -206,5 +225,5 @@ class GiveBack(Effect, frozen=True):
     epoch: int
 
 
-AnyEffect = AskLease | Assemble | Announce | Deliver | StopDelivery | ReportSent | GiveUp | GiveBack
+AnyEffect = AskLease | Assemble | Announce | Deliver | DropReceivers | StopDelivery | ReportSent | GiveUp | GiveBack
 Effects = tuple[AnyEffect, ...]

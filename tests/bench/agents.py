@@ -230,6 +230,9 @@ class Herd:
         if tag in _COUNTED:
             self._counts[tag] += 1
             return
+        if tag == b"Refused" and b"unknown_agent" in payload:  # its connection broke and came back
+            dealer.send_multipart([_HEADER, _ENCODE(agent.hello())])
+            return
         told = self._decoded.get(payload)
         if told is None:
             if len(self._decoded) > 64:

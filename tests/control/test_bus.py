@@ -248,6 +248,14 @@ def distrust(folder: Path, name: str) -> None:
         del agents[name]
 
 
+def trust_second(bus: RouterBus, folder: Path, role: Role) -> list[object]:
+    """Put `second` on the list, and wait until the bus knows; what came in meanwhile."""
+    provision(folder, [Member(AgentId("second"), role, (Channel("c"),))])
+    came_in: list[object] = []
+    until(lambda: came_in.extend(bus.poll(0.05)) or any(who.name == "second" for who in bus._trusted.values()))
+    return came_in
+
+
 def test_distrust_cuts_a_standing_connection(curve_bus: RouterBus, folder: Path) -> None:
     """Whoever is taken off the list is named at once, and nothing more is taken from its connection."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
@@ -272,10 +280,11 @@ def test_distrust_of_one_leaves_the_others(curve_bus: RouterBus, folder: Path) -
     """A list that grows or loses somebody else changes nothing for those who stay."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
     assert isinstance(say(curve_bus, link), Received)
-    provision(folder, [Member(AgentId("second"), Role.TRAINER, (Channel("c"),))])
-    assert curve_bus.poll(0.3) == []
+    assert trust_second(curve_bus, folder, Role.TRAINER) == []
     distrust(folder, "second")
-    assert [type(item) for item in curve_bus.poll(0.3)] == [Distrusted]
+    found = until(lambda: curve_bus.poll(0.3))
+    assert isinstance(found, list)
+    assert [(type(item), item.agent) for item in found] == [(Distrusted, "second")]
     assert isinstance(say(curve_bus, link), Received)
     link.close()
 
@@ -298,7 +307,7 @@ def test_broken_list_cuts_everybody(curve_bus: RouterBus, folder: Path) -> None:
 
 def test_distrusted_listener_hears_no_more_hints(curve_bus: RouterBus, folder: Path) -> None:
     """The hints' socket is opened anew: its old connections end, and only who is trusted comes back."""
-    provision(folder, [Member(AgentId("second"), Role.OBSERVER, (Channel("c"),))])
+    trust_second(curve_bus, folder, Role.OBSERVER)
     address = f"tcp://127.0.0.1:{curve_bus.pub_port}"
     readers = {name: HintReader(address, CurveFiles.of(folder, name)) for name in ("friend", "second")}
     for reader in readers.values():
@@ -374,3 +383,50 @@ def test_dead_authenticator_lets_nobody_in(curve_bus: RouterBus, folder: Path) -
         curve_bus.poll(0.0)
     curve_bus._authenticator = None  # look past that check: what would the sockets do?
     assert not _let_in(curve_bus, _strangers(folder)["unknown key"], patience_s=0.7)
+
+
+COMMON = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 1000,
+    zmq.RCVHWM: 1000,
+    zmq.MAXMSGSIZE: 1 << 20,
+    zmq.HEARTBEAT_IVL: 1000,
+    zmq.HEARTBEAT_TIMEOUT: 3000,
+    zmq.HEARTBEAT_TTL: 3000,
+    zmq.ROUTING_ID: b"",
+    zmq.MECHANISM: zmq.CURVE,
+}
+BOUND = {zmq.HANDSHAKE_IVL: 2000, zmq.BACKLOG: 4096, zmq.CURVE_SERVER: 1, zmq.ZAP_DOMAIN: b"weightbus"}
+CONNECTED = {zmq.CONNECT_TIMEOUT: 1000, zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.CURVE_SERVER: 0}
+
+
+def test_the_profile_of_every_socket(curve_bus: RouterBus, folder: Path) -> None:
+    """Every option that was chosen against a failure is set, on both sides, also after the hints were opened anew."""
+    curve = CurveFiles.of(folder, "friend")
+    link, reader = link_to(curve_bus, curve), HintReader(f"tcp://127.0.0.1:{curve_bus.pub_port}", curve)
+    trust_second(curve_bus, folder, Role.OBSERVER)
+    before = curve_bus._pub
+    distrust(folder, "second")
+    until(lambda: curve_bus.poll(0.3))
+    until(lambda: curve_bus.poll(0.02) or curve_bus._pub not in (None, before))
+    for socket_, options in (
+        (curve_bus._router, COMMON | BOUND),
+        (curve_bus._pub, COMMON | BOUND),
+        (link._socket, COMMON | CONNECTED | {zmq.IMMEDIATE: 1}),
+        (reader._sub, COMMON | CONNECTED),
+    ):
+        assert socket_ is not None
+        assert {option: socket_.get(option) for option in options} == options
+    link.close()
+    reader.close()
+
+
+def test_a_peer_that_comes_back_is_never_ignored(bus: RouterBus) -> None:
+    """Connections that break and are made anew while nobody serves the socket: the newest one is heard."""
+    for _ in range(6):
+        link = link_to(bus)
+        until(lambda: link.send(GetStatus(request=RequestId("old"))) or link.poll(0.01))  # noqa: B023  used at once
+        link.open()
+        until(lambda: link.send(GetStatus(request=RequestId("new"))) or link.poll(0.01))  # noqa: B023  used at once
+        until(lambda: any("new" in str(item) for item in bus.poll(0.1) if isinstance(item, Received)))
+        link.close()

@@ -21,6 +21,7 @@ from rich.console import Console
 from weightbus.control import cli, commands, settings, status_view
 from weightbus.control.cli import BUILT_IN, GROUP, main
 from weightbus.control.errors import WeightbusError
+from weightbus.control.keys import read_public
 from weightbus.control.provision import provision
 from weightbus.control.telemetry import METRICS, Side
 from weightbus.control.trust import read_trust
@@ -171,7 +172,7 @@ def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["coordinator", "--check-config", "--journal", "x.sqlite"]) == 0
     shown = tomllib.loads(capsys.readouterr().out)["coordinator"]
     assert shown["journal"] == "x.sqlite"
-    assert len(shown) == 22
+    assert len(shown) == 26
 
 
 def test_wrong_setting_is_a_configuration_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,6 +195,10 @@ def test_keygen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert main(["keygen", "--keys", str(tmp_path / "file" / "keys")]) == 2
     assert "--keys" in capsys.readouterr().err
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    assert main(["keygen", "--keys", str(folder), "e2", "coordinator"]) == 2
+    assert "no agent may be called 'coordinator'" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
     assert main(["keygen", "--keys", str(folder), "../escape"]) == 2
     assert "not a name" in capsys.readouterr().err
 
@@ -217,7 +222,7 @@ def test_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["e1", "engine", "policy"],
         ["t0", "trainer", "policy,"],
     ]
-    assert (folder / "agents/t0.pub").read_text().splitlines()[-1] in rows[3]
+    assert read_public(folder / "agents/t0.pub") in rows[3]
     assert main(["trust", *where, "remove", "e1", "e7"]) == 0
     assert capsys.readouterr().out.split("\n")[:2] == ["removed   e1", "not there e7"]
     assert set(read_trust(folder / "trust.toml").agents) == {"e0", "t0"}

@@ -53,6 +53,7 @@ INFO = m.EngineInfo(
 )
 TRAINER = m.TrainerInfo(host="boot-1", device="cpu", ranks=4, transports=(m.TransportKind.DISTRIBUTED,))
 POLICY = m.Policy(pause=m.PauseMode.IN_PLACE, flush=False, min_engines=2, redrives=3, transfer_timeout_s=9.5)
+SEAL = m.Seal(signer=AgentId("t0"), previous=HELD, signature="c" * 128)
 OFFER = m.Offer(
     transport=m.TransportKind.DISTRIBUTED,
     address="tcp://10.0.0.1:6000",
@@ -97,9 +98,21 @@ TO_COORDINATOR: tuple[tuple[m.ToCoordinator, bytes | None], ...] = (
     (m.Acquire(request=KEY, channel=CHANNEL, version=VERSION), None),
     (m.Release(**_ROUND), None),
     (m.PutBlob(request=KEY, digest=MANIFEST, page=1, pages=2), b"page"),
-    (m.Publish(**_ROUND, version=VERSION, manifest=MANIFEST, table=TABLE, bytes=2048, buckets=3, policy=POLICY), None),
+    (
+        m.Publish(
+            **_ROUND,
+            version=VERSION,
+            manifest=MANIFEST,
+            table=TABLE,
+            bytes=2048,
+            buckets=3,
+            policy=POLICY,
+            seal=SEAL,
+        ),
+        None,
+    ),
     (m.Offered(**_ROUND, offers=(OFFER,), failed={"e0": "no space left"}), None),
-    (m.Sent(**_ROUND, failed={"e0": "gone"}), None),
+    (m.Sent(**_ROUND, failed={"e0": "gone"}, spared=(ENGINE,)), None),
     (m.Abandon(**_ROUND, reason="out of memory"), None),
     (m.Prepared(**_ROUND, seconds=0.25), None),
     (m.Paused(**_ROUND, seconds=0.25), None),
@@ -117,6 +130,7 @@ TO_AGENT: tuple[tuple[m.ToAgent, bytes | None], ...] = (
     (m.Status(request=KEY), b"{}"),
     (m.Granted(**_ROUND, lease_s=10.0, committed=HELD, engines={"e0": INFO}), None),
     (m.Send(channel=CHANNEL, epoch=EPOCH, version=VERSION, receivers=(RECEIVER,), deadline_s=60.0), None),
+    (m.Withdraw(channel=CHANNEL, epoch=EPOCH, engines={"e0": "its connection is gone"}), None),
     (
         m.RoundDone(
             channel=CHANNEL,
@@ -129,7 +143,7 @@ TO_AGENT: tuple[tuple[m.ToAgent, bytes | None], ...] = (
         ),
         None,
     ),
-    (m.Prepare(**_ORDER, transport=m.TransportKind.LOCAL, policy=POLICY, deadline_s=60.0), None),
+    (m.Prepare(**_ORDER, transport=m.TransportKind.LOCAL, policy=POLICY, deadline_s=60.0, seal=SEAL), None),
     (m.Pause(channel=CHANNEL, epoch=EPOCH, mode=m.PauseMode.ABORT, lease_s=10.0, deadline_s=60.0), None),
     (m.Transfer(**_ORDER, offer=OFFER, rank_offset=1, deadline_s=600.0), None),
     (m.Commit(channel=CHANNEL, epoch=EPOCH, version=VERSION, table=TABLE, flush=True, deadline_s=60.0), None),
@@ -183,9 +197,9 @@ def test_every_message_travels_in_one_direction() -> None:
         ([*BYE, b"", b""], Malformed),
         ([b"", BYE[1]], Malformed),
         ([b"XX\x01>", BYE[1]], Malformed),
-        ([b"WB\x01<", BYE[1]], Malformed),
-        ([b"WB\x01>more", BYE[1]], Malformed),
-        ([b"WB\x02>", BYE[1]], WrongProtocol),
+        ([b"WB%c<" % m.PROTOCOL, BYE[1]], Malformed),
+        ([b"WB%c>more" % m.PROTOCOL, BYE[1]], Malformed),
+        ([b"WB%c>" % (m.PROTOCOL + 1), BYE[1]], WrongProtocol),
         ([b"WB\x00>", BYE[1]], WrongProtocol),
         ([BYE[0], b""], Malformed),
         ([BYE[0], b"\xc1"], Malformed),

@@ -2,80 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
-import msgspec
 import pytest
 
-from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.journal import REPLY_TTL_S, SqliteJournal
-from weightbus.control.messages import Outcome, RoundDone
+from weightbus.control.ids import Channel
+from weightbus.control.journal import REPLY_TTL_S, Journal, SqliteJournal
 
-from .world import replay
-
-A = Digest("a" * 64)
+from .journal_contract import RECORDS, JournalContract, closed, taken
 
 
-def taken(epoch: int, channel: str = "policy") -> EpochTaken:
-    return EpochTaken(channel=Channel(channel), epoch=Epoch(epoch), holder=AgentId("t"), version=Version(1))
+class TestSqliteJournal(JournalContract):
+    """The contract, kept by a file."""
 
-
-def commit(version: int, epoch: int, table: Digest = A) -> Committed:
-    return Committed(
-        channel=Channel("policy"),
-        epoch=Epoch(epoch),
-        version=Version(version),
-        manifest=A,
-        table=table,
-        request=RequestId("p"),
-        engines=(AgentId("e0"),),
-    )
-
-
-def closed(request: str) -> RoundClosed:
-    done = RoundDone(
-        channel=Channel("policy"),
-        epoch=Epoch(1),
-        version=Version(1),
-        outcome=Outcome.COMMITTED,
-        reason="",
-        engines=(),
-        seconds={"total": 1.0},
-    )
-    return RoundClosed(request=RequestId(request), done=done)
-
-
-RECORDS: list[AnyRecord] = [taken(1), commit(1, 1), closed("p"), taken(1, "other"), taken(2), commit(3, 2), Probe()]
-
-
-def test_restores_what_was_written(tmp_path: Path) -> None:
-    """A restart knows committed versions and answers, the same as a naive replay of the records; epochs are raised."""
-    journal = SqliteJournal(tmp_path / "j")
-    for record in RECORDS:
-        journal.write(record)
-        journal.write(record)  # writing twice is the same as writing once
-    journal.close()
-    again = SqliteJournal(tmp_path / "j")
-    expected = {name: msgspec.structs.replace(each, epoch=each.epoch + 1) for name, each in replay(RECORDS).items()}
-    assert again.restore() == expected
-    assert again.boot == 2
-    again.close()
-
-
-def test_every_prefix_restores(tmp_path: Path) -> None:
-    """Wherever the records end, what comes back is what was written so far."""
-    journal = SqliteJournal(tmp_path / "j")
-    for count, record in enumerate(RECORDS, 1):
-        journal.write(record)
-        assert journal.restore() == replay(RECORDS[:count])
-    journal.close()
+    @pytest.fixture
+    def opens(self, tmp_path: Path) -> Callable[..., Journal]:
+        return lambda **options: SqliteJournal(tmp_path / "j", **options)
 
 
 def test_survives_sigkill_after_write(tmp_path: Path) -> None:
@@ -95,20 +47,6 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_versions_and_epochs_never_go_back(tmp_path: Path) -> None:
-    """Even a machine with a bug cannot write an older version over a newer one, or lower an epoch."""
-    journal = SqliteJournal(tmp_path / "j")
-    for record in (taken(5), commit(7, 5), taken(3)):
-        journal.write(record)
-    for record in (commit(6, 5), commit(7, 5, Digest("b" * 64)), commit(8, 6)):
-        with pytest.raises(JournalCorrupt, match="would go back"):
-            journal.write(record)
-    restored = journal.restore()[Channel("policy")]
-    assert restored.committed
-    assert (restored.epoch, restored.committed.version, restored.committed.table) == (5, 7, A)
-    journal.close()
-
-
 def test_full_disk_is_told_and_recovered_from(tmp_path: Path) -> None:
     """A write that does not fit raises `JournalUnwritable` and changes nothing; with room again writes go on."""
     journal = SqliteJournal(tmp_path / "j")
@@ -124,15 +62,6 @@ def test_full_disk_is_told_and_recovered_from(tmp_path: Path) -> None:
     journal.write(taken(2))
     assert journal.restore()[Channel("policy")].epoch == 2
     journal.close()
-
-
-def test_one_file_serves_one_coordinator(tmp_path: Path) -> None:
-    """A second coordinator on the same journal would grant the same epochs: it does not start."""
-    first = SqliteJournal(tmp_path / "j")
-    with pytest.raises(JournalError, match="another coordinator"):
-        SqliteJournal(tmp_path / "j")
-    first.close()
-    SqliteJournal(tmp_path / "j").close()
 
 
 def test_damaged_file_is_refused(tmp_path: Path) -> None:
@@ -154,23 +83,75 @@ def test_other_schema_is_refused(tmp_path: Path) -> None:
         SqliteJournal(tmp_path / "j")
 
 
-def test_folder_that_cannot_be_used(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     """A path under a file is refused with its name."""
     (tmp_path / "file").touch()
-    with pytest.raises(JournalError, match=r"cannot be opened.*--journal"):
+    with pytest.raises(JournalError, match=r"its folder cannot be made \(.*/file: File exists\).*--journal"):
         SqliteJournal(tmp_path / "file" / "j")
+    with pytest.raises(JournalError, match=r"is a folder, expected a file.*--journal"):
+        SqliteJournal(tmp_path)
 
 
-def test_answers_are_forgotten_after_a_day(tmp_path: Path) -> None:
-    """Old answers do not come back, and do not stay in the file."""
+@contextlib.contextmanager
+def journal_with(folder_mode: int, file_mode: int) -> Iterator[Path]:
+    """A journal with these modes, and meanwhile a user for whom they hold: for root they do not."""
+    with tempfile.TemporaryDirectory(prefix="wb-", dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        path = Path(name, "folder", "j")
+        SqliteJournal(path).close()
+        path.chmod(file_mode)
+        path.parent.chmod(folder_mode)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield path
+        finally:
+            os.seteuid(user)
+            path.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "said"),
+    [
+        (0o555, 0o666, r"folder cannot be read and written by user \d+: it belongs to user \d+, mode 0555; give it to"),
+        (
+            0o777,
+            0o444,
+            r"folder/j cannot be read and written by user \d+: it belongs to user \d+, mode 0444; give it to",
+        ),
+    ],
+)
+def test_what_may_not_be_written_is_found_before_anything_is_promised(folder: int, file: int, said: str) -> None:
+    """Refused at the start: what was found, whose it is, what to do; and not taken for a second coordinator's."""
+    with journal_with(folder, file) as path, pytest.raises(JournalError, match=said) as refused:
+        SqliteJournal(path)
+    assert "or name another file with --journal" in str(refused.value)
+    assert "another coordinator" not in str(refused.value)
+
+
+def test_file_system_that_is_mounted_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose volume was forgotten: said in these words."""
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(JournalError, match="is on a file system that is mounted read-only; mount it for writing"):
+        SqliteJournal(tmp_path / "j")
+
+
+@pytest.mark.parametrize("path", ["/proc/j", "/sys/kernel/j"])
+def test_place_that_takes_no_files(path: str) -> None:
+    """Where permissions promise what the file system does not keep, the refusal still says what to do."""
+    with pytest.raises(JournalError, match="or name another file with --journal"):
+        SqliteJournal(Path(path))
+
+
+def test_old_answers_do_not_stay_in_the_file(tmp_path: Path) -> None:
+    """What nobody will ask for any more is removed when something is written."""
     clock = [0.0]
     journal = SqliteJournal(tmp_path / "j", wall_clock=lambda: clock[0])
     journal.write(taken(1))
     journal.write(closed("old"))
     clock[0] = REPLY_TTL_S + 1
-    assert not journal.restore()[Channel("policy")].answers
     journal.write(closed("new"))
-    assert list(journal.restore()[Channel("policy")].answers) == ["new"]
     assert journal._db.execute("SELECT count(*) FROM reply").fetchone() == (1,)
     journal.close()
 
@@ -189,20 +170,3 @@ def test_audit_tells_the_story(tmp_path: Path) -> None:
         "Committed",
     ]
     journal.close()
-
-
-def test_a_version_goes_back_only_by_a_rollback(tmp_path: Path) -> None:
-    """An explicit rollback is written over a newer version; it needs the flag, and survives a restart."""
-    journal = SqliteJournal(tmp_path / "j")
-    journal.write(taken(1))
-    journal.write(commit(7, 1))
-    journal.write(taken(2))
-    with pytest.raises(JournalCorrupt):
-        journal.write(commit(3, 2))
-    journal.write(msgspec.structs.replace(commit(3, 2), rollback=True))
-    journal.close()
-    again = SqliteJournal(tmp_path / "j")
-    restored = again.restore()[Channel("policy")]
-    assert restored.committed is not None
-    assert (restored.committed.version, restored.epoch) == (3, 3)
-    again.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control.effects import AgentLeft, Evict
-from weightbus.control.events import MessageReceived, Peer, PeerLost, Principal
+from weightbus.control.effects import AgentLeft, Evict, Refusal
+from weightbus.control.events import MessageReceived, Peer, PeerLost, Principal, Tick
 from weightbus.control.ids import AgentId, Channel, RequestId
 from weightbus.control.messages import (
     PROTOCOL,
@@ -16,6 +16,7 @@ from weightbus.control.messages import (
     Heartbeat,
     Hello,
     Message,
+    Publish,
     Refused,
     Role,
     Status,
@@ -94,6 +95,40 @@ def test_silent_agent_is_lost_and_seen_as_lost() -> None:
     assert [note.agent for note in world.observed if isinstance(note, AgentLeft)] == ["e0"]
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_an_engine_whose_connection_is_gone_is_lost_unless_it_comes_back(back: bool) -> None:
+    """A round does not wait `silence_s` for a killed agent; one that only lost its connection keeps its seat."""
+    world = World()
+    engine = world.engine("e0")
+    engine.alive = False
+    world.handle(PeerLost(peer=engine.peer))
+    assert world.ready == ("e0",)
+    world.now += world.limits.reconnect_s - 0.1
+    world.handle(Tick())
+    assert world.ready == ("e0",)
+    if back:
+        engine.connect()
+        world.settle()
+    world.now += 0.1
+    assert (world.machine.next_deadline() == world.now) is not back
+    world.handle(Tick())
+    assert world.ready == (("e0",) if back else ())
+
+
+def test_a_trainer_without_a_connection_keeps_its_lease() -> None:
+    """It may be busy assembling for longer than it takes to reconnect: only silence ends a lease."""
+    world = World()
+    trainer = world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    world.handle(PeerLost(peer=trainer.peer))
+    world.now += world.limits.reconnect_s + 0.1
+    world.handle(Tick())
+    assert world.machine.channels[CHANNEL].lease is not None
+    assert (world.machine.next_deadline() or 0.0) > world.now, "the coordinator would tick without end"
+
+
 def test_bye_is_immediate_and_silent() -> None:
     """Who leaves on purpose is gone at once, without an answer; its connection is forgotten."""
     world = World()
@@ -112,6 +147,94 @@ def test_reconnect_of_the_same_life_keeps_its_seat() -> None:
     world.settle()
     assert refusals(world, "e0") == []
     assert len(world.machine.members) == 1
+
+
+URL = "http://10.0.0.7:30000"
+
+
+def ready_urls(world: World) -> tuple[str, ...]:
+    return world.machine.status(world.now).channels[CHANNEL].ready
+
+
+def test_two_agents_of_one_server() -> None:
+    """The second name is refused, loudly and for as long as the first is well; the ready list names the server once."""
+    world = World()
+    world.engine("e0", url=URL)
+    second = world.engine("e1", url=f"{URL}/")
+    for _ in range(5):
+        assert refusals(world, "e1")[-1] is Code.SERVER_TAKEN
+        assert ready_urls(world) == (URL,)
+        world.advance(3.0)
+    assert len(refusals(world, "e1")) > 3
+    assert len(world.machine.members) == 1
+    noted = [note for note in world.observed if isinstance(note, Refusal) and note.code is Code.SERVER_TAKEN]
+    assert {note.agent for note in noted} == {"e1"}
+    assert "'e0' of channel 'policy' answers for the server at" in noted[0].reason
+    assert "Stop one of the two" in noted[0].reason
+    assert second.pending
+    report = world.publish(world.trainer(), 1)
+    assert [each.engine for each in report.engines] == ["e0"]
+
+
+def test_a_server_is_one_agents_in_all_channels() -> None:
+    """Weights of two models in one server would be worse than two agents of one."""
+    world = World()
+    world.engine("e0", url=URL)
+    found = answer(world, msgspec.structs.replace(HELLO, channel=Channel("other"), engine=engine_info(url=URL)))
+    assert isinstance(found, Refused)
+    assert found.code is Code.SERVER_TAKEN
+
+
+def test_restarted_agent_of_a_server_is_not_its_own_rival() -> None:
+    """The same name comes back at once, in a new life too, where the old connection is known to be gone."""
+    world = World()
+    engine = world.engine("e0", url=URL)
+    engine.connect()
+    world.settle()
+    engine.die()
+    world.handle(PeerLost(peer=engine.peer))
+    engine.live()
+    world.settle()
+    assert refusals(world, "e0") == []
+    assert ready_urls(world) == (URL,)
+
+
+def test_new_name_for_a_server_when_the_old_one_is_lost() -> None:
+    """Told to come again until the old one is lost by silence; at once after `Bye`."""
+    world = World()
+    first = world.engine("e0", url=URL)
+    world.advance(1.0)
+    first.die()
+    second = world.engine("e1", url=URL)
+    (refused,) = second.got(Refused)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after_s == world.limits.takeover_s
+    world.advance(world.limits.silence_s + 1)
+    assert world.ready == ("e1",)
+    world.handle(MessageReceived(peer=second.peer, message=Bye()))
+    world.engine("e2", url=URL)
+    assert refusals(world, "e2") == []
+    assert ready_urls(world) == (URL,)
+
+
+def test_connection_that_breaks_does_not_hand_the_server_over() -> None:
+    """Who may come back keeps its server; another name gets it once the old one is lost, and is not given it back."""
+    world = World()
+    first = world.engine("e0", url=URL)
+    world.handle(PeerLost(peer=first.peer))
+    world.engine("e1", url=URL)
+    assert refusals(world, "e1") == [Code.SERVER_TAKEN]
+    first.connect()
+    world.settle()
+    assert world.ready == ("e0",)
+    first.die()
+    world.handle(PeerLost(peer=first.peer))
+    world.advance(world.limits.reconnect_s + 1)
+    assert world.ready == ("e1",)
+    first.live()
+    world.settle()
+    assert refusals(world, "e0") == [Code.SERVER_TAKEN]
+    assert ready_urls(world) == (URL,)
 
 
 HELLO = Hello(

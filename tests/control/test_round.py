@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from weightbus.control.effects import Committed, EngineFailed, EpochTaken, RoundClosed, SendTo
-from weightbus.control.ids import Channel, Epoch
+from weightbus.control.ids import AgentId, Channel, Epoch
 from weightbus.control.limits import Limits
 from weightbus.control.messages import (
     Abort,
@@ -24,6 +24,7 @@ from weightbus.control.messages import (
     Offered,
     Outcome,
     Pause,
+    Paused,
     Policy,
     Prepare,
     Publish,
@@ -36,6 +37,7 @@ from weightbus.control.messages import (
     Transferred,
     TransportKind,
     Verified,
+    Withdraw,
 )
 
 from .world import CHANNEL, Engine, Trainer, World
@@ -176,6 +178,18 @@ def test_dirty_engine_is_driven_again_under_a_new_durable_epoch() -> None:
     assert epoch_taken < next(i for i, line in enumerate(world.transcript) if "Send epoch=2" in line)
 
 
+def test_engine_that_was_mended_reports_no_failure() -> None:
+    """What the re-drive mended is in the log and not in the report of an engine that committed; what was not, is."""
+    world, victim, other, trainer = fleet()
+    victim.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "connection reset")
+    done = world.publish(trainer, 1)
+    assert [(report.outcome, report.reason) for report in done.engines] == [(Outcome.COMMITTED, "")] * 2
+    assert ["connection reset" in note.reason for note in world.observed if isinstance(note, EngineFailed)] == [True]
+    other.fail(Commit, Step.COMMIT, EngineHealth.PENDING, "no label")
+    reasons = {report.engine: report.reason for report in world.publish(trainer, 2).engines}
+    assert reasons == {"e0": "", "e1": "commit: no label"}
+
+
 def test_engine_that_stays_broken_is_quarantined_and_the_others_finish() -> None:
     """After the last re-drive a dirty engine is never resumed; the next round mends it."""
     world, victim, _, trainer = fleet()
@@ -206,6 +220,143 @@ def test_collective_that_broke_is_driven_again_without_the_lost_member() -> None
     assert [r.engine for r in last.receivers] == ["e1", "e2"]  # type: ignore[attr-defined]
     offsets = [engine.got(Transfer)[-1].rank_offset for engine in (e1, e2)]  # type: ignore[attr-defined]
     assert offsets == [1, 2]
+
+
+def hold(engine: Engine, epoch: int = 1) -> None:
+    """Wait in the transfer of `epoch` for a group that does not form."""
+
+    def held(message: Message) -> ToCoordinator | None:
+        assert isinstance(message, Transfer)
+        if message.epoch > epoch:
+            for answer in engine.answers(message):
+                engine.say(answer)
+        else:
+            engine.script[Transfer] = held
+        return None
+
+    engine.script[Transfer] = held
+
+
+def group_of_three(redrives: int) -> tuple[World, Engine, Trainer]:
+    """The first group does not form, because of the first engine."""
+    world = World()
+    e0, e1, e2 = (world.engine(name) for name in ("e0", "e1", "e2"))
+    trainer = world.trainer(transports=(TransportKind.DISTRIBUTED,))
+    trainer.policy, trainer.waits_in = Policy(redrives=redrives), {1}
+    hold(e1)
+    hold(e2)
+    return world, e0, trainer
+
+
+@pytest.mark.parametrize("redrives", [0, 1])
+@pytest.mark.parametrize("when", [Paused, Transfer])
+def test_a_lost_member_of_a_group_costs_the_others_no_redrive(redrives: int, when: type[Message]) -> None:
+    """Nothing was sent when it was lost: the others are sent everything again, allowed re-drives or not, and soon."""
+    world, victim, trainer = group_of_three(redrives)
+    if when is Transfer:
+        victim.script[Transfer] = lambda _message: victim.die()
+    else:
+        trainer.stop_before = None
+        world.lose = lambda message: isinstance(message, Send) and not kill(victim)
+    done = world.publish(trainer, 1)
+    assert {r.engine: r.outcome for r in done.engines} == {
+        "e0": Outcome.LOST,
+        "e1": Outcome.COMMITTED,
+        "e2": Outcome.COMMITTED,
+    }
+    assert [len(send.receivers) for send in trainer.got(Send)][-1] == 2  # type: ignore[attr-defined]
+    assert done.seconds["total"] < 15
+    safe(world)
+
+
+def kill(engine: Engine) -> bool:
+    """Kill it, once; False when it was dead already."""
+    was, engine.alive = engine.alive, False
+    return not was
+
+
+def test_a_member_at_fault_is_left_out_when_it_has_no_redrive_left() -> None:
+    """It failed before anything was sent: it serves its old version, and the others are sent everything again."""
+    world, victim, trainer = group_of_three(redrives=0)
+    victim.fail(Transfer, Step.TRANSFER, reason="the server does not answer")
+    done = world.publish(trainer, 1)
+    assert {r.engine: r.outcome for r in done.engines} == {
+        "e0": Outcome.ABORTED,
+        "e1": Outcome.COMMITTED,
+        "e2": Outcome.COMMITTED,
+    }
+    (withdraw,) = trainer.got(Withdraw)
+    assert isinstance(withdraw, Withdraw)
+    assert withdraw.engines == {"e0": "transfer: the server does not answer"}
+    assert victim.generating
+
+
+def test_each_engine_has_its_own_redrives() -> None:
+    """What the first engine's failure costs is its own: a second attempt with it leaves the others theirs."""
+    world, victim, trainer = group_of_three(redrives=1)
+    trainer.waits_in = {1, 2}
+    e1, e2 = (world.agents[name] for name in ("e1", "e2"))
+    assert isinstance(e1, Engine)
+    assert isinstance(e2, Engine)
+    hold(e1, 2)
+    hold(e2, 2)
+
+    def fail_always(message: Message) -> ToCoordinator:
+        victim.script[Transfer] = fail_always
+        return victim.failed(message, Step.TRANSFER, "no")
+
+    victim.script[Transfer] = fail_always
+    assert outcomes(world, trainer, 1) == {
+        "e0": Outcome.ABORTED,
+        "e1": Outcome.COMMITTED,
+        "e2": Outcome.COMMITTED,
+    }
+    assert [len(send.receivers) for send in trainer.got(Send)] == [3, 3, 2]  # type: ignore[attr-defined]
+
+
+def test_a_group_that_fails_by_nobodys_fault_ends_with_its_redrives() -> None:
+    """A trainer that spares everybody, always, does not drive a round for ever."""
+    world, e0, e1, trainer = fleet()
+    for engine in (e0, e1):
+        hold(engine, epoch=99)
+    trainer.failed = {"e0": "the group broke", "e1": "the group broke"}
+    trainer.spared = (e0.name, e1.name)
+    done = world.publish(trainer, 1)
+    assert done.outcome is Outcome.ABORTED
+    assert len({send.epoch for send in trainer.got(Send)}) == 2  # type: ignore[attr-defined]
+    assert e0.generating
+    assert e1.generating
+
+
+def test_the_trainer_is_told_until_its_half_is_over_and_of_all_that_are_out() -> None:
+    """A `Withdraw` that gets lost is said again; one that names more replaces it; after `Sent` nothing is said."""
+    world = World()
+    e0, e1, e2 = (world.engine(name) for name in ("e0", "e1", "e2"))
+    trainer = world.trainer()
+    trainer.waits_in = {1}
+    lost: list[Message] = []
+    world.lose = lambda message: isinstance(message, Withdraw) and not lost and not lost.append(message)
+    hold(e1, 99)
+    hold(e2, 99)
+    e0.fail(Transfer, Step.TRANSFER, reason="first")
+    trainer.policy = Policy(redrives=0)
+    trainer.sending = None
+    trainer.acquire(1)
+    world.settle()
+    assert lost
+    trainer.sending = None  # it goes on waiting, whatever it is told
+    world.advance(3)
+    first = trainer.got(Withdraw)
+    assert first
+    assert all(message.engines == {"e0": "transfer: first"} for message in first)  # type: ignore[attr-defined]
+    e1.say(e1.failed(e1.got(Transfer)[-1], Step.TRANSFER, "second"))
+    world.settle()
+    assert trainer.got(Withdraw)[-1].engines == {"e0": "transfer: first", "e1": "transfer: second"}  # type: ignore[attr-defined]
+    told = len(trainer.got(Withdraw))
+    trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=Epoch(1), failed=dict.fromkeys(("e0", "e1"), "out")))
+    world.settle()
+    world.advance(20)
+    assert len(trainer.got(Withdraw)) == told
 
 
 def test_too_few_engines_abort_and_everybody_serves_the_old_version() -> None:
@@ -632,6 +783,11 @@ class AnyHistory(RuleBasedStateMachine):
         engine = self.engines[name]
         engine.script[command] = lambda _message: engine.die()
 
+    @rule(which=st.integers(0, 1), failed=st.sets(NAMES), spared=st.sets(NAMES))
+    def plan_broken_group(self, which: int, failed: set[str], spared: set[str]) -> None:
+        self.trainers[which].failed = dict.fromkeys(failed, "the group broke")
+        self.trainers[which].spared = tuple(AgentId(name) for name in failed & spared)
+
     @rule(count=st.integers(1, 12))
     def lose_messages(self, count: int) -> None:
         self.losing = count
@@ -675,6 +831,7 @@ class AnyHistory(RuleBasedStateMachine):
         trainer = self.trainers[0]
         for agent in self.trainers:
             agent.publishing = None
+            agent.failed, agent.spared = {}, ()
         done = world.publish(trainer, max(self.version, world.committed or 0) + 1)
         assert done.outcome is Outcome.COMMITTED, done
         world.settle()

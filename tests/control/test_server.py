@@ -212,6 +212,9 @@ class FailingJournal:
         self.full = True
         self.records: list[AnyRecord] = []
 
+    def confirm(self) -> None:
+        pass
+
     def write(self, record: AnyRecord) -> None:
         if self.full:
             raise JournalUnwritable("j", "full", "free room")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import structlog
 
 from weightbus.control import messages as m
+from weightbus.control.bus import RouterBus
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.coordinator_settings import CoordinatorSettings
 from weightbus.control.errors import ConfigurationError, RequestRefused
@@ -294,3 +296,25 @@ def test_memory_bus_is_as_faithful_as_sockets() -> None:
     link.open()
     assert link.send(m.Bye()) is False
     link.close()
+
+
+def test_one_thread_owns_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever HTTP, signals or others ask for: the bus is touched by the loop's thread alone, but for `wake`."""
+    users: set[int] = set()
+    for name in ("poll", "send", "forget", "hint"):
+        real = getattr(RouterBus, name)
+
+        def noted(bus: RouterBus, *args: object, real: Callable[..., object] = real) -> object:
+            users.add(threading.get_ident())
+            return real(bus, *args)
+
+        monkeypatch.setattr(RouterBus, name, noted)
+    running = Running(tmp_path)
+    client = agent(running.port, "t0", m.Role.TRAINER)
+    with client:
+        client.start(DEADLINE_S)
+        urllib.request.urlopen(f"http://127.0.0.1:{running.service.http.port}/status", timeout=5).close()
+        client.status()
+        running.service.look_again()
+    running.stop()
+    assert users == {running._thread.ident}

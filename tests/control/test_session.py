@@ -35,9 +35,9 @@ ACQUIRE = Acquire(request=KEY, channel=Channel("c"), version=Version(1))
 class Conversation:
     """A session and the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, endpoint: str = "tcp://there:1") -> None:
         self.now = 100.0
-        self.session = Session("tcp://there:1", "me", Timing(), self.now)
+        self.session = Session(endpoint, "me", Timing(), self.now)
         self.key = RequestId("")
 
     def __call__(self, event: Event) -> tuple[Effect, ...]:
@@ -245,3 +245,61 @@ def test_deadlines_name_the_next_duty(joined: Conversation) -> None:
         assert joined.after((due - joined.now) * 0.5) == ()
         joined.now = due
         assert joined(Ticked()) != ()
+
+
+# -- several coordinators ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three() -> Conversation:
+    talk = Conversation("tcp://a:1, tcp://b:1,tcp://c:1")
+    assert Connect(0) in talk(Ticked())
+    return talk
+
+
+def not_leader(talk: Conversation, leader: str = "") -> Heard:
+    refused = Refused(request=talk.key, code=Code.NOT_LEADER, reason="stands by", retry_after_s=0.5, leader=leader)
+    return Heard(refused)
+
+
+def test_goes_to_the_leader_it_is_told_of(three: Conversation) -> None:
+    """A coordinator that stands by names the leader: the agent goes there at once, and says Hello anew."""
+    before = three.key
+    assert three(not_leader(three, "tcp://c:1")) == (Connect(2), SayHello(three.key))
+    assert three.key != before
+    assert any(isinstance(each, Join) for each in three.welcome())
+
+
+def test_goes_nowhere_it_was_not_told_of_by_its_settings(three: Conversation) -> None:
+    """An endpoint that a stranger names is not believed: the agent asks the next one of its own, after a while."""
+    assert three(not_leader(three, "tcp://evil:1")) == (Connect(1),)
+    assert not three.after(0.4)
+    assert three.after(0.2) == (SayHello(three.key),)
+
+
+def test_a_leader_that_is_deposed_loses_its_agents(three: Conversation) -> None:
+    """What was asked and not answered is asked again of whoever leads next."""
+    three.welcome()
+    three.ask()
+    refused = Refused(request=RequestId("heartbeat"), code=Code.NOT_LEADER, reason="stands by", leader="tcp://b:1")
+    assert three(Heard(refused)) == (Connect(1), SayHello(three.key))
+    assert three(Heard(refused)) == (), "there may be one for every message that was under way"
+    assert Transmit(ACQUIRE, None) in three.welcome(boot=2)
+
+
+def test_looks_elsewhere_after_three_heartbeats(three: Conversation) -> None:
+    """With others to ask, a silent coordinator is left long before it would be taken for dead."""
+    three.welcome()
+    assert not any(isinstance(each, Connect) for each in three.after(2.9))
+    assert Connect(1) in three.after(0.2)
+    assert Connect(2) in three.after(2.0), "one that does not even answer Hello is left sooner"
+    assert Connect(0) in three.after(2.0)
+
+
+def test_one_coordinator_that_stands_by_is_asked_again(talk: Conversation) -> None:
+    """With nobody else to go to, the agent waits until its coordinator is elected, and says why if it gives up."""
+    talk(Ticked())
+    talk.ask(3.0)
+    assert talk(not_leader(talk, "tcp://unknown:1")) == (Connect(0),)
+    (rejected,) = [each for each in talk.after(3.0) if isinstance(each, Reject)]
+    assert "stands by" in str(rejected.error)

@@ -203,12 +203,24 @@ def test_coordinator_defaults_are_the_limits_defaults() -> None:
         ({"bind": "localhost"}, "not an IP address"),
         ({"http_port": "70000"}, "http_port"),
         ({"lease_s": "0"}, "lease_s"),
+        ({"router_port": "6000", "pub_port": "6000"}, "router_port and pub_port are both 6000: give each a port"),
+        ({"http_port": "5751"}, "pub_port and http_port are both 5751"),
+        ({"http_port": "5750", "bind": "0.0.0.0", "http_bind": "10.0.0.5"}, "router_port and http_port"),
     ],
 )
 def test_coordinator_settings_refused(flags: dict[str, object], said: str) -> None:
     """Settings that cannot work together, or at all."""
     with pytest.raises(ConfigurationError, match=said):
         load(CoordinatorSettings, "coordinator", flags=flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"router_port": "0", "pub_port": "0", "http_port": "0"}, {"http_port": "5750", "bind": "10.0.0.5"}],
+)
+def test_ports_that_do_not_meet(flags: dict[str, object]) -> None:
+    """Whatever is free is never the same twice, and one port of two addresses is two ports."""
+    load(CoordinatorSettings, "coordinator", flags=flags)
 
 
 def test_journal_does_not_follow_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,12 +12,20 @@ from weightbus.control.errors import PeerKeyError
 from weightbus.control.events import Principal
 from weightbus.control.ids import AgentId, Channel
 from weightbus.control.messages import Role
+from weightbus.control.signing import signing_key_of
 from weightbus.control.sockets import new_keypair
 from weightbus.control.trust import RELOAD_S, TRUST_FILE, Entry, TrustList, edited, read_trust
 
 HERE = (Channel("policy"),)
-E0 = Entry(Role.ENGINE, HERE, new_keypair().public)
-T0 = Entry(Role.TRAINER, ("policy", "*"), new_keypair().public)
+
+
+def new_entry(role: Role = Role.ENGINE, channels: tuple[str, ...] = HERE) -> Entry:
+    pair = new_keypair()
+    return Entry(role, channels, pair.public, signing_key_of(pair.secret))
+
+
+E0 = new_entry()
+T0 = new_entry(Role.TRAINER, ("policy", "*"))
 
 
 @pytest.fixture
@@ -34,7 +42,7 @@ def test_what_is_written_is_read(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     for number in range(200):
         with edited(path) as agents:
-            agents["e0"] = Entry(Role.ENGINE, HERE, new_keypair().public)
+            agents["e0"] = new_entry()
             wanted = agents["e0"]
         assert read_trust(path).agents["e0"] == wanted, number
 
@@ -50,7 +58,7 @@ def test_no_change_writes_nothing(path: Path) -> None:
 
 def _add(path: Path, name: str) -> None:
     with edited(path) as agents:
-        agents[name] = Entry(Role.ENGINE, HERE, new_keypair().public)
+        agents[name] = new_entry()
 
 
 def test_editors_at_the_same_time_lose_nothing(path: Path) -> None:
@@ -82,6 +90,7 @@ def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
         ('channels = ["policy"]', 'channels = ["../x"]', "pattern|regex"),
         (E0.key, E0.key[:-1], "pattern|regex"),
         (E0.key, T0.key, "same key"),
+        (E0.signing_key, E0.signing_key[:-1] + "X", "pattern|regex"),
         ('role = "engine"', 'role = "engine"\nmore = 1', "more"),
         ("[agents", "[names", "names"),
         ('"e0"', '"e 0"', "pattern|regex"),
@@ -114,7 +123,8 @@ def test_a_list_that_others_may_write_is_refused(path: Path, monkeypatch: pytest
 def test_a_missing_list_is_named(tmp_path: Path) -> None:
     """The message says how one is made."""
     with pytest.raises(PeerKeyError, match="weightbus trust add"):
-        TrustList(tmp_path / TRUST_FILE)
+        read_trust(tmp_path / TRUST_FILE)
+    assert TrustList(tmp_path / TRUST_FILE).principals() == {}
 
 
 def test_the_list_is_followed(path: Path) -> None:

@@ -70,6 +70,7 @@ from weightbus.control.messages import (
     TransportKind,
     Verified,
     Welcome,
+    Withdraw,
 )
 
 CHANNEL = Channel("policy")
@@ -178,7 +179,7 @@ class Agent:
 
     def take(self, message: Message) -> None:
         if isinstance(message, Ack | Welcome | Granted) or (
-            isinstance(message, Refused) and message.code is not Code.NAME_TAKEN
+            isinstance(message, Refused) and message.code not in (Code.NAME_TAKEN, Code.SERVER_TAKEN)
         ):
             self.pending.pop(message.request, None)
         if isinstance(message, Welcome):
@@ -318,6 +319,11 @@ class Trainer(Agent):
         self.policy = Policy()
         self.publishing: Publish | None = None
         self.failed: Mapping[str, str] = {}
+        self.spared: tuple[AgentId, ...] = ()
+        """Of `failed`, as `Sent` says."""
+        self.waits_in: set[int] = set()
+        """Epochs of a group that does not form: only `Withdraw` ends the wait for it, and fails all its members."""
+        self.sending: Send | None = None
         self.unopened: Mapping[str, str] = {}
         """Engines whose transport cannot be opened."""
         self.offering: Offered | None = None
@@ -376,6 +382,7 @@ class Trainer(Agent):
                 self.rollback_publish_only = False
                 self.try_say(self.publishing)
             case Send():
+                self.sending = message
                 lacking = {
                     each.engine: self.unopened[each.engine]
                     for each in message.receivers
@@ -387,8 +394,26 @@ class Trainer(Agent):
                     request=self.key(), channel=CHANNEL, epoch=message.epoch, offers=offers, failed=lacking
                 )
                 self.try_say(self.offering)
+            case Withdraw() if self.sending and message.epoch == self.sending.epoch and message.epoch in self.waits_in:
+                members = [AgentId(each.engine) for each in self.sending.receivers]
+                failed = {name: message.engines.get(name, "the group broke") for name in members}
+                spared = tuple(name for name in members if name not in message.engines)
+                self.sending = None
+                self.try_say(
+                    Sent(request=self.key(), channel=CHANNEL, epoch=message.epoch, failed=failed, spared=spared)
+                )
+            case Ack() if (
+                self.offering and message.request == self.offering.request and self.offering.epoch in self.waits_in
+            ):
+                self.offering = None
             case Ack() if self.offering and message.request == self.offering.request:
-                sent = Sent(request=self.key(), channel=CHANNEL, epoch=self.offering.epoch, failed=dict(self.failed))
+                sent = Sent(
+                    request=self.key(),
+                    channel=CHANNEL,
+                    epoch=self.offering.epoch,
+                    failed=dict(self.failed),
+                    spared=self.spared,
+                )
                 self.offering = None
                 self.try_say(sent)
             case _:
@@ -572,6 +597,7 @@ _LOUD = (
     "offers",
     "receivers",
     "failed",
+    "spared",
 )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from weightbus.dataplane import transports
-from weightbus.dataplane.errors import Unsupported
+from weightbus.dataplane.errors import TransferFailed, Unsupported
+from weightbus.dataplane.transport import Address, Peer
 
-from .transport_contract import Halves, TransportContract
+from .loopback import LoopbackServer, Places, make_manifest, make_session
+from .transport_contract import Engine, Halves, TransportContract
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +52,39 @@ def test_unknown_kinds_are_refused() -> None:
         transports.receiver("pigeon")
     with pytest.raises(Unsupported, match="checkpoint_dir"):
         transports.sender("disk", channel="c")
+
+
+def test_a_group_that_does_not_form_holds_no_server(tmp_path: Path) -> None:
+    """SGLang waits half an hour for a missing rank, and answers nothing meanwhile: its wait ends with ours."""
+    places, session = Places(tmp_path), make_session(1, 11, make_manifest())
+    server, sender = LoopbackServer(), places.sender("distributed")
+    address = sender.offer(session, [Peer("good", 1), Peer("bad", 1)])
+    ended = threading.Event()
+    join = server.join_group
+
+    def patient(where: Address, rank_offset: int, deadline_s: float) -> None:
+        del deadline_s
+        try:
+            join(where, rank_offset, 1800.0)
+        finally:
+            ended.set()
+
+    server.join_group = patient  # type: ignore[method-assign]
+    broken = LoopbackServer()
+    broken.join_group = refuse  # type: ignore[method-assign]
+    good, bad = (Engine(name, places.receiver("distributed")) for name in ("good", "bad"))
+    good.server, bad.server = server, broken
+    for rank, engine in enumerate((good, bad), 1):
+        engine.start(session, address, rank)
+    with pytest.raises(TransferFailed, match="died while it joined"):
+        sender.ready(60.0)
+    assert sender.spared == {"good"}
+    assert ended.wait(10.0), "the server still waits for the group"
+    assert isinstance(good.join(), TransferFailed)
+    bad.join()
+    sender.close()
+
+
+def refuse(_address: Address, _rank_offset: int, _deadline_s: float) -> None:
+    """A server that ends when it is asked to join."""
+    raise TransferFailed("died while it joined")

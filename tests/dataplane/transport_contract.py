@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from weightbus.dataplane.errors import (
     StaleSession,
     TransferFailed,
 )
+from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Address, Peer, Receipt, Receiver, Session
 
@@ -198,6 +199,108 @@ class TransportContract:
             assert engine.server.weights == [wanted(manifest, session.version)]
         sender.close()
 
+    def test_whoever_is_withdrawn_is_not_waited_for(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+    ) -> None:
+        """The wait for an engine ends when somebody knows that it will not come; a collective spares those who came."""
+        manifest = make_manifest(BUCKETS)
+        session = make_session(3, 32, manifest)
+        sender, engine = places.sender(self.kind), make_engine("here")
+        sender.withdraw("absent", "said of an earlier session")
+        address = sender.offer(session, [Peer("here", 1), Peer("absent", 1)])
+        engine.start(session, address, 1)
+        threading.Timer(0.3, sender.withdraw, ("absent", "its agent died")).start()
+        began = time.monotonic()
+        if self.collective:
+            with pytest.raises(TransferFailed, match="its agent died"):
+                sender.ready(PATIENCE_S, join_s=PATIENCE_S)
+            assert set(sender.failed) == {"here", "absent"}
+            assert sender.spared == {"here"}
+            assert isinstance(engine.join(), TransferFailed)
+            assert not engine.receiver.touched
+        else:
+            sender.ready(PATIENCE_S, join_s=PATIENCE_S)
+            send_all(sender, session, pool, PATIENCE_S)
+            assert sender.failed == {"absent": "its agent died"}
+            assert sender.spared == frozenset()
+            assert isinstance(engine.join(), Receipt)
+        assert time.monotonic() - began < PROMPT_S
+        sender.close()
+
+    def test_withdrawn_in_the_middle(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+    ) -> None:
+        """An engine that stands still is dropped as soon as it is withdrawn; with bytes under way nobody is spared."""
+        withdrawn = threading.Event()
+
+        def stand_still(index: int) -> None:
+            if index == 1 or self.kind == "disk":
+                sender.withdraw("stuck", "its connection is gone")
+                withdrawn.wait(PATIENCE_S)
+                raise TransferFailed("nobody waits any more")
+
+        manifest = make_manifest(BUCKETS)
+        session = make_session(2, 33, manifest)
+        sender, good = places.sender(self.kind), make_engine("good")
+        stuck = make_engine("stuck", on_load=stand_still)
+        address = sender.offer(session, [Peer("good", 1), Peer("stuck", 1)])
+        good.start(session, address, 1)
+        stuck.start(session, address, 2)
+        sender.ready(PATIENCE_S)
+        began = time.monotonic()
+        with contextlib.suppress(TransferFailed):  # a collective has nobody left
+            send_all(sender, session, pool, PATIENCE_S)
+        assert time.monotonic() - began < PROMPT_S
+        assert sender.failed["stuck"] == "its connection is gone"
+        assert sender.spared == frozenset()
+        sender.close()
+        withdrawn.set()
+        assert isinstance(stuck.join(), TransferFailed)
+        result = good.join()
+        if not self.collective:
+            assert set(sender.failed) == {"stuck"}
+            assert isinstance(result, Receipt)
+
+    def test_withdrawing_one_that_is_served_changes_nothing(
+        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+    ) -> None:
+        """What becomes of an engine that has confirmed the last bucket, or is no peer, is of no concern."""
+        manifest = make_manifest(BUCKETS)
+        session = make_session(2, 34, manifest)
+        sender, first = places.sender(self.kind), make_engine("first")
+
+        def first_is_through(_: int) -> None:
+            first.join()
+            sender.withdraw("first", "its agent left")
+            sender.withdraw("stranger", "who?")
+            until = time.monotonic() + 0.2  # for a sender that waits meanwhile to look at it
+            while time.monotonic() < until and not sender.failed:
+                time.sleep(0.01)
+
+        def all_is_sent(index: int) -> None:
+            if index == BUCKETS and self.kind == "local":
+                first_is_through(index)
+
+        # Otherwise the sender waits for the other engine when it hears of the first one.
+        last = make_engine("last", on_load=first_is_through) if self.kind == "disk" else make_engine("last")
+        load = last.server.load_broadcast
+
+        def load_late(group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+            load(group, tensors, deadline_s)
+            if last.server.loads == BUCKETS:
+                first_is_through(BUCKETS)
+
+        last.server.load_broadcast = load_late  # type: ignore[method-assign]
+        address = sender.offer(session, [Peer("first", 1), Peer("last", 1)])
+        first.start(session, address, 1)
+        last.start(session, address, 2)
+        sender.ready(PATIENCE_S)
+        send_all(sender, session, pool, PATIENCE_S, before=all_is_sent)
+        assert sender.failed == {}
+        for engine in (first, last):
+            assert isinstance(engine.join(), Receipt)
+        sender.close()
+
     @pytest.mark.parametrize("at", range(BUCKETS))
     def test_receiver_killed(
         self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine], halves: Halves, at: int
@@ -333,8 +436,8 @@ class TransportContract:
             address = sender.offer(session, [Peer("e0", 1), Peer("e1", 1)])
             for offset, engine in enumerate(engines):
                 engine.start(session, address, 1 + offset)
-            sender.ready(PATIENCE_S)
             try:
+                sender.ready(PATIENCE_S)  # a collective may hear of the refusal before all have joined
                 send_all(sender, session, pool, PATIENCE_S)
             except TransferFailed:
                 assert epoch == 1

@@ -33,12 +33,13 @@ START_S = 240.0
 
 
 class Engine(NamedTuple):
-    """One server and its sidecar."""
+    """One server and its sidecar: where they are, and how they are started."""
 
     name: str
     url: str
     sidecar: str
-    argv: tuple[str, ...]
+    server_argv: tuple[str, ...]
+    sidecar_argv: tuple[str, ...]
 
 
 def free_port() -> int:
@@ -80,6 +81,11 @@ class Fleet:
         """Where agents find the coordinator."""
         return f"tcp://127.0.0.1:{self._bus}"
 
+    @property
+    def state(self) -> Path:
+        """Where the sidecars keep their records."""
+        return self.folder / "state"
+
     # -- programs ------------------------------------------------------------------------------------------------
 
     def start_coordinator(self) -> None:
@@ -102,26 +108,29 @@ class Fleet:
         port, side = free_port(), free_port()
         server = ("-m", "weightbus.engine_agent.cpu_server", f"--model-path={self.folder / 'seed0'}", f"--port={port}")
         argv = (sys.executable, *server, f"--tp-size={tp}", "--skip-tokenizer-init", "--log-level=warning")
-        self.engines[name] = Engine(name, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{side}", argv)
-        self.start_server(name)
-        provision(self.keys, [Member(AgentId(name), Role.ENGINE, CHANNELS)])
-        self._start(
-            f"sidecar-{name}",
-            [
-                *_weightbus("engine-agent"),
-                f"--name={name}",
-                "--channel=e2e",
-                f"--server={self.engines[name].url}",
-                f"--coordinator={self.coordinator}",
-                f"--http-port={side}",
-                f"--state-dir={self.folder / 'state'}",
-                f"--keys={self.keys}",
-            ],
+        url = f"http://127.0.0.1:{port}"
+        sidecar = (
+            *_weightbus("engine-agent"),
+            f"--name={name}",
+            "--channel=e2e",
+            f"--server={url}",
+            f"--coordinator={self.coordinator}",
+            f"--http-port={side}",
+            f"--state-dir={self.state}",
+            f"--keys={self.keys}",
         )
+        self.engines[name] = Engine(name, url, f"http://127.0.0.1:{side}", argv, sidecar)
+        provision(self.keys, [Member(AgentId(name), Role.ENGINE, CHANNELS)])
+        self.start_server(name)
+        self.start_sidecar(name)
 
     def start_server(self, name: str) -> None:
         """Start the server of an engine, or start it again."""
-        self._start(f"server-{name}", self.engines[name].argv)
+        self._start(f"server-{name}", self.engines[name].server_argv)
+
+    def start_sidecar(self, name: str) -> None:
+        """Start the sidecar of an engine, or start it again with the same record."""
+        self._start(f"sidecar-{name}", self.engines[name].sidecar_argv)
 
     def kill(self, program: str, number: int = signal.SIGKILL) -> None:
         """Signal the whole process group of a program and, for a deadly signal, wait until it is gone."""
@@ -198,6 +207,10 @@ class Fleet:
     def channel(self) -> dict[str, Any]:
         """The channel as the status document shows it."""
         return self.get("/status").json()["channels"].get("e2e", {"engines": {}, "ready": []})
+
+    def sidecar(self, name: str) -> dict[str, Any]:
+        """What a sidecar says of itself and its server."""
+        return self.http.get(f"{self.engines[name].sidecar}/status").json()
 
     def wait_ready(self, *names: str) -> None:
         """Until exactly these engines are on the ready list."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from weightbus import engine_agent
+from weightbus.dataplane.transport import JOIN_S
 from weightbus.trainer_agent.demo.processes import Programs
 
 from .fleet import ROOT, Fleet, poll
@@ -149,3 +150,37 @@ def test_a_restarted_coordinator_knows_what_was_committed(fleet: Fleet) -> None:
 
     assert "committed is 6" in answer["error"]
     assert fleet.channel()["committed"]["version"] == 6
+
+
+@pytest.mark.parametrize(
+    ("version", "victim", "transport"),
+    [(7, "sidecar", "local"), (9, "sidecar", "distributed")],
+)
+def test_an_engine_lost_before_it_connects_is_not_waited_for(
+    fleet: Fleet, expected: dict[int, Answers], version: int, victim: str, transport: str
+) -> None:
+    """Nobody waits `JOIN_S` for it, re-drives are not needed for that, and the victim comes back verified."""
+    seed = version % SEEDS
+    fleet.publish(version, seed, transport, hold_at=0, redrives=0)
+    assert fleet.answer()["held"] == 0
+    fleet.kill(f"{victim}-two")
+    fleet.tell("go on")
+    report = fleet.answer()
+
+    assert report["seconds"]["transfer"] < JOIN_S
+    assert _outcomes(report) == {"one": "committed", "two": "lost" if victim == "sidecar" else "quarantined"}
+    _serves(fleet, "one", expected[seed], str(version))
+    fleet.wait_ready("one")
+
+    if victim == "server":
+        poll("its sidecar to notice", lambda: not fleet.sidecar("two")["engine"]["up"])
+    (fleet.start_sidecar if victim == "sidecar" else fleet.start_server)("two")
+    poll(
+        "the victim to be there again",
+        lambda: fleet.sidecar("two")["connected"] and fleet.sidecar("two")["engine"]["up"],
+    )
+    assert fleet.channel()["ready"] == [fleet.engines["one"].url]
+    fleet.publish(version + 1, version % SEEDS, transport)
+    assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
+    fleet.wait_ready("one", "two")
+    _serves(fleet, "two", expected[seed], str(version + 1))

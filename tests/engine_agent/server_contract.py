@@ -136,6 +136,18 @@ class ServerContract:
         if bench.server.dialect.spans:
             assert meta["weight_versions"] == [{"version": "41", "start": 0, "end": 8}]
 
+    def test_what_the_dialect_lacks_is_not_there(self, bench: Bench) -> None:
+        """What the table denies is refused or absent, and asking for it harms nothing."""
+        server = bench.server
+        if not server.dialect.cpu_checksums:
+            with pytest.raises(ServerError):
+                server.checksums(CALL_S)
+        if not server.dialect.sessions:
+            with pytest.raises(ServerRefused) as refused:
+                server._wire.admin("/begin_weight_update", {}, CALL_S)
+            assert refused.value.status == 404
+        assert ("weight_versions" in bench.generate()["meta_info"]) is server.dialect.spans
+
     def test_a_session_left_open_is_closed_first(self, bench: Bench) -> None:
         """An agent that died between begin and end does not lock its successor out."""
         if not bench.server.dialect.sessions:

@@ -61,7 +61,7 @@ def test_transfer_untouched_is_clean_again_and_resumes_on_abort() -> None:
     """A transfer that failed before the server was asked leaves the old version, which an abort sets free."""
     world = World()
     world.to_serving()
-    world.to_paused(2)
+    world.to_paused(2, 8)
     world.transfer(2, 8)
     failed = only(world.fail(touched=False))
     assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
@@ -69,6 +69,24 @@ def test_transfer_untouched_is_clean_again_and_resumes_on_abort() -> None:
     assert world.record.health is CLEAN
     assert ran(world.abort(2)) == ["Release"]
     assert only(world.end()).version == 7
+
+
+def test_only_what_was_prepared_is_taken() -> None:
+    """A version that was never checked, nor its trainer, is not loaded: whoever commands must say `Prepare` first."""
+    world = World()
+    world.to_serving()
+    world.to_paused(2, 8)
+    failed = only(world.transfer(2, 9))
+    assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
+    assert "not prepared" in failed.reason
+    assert world.doing is None
+    world.prepare(3, 9)
+    world.fail()
+    world.pause(3)
+    world.end()
+    assert "not prepared" in only(world.transfer(3, 9)).reason
+    world.transfer(4, 8)
+    assert type(world.doing).__name__ == "Receive", "a re-drive of what was prepared needs no second Prepare"
 
 
 @pytest.mark.parametrize("at", ["receive", "verify"])
@@ -375,7 +393,7 @@ def test_an_operation_that_outlived_its_server_says_nothing_of_the_new_one(touch
     """The old launch's weights must not be ascribed to the new one, whatever the transfer came to."""
     world = World()
     world.to_serving()
-    world.to_paused(2)
+    world.to_paused(2, 8)
     world.transfer(2, 8)
     assert cancels(world.found("second"))
     failed = only(world.fail(touched=touched))
@@ -390,6 +408,8 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
+        self.world.prepare()
+        self.world.end()
         self.epoch = 1
         self.launch = 0
         self.mixed = False

@@ -1,5 +1,10 @@
-"""The contract on real SGLang servers, with one rank and with two; and their greedy tokens against transformers'."""
+"""The contract on real SGLang servers, with one rank and with two; and their greedy tokens against transformers'.
 
+``WEIGHTBUS_SGLANG_OVERLAY`` runs it on another release than the installed one: a path list, as in PYTHONPATH, of
+folders into which wheels were unpacked. Only the servers see them.
+"""
+
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +25,7 @@ from .server_contract import PROMPT, Bench, ServerContract
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
 START_S = 300.0
+OVERLAY = os.environ.get("WEIGHTBUS_SGLANG_OVERLAY", "")
 ORACLE = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM
@@ -31,18 +37,24 @@ print(json.dumps(model.generate(asked, eos_token_id=None, **options)[0, asked.sh
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that is free, and to which SGLang 0.5.11 can add 10,000 for its gRPC."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        if port < 50_000:
+            return port
 
 
 def serve(folder: Path, tp: int, log: Path) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server and wait until it generates."""
     port = free_port()
     argv = [sys.executable, "-m", "weightbus.engine_agent.cpu_server", "--model-path", str(folder), "--port", str(port)]
+    path = os.pathsep.join(part for part in (OVERLAY, os.environ.get("PYTHONPATH", "")) if part)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*argv, "--tp-size", str(tp), "--skip-tokenizer-init"],
+            env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -61,8 +73,9 @@ def serve(folder: Path, tp: int, log: Path) -> tuple[subprocess.Popen[bytes], st
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End the whole process group."""
-    os.killpg(process.pid, signal.SIGKILL)
+    """End the whole process group, if it has not ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait(30)
 
 

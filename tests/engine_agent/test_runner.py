@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,12 +26,15 @@ from weightbus.control.errors import ConfigurationError
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
 from weightbus.control.messages import EngineHealth, Held, Role
 from weightbus.control.provision import Member, provision
+from weightbus.control.trust import TRUST_FILE, edited
+from weightbus.engine_agent.errors import ServerInUse
 from weightbus.engine_agent.events import Commanded, Release
 from weightbus.engine_agent.record_file import RecordFile
 from weightbus.engine_agent.runner import EngineAgent
 from weightbus.engine_agent.settings import EngineAgentSettings
 from weightbus.engine_agent.stages import Stage, View
 from weightbus.trainer_agent import TrainerAgent
+from weightbus.trainer_agent.errors import RoundAborted
 
 from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang
@@ -63,6 +67,7 @@ class Deployment:
 
     def __init__(self, folder: Path, coordinator: tuple[int, Path]) -> None:
         port, self.keys = coordinator
+        self.engine_keys = self.keys
         self.folder, self.coordinator = folder, f"tcp://127.0.0.1:{port}"
         self.channel = f"c{next(NUMBERS)}"
         self.run = tempfile.TemporaryDirectory(prefix="wb-")  # a socket's path must be short
@@ -78,7 +83,7 @@ class Deployment:
             channel=self.channel,
             server=self.fake.url,
             coordinator=self.coordinator,
-            keys=self.keys,
+            keys=self.engine_keys,
             http_port=0,
             state_dir=self.folder / "state",
             runtime_dir=Path(self.run.name),
@@ -131,7 +136,11 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int,
     everywhere = (Channel("*"),)
     provision(
         folder / "keys",
-        [Member(AgentId("e0"), Role.ENGINE, everywhere), Member(AgentId("trainer"), Role.TRAINER, everywhere)],
+        [
+            Member(AgentId("e0"), Role.ENGINE, everywhere),
+            Member(AgentId("e1"), Role.ENGINE, everywhere),
+            Member(AgentId("trainer"), Role.TRAINER, everywhere),
+        ],
     )
     argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--router-port={port}"]
     argv += [f"--keys={folder / 'keys'}"]
@@ -254,6 +263,32 @@ def test_ready_means_the_committed_version(
     assert why_not in verdict.reason
 
 
+def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: Deployment) -> None:
+    """Its own list decides, not the coordinator's: nothing is paused or loaded, and the refusal is counted."""
+    deployment.publish(1, deployment.first)
+    deployment.stop()
+    deployment.engine_keys = deployment.folder / "engine-keys"
+    shutil.copytree(deployment.keys, deployment.engine_keys)
+    with edited(deployment.engine_keys / TRUST_FILE) as agents:
+        trainer = agents.pop("trainer")
+    deployment.start()
+    until("the engine", lambda: deployment.view.health is EngineHealth.CLEAN)
+    calls = len(deployment.fake.calls)
+    with pytest.raises(RoundAborted, match="unknown_signer"):
+        deployment.publish(2)
+    assert not [call for call in deployment.fake.calls[calls:] if "pause" in call or "weights_from" in call]
+    assert deployment.view.held.version == 1
+    assert deployment.agent is not None
+    counted = deployment.agent.meters.registry.get_sample_value(
+        "weightbus_sidecar_publications_refused_total", {"cause": "unknown_signer"}
+    )
+    assert counted == 1
+    with edited(deployment.engine_keys / TRUST_FILE) as agents:
+        agents["trainer"] = trainer
+    deployment.publish(2)
+    until("the engine", lambda: deployment.view.held is not None and deployment.view.held.version == 2)
+
+
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
@@ -303,6 +338,54 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
     kept = agent._records.read()
     assert kept is not None
     assert kept.health is EngineHealth.CLEAN
+
+
+def test_one_agent_beside_a_server(deployment: Deployment, tmp_path: Path) -> None:
+    """A second one of this host does not start, whatever its name; the first is not disturbed, and may come back."""
+    beside = EngineAgentSettings(
+        name="e1",
+        channel=deployment.channel,
+        server=deployment.fake.url,
+        coordinator=deployment.coordinator,
+        keys=deployment.keys,
+        http_port=0,
+        state_dir=tmp_path / "other",
+        runtime_dir=Path(deployment.run.name),
+    )
+    calls = len(deployment.fake.calls)
+    with pytest.raises(ServerInUse, match=r"the agent e0 \(process \d+\) stands beside the server"):
+        EngineAgent(beside).run()
+    assert "/pause_generation" not in deployment.fake.calls[calls:]
+    deployment.stop()
+    deployment.start()
+    assert deployment.publish(7).engines[0].engine == "e0"
+
+
+def test_a_second_agent_of_another_host_is_kept_out(deployment: Deployment, tmp_path: Path) -> None:
+    """Where no lock is shared the coordinator refuses it until the first is gone; then it is let in by itself."""
+    other = EngineAgentSettings(
+        name="e1",
+        channel=deployment.channel,
+        server=deployment.fake.url,
+        coordinator=deployment.coordinator,
+        keys=deployment.keys,
+        http_port=0,
+        state_dir=tmp_path / "other",
+        runtime_dir=tmp_path / "run",
+        poll_s=0.05,
+    )
+    with capture_logs() as logs:
+        second = EngineAgent(other)
+        thread = threading.Thread(target=second.run, daemon=True)
+        thread.start()
+        until("the refusal", lambda: [line for line in logs if line["event"] == "hello_refused"])
+        assert "server_taken" in next(line["reason"] for line in logs if line["event"] == "hello_refused")
+        assert [each.engine for each in deployment.publish(7).engines] == ["e0"]
+        deployment.stop()
+        until("the second agent", lambda: second._bus is not None)
+    second.stop()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_path: Path) -> None:

@@ -1,28 +1,126 @@
-"""What is said of an engine agent's settings."""
+"""What is said of an engine agent's settings, and where the server's keys come from."""
 
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from weightbus.control.cli import main
+from weightbus.control.errors import ConfigurationError
 from weightbus.control.settings import load
+from weightbus.engine_agent.errors import KeyFileUnusable
+from weightbus.engine_agent.key_files import read_keys
+from weightbus.engine_agent.runner import EngineAgent
 from weightbus.engine_agent.settings import SECTION, EngineAgentSettings
+from weightbus.engine_agent.wire import Keys
+
+KEYS = pytest.mark.parametrize("key", ["api_key", "admin_api_key"])
+SECRET = "open-sesame"
 
 
-@pytest.mark.parametrize("key", ["api_key", "admin_api_key"])
+@pytest.fixture(autouse=True)
+def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIGHTBUS_CONFIG", raising=False)
+
+
+def settings(**changes: object) -> EngineAgentSettings:
+    return load(EngineAgentSettings, SECTION, flags={"name": "e0", "channel": "c", **changes}).value
+
+
+def written(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+@KEYS
 def test_keys_of_the_server_are_never_shown(key: str) -> None:
     """Neither --check-config nor the agent's log says what opens the server."""
-    flags = {"name": "e0", "channel": "c", key: "open-sesame"}
-    resolved = load(EngineAgentSettings, SECTION, file=None, environ={}, flags=flags)
-    assert getattr(resolved.value, key) == "open-sesame"
+    environ = {f"WEIGHTBUS_ENGINE_AGENT_{key.upper()}": SECRET}
+    resolved = load(EngineAgentSettings, SECTION, environ=environ, flags={"name": "e0", "channel": "c"})
+    assert getattr(resolved.value, key) == SECRET
     shown = resolved.render()
-    assert "open-sesame" not in shown
+    assert SECRET not in shown
     assert f'{key} = "******"' in shown
+
+
+@KEYS
+def test_check_config_shows_where_a_key_is_and_not_what(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file's name is no secret; its content does not appear."""
+    path = written(tmp_path / "key", SECRET)
+    flag = f"--{key.replace('_', '-')}-file={path}"
+    assert main(["engine-agent", "--name=e0", "--channel=c", flag, "--check-config"]) == 0
+    shown = capsys.readouterr().out
+    assert f'{key}_file = "{path}"' in "".join(shown.split("\n"))
+    assert SECRET not in shown
+
+
+@KEYS
+def test_keys_are_no_flags(key: str) -> None:
+    """Command lines are everybody's to read: there is no flag for a key, and no abbreviation is taken for one."""
+    flag = f"--{key.replace('_', '-')}={SECRET}"
+    with pytest.raises(SystemExit):
+        main(["engine-agent", "--name=e0", "--channel=c", flag, "--check-config"])
+
+
+def test_keys_come_from_files(tmp_path: Path) -> None:
+    """One line, whatever ends it; files for the owner alone are nothing to warn of."""
+    one, two = written(tmp_path / "one", "first\n"), written(tmp_path / "two", "second")
+    assert read_keys(settings(api_key_file=str(one), admin_api_key_file=str(two))) == (Keys("first", "second"), ())
+    assert read_keys(settings()) == (Keys(), ())
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604])
+def test_a_key_file_that_others_can_read_is_used_with_a_warning(tmp_path: Path, mode: int) -> None:
+    """The warning names the file, its mode and what to do; the key is not in it."""
+    path = written(tmp_path / "key", SECRET, mode)
+    with capture_logs() as logs:
+        EngineAgent(settings(admin_api_key_file=str(path), state_dir=str(tmp_path)))
+    (warning,) = [line for line in logs if line["event"] == "key_file_exposed"]
+    assert warning["log_level"] == "warning"
+    assert warning["reason"] == f"others may read it (mode {mode:04o}): chmod 600 {path}"
+    assert SECRET not in str(logs)
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "cannot be read"), ("", "is empty"), ("open sesame", "2 words")])
+def test_a_file_without_a_key(tmp_path: Path, text: str | None, said: str) -> None:
+    """Refused at the start, saying which setting and what is wrong with the file, never what it holds."""
+    path = tmp_path / "key"
+    if text is not None:
+        written(path, text)
+    with pytest.raises(KeyFileUnusable, match=said) as refused:
+        read_keys(settings(api_key_file=str(path)))
+    assert isinstance(refused.value, ConfigurationError)
+    assert str(refused.value).startswith("api_key_file = ")
+    assert "sesame" not in str(refused.value)
+
+
+def test_a_key_is_given_once() -> None:
+    """Two sources of one key could differ: which one counts would be a guess."""
+    environ = {"WEIGHTBUS_ENGINE_AGENT_API_KEY": SECRET}
+    flags = {"name": "e0", "channel": "c", "api_key_file": "/run/key"}
+    with pytest.raises(ConfigurationError, match="api_key and api_key_file are both given") as refused:
+        load(EngineAgentSettings, SECTION, environ=environ, flags=flags)
+    assert SECRET not in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o644])
+def test_a_key_in_a_settings_file_that_others_can_read(tmp_path: Path, mode: int) -> None:
+    """It is a secret file like any other, and is warned of; without a key in it the file is nobody's concern."""
+    text = f'[{SECTION}]\nname = "e0"\nchannel = "c"\n'
+    with_key = written(tmp_path / "key.toml", f'{text}api_key = "{SECRET}"\n', mode)
+    found = load(EngineAgentSettings, SECTION, file=with_key).exposed()
+    assert bool(found) is (mode == 0o644)
+    assert SECRET not in str(found)
+    assert not load(EngineAgentSettings, SECTION, file=written(tmp_path / "plain.toml", text, mode)).exposed()
 
 
 def test_settings_come_from_environment_and_file(tmp_path: Path) -> None:
     """The section has the name that the loader knows: neither a variable nor a file is passed over in silence."""
     file = tmp_path / "w.toml"
     file.write_text('[engine_agent]\nname = "e0"\nchannel = "c"\n')
-    environ = {"WEIGHTBUS_ENGINE_AGENT_API_KEY": "open-sesame"}
+    environ = {"WEIGHTBUS_ENGINE_AGENT_API_KEY": SECRET}
     found = load(EngineAgentSettings, SECTION, file=file, environ=environ).value
-    assert (found.name, found.channel, found.api_key) == ("e0", "c", "open-sesame")
+    assert (found.name, found.channel, found.api_key) == ("e0", "c", SECRET)

@@ -1,13 +1,21 @@
-"""What is said of a server's live digests before a round: a wrong promise would fail every transfer."""
+"""What is asked of a server, and of whoever published, before its weights are touched."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
+from weightbus.control.messages import Offer, Policy, Prepare, Role, Seal, Transfer, TransportKind
+from weightbus.control.provision import Member, provision
 from weightbus.control.telemetry import Meters, Side
+from weightbus.control.trust import TRUST_FILE, TrustList
 from weightbus.engine_agent.dialects import dialect_of
+from weightbus.engine_agent.events import Broken, Receive, Validate
 from weightbus.engine_agent.identity import facts_of
+from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.worker import Worker
 
 
@@ -33,3 +41,59 @@ def worker(**server_info: Any) -> Worker:
 def test_live_digests_are_promised_where_they_can_be_predicted(server_info: dict[str, Any], algorithm: str) -> None:
     """Not under attention data parallelism: the ranks hold other parts than the tensor-parallel size says."""
     assert worker(**server_info).live_digest() == algorithm
+
+
+def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    """Neither manifest nor server is looked at; the cause is counted, and the reason says what to do."""
+    provision(tmp_path, [Member(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
+    meters = Meters(Side.ENGINE)
+    server = cast("Any", SimpleNamespace(expect=lambda _identity: None))
+    made = Worker("e0", server, cast("Any", None), None, meters, trust=TrustList(tmp_path / TRUST_FILE))
+    prepare = Prepare(
+        channel=Channel("c"),
+        epoch=Epoch(3),
+        version=Version(5),
+        manifest=Digest("a" * 64),
+        table=Digest("b" * 64),
+        transport=TransportKind.LOCAL,
+        policy=Policy(),
+        deadline_s=1.0,
+    )
+    result = made.perform(Validate(prepare, ""))
+    assert isinstance(result, Broken)
+    assert "version 5 is not believed (unsigned)" in result.reason
+    counted = meters.registry.get_sample_value("weightbus_sidecar_publications_refused_total", {"cause": "unsigned"})
+    assert counted == 1
+    seal = Seal(signer=AgentId("t0"), previous=None, signature="0" * 128)
+    result = made.perform(Validate(msgspec.structs.replace(prepare, seal=seal), ""))
+    assert isinstance(result, Broken)
+    assert "(forged)" in result.reason
+    (tmp_path / TRUST_FILE).unlink()
+    result = made.perform(Validate(msgspec.structs.replace(prepare, seal=seal), ""))
+    assert isinstance(result, Broken)
+    assert "(unknown_signer)" in result.reason
+
+
+def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
+    """A group that waits for its ranks would hold every other engine; found out before, it holds nobody."""
+    made: list[str] = []
+
+    def receiver(kind: str) -> Any:
+        made.append(kind)
+
+    command = Transfer(
+        channel=Channel("c"),
+        epoch=Epoch(1),
+        version=Version(1),
+        manifest=Digest("a" * 64),
+        table=Digest("b" * 64),
+        offer=Offer(transport=TransportKind.DISTRIBUTED, address="tcp://127.0.0.1:9"),
+        rank_offset=1,
+        deadline_s=600.0,
+    )
+    gone = Worker("e0", SGLangServer("http://127.0.0.1:9"), receiver, None, Meters(Side.ENGINE))
+    result = gone.perform(Receive(command, ""))
+    assert isinstance(result, Broken)
+    assert "/model_info" in result.reason
+    assert not result.touched
+    assert not made

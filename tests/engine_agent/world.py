@@ -129,14 +129,14 @@ class World:
 
     # -- whole stretches
 
-    def to_paused(self, epoch: int = 1) -> None:
-        self.prepare(epoch)
+    def to_paused(self, epoch: int = 1, version: int = 7) -> None:
+        self.prepare(epoch, version)
         self.end()
         self.pause(epoch)
         self.end()
 
     def to_loaded(self, epoch: int = 1, version: int = 7) -> None:
-        self.to_paused(epoch)
+        self.to_paused(epoch, version)
         self.transfer(epoch, version)
         self.end()
         self.end()

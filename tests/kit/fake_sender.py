@@ -14,6 +14,7 @@ class FakeSender:
 
     def __init__(self) -> None:
         self.failed: dict[str, str] = {}
+        self.spared: frozenset[str] = frozenset()
         self.taken: dict[tuple[int, str], list[bytes]] = {}
         """(epoch, engine) -> buckets in order."""
         self.calls: list[str] = []
@@ -65,6 +66,10 @@ class FakeSender:
         self.calls.append("finish")
         for index in sorted(self._held):
             self._read(index)
+
+    def withdraw(self, engine: str, reason: str) -> None:
+        self.calls.append(f"withdraw {engine}")
+        self.failed[engine] = reason
 
     def close(self) -> None:
         self.calls.append("close")

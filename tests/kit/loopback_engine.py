@@ -13,7 +13,7 @@ from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import RequestRefused, WeightbusError
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.dataplane import transports
-from weightbus.dataplane.errors import DataplaneError
+from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.transport import Address, Session
@@ -22,7 +22,7 @@ from ..dataplane.loopback import LoopbackServer
 
 
 class LoopbackEngine:
-    """One engine of one channel. `fail` is asked before each load and may raise."""
+    """One engine of one channel. `fail` is asked before each load, `before` when it is to come; both may raise."""
 
     def __init__(  # noqa: PLR0917  made by one fixture
         self,
@@ -34,6 +34,7 @@ class LoopbackEngine:
         fail: Callable[[int], None] = lambda _load: None,
     ) -> None:
         self.server = LoopbackServer(1, fail)
+        self.before: Callable[[], None] = lambda: None
         self.label: int | None = None
         self.held: m.Held | None = None
         self.health = m.EngineHealth.CLEAN
@@ -54,6 +55,12 @@ class LoopbackEngine:
         self._thread.join(10)
         self._receiver.shutdown()
         self._bus.close()
+
+    def leave(self) -> None:
+        """Without another word, from its own thread: its connection is gone."""
+        self._over.set()
+        self._bus.close()
+        raise TransferFailed("it left")
 
     def _hello(self) -> m.Hello:
         info = m.EngineInfo(
@@ -114,6 +121,7 @@ class LoopbackEngine:
 
     def _transfer(self, message: m.Transfer) -> None:
         try:
+            self.before()
             manifest = Manifest.decode(self._bus.get_blob(message.manifest))
             table = DigestTable.decode(self._bus.get_blob(message.table), manifest)
             session = Session(message.channel, message.epoch, message.version, manifest, table)

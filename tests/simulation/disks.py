@@ -112,6 +112,9 @@ class SimJournal:
         self.boot = disk.boots
         process.passes("persist", "after")
 
+    def confirm(self) -> None:
+        """Nobody else can have it."""
+
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable."""
         disk, process = self._disk, self._process

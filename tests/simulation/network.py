@@ -64,7 +64,7 @@ class Line:
         self.opened = 0
         self.inbox: deque[tuple[ToAgent, bytes | None] | ProtocolError] = deque()
 
-    def open(self) -> None:
+    def open(self, place: int = 0) -> None:  # noqa: ARG002  # one coordinator
         """Connect anew, dropping the connection there was."""
         self._drop()
         self.opened += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -126,7 +126,7 @@ class TrainerProcess(Process):
         if delivery is not None:
             if delivery.over(now):
                 self._delivery = None
-                return p.Delivered(delivery.epoch, delivery.failed())
+                return p.Delivered(delivery.epoch, delivery.failed(), delivery.spared())
             yield 0.2, client.bell
             return None
         yield min(5.0, deadline - now if deadline is not None else 5.0), client.bell
@@ -136,6 +136,8 @@ class TrainerProcess(Process):
         match message:
             case m.Send():
                 return p.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+            case m.Withdraw():
+                return p.Withdrawn(message.epoch, message.engines)
             case m.RoundDone():
                 return p.Ended(
                     message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
@@ -146,7 +148,7 @@ class TrainerProcess(Process):
             case _:
                 return None
 
-    def _perform(self, client: Client, version: int, effect: p.AnyEffect) -> Thread:
+    def _perform(self, client: Client, version: int, effect: p.AnyEffect) -> Thread:  # noqa: C901  one for each effect
         match effect:
             case p.AskLease():
                 return (yield from self._asking(self._acquire(client, version)))
@@ -159,6 +161,9 @@ class TrainerProcess(Process):
                 return (yield from self._asking(self._deliver(client, version, effect)))
             case p.ReportSent():
                 return (yield from self._asking(self._report(client, effect)))
+            case p.DropReceivers():
+                if self._delivery is not None:
+                    self._delivery.withdraw(effect.engines)
             case p.StopDelivery():
                 self._stop_delivery()
             case p.GiveUp():
@@ -227,6 +232,7 @@ class TrainerProcess(Process):
             channel=self._world.channel,
             epoch=Epoch(effect.epoch),
             failed={name: why[:200] for name, why in effect.failed.items()},
+            spared=tuple(AgentId(name) for name in effect.spared),
         )
         yield from client.asking(message, deadline_s=REQUEST_S)
         return p.Noted(effect.epoch)
@@ -295,6 +301,17 @@ class _Delivery:
     def failed(self) -> dict[str, str]:
         """Engines that did not get everything."""
         return {engine: why for outlet in self.outlets for engine, why in outlet.failed().items()}
+
+    def spared(self) -> tuple[str, ...]:
+        """Those of them that were well, and to which nothing was sent."""
+        return tuple(sorted(engine for outlet in self.outlets for engine in outlet.spared))
+
+    def withdraw(self, engines: Mapping[str, str]) -> None:
+        """Do not wait for these."""
+        for outlet in self.outlets:
+            for engine in outlet.engines:  # in this order: that of a set is another in every process
+                if engine in engines:
+                    outlet.finish(engine, engines[engine])
 
     def close(self) -> None:
         """Close the senders."""

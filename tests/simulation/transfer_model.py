@@ -40,6 +40,8 @@ class Outlet:
         """Engine -> buckets it has."""
         self.done: dict[str, str] = {}
         """Engine -> why it failed; empty when it has everything."""
+        self.spared: set[str] = set()
+        """Engines that only another one's failure kept from it, before the first bucket."""
         self.corrupt: int | None = None
         """This bucket is not what it should be."""
 
@@ -59,8 +61,12 @@ class Outlet:
 
     def finish(self, engine: str, why: str = "") -> None:
         """`engine` is through."""
-        self.done.setdefault(engine, why)
+        if engine in self.done:
+            return
+        self.done[engine] = why
         if why and self.collective:
+            if not any(self.came.values()):
+                self.spared.update(set(self.engines) - self.done.keys())
             for other in self.engines:
                 self.done.setdefault(other, f"{engine} broke the group: {why}")
 

@@ -97,6 +97,20 @@ def test_a_redrive_sends_everything_again_under_its_epoch() -> None:
     assert machine.verdict.ending is Ending.COMMITTED
 
 
+def test_receivers_that_are_out_are_dropped_from_the_running_delivery_only() -> None:
+    """What is said of an older attempt, or when nothing is sent, changes nothing."""
+    out = {"e0": "its connection is gone"}
+    machine = brought_to(State.SENDING)
+    machine.handle(send(4), 0.5)
+    assert machine.handle(p.Withdrawn(3, out), 0.6) == ()
+    assert machine.handle(p.Withdrawn(4, out), 0.7) == (p.DropReceivers(out),)
+    assert machine.handle(p.Withdrawn(4, out), 0.8) == (p.DropReceivers(out),)
+    assert machine.handle(p.Delivered(4, out, ("e1",)), 0.9) == (p.ReportSent(4, out, ("e1",)),)
+    for state in State:
+        if state not in {State.ACQUIRING, State.SENDING, State.DONE}:
+            assert brought_to(state).handle(p.Withdrawn(3, out), 1.0) == ()
+
+
 def test_a_newer_send_breaks_off_the_older_delivery() -> None:
     """Nobody waits for the epoch that was given up: stop, then deliver."""
     machine = brought_to(State.SENDING)
@@ -288,6 +302,7 @@ NEWS = st.one_of(
     st.builds(ended, st.sampled_from([Outcome.COMMITTED, Outcome.ABORTED]), st.integers(1, 9), st.sampled_from([6, 7])),
     st.builds(p.Reconnected, st.sampled_from([None, held(6), held(7)]), st.booleans()),
     st.just(p.Broken(Ending.SOURCE_FAILED, "gone")),
+    st.builds(p.Withdrawn, st.integers(1, 9), st.just({"e0": "gone"})),
 )
 
 
@@ -312,6 +327,8 @@ def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C9
                     assert not open_delivery
                     open_delivery = True
                     answer = answers.pop() if answers else None
+                case p.DropReceivers():
+                    assert open_delivery
                 case p.StopDelivery():
                     assert open_delivery
                     open_delivery = False

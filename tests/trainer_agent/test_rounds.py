@@ -18,6 +18,7 @@ from weightbus.control.coordinator_settings import CoordinatorSettings
 from weightbus.control.messages import Outcome, TransportKind
 from weightbus.control.service import Service
 from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.transport import JOIN_S
 from weightbus.trainer_agent.agent import TrainerAgent
 from weightbus.trainer_agent.errors import ConnectFailed, RoundAborted
 from weightbus.trainer_agent.report import PublishReport
@@ -197,6 +198,33 @@ def test_an_engine_that_fails_in_the_transfer_is_sent_everything_again(deploymen
     report = deployment.publish(1)
     assert {each.engine: each.outcome for each in report.engines} == dict.fromkeys(("e0", "e1"), Outcome.COMMITTED)
     assert all(deployment.holds(name) for name in deployment.engines)
+
+
+@pytest.mark.parametrize("transport", [TransportKind.LOCAL, TransportKind.DISK, TransportKind.DISTRIBUTED])
+@pytest.mark.parametrize("how", [Outcome.ABORTED, Outcome.LOST])
+def test_an_engine_that_does_not_come_costs_the_others_neither_time_nor_a_redrive(
+    deployment: Deployment, transport: TransportKind, how: Outcome
+) -> None:
+    """It fails, or leaves, after it was paused and before it came to the sender: the trainer is told."""
+    victim = deployment.engine("e0", transport=transport)
+    deployment.engine("e1", transport=transport)
+    deployment.engine("e2", transport=transport)
+
+    def refuse() -> None:
+        raise TransferFailed("no space for my record")
+
+    victim.before = refuse if how is Outcome.ABORTED else victim.leave
+    deployment.connect(transport=transport.value, redrives=0, transfer_timeout_s=60.0, round_timeout_s=60.0)
+    began = time.monotonic()
+    report = deployment.publish(1)
+    assert time.monotonic() - began < 0.5 * JOIN_S
+    assert {each.engine: each.outcome for each in report.engines} == {
+        "e0": how,
+        "e1": Outcome.COMMITTED,
+        "e2": Outcome.COMMITTED,
+    }
+    assert deployment.holds("e1")
+    assert deployment.holds("e2")
 
 
 @pytest.mark.parametrize("moment", [0, 3])

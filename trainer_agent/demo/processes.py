@@ -1,7 +1,7 @@
 """Programs that the demo starts: each in a process group of its own, with a log, and none left behind.
 
 A group is ended as a whole, because servers have workers; first politely, then not. `Programs` is a context manager
-whose exit ends every group, whatever the reason.
+whose exit ends every group, whatever the reason; when not even that can happen, guard.py does it.
 """
 
 from __future__ import annotations
@@ -10,26 +10,31 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from . import guard
+
 GRACE_S: Final = 3.0
 """How long a group may take to end after SIGTERM; an idle SGLang server takes five seconds and need not."""
 _TAIL_LINES: Final = 15
+_GUARD: Final = (sys.executable, "-I", "-S", guard.__file__)
 
 
 class ProgramEnded(Exception):
-    """A program ended that should have gone on, or failed. Carries the end of its log."""
+    """A program ended that should have gone on, or failed. The message names its log; `tail` shows the end of it."""
 
     def __init__(self, name: str, code: int, log: Path) -> None:
         self.name = name
         self.code = code
         self.log = log
+        self.tail = tail(log)
         how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
-        super().__init__(f"{name} {how}; the end of {log}:\n{tail(log)}")
+        super().__init__(f"{name} {how}; its log is {log}")
 
 
 class Program:
@@ -42,26 +47,43 @@ class Program:
 
 
 class Programs:
-    """Everything that was started, to be ended in the reverse order."""
+    """Everything that was started, to be ended in the reverse order.
+
+    Start programs from a thread that lives as long as they shall: the kernel ends them with it.
+    """
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._running: list[Program] = []
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._pipe = -1
 
     def __enter__(self) -> Self:
+        read, self._pipe = os.pipe()
+        try:
+            self._guard = subprocess.Popen(  # noqa: S603 - our own file
+                [*_GUARD, "guard", str(read)], pass_fds=[read], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        finally:
+            os.close(read)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+        os.write(self._pipe, guard.DONE)
+        os.close(self._pipe)
+        if self._guard is not None:
+            self._guard.wait()
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Program:
         """Start `argv` with `env` added to ours; its output goes to ``NAME.log``."""
         log = self._logs / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: S603 - the demo's own programs
-                list(argv),
+                [*_GUARD, "leash", str(self._pipe), str(os.getpid()), *argv],
+                pass_fds=[self._pipe],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -91,7 +113,8 @@ class Programs:
                 while (groups := self._left(groups)) and time.monotonic() < until:
                     time.sleep(0.05)
             for program in self._running:
-                program.process.poll()  # a zombie is no longer among the living, and still ours to reap
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    program.process.wait(GRACE_S)  # no longer among the living; ours to reap when its threads are too
             self._running.clear()
 
     def _left(self, groups: Sequence[int]) -> list[int]:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -35,6 +36,8 @@ START_S: Final = 300.0
 ROUND_S: Final = 120.0
 """How long a round may take, the trainer's own start included."""
 _POLL_S: Final = 0.1
+_ANSWER_S: Final = 10.0
+"""How long one answer is waited for: a server that starts takes its time for the first token."""
 
 
 class DemoFailed(Exception):
@@ -172,15 +175,23 @@ class Demo:
         self._programs.start(name, [sys.executable, "-m", "weightbus.control.cli", *arguments])
 
     def _wait(self, url: str, deadline_s: float) -> None:
-        """Until `url` answers 200. Raises as soon as any program ended."""
+        """Until `url` answers 200. Raises as soon as any program ended, also while an answer is awaited."""
+        asking = ThreadPoolExecutor(1, "demo-wait")
+        answer = asking.submit(_answers, url)
 
-        def answers() -> bool:
-            try:
-                return httpx.get(url, timeout=10.0, trust_env=False).is_success
-            except httpx.TransportError:  # not listening yet
+        def answered() -> bool:
+            nonlocal answer
+            if not answer.done():
                 return False
+            if not answer.result():
+                answer = asking.submit(_answers, url)
+                return False
+            return True
 
-        self._poll(answers, deadline_s, url)
+        try:
+            self._poll(answered, deadline_s, url)
+        finally:
+            asking.shutdown(wait=False)
 
     def _follow(self, ranks: Sequence[Program]) -> list[Round]:
         follower = Follower(self._folder / "progress.jsonl")
@@ -205,8 +216,15 @@ class Demo:
         while not done():
             self._programs.check(may_end)
             if time.monotonic() >= until:
-                raise DemoFailed(f"waited {deadline_s:.0f} s for {what}")
+                raise DemoFailed(f"waited {deadline_s:.0f} s for {what}; logs are in {self._folder / 'logs'}")
             time.sleep(_POLL_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=_ANSWER_S, trust_env=False).is_success
+    except httpx.TransportError:  # not listening yet
+        return False
 
 
 _LONGEST_TEMP = 50
@@ -224,7 +242,10 @@ def run(settings: DemoSettings) -> int:
     try:
         with _ending_on_signals(), Programs(folder / "logs") as programs:
             good = Demo(settings, folder, programs, view).run()
-    except (DemoFailed, ProgramEnded, ValueError) as error:
+    except ProgramEnded as ended:
+        view.say(f"the end of {ended.log}:\n{ended.tail}")
+        view.last(f"demo: failed: {ended}")
+    except (DemoFailed, ValueError) as error:
         view.last(f"demo: failed: {error}")
     except KeyboardInterrupt:
         view.last("demo: interrupted")

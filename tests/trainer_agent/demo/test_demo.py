@@ -1,5 +1,6 @@
 """`weightbus demo` as a person runs it: real servers, real ranks, and nothing left behind however it ends."""
 
+import contextlib
 import os
 import re
 import signal
@@ -58,21 +59,68 @@ def test_three_rounds_reach_both_engines(tmp_path: Path) -> None:
     assert list(tmp_path.glob("weightbus-demo-*")) == []
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C while the servers start: none of them goes on, and the logs are named."""
-    process = demo(tmp_path)
+def until_a_server_starts(process: "subprocess.Popen[str]", folder: Path) -> None:
+    """Read what the demo says up to there, and wait for the server's process."""
     assert process.stdout
     for line in process.stdout:
         if "starting 2 SGLang servers" in line:
             break
     until = time.monotonic() + 60
-    while not any("launch_server" in line for line in started_by(tmp_path)):
+    while not any("launch_server" in line for line in started_by(folder)):
         assert time.monotonic() < until, "no server was started"
         time.sleep(0.05)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    """Ctrl-C while the servers start: none of them goes on, and the logs are named."""
+    process = demo(tmp_path)
+    until_a_server_starts(process, tmp_path)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "logs are in" in errors
     assert started_by(tmp_path) == []
+
+
+@pytest.mark.real
+def test_a_killed_demo_leaves_nothing_running(tmp_path: Path) -> None:
+    """After SIGKILL coordinator, servers and their workers are gone within seconds."""
+    process = demo(tmp_path)
+    until_a_server_starts(process, tmp_path)
+    process.kill()
+    process.communicate(timeout=60)
+    until = time.monotonic() + 10
+    while left := started_by(tmp_path):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+@pytest.mark.real
+def test_a_coordinator_killed_under_the_demo_is_named_with_its_log(tmp_path: Path) -> None:
+    """The demo ends within seconds; its last line says what ended, how, and where the log is."""
+    process = demo(tmp_path)
+    until_a_server_starts(process, tmp_path)
+    (coordinator,) = (pid for pid, line in commands() if f"{tmp_path}/" in line and "cli coordinator" in line)
+    began = time.monotonic()
+    os.kill(coordinator, signal.SIGKILL)
+    out, errors = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 1
+    last = out.splitlines()[-1]
+    assert re.fullmatch(r"demo: failed: coordinator was ended by signal 9; its log is (\S+/coordinator\.log)", last), (
+        out
+    )
+    assert Path(last.split()[-1]).exists()
+    assert "logs are in" in errors
+    assert started_by(tmp_path) == []
+
+
+def commands() -> list[tuple[int, str]]:
+    """Process ids and command lines of everything that runs."""
+    found: list[tuple[int, str]] = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            found.append((int(entry.parent.name), entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")))
+    return found

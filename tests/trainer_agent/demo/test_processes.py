@@ -49,6 +49,49 @@ def test_workers_end_with_their_program(tmp_path: Path, monkeypatch: pytest.Monk
     assert gone(worker)
 
 
+PARENT = """
+import sys, time
+from pathlib import Path
+from weightbus.trainer_agent.demo.processes import Programs
+with Programs(Path(sys.argv[1])) as programs:
+    programs.start("stubborn", [sys.executable, "-c", sys.argv[2]])
+    print(programs._guard.pid, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_parent_that_is_killed_leaves_nothing_behind(tmp_path: Path, guarded: bool) -> None:
+    """SIGKILL leaves no time to end anything: the guard does it, and without a guard the kernel ends the children."""
+    command = [sys.executable, "-c", PARENT, str(tmp_path), STUBBORN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        guard, log = int(parent.stdout.readline()), tmp_path / "stubborn.log"
+        eventually(lambda: log.exists() and log.read_text().endswith("\n"))
+        worker = int(log.read_text())
+        child = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[2])
+        if not guarded:
+            os.kill(guard, signal.SIGKILL)
+        parent.kill()
+    eventually(lambda: gone(child))
+    if guarded:
+        eventually(lambda: gone(worker) and gone(guard))
+    else:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_group_that_was_ended_in_order_is_not_killed_later(tmp_path: Path) -> None:
+    """Its number may be another's by then: what the guard knows is void when the programs were ended."""
+    with Programs(tmp_path) as programs:
+        ended = programs.start("ended", [sys.executable, "-c", "import time; time.sleep(600)"])
+        guard = programs._guard
+        assert guard is not None
+        programs.end()
+        assert gone(ended.process.pid)
+        assert guard.poll() is None
+    assert guard.returncode == 0
+
+
 def test_programs_end_when_the_block_fails(tmp_path: Path) -> None:
     """An error in the demo leaves no program behind."""
     with pytest.raises(RuntimeError, match="on purpose"), Programs(tmp_path) as programs:
@@ -62,8 +105,10 @@ def test_a_program_that_ends_is_named_with_its_log(tmp_path: Path) -> None:
     with Programs(tmp_path) as programs:
         short = programs.start("short", [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"])
         short.process.wait(10)
-        with pytest.raises(ProgramEnded, match=r"(?s)short ended with status 3.*the reason"):
+        with pytest.raises(ProgramEnded, match=r"short ended with status 3; its log is .*/short\.log") as ended:
             programs.check()
+    assert "\n" not in str(ended.value)
+    assert ended.value.tail == "    the reason"
 
 
 def test_a_program_that_may_end_must_end_well(tmp_path: Path) -> None:

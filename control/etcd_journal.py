@@ -1,0 +1,215 @@
+"""The journal of several coordinators of which one leads: the same records as in journal.py, kept in etcd.
+
+One key for each channel and one for each answer. Every write is a transaction on the condition that this term still
+lasts (its token) and that the channel is as this side knows it (its modification revision): a write whose answer was
+lost cannot come true later, after others were made.
+
+There is no audit trail here; the coordinators' logs have the same events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar
+
+import msgspec
+
+from .channel import Restored
+from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from .election import Term
+from .errors import JournalCorrupt, JournalError, JournalUnwritable
+from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
+from .ids import Channel, Epoch, RequestId
+from .journal import REPLY_TTL_S
+from .messages import Held, RoundDone
+
+SCHEMA: Final = 1
+REPLIES: Final = 32
+"""Answers kept: a trainer that comes back asks about its last round."""
+_RESTORE: Final = "restore etcd from a snapshot; beginning anew would forget which version is committed"
+_RETRY: Final = "writing is tried again by itself"
+
+
+_T = TypeVar("_T")
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    schema: int = SCHEMA
+    boot: int = 0
+    probed: int = 0
+
+
+class _Row(msgspec.Struct, frozen=True):
+    epoch: Epoch = Epoch(0)
+    committed: Held | None = None
+    committed_epoch: Epoch = Epoch(0)
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    written_at: float
+    done: RoundDone
+
+
+class EtcdJournal:
+    """What one term writes. Satisfies `journal.Journal`."""
+
+    def __init__(self, etcd: Etcd, prefix: str, term: Term, wall_clock: Callable[[], float] = time.time) -> None:
+        """Read everything and count this boot. Raises `JournalCorrupt`, `JournalError` or `Deposed`."""
+        self._etcd = etcd
+        self._prefix = prefix
+        self._term = term
+        self._wall_clock = wall_clock
+        self._rows: dict[Channel, tuple[_Row, int]] = {}
+        self._doubtful: set[Channel] = set()
+        """Channels whose last write was not answered: they are read again before the next."""
+        self._replies: deque[str] = deque()
+        self._answers: dict[Channel, dict[RequestId, RoundDone]] = {}
+        self._meta = _Meta()
+        self.boot = 0
+        try:
+            self._read_all()
+            self._meta = msgspec.structs.replace(self._meta, boot=self._meta.boot + 1)
+            self._begin_boot()
+        except EtcdUnavailable as error:
+            raise JournalError(self._where, error.problem, _RETRY) from error
+        self.boot = self._meta.boot
+
+    def _begin_boot(self) -> None:
+        """Count the boot and raise every channel's epoch, together: what an earlier life said is below it."""
+        rows = {name: msgspec.structs.replace(row, epoch=Epoch(row.epoch + 1)) for name, (row, _) in self._rows.items()}
+        operations = [put(self._key("channel", name), msgspec.json.encode(row)) for name, row in rows.items()]
+        written_at = self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta)), *operations])
+        self._rows = {name: (row, written_at) for name, row in rows.items()}
+
+    def confirm(self) -> None:
+        """Raise `Deposed` unless this term is known to last."""
+        self._term.confirm()
+
+    def write(self, record: AnyRecord) -> None:
+        """Make `record` durable on a majority, or raise `JournalUnwritable`, or `Deposed`."""
+        self._term.confirm()
+        try:
+            match record:
+                case EpochTaken() | Committed():
+                    self._write_row(record)
+                case RoundClosed():
+                    self._write_reply(record)
+                case Probe():
+                    self._meta = msgspec.structs.replace(self._meta, probed=self._meta.probed + 1)
+                    self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
+        except EtcdUnavailable as error:
+            raise JournalUnwritable(self._where, error.problem, _RETRY) from error
+
+    def restore(self) -> Mapping[Channel, Restored]:
+        """Every channel as it was last written."""
+        return {
+            name: Restored(
+                epoch=row.epoch,
+                committed=row.committed,
+                committed_epoch=row.committed_epoch,
+                answers=self._answers.get(name, {}),
+            )
+            for name, (row, _) in self._rows.items()
+        }
+
+    def close(self) -> None:
+        """Resign, so that another coordinator can begin at once."""
+        self._term.resign()
+        self._etcd.close()
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def _write_row(self, record: EpochTaken | Committed) -> None:
+        key = self._key("channel", record.channel)
+        if record.channel in self._doubtful:
+            self._adopt(record.channel, self._etcd.txn([], [read(key)]).found)
+        row, revision = self._rows.get(record.channel, (_Row(), 0))
+        after = _taken(row, record) if isinstance(record, EpochTaken) else self._committed(row, record)
+        self._doubtful.add(record.channel)
+        written_at = self._write([modified_at(key, revision)], [put(key, msgspec.json.encode(after))])
+        self._doubtful.discard(record.channel)
+        self._rows[record.channel] = (after, written_at)
+
+    def _committed(self, row: _Row, record: Committed) -> _Row:
+        before = row.committed
+        newer = before is None or before.version < record.version or record.rollback
+        same = before is not None and (before.version, before.table) == (record.version, record.table)
+        if row.epoch < record.epoch or not (newer or same):
+            problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
+            raise JournalCorrupt(self._where, problem, "this is a bug: keep the store and report it")
+        held = Held(version=record.version, manifest=record.manifest, table=record.table)
+        return msgspec.structs.replace(row, committed=held, committed_epoch=record.epoch)
+
+    def _write_reply(self, record: RoundClosed) -> None:
+        key = self._key("reply", record.request)
+        operations = [put(key, msgspec.json.encode(_Reply(self._wall_clock(), record.done)))]
+        old = self._replies[0] if len(self._replies) >= REPLIES and self._replies[0] != key else None
+        if old:
+            operations.append(delete(old))
+        self._write([], operations)
+        if old:
+            self._replies.popleft()
+        if key not in self._replies:
+            self._replies.append(key)
+        self._answers.setdefault(record.done.channel, {})[record.request] = record.done
+
+    def _write(self, conditions: list[Json], operations: list[Json]) -> int:
+        """Carry out `operations` if this term lasts and `conditions` hold; returns the revision at which it did."""
+        mine = created_at(self._term.key, self._term.token)
+        outcome = self._etcd.txn([mine, *conditions], operations, [read(self._term.key)])
+        if outcome.succeeded:
+            return outcome.revision
+        if [int(kv.create_revision) for kv in outcome.found] != [self._term.token]:
+            self._term.depose("another coordinator was elected")
+            self._term.confirm()
+        problem = "a key was written by somebody else, or by a write of ours that was given up"
+        raise JournalUnwritable(self._where, problem, _RETRY)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _read_all(self) -> None:
+        found = {kv.name: kv for kv in self._etcd.under(f"{self._prefix}/")}
+        if (meta := found.get(self._key("meta"))) is not None:
+            self._meta = self._decode(meta, _Meta)
+        if self._meta.schema != SCHEMA:
+            advice = "start the release that wrote it, or name another prefix"
+            raise JournalError(self._where, f"schema {self._meta.schema}, this release reads {SCHEMA}", advice)
+        channels = self._key("channel", "")
+        for name, kv in found.items():
+            if name.startswith(channels):
+                self._adopt(Channel(name.removeprefix(channels)), (kv,))
+        self._read_replies(found)
+
+    def _read_replies(self, found: Mapping[str, KeyValue]) -> None:
+        replies = self._key("reply", "")
+        oldest = self._wall_clock() - REPLY_TTL_S
+        read_back = [(self._decode(kv, _Reply), name) for name, kv in found.items() if name.startswith(replies)]
+        for reply, name in sorted(read_back, key=lambda each: (each[0].written_at, each[1])):
+            self._replies.append(name)
+            if reply.written_at >= oldest:
+                request = RequestId(name.removeprefix(replies))
+                self._answers.setdefault(reply.done.channel, {})[request] = reply.done
+
+    def _adopt(self, channel: Channel, found: tuple[KeyValue, ...]) -> None:
+        self._doubtful.discard(channel)
+        if found:
+            self._rows[channel] = (self._decode(found[0], _Row), int(found[0].mod_revision))
+
+    def _decode(self, kv: KeyValue, kind: type[_T]) -> _T:
+        try:
+            return msgspec.json.decode(kv.content, type=kind)
+        except ValueError as error:
+            raise JournalCorrupt(self._where, f"{kv.name!r} is unreadable ({error})", _RESTORE) from error
+
+    def _key(self, *parts: str) -> str:
+        return "/".join((self._prefix, *parts))
+
+    @property
+    def _where(self) -> str:
+        return f"etcd://{','.join(self._etcd.members)}/{self._prefix}"
+
+
+def _taken(row: _Row, record: EpochTaken) -> _Row:
+    return msgspec.structs.replace(row, epoch=max(row.epoch, record.epoch))

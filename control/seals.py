@@ -1,0 +1,104 @@
+"""What a trainer signs when it publishes, and what makes an engine agent believe it. Pure, but for the arithmetic.
+
+The statement names the channel, the epoch that was granted for it, the version with its manifest and digest table, and
+the version that was committed before: a chain. The coordinator carries the seal and cannot make one. So it cannot
+
+* have engines load what no trainer published: the digest table decides every byte, and is signed;
+* have an old version loaded again: its statement is of an old epoch, and engines take no lower one than they have seen;
+* show different histories to different engines: the next statement contradicts one of them.
+
+A statement that says rollback may name a version below the one it follows; that too is signed, so the coordinator
+cannot ask for it. An engine that was away has not seen every link. It checks those that it can: a statement may follow
+a version that is newer than the one it serves, never one that is older, nor another one of the same number.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from .ids import AgentId
+from .messages import Held, Prepare, Publish, Role, Seal
+from .signing import sign, signed_by
+from .trust import Entry
+
+_DOMAIN: Final = "weightbus publication 1"
+"""Nothing else that is ever signed with these keys begins so."""
+_PACK: Final = msgspec.msgpack.Encoder().encode
+
+
+class Distrust(enum.StrEnum):
+    """Why an engine does not believe a publication."""
+
+    UNSIGNED = "unsigned"
+    """It carries no seal, and keys are used."""
+    UNKNOWN_SIGNER = "unknown_signer"
+    """The allow-list knows no trainer of that name in this channel."""
+    FORGED = "forged"
+    """The signature is not the signer's, or something was changed after it."""
+    ROLLED_BACK = "rolled_back"
+    """It follows a version older than the one this engine serves."""
+    FORKED = "forked"
+    """It follows another version of the number that this engine serves."""
+
+
+class Doubt(msgspec.Struct, frozen=True):
+    """One objection: its kind for the metric, its words for people."""
+
+    kind: Distrust
+    reason: str
+
+
+def seal_publication(message: Publish, signer: AgentId, secret: str, previous: Held | None) -> Publish:
+    """`message` with the seal of `signer`, to whom `previous` was named as committed when the lease was granted."""
+    bare = Seal(signer=signer, previous=previous, signature="0" * 128)
+    sealed = msgspec.structs.replace(bare, signature=sign(secret, _statement(message, bare)))
+    return msgspec.structs.replace(message, seal=sealed)
+
+
+def doubt(message: Prepare, serving: Held | None, trusted: Mapping[AgentId, Entry]) -> Doubt | None:
+    """What speaks against `message` for an engine that serves `serving`; None when it is to be believed."""
+    seal = message.seal
+    if seal is None:
+        return Doubt(Distrust.UNSIGNED, "it is not signed: does its trainer use keys?")
+    entry = trusted.get(seal.signer)
+    if entry is None or entry.role is not Role.TRAINER or not entry.covers(message.channel):
+        reason = f"{seal.signer!r} is no trainer that is trusted in {message.channel!r}; see `weightbus trust list`"
+        return Doubt(Distrust.UNKNOWN_SIGNER, reason)
+    if not signed_by(entry.signing_key, _statement(message, seal), seal.signature):
+        return Doubt(Distrust.FORGED, f"it is not what {seal.signer!r} signed for epoch {message.epoch}")
+    return _broken_chain(seal.previous, message, serving)
+
+
+def _broken_chain(previous: Held | None, message: Prepare, serving: Held | None) -> Doubt | None:
+    if serving is None:
+        return None
+    found = previous.version if previous else None
+    goes_on = message.version > serving.version or message.rollback
+    if found is None or found < serving.version or not goes_on:
+        reason = f"it follows version {found}, and this engine serves {serving.version} already"
+        return Doubt(Distrust.ROLLED_BACK, reason)
+    if found == serving.version and previous != serving:
+        return Doubt(Distrust.FORKED, f"it follows another version {found} than the one this engine serves")
+    return None
+
+
+def _statement(message: Publish | Prepare, seal: Seal) -> bytes:
+    """The bytes that are signed. A list of a fixed length, so that nothing can be read as something else."""
+    before = seal.previous
+    return _PACK(
+        (
+            _DOMAIN,
+            message.channel,
+            message.epoch,
+            message.version,
+            message.manifest,
+            message.table,
+            (before.version, before.manifest, before.table) if before else None,
+            seal.signer,
+            message.rollback,
+        )
+    )

@@ -1,0 +1,139 @@
+"""What every journal promises, whatever it is kept in: subclassed for SQLite and for etcd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from weightbus.control.errors import JournalCorrupt
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.journal import REPLY_TTL_S, Journal
+from weightbus.control.messages import Outcome, RoundDone
+
+from .world import replay
+
+A = Digest("a" * 64)
+B = Digest("b" * 64)
+POLICY = Channel("policy")
+
+
+def taken(epoch: int, channel: str = "policy") -> EpochTaken:
+    return EpochTaken(channel=Channel(channel), epoch=Epoch(epoch), holder=AgentId("t"), version=Version(1))
+
+
+def commit(version: int, epoch: int, table: Digest = A) -> Committed:
+    return Committed(
+        channel=POLICY,
+        epoch=Epoch(epoch),
+        version=Version(version),
+        manifest=A,
+        table=table,
+        request=RequestId("p"),
+        engines=(AgentId("e0"),),
+    )
+
+
+def closed(request: str) -> RoundClosed:
+    done = RoundDone(
+        channel=POLICY,
+        epoch=Epoch(1),
+        version=Version(1),
+        outcome=Outcome.COMMITTED,
+        reason="",
+        engines=(),
+        seconds={"total": 1.0},
+    )
+    return RoundClosed(request=RequestId(request), done=done)
+
+
+RECORDS: list[AnyRecord] = [taken(1), commit(1, 1), closed("p"), taken(1, "other"), taken(2), commit(3, 2), Probe()]
+
+
+class JournalContract:
+    """Subclasses give the fixture `opens`: it opens the journal of this test, again and again."""
+
+    @pytest.fixture
+    def opens(self, tmp_path: Path) -> Callable[..., Journal]:
+        raise NotImplementedError
+
+    def test_restores_what_was_written(self, opens: Callable[..., Journal]) -> None:
+        """A restart knows versions and answers, the same as a naive replay of the records; every epoch is raised."""
+        journal = opens()
+        for record in RECORDS:
+            journal.write(record)
+            journal.write(record)  # writing twice is the same as writing once
+        journal.close()
+        again = opens()
+        raised = {name: msgspec.structs.replace(each, epoch=each.epoch + 1) for name, each in replay(RECORDS).items()}
+        assert again.restore() == raised
+        assert again.boot == journal.boot + 1
+        again.close()
+
+    def test_every_prefix_restores(self, opens: Callable[..., Journal]) -> None:
+        """Wherever the records end, what comes back is what was written so far."""
+        journal = opens()
+        for count, record in enumerate(RECORDS, 1):
+            journal.write(record)
+            assert journal.restore() == replay(RECORDS[:count])
+        journal.close()
+
+    def test_versions_and_epochs_never_go_back(self, opens: Callable[..., Journal]) -> None:
+        """Even a machine with a bug cannot write an older version over a newer one, or lower an epoch."""
+        journal = opens()
+        for record in (taken(5), commit(7, 5), taken(3)):
+            journal.write(record)
+        for record in (commit(6, 5), commit(7, 5, B), commit(8, 6)):
+            with pytest.raises(JournalCorrupt, match="would go back"):
+                journal.write(record)
+        for boots, found in enumerate((journal.restore(), self._again(journal, opens))):
+            restored = found[POLICY]
+            assert restored.committed
+            assert (restored.epoch, restored.committed.version, restored.committed.table) == (5 + boots, 7, A)
+
+    def test_a_version_goes_back_only_by_a_rollback(self, opens: Callable[..., Journal]) -> None:
+        """An explicit rollback is written over a newer version, and survives a restart."""
+        journal = opens()
+        for record in (taken(1), commit(7, 1), taken(2)):
+            journal.write(record)
+        with pytest.raises(JournalCorrupt):
+            journal.write(commit(3, 2))
+        journal.write(msgspec.structs.replace(commit(3, 2), rollback=True))
+        restored = self._again(journal, opens)[POLICY]
+        assert restored.committed
+        assert (restored.epoch, restored.committed.version) == (3, 3)
+
+    def test_answers_are_forgotten_after_a_day(self, opens: Callable[..., Journal]) -> None:
+        """Old answers do not come back."""
+        clock = [0.0]
+        journal = opens(wall_clock=lambda: clock[0])
+        journal.write(taken(1))
+        journal.write(closed("old"))
+        journal.close()
+        clock[0] = REPLY_TTL_S + 1
+        journal = opens(wall_clock=lambda: clock[0])
+        assert not journal.restore()[POLICY].answers
+        journal.write(closed("new"))
+        assert list(journal.restore()[POLICY].answers) == ["new"]
+        journal.close()
+
+    def test_one_coordinator_at_a_time(self, opens: Callable[..., Journal]) -> None:
+        """A second coordinator does not get the journal while the first has it, and gets it at once afterwards."""
+        first = opens()
+        with pytest.raises(Exception, match=r"another coordinator|somebody leads"):
+            opens()
+        first.close()
+        second = opens()
+        assert second.boot == first.boot + 1
+        second.close()
+
+    @staticmethod
+    def _again(journal: Journal, opens: Callable[..., Journal]) -> dict[Channel, object]:
+        journal.close()
+        again = opens()
+        found = dict(again.restore())
+        again.close()
+        return found  # type: ignore[return-value]

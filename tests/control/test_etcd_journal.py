@@ -1,0 +1,192 @@
+"""The journal in etcd: the contract, and that only the leader of the moment writes."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, etcd_member
+from weightbus.control.election import Deposed, Election, Leader, Term
+from weightbus.control.errors import ConfigurationError, JournalUnwritable
+from weightbus.control.etcd import Etcd, parse_url
+from weightbus.control.etcd_journal import REPLIES, EtcdJournal
+from weightbus.control.journal import Journal
+
+from .journal_contract import POLICY, JournalContract, closed, commit, taken
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+TTL_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdMember]:
+    with etcd_member(tmp_path_factory.mktemp("etcd")) as running:
+        yield running
+
+
+class Candidates:
+    """Coordinators that share one prefix of the store, new for each test."""
+
+    def __init__(self, member: EtcdMember, prefix: str) -> None:
+        self.member, self.prefix = member, prefix
+        self.terms: list[Term] = []
+        self.clients: list[Etcd] = []
+
+    def etcd(self) -> Etcd:
+        self.clients.append(Etcd((self.member.address,), 1.0))
+        return self.clients[-1]
+
+    def stand(self, name: str = "c0", clock: Callable[[], float] = time.monotonic) -> Term | Leader:
+        found = Election(self.etcd(), self.prefix, Leader(name, f"tcp://{name}:1"), TTL_S, clock).stand()
+        if isinstance(found, Term):
+            self.terms.append(found)
+        return found
+
+    def lead(self, **options: object) -> EtcdJournal:
+        found = self.stand()
+        if isinstance(found, Leader):
+            raise RuntimeError(f"somebody leads: {found}")  # noqa: TRY004
+        return EtcdJournal(self.etcd(), self.prefix, found, **options)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for term in self.terms:
+            term.resign()
+        for client in self.clients:
+            client.close()
+
+
+@pytest.fixture
+def candidates(member: EtcdMember, request: pytest.FixtureRequest) -> Iterator[Candidates]:
+    found = Candidates(member, request.node.name)
+    yield found
+    found.close()
+
+
+def wait(what: Callable[[], bool], limit_s: float = 10.0) -> None:
+    until = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < until, "it never happened"
+        time.sleep(0.02)
+
+
+class TestEtcdJournal(JournalContract):
+    """The contract, kept by a store that several coordinators share."""
+
+    @pytest.fixture
+    def opens(self, candidates: Candidates) -> Callable[..., Journal]:
+        return candidates.lead
+
+
+def test_a_deposed_leader_changes_nothing(candidates: Candidates) -> None:
+    """Whoever was leader, and does not know yet that another was elected, writes nothing and is told so."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    journal._term._over.set()  # it does not renew its lease any more, and its clock stands still
+    journal._term._until = float("inf")
+    wait(lambda: isinstance(candidates.stand("c1"), Term))
+    successor = EtcdJournal(candidates.etcd(), candidates.prefix, candidates.terms[-1])
+    successor.write(taken(2))
+    for record in (taken(9), commit(1, 1), closed("p")):
+        with pytest.raises(Deposed, match="another coordinator was elected"):
+            journal.write(record)
+        journal._term.lost = ""
+    successor.close()
+    again = candidates.lead()
+    assert again.restore()[POLICY].epoch == 2
+    assert again.restore()[POLICY].committed is None
+    again.close()
+
+
+def test_a_leader_that_cannot_renew_stops_before_another_begins(candidates: Candidates) -> None:
+    """By its own clock its time is over first: it does not even try to write."""
+    now = [0.0]
+    term = candidates.stand(clock=lambda: now[0])
+    assert isinstance(term, Term)
+    now[0] = TTL_S - 0.01
+    term.confirm()
+    term._over.set()
+    term._thread.join()
+    term._until, now[0] = TTL_S, TTL_S
+    assert isinstance(candidates.stand("c1"), Leader), "etcd still lets nobody else lead"
+    with pytest.raises(Deposed, match="not be renewed"):
+        term.confirm()
+
+
+def test_who_leads_is_known_to_the_others(candidates: Candidates) -> None:
+    """The loser of an election learns the name and the endpoint of the winner; a resignation makes room at once."""
+    term = candidates.stand("c0")
+    assert isinstance(term, Term)
+    assert candidates.stand("c1") == Leader("c0", "tcp://c0:1")
+    term.resign()
+    assert isinstance(candidates.stand("c1"), Term)
+
+
+def test_a_lease_is_renewed_for_as_long_as_it_takes(candidates: Candidates) -> None:
+    """A leader that works stays the leader, beyond the time of one lease."""
+    journal = candidates.lead()
+    until = time.monotonic() + 1.5 * TTL_S
+    while time.monotonic() < until:
+        journal.confirm()
+        time.sleep(0.05)
+    journal.write(taken(1))
+    journal.close()
+
+
+def test_a_late_write_changes_nothing(candidates: Candidates) -> None:
+    """A write whose answer was lost cannot come true after a later one: it was made for the channel as it was."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    row, revision = journal._rows[POLICY]
+    journal.write(taken(2))
+    journal._rows[POLICY] = (row, revision)  # as if the answer to the last write had been lost
+    with pytest.raises(JournalUnwritable, match="somebody else, or by a write of ours"):
+        journal.write(taken(3))
+    journal.write(taken(3))
+    assert journal.restore()[POLICY].epoch == 3
+    journal.close()
+
+
+def test_answers_do_not_fill_the_store(candidates: Candidates) -> None:
+    """Only the newest are kept, there and after a restart."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    for number in range(REPLIES + 3):
+        journal.write(closed(f"p{number:03}"))
+    journal.close()
+    again = candidates.lead()
+    assert list(again.restore()[POLICY].answers) == [f"p{number:03}" for number in range(3, REPLIES + 3)]
+    again.close()
+
+
+def test_a_store_that_does_not_answer(candidates: Candidates, member: EtcdMember) -> None:
+    """While etcd hangs, writes fail within their deadline; when it is back they go on, if the lease has lasted."""
+    journal = candidates.lead()
+    member.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        with pytest.raises(JournalUnwritable, match="tried again"):
+            journal.write(taken(1))
+    finally:
+        member.signal(signal.SIGCONT)
+    assert time.monotonic() - began < 1.6
+    for _ in range(3):  # the write that was given up may yet come true, in between
+        try:
+            journal.write(taken(1))
+            break
+        except JournalUnwritable:
+            continue
+    assert journal.restore()[POLICY].epoch == 1
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("redis://x", "write etcd://"), ("etcd://", "write etcd://"), ("etcd://10.0.0.1:2379", "plain HTTP")],
+)
+def test_what_is_no_store(text: str, reason: str) -> None:
+    """A store that is none, or that plain HTTP would reach over a network, is refused with what to write."""
+    with pytest.raises(ConfigurationError, match=reason):
+        parse_url(text)

@@ -1,0 +1,176 @@
+"""Signed publications: what an engine believes when the coordinator may not be believed."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.messages import Held, PauseMode, Policy, Prepare, Publish, Role, TransportKind
+from weightbus.control.seals import Distrust, doubt, seal_publication
+from weightbus.control.signing import sign, signed_by, signing_key_of
+from weightbus.control.sockets import new_keypair
+from weightbus.control.trust import Entry
+
+CHANNEL = Channel("policy")
+TRAINER, OTHER, ENGINE = (new_keypair() for _ in range(3))
+
+
+def entry(role: Role, pair: object, *channels: str) -> Entry:
+    return Entry(role, channels or (CHANNEL,), pair.public, signing_key_of(pair.secret))  # type: ignore[attr-defined]
+
+
+TRUSTED = {
+    AgentId("t0"): entry(Role.TRAINER, TRAINER),
+    AgentId("t1"): entry(Role.TRAINER, OTHER, "another"),
+    AgentId("e0"): entry(Role.ENGINE, ENGINE),
+}
+
+
+def digest(text: str) -> Digest:
+    return Digest(hashlib.sha256(text.encode()).hexdigest())
+
+
+def held(version: int, what: str = "") -> Held:
+    return Held(version=Version(version), manifest=digest("manifest"), table=digest(f"table {version} {what}"))
+
+
+def publication(version: int = 5, epoch: int = 9) -> Publish:
+    return Publish(
+        request=RequestId("k"),
+        channel=CHANNEL,
+        epoch=Epoch(epoch),
+        version=Version(version),
+        manifest=held(version).manifest,
+        table=held(version).table,
+        bytes=1,
+        buckets=1,
+    )
+
+
+def offered(publish: Publish, **lies: object) -> Prepare:
+    """What the coordinator makes of it, or would like to."""
+    prepare = Prepare(
+        channel=publish.channel,
+        epoch=publish.epoch,
+        version=publish.version,
+        manifest=publish.manifest,
+        table=publish.table,
+        transport=TransportKind.LOCAL,
+        policy=publish.policy,
+        deadline_s=1.0,
+        seal=publish.seal,
+    )
+    return msgspec.structs.replace(prepare, **lies)
+
+
+def sealed(previous: Held | None = None, **fields: int) -> Publish:
+    return seal_publication(publication(**fields), AgentId("t0"), TRAINER.secret, previous)
+
+
+def kind(prepare: Prepare, serving: Held | None = None) -> Distrust | None:
+    found = doubt(prepare, serving, TRUSTED)
+    return found.kind if found else None
+
+
+def test_what_a_trainer_signed_is_believed() -> None:
+    """The first of a channel, the next of a chain, and one after some that this engine has missed."""
+    assert kind(offered(sealed())) is None
+    assert kind(offered(sealed(held(4))), serving=held(4)) is None
+    assert kind(offered(sealed(held(4))), serving=held(2)) is None
+    assert kind(offered(sealed(held(4)))) is None
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"version": 6},
+        {"epoch": 10},
+        {"epoch": 8},
+        {"manifest": digest("evil")},
+        {"table": digest("evil")},
+        {"channel": Channel("another")},
+    ],
+)
+def test_nothing_that_was_signed_can_be_changed(lie: dict[str, object]) -> None:
+    """Not the weights, not the version, not the epoch: a statement is good for one round and never again."""
+    trusted = {name: msgspec.structs.replace(each, channels=("*",)) for name, each in TRUSTED.items()}
+    found = doubt(offered(sealed(), **lie), None, trusted)
+    assert found is not None
+    assert found.kind is Distrust.FORGED
+
+
+def test_what_is_not_signed_may_be_changed() -> None:
+    """Policy, transport and deadlines are the coordinator's to choose."""
+    lie = {"policy": Policy(pause=PauseMode.ABORT), "transport": TransportKind.DISK, "deadline_s": 2.0}
+    assert kind(offered(sealed(), **lie)) is None
+
+
+def test_no_seal_is_no_publication() -> None:
+    """Where keys are used, a version that nobody signed is refused."""
+    assert kind(offered(publication())) is Distrust.UNSIGNED
+
+
+def test_only_trainers_of_the_channel_are_believed() -> None:
+    """A stranger, an engine and a trainer of another channel sign as well as anybody, and in vain."""
+    for name, pair in (("nobody", TRAINER), ("e0", ENGINE), ("t1", OTHER)):
+        forged = seal_publication(publication(), AgentId(name), pair.secret, None)
+        assert kind(offered(forged)) is Distrust.UNKNOWN_SIGNER, name
+
+
+def test_a_name_is_not_a_signature() -> None:
+    """Signed with another trusted key, in the trainer's name."""
+    forged = seal_publication(publication(), AgentId("t0"), OTHER.secret, None)
+    assert kind(offered(forged)) is Distrust.FORGED
+
+
+@given(st.integers(0, 127), st.sampled_from("0123456789abcdef"))
+def test_every_digit_of_a_signature_counts(at: int, digit: str) -> None:
+    """There is one signature for a statement."""
+    good = sealed()
+    assert good.seal is not None
+    signature = good.seal.signature[:at] + digit + good.seal.signature[at + 1 :]
+    seal = msgspec.structs.replace(good.seal, signature=signature)
+    believed = kind(offered(good, seal=seal)) is None
+    assert believed is (signature == good.seal.signature)
+
+
+@pytest.mark.parametrize("previous", [None, held(3), held(7)])
+def test_the_chain_is_signed_too(previous: Held | None) -> None:
+    """What a statement follows cannot be told differently afterwards."""
+    good = sealed(held(4))
+    seal = msgspec.structs.replace(good.seal, previous=previous)
+    assert kind(offered(good, seal=seal)) is Distrust.FORGED
+
+
+@pytest.mark.parametrize(
+    ("previous", "version", "serving", "found"),
+    [
+        (held(4), 5, held(5), Distrust.ROLLED_BACK),
+        (held(4), 5, held(9), Distrust.ROLLED_BACK),
+        (None, 5, held(4), Distrust.ROLLED_BACK),
+        (held(3), 5, held(4), Distrust.ROLLED_BACK),
+        (held(9), 5, held(6), Distrust.ROLLED_BACK),
+        (held(4, "other"), 5, held(4), Distrust.FORKED),
+        (Held(version=Version(4), manifest=digest("other"), table=held(4).table), 5, held(4), Distrust.FORKED),
+    ],
+)
+def test_history_is_one_line(previous: Held | None, version: int, serving: Held, found: Distrust) -> None:
+    """A coordinator that lies to a trainer about what is committed makes it sign what engines refuse."""
+    assert kind(offered(sealed(previous, version=version)), serving) is found
+
+
+def test_signatures_are_of_one_key_and_one_statement() -> None:
+    """The signing key is derived from the connection's secret, and is not the connection's."""
+    assert signing_key_of(TRAINER.secret) == signing_key_of(TRAINER.secret) != signing_key_of(OTHER.secret)
+    signature = sign(TRAINER.secret, b"statement")
+    assert signed_by(signing_key_of(TRAINER.secret), b"statement", signature)
+    assert not signed_by(signing_key_of(OTHER.secret), b"statement", signature)
+    assert not signed_by(signing_key_of(TRAINER.secret), b"statement.", signature)
+    assert not signed_by(signing_key_of(TRAINER.secret), b"statement", "00" * 64)
+    assert not signed_by("00" * 31, b"statement", signature)
+    assert not signed_by("zz" * 32, b"statement", signature)

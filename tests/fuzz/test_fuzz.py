@@ -1,0 +1,78 @@
+"""Bad input: a slice of each campaign, small enough for every run of the tests. `make fuzz` runs the long ones."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from weightbus.control import codec
+from weightbus.control.errors import Malformed
+
+from ..control.test_codec import TO_COORDINATOR
+from . import live
+from .decoder import campaign
+from .hostile_agents import HostileAgents
+from .mutations import Mutator
+
+ROOT = Path(__file__).parents[2]
+INPUTS = 1_000_000
+
+
+def test_a_million_hostile_frames_crash_nothing() -> None:
+    """Every one is refused with a `ProtocolError`, or accepted and the same when it is sent again."""
+    command = [sys.executable, "-m", "tests.fuzz.decoder", str(INPUTS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.fullmatch(r"inputs=(\d+) refused=(\d+) accepted=(\d+) crashes=0", done.stdout.splitlines()[-1])
+    assert found
+    inputs, refused, accepted = map(int, found.groups())
+    assert inputs == INPUTS == refused + accepted
+    assert accepted > INPUTS / 100, "hardly anything comes through: the inputs are too wild to reach the types"
+    assert refused > INPUTS / 2
+
+
+def test_inputs_are_reproducible() -> None:
+    """A crash is found again by its seed."""
+    good = [codec.TO_COORDINATOR.encode(message, blob) for message, blob in TO_COORDINATOR]
+    one, same, other = (Mutator(good, seed) for seed in (5, 5, 6))
+    first = [one.next() for _ in range(500)]
+    assert first == [same.next() for _ in range(500)]
+    assert first != [other.next() for _ in range(500)]
+
+
+def test_the_campaign_finds_a_decoder_that_lets_errors_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catching msgspec's own errors is not enough: bad UTF-8 is another. The campaign notices at once."""
+
+    def careless(wire: codec.Wire[object], payload: bytes) -> object:
+        try:
+            return wire._decoder.decode(payload)
+        except msgspec.MsgspecError as problem:
+            raise Malformed(str(problem)) from problem
+
+    monkeypatch.setattr(codec.Wire, "_decode_payload", careless)
+    crashes = campaign(1, 3000).crashes
+    assert any("UnicodeDecodeError" in each for each in crashes)
+
+
+def test_a_coordinator_under_attack_stays_well() -> None:
+    """It answers an honest agent all the while, counts every refusal, and ends when it is told to."""
+    found = live.campaign(4000)
+    assert found.garbage > 3000
+    assert found.refused >= found.garbage + 50 + 2000
+    assert found.turned_away >= found.connections == 250
+    assert found.pings > 10
+    assert found.slowest_ping_s < 20  # a machine that runs the whole suite
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_hostile_agents_break_no_invariant(seed: int) -> None:
+    """Ten thousand well-formed messages in any order, from anybody, with a journal that fails now and then."""
+    world = HostileAgents(seed)
+    for _ in range(10_000):
+        world.step()
+    assert world.answers > 5000

@@ -1,0 +1,82 @@
+"""A real etcd of one member for tests, on free ports of the loopback, and what is asked of it beside."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from weightbus.control.etcd import Etcd, EtcdUnavailable
+
+BINARY = shutil.which("etcd")
+MISSING = "there is no etcd here (Debian: apt-get install etcd-server)"
+
+
+class EtcdMember:
+    """One process. Its data outlives `kill` and `start`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port, self._peers = _free_port(), _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """As clients name it."""
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        assert BINARY
+        here, peers = f"http://{self.address}", f"http://127.0.0.1:{self._peers}"
+        argv = [BINARY, "--name=one", f"--data-dir={self.folder / 'etcd'}", "--logger=zap", "--log-level=error"]
+        argv += [f"--listen-client-urls={here}", f"--advertise-client-urls={here}"]
+        argv += [f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}"]
+        argv += [f"--initial-cluster=one={peers}"]
+        log = (self.folder / "etcd.log").open("ab")
+        with log:
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+        etcd, until = Etcd((self.address,), 1.0), time.monotonic() + 30
+        with contextlib.closing(etcd):
+            while True:
+                with contextlib.suppress(EtcdUnavailable):
+                    etcd.txn([], [])
+                    return
+                assert time.monotonic() < until, (self.folder / "etcd.log").read_text()
+                assert self._process.poll() is None, (self.folder / "etcd.log").read_text()
+                time.sleep(0.05)
+
+    def signal(self, number: int) -> None:
+        """SIGSTOP, SIGCONT, ..."""
+        assert self._process
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
+
+
+@contextlib.contextmanager
+def etcd_member(folder: Path) -> Iterator[EtcdMember]:
+    """A running member, ended afterwards."""
+    member = EtcdMember(folder)
+    member.start()
+    try:
+        yield member
+    finally:
+        member.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
