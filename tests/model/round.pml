@@ -56,7 +56,9 @@ byte crashes = 0;
 typedef Engine {
   byte first, second;              /* the buckets, by the version that is in each */
   bool paused;
-  byte max_epoch;                  /* the agent's memory */
+  byte max_epoch;                  /* the agent's memory... */
+  byte recorded;                   /* ... and what of it is in its record */
+  byte served;                     /* the judge's memory: the newest version that this launch was told to serve */
   byte held;                       /* the version that the agent proved, 0: that of the launch */
   bool dirty;                      /* durable, unless DIRTY=0 */
   byte loading                     /* the epoch whose bytes are under way, 0: none */
@@ -152,6 +154,7 @@ proctype Agent(byte me) {
             fi;
             engine[me].paused = true;            /* paused, and durably dirty, before the first byte */
             engine[me].dirty = true;
+            engine[me].recorded = engine[me].max_epoch;
             engine[me].held = 0;
             engine[me].loading = e
        :: transfer_said[e] && engine[me].held == version_of[e] && version_of[e] > 0 && !engine[me].dirty &&
@@ -182,7 +185,10 @@ proctype Agent(byte me) {
             judge_commit(e);
             engine[me].max_epoch = (e > engine[me].max_epoch -> e : engine[me].max_epoch);
             if
-            :: engine[me].held == version_of[e] && !engine[me].dirty -> engine[me].paused = false
+            :: engine[me].held == version_of[e] && !engine[me].dirty ->
+                 engine[me].paused = false;
+                 assert(version_of[e] >= engine[me].served);     /* promise 3: nobody old has it go back */
+                 engine[me].served = version_of[e]
             :: else
             fi;
             engine[me].loading = 0               /* what runs under a lower epoch is called off */
@@ -201,7 +207,7 @@ proctype Agent(byte me) {
   :: atomic { agent_crashes < 1 ->
        agent_crashes++;
        engine[me].loading = 0;
-       engine[me].max_epoch = 0;
+       engine[me].max_epoch = engine[me].recorded;
        if
        :: !DIRTY -> engine[me].dirty = false; engine[me].paused = false
        :: else
@@ -210,7 +216,7 @@ proctype Agent(byte me) {
   :: atomic { agent_crashes < 1 ->
        agent_crashes++;
        engine[me].first = 0; engine[me].second = 0; engine[me].loading = 0;
-       engine[me].held = 0; engine[me].dirty = false; engine[me].paused = false }
+       engine[me].held = 0; engine[me].served = 0; engine[me].dirty = false; engine[me].paused = false }
   :: atomic { epoch == EPOCHS && !in_round && up -> break }
   od
 }

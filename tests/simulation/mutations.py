@@ -33,6 +33,12 @@ APPLICATION, PUBLICATION, SESSION = (
 )
 
 MUTATIONS: Final = (
+    _m(  # found by the simulation in our own code
+        "welcomes-before-the-record",
+        COORDINATOR,
+        "            if self._writing:  # losing it moved its round on",
+        "            if False:  # losing it moved its round on",
+    ),
     _m(
         "ack-before-fsync",
         SERVER,
@@ -70,7 +76,7 @@ MUTATIONS: Final = (
     _m(
         "version-not-monotonic",
         CHANNEL,
-        "        if self.committed and message.version <= self.committed.version:",
+        "        if self.committed and message.version <= self.committed.version and not message.rollback:",
         "        if False:",
     ),
     _m(
@@ -124,8 +130,8 @@ MUTATIONS: Final = (
     _m(
         "silent-agents-stay",
         "control/membership.py",
-        "now >= agent.heard_at + silence_s",
-        "now >= agent.heard_at + 1e9",
+        "return agent.heard_at + self._limits.silence_s",
+        "return agent.heard_at + 1e9",
     ),
     _m(
         "lease-outlives-its-holder",
