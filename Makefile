@@ -23,6 +23,8 @@ DEMO_ARGS ?=
 # make simulate SEEDS=100000 START=5000
 SEEDS ?= 1000
 START ?= 0
+# make mutants SLICE=3/8: every eighth, from the third on
+SLICE ?= 0/1
 # make bench-control AGENTS=256 SAVE=tests/bench/results/control.json
 AGENTS ?= 2048
 SAVE ?=
@@ -105,6 +107,12 @@ fuzz-live: env ## Attacks on a running coordinator's CURVE sockets, with N frame
 simulate: env ## Storms of faults over the real machines, SEEDS of them, on all cores (START: the first seed)
 	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START)
 
+mutants: env ## Plants one bug after the other in a copy of the source; the simulation has to find them (SLICE=3/8)
+	@$(BIN)/python -m tests.simulation.mutants --slice $(SLICE)
+
+model: ## The round as a Spin model, explored exhaustively (needs Debian's spin)
+	@exec tests/model/explore.sh
+
 bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
 	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
 
@@ -133,4 +141,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real layouts fuzz fuzz-live simulate bench-control bench-failover bench-gather chaos build deploy-check clean
+.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather chaos build deploy-check clean

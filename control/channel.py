@@ -115,7 +115,7 @@ class Channel:
         )
         if not verdict.ok:
             return verdict
-        if self.committed and message.version < self.committed.version:
+        if self.committed and message.version < self.committed.version and not message.rollback:
             return self._not_newer(message.version)
         self.out.append(self._tenure.ask(agent, message, Epoch(self.epoch + 1)))
         return YES
@@ -156,7 +156,9 @@ class Channel:
     def _may_begin(self, message: Publish, missing: str) -> Verdict:
         if self.round:
             return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
-        if self.committed and message.version <= self.committed.version:
+        if message.rollback and not (self.lease and self.lease.rollback):
+            return Verdict(Code.NOT_ALLOWED, "this lease was acquired without rollback: acquire again, with it")
+        if self.committed and message.version <= self.committed.version and not message.rollback:
             return self._not_newer(message.version)
         if missing:
             return Verdict(Code.UNKNOWN_BLOB, f"blob {missing} is not here: put it, then publish again")
@@ -277,7 +279,7 @@ class Channel:
                 else:
                     self.out.extend(self._tenure.grant(record, self.committed, self._fleet.infos(), now))
             case Committed():
-                if self.committed and record.version <= self.committed.version:
+                if self.committed and record.version <= self.committed.version and not record.rollback:
                     raise InvariantBroken(
                         f"{self.name} goes from {self.committed.version} to {record.version}", self.story
                     )
@@ -433,4 +435,7 @@ class Channel:
 
     def _not_newer(self, version: Version) -> Verdict:
         found = self.committed.version if self.committed else None
-        return Verdict(Code.VERSION_NOT_NEWER, f"found version {version}, committed is {found}: publish a higher one")
+        return Verdict(
+            Code.VERSION_NOT_NEWER,
+            f"found version {version}, committed is {found}: publish a higher one, or say rollback",
+        )

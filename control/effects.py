@@ -30,6 +30,8 @@ class EpochTaken(Record, frozen=True):
     version: Version
     redrive: bool = False
     """The epoch re-drives engines of a running round; otherwise it begins a lease."""
+    rollback: bool = False
+    """Under this lease the channel may go back to a lower version."""
 
 
 class Committed(Record, frozen=True):
@@ -44,6 +46,8 @@ class Committed(Record, frozen=True):
     """The `Publish` that asked for it: asked again after a restart, it is answered as committed."""
     engines: tuple[AgentId, ...]
     """Who holds it, verified."""
+    rollback: bool = False
+    """The trainer asked for it although the channel had this version, or a higher one, already."""
 
 
 class RoundClosed(Record, frozen=True):

@@ -71,10 +71,17 @@ class EtcdJournal:
         try:
             self._read_all()
             self._meta = msgspec.structs.replace(self._meta, boot=self._meta.boot + 1)
-            self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
+            self._begin_boot()
         except EtcdUnavailable as error:
             raise JournalUnwritable(self._where, error.problem, _RETRY) from error
         self.boot = self._meta.boot
+
+    def _begin_boot(self) -> None:
+        """Count the boot and raise every channel's epoch, together: what an earlier life said is below it."""
+        rows = {name: msgspec.structs.replace(row, epoch=Epoch(row.epoch + 1)) for name, (row, _) in self._rows.items()}
+        operations = [put(self._key("channel", name), msgspec.json.encode(row)) for name, row in rows.items()]
+        written_at = self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta)), *operations])
+        self._rows = {name: (row, written_at) for name, row in rows.items()}
 
     def confirm(self) -> None:
         """Raise `Deposed` unless this term is known to last."""
@@ -127,7 +134,7 @@ class EtcdJournal:
 
     def _committed(self, row: _Row, record: Committed) -> _Row:
         before = row.committed
-        newer = before is None or before.version < record.version
+        newer = before is None or before.version < record.version or record.rollback
         same = before is not None and (before.version, before.table) == (record.version, record.table)
         if row.epoch < record.epoch or not (newer or same):
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"

@@ -75,7 +75,10 @@ class Journal(Protocol):
 
     @property
     def boot(self) -> int:
-        """How often a coordinator was started on this journal."""
+        """How often a coordinator was started on this journal.
+
+        Every start also raises each channel's epoch by one, durably: whatever an earlier life said is below it.
+        """
         ...
 
     def confirm(self) -> None:
@@ -125,6 +128,8 @@ class SqliteJournal:
             with self._transaction():
                 self._adopt_schema()
                 self._db.execute("UPDATE meta SET boot = boot + 1")
+                # What was said before the restart is stale by comparison, whoever still says it.
+                self._db.execute("UPDATE channel SET epoch = epoch + 1")
             (self.boot,) = self._db.execute("SELECT boot FROM meta").fetchone()
         except JournalUnwritable as error:
             raise JournalError(self._path, error.problem, error.advice) from error
@@ -212,8 +217,8 @@ class SqliteJournal:
         changed = self._db.execute(
             "UPDATE channel SET committed_version = ?1, committed_epoch = ?2, manifest = ?3, digest_table = ?4"
             " WHERE name = ?5 AND epoch >= ?2 AND (committed_version IS NULL OR committed_version < ?1"
-            " OR (committed_version = ?1 AND digest_table = ?4))",
-            (record.version, record.epoch, record.manifest, record.table, record.channel),
+            " OR (committed_version = ?1 AND digest_table = ?4) OR ?6)",
+            (record.version, record.epoch, record.manifest, record.table, record.channel, record.rollback),
         ).rowcount
         if changed != 1:
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"

@@ -24,6 +24,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     granted_at: float
     heard_at: float
+    rollback: bool = False
+    """The channel may go back under it."""
 
     def expires_at(self, lease_s: float) -> float:
         """When the lease ends if the holder stays silent."""

@@ -91,6 +91,17 @@ class PauseMode(enum.StrEnum):
     """They freeze, keep their KV cache, and go on under the new weights."""
 
 
+class SlowEngines(enum.StrEnum):
+    """What a round does about engines that are slower than others. control/patience.py carries it out."""
+
+    WAIT_ALL = "wait-all"
+    """Every engine is waited for, up to the deadline of each step."""
+    QUORUM = "quorum"
+    """Once `Policy.quorum` engines are through a step, the others have `Policy.slow_s` left."""
+    EVICT_AFTER = "evict-after"
+    """An engine that takes longer than `Policy.slow_s` over a step is left out."""
+
+
 class EngineHealth(enum.StrEnum):
     """What an engine agent says of the weights its server holds."""
 
@@ -231,6 +242,11 @@ class Policy(Fragment, frozen=True):
     An attempt over a collective transport that another engine's failure ended before anything was sent does not count.
     """
     transfer_timeout_s: Seconds = 600.0
+    slow: SlowEngines = SlowEngines.WAIT_ALL
+    quorum: Count = 0
+    """For `SlowEngines.QUORUM`; 0 means one."""
+    slow_s: Seconds = 30.0
+    """For `SlowEngines.QUORUM` and `SlowEngines.EVICT_AFTER`."""
 
 
 class Receiver(Fragment, frozen=True):
@@ -338,6 +354,8 @@ class Acquire(Message, frozen=True):
     request: RequestKey
     channel: ChannelName
     version: VersionNumber
+    rollback: bool = False
+    """The channel is to go back: `version` may be the committed one or below. Without it that is refused."""
 
 
 class Release(Message, frozen=True):
@@ -371,6 +389,8 @@ class Publish(Message, frozen=True):
     policy: Policy = Policy()
     mode: Text = "live"
     """``live``: the trainer stands still until the round is over; ``snapshot``: it trains on. Shown in the status."""
+    rollback: bool = False
+    """As in the `Acquire` of this lease; without that it is refused."""
     seal: Seal | None = None
     """Null where no keys are used. Carried on in `Prepare`, as it is."""
 
@@ -599,6 +619,8 @@ class Prepare(Message, frozen=True):
     transport: TransportKind
     policy: Policy
     deadline_s: Seconds
+    rollback: bool = False
+    """The channel goes back: this version may be at or below the one that is served."""
     seal: Seal | None = None
     """The trainer's, of the `Publish` that began the round: its epoch, version, manifest and table are signed."""
 

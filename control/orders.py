@@ -49,6 +49,7 @@ class Orders:
                 policy=self._publish.policy,
                 deadline_s=self._limits.prepare_s,
                 seal=self._publish.seal,
+                rollback=self._publish.rollback,
             ),
         )
 

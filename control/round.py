@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, assert_never
 
+from . import patience
 from .cohort import HOPEFUL, UNTOUCHED, Cohort
 from .duties import Duties
 from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClosed, StateEntered
@@ -85,6 +86,7 @@ class Round:
         self._deadline = now
         self._commit_until = now
         self._seconds: dict[str, float] = {}
+        self._hurried: RoundState | None = None
         self._last_attempt = False
         """Nothing can be driven again, whatever is left."""
         self._trainer_gone = False
@@ -235,6 +237,7 @@ class Round:
                     table=self.publish.table,
                     request=self.publish.request,
                     engines=tuple(member.name for member in self._cohort.within(EnginePhase.VERIFIED)),
+                    rollback=self.publish.rollback,
                 )
             case Want.CLOSE:
                 return RoundClosed(request=self.publish.request, done=self.done(now))
@@ -267,7 +270,19 @@ class Round:
         before = None
         while before is not self.state and self.wants is None:
             before = self.state
+            self._hurry(now)
             self._advance_once(now)
+
+    def _hurry(self, now: float) -> None:
+        """Once a quorum is through this step, the rest has little time left."""
+        phases = patience.THROUGH.get(self.state)
+        if (
+            phases
+            and self._hurried is not self.state
+            and patience.enough(self.publish.policy, self._cohort.count(*phases))
+        ):
+            self._hurried = self.state
+            self._deadline = min(self._deadline, now + self.publish.policy.slow_s)
 
     def _advance_once(self, now: float) -> None:
         match self.state:
@@ -397,7 +412,8 @@ class Round:
         spent = now - self._since
         if clock := _CLOCK.get(left):
             self._seconds[clock] = self._seconds.get(clock, 0.0) + spent
-        self._since, self._deadline = now, now + wait_s
+        self._hurried = None
+        self._since, self._deadline = now, now + patience.allowed_s(self.publish.policy, state, wait_s)
         note = StateEntered(
             channel=self.channel, version=self.version, epoch=self.epoch, left=left, state=state, seconds=spent
         )

@@ -9,8 +9,9 @@ the version that was committed before: a chain. The coordinator carries the seal
 * send engines elsewhere for the bytes: where a trainer offers them is signed as well, for each epoch. That matters
   because the digests are made for speed, and do not resist somebody who may choose all bytes of a tensor.
 
-An engine that was away has not seen every link. It checks those that it can: a statement may follow a version that is
-newer than the one it serves, never one that is older, nor another one of the same number.
+A statement that says rollback may name a version below the one it follows; that too is signed, so the coordinator
+cannot ask for it. An engine that was away has not seen every link. It checks those that it can: a statement may follow
+a version that is newer than the one it serves, never one that is older, nor another one of the same number.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def _broken_chain(previous: Held | None, message: Prepare, serving: Held | None)
     if serving is None:
         return None
     found = previous.version if previous else None
-    if found is None or found < serving.version or message.version <= serving.version:
+    goes_on = message.version > serving.version or message.rollback
+    if found is None or found < serving.version or not goes_on:
         reason = f"it follows version {found}, and this engine serves {serving.version} already"
         return Doubt(Distrust.ROLLED_BACK, reason)
     if found == serving.version and previous != serving:
@@ -125,5 +127,6 @@ def _statement(message: Publish | Prepare, seal: Seal) -> bytes:
             message.table,
             (before.version, before.manifest, before.table) if before else None,
             seal.signer,
+            message.rollback,
         )
     )

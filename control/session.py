@@ -15,7 +15,7 @@ import msgspec
 
 from .errors import CoordinatorUnreachable, ProtocolError, RequestRefused, WeightbusError, WrongProtocol
 from .ids import RequestId, Version
-from .messages import Ack, Alive, BlobPage, Code, Granted, Refused, Status, ToAgent, ToCoordinator, Welcome
+from .messages import Ack, Alive, BlobPage, Code, Commit, Granted, Refused, Status, ToAgent, ToCoordinator, Welcome
 
 RETRYABLE: Final = frozenset({Code.NAME_TAKEN, Code.SERVER_TAKEN, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.NOT_LEADER})
 """Refusals of a `Hello` that pass with time. After any other the session is over."""
@@ -250,6 +250,9 @@ class Session:
                 if self.welcome is not None and message.boot == self.welcome.boot:
                     self.committed = message.committed
                 return ()
+            case Commit():
+                self.committed = message.version  # before the next Alive says so
+                return (Deliver(message),)
             case _:
                 return (Deliver(message),)
 

@@ -42,7 +42,9 @@ class Tenure:
     def ask(self, agent: Agent, message: Acquire, epoch: Epoch) -> EpochTaken:
         """Nothing speaks against the wish of `agent`: the record that has to be durable before it is granted."""
         self._asked = (agent, message)
-        return EpochTaken(channel=self._channel, epoch=epoch, holder=agent.name, version=message.version)
+        return EpochTaken(
+            channel=self._channel, epoch=epoch, holder=agent.name, version=message.version, rollback=message.rollback
+        )
 
     def grant(
         self, record: EpochTaken, committed: Held | None, engines: Mapping[AgentId, EngineInfo], now: float
@@ -61,6 +63,7 @@ class Tenure:
             version=message.version,
             granted_at=now,
             heard_at=now,
+            rollback=message.rollback,
         )
         granted = Granted(
             request=message.request,

@@ -427,7 +427,7 @@ class EngineAgent:
         if not self._connected():
             return Readiness(False, "the coordinator is silent: what is committed by now is not known")
         found = f"version {view.held.version}" if view.held else "the weights of its launch"
-        if committed is not None and (view.held is None or view.held.version < committed):
+        if committed is not None and (view.held is None or view.held.version != committed):
             return Readiness(False, f"holds {found}, committed is {committed}")
         return Readiness(True, found)
 

@@ -104,15 +104,18 @@ class TrainerAgent:
         return self._leader.committed if self._leader else None
 
     @overload
-    def publish(self, version: int, mode: Literal["live"] = "live") -> PublishReport: ...
+    def publish(self, version: int, mode: Literal["live"] = "live", *, rollback: bool = False) -> PublishReport: ...
 
     @overload
     def publish(self, version: int, mode: Literal["snapshot"]) -> PublishHandle: ...
 
-    def publish(self, version: int, mode: Literal["live", "snapshot"] = "live") -> PublishReport | PublishHandle:
+    def publish(
+        self, version: int, mode: Literal["live", "snapshot"] = "live", *, rollback: bool = False
+    ) -> PublishReport | PublishHandle:
         """Bring the weights, as they are now, to every engine of the channel as `version`. Collective.
 
-        `version` must be above the committed one. ``live`` reads the parameters while engines take them: do not change
+        `version` must be above the committed one, unless `rollback` says that the channel is to go back: a trainer that
+        resumed from an older checkpoint is refused otherwise, and goes back live. ``live`` reads the parameters while engines take them: do not change
         them before this returns. ``snapshot`` copies them and returns; the copy is published behind the training
         loop's back, after those taken before, as the settings `snapshots` and `overlap` say. Live versions wait for
         all snapshots. Raises a `PublishFailed` (errors.py) when the version was not committed, or could not be copied;
@@ -121,7 +124,10 @@ class TrainerAgent:
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
         if Mode(mode) is Mode.LIVE:
-            return self._conclude(self._leader.publish(version) if self._leader else self._heard_end(version))
+            led = self._leader.publish(version, rollback=rollback) if self._leader else self._heard_end(version)
+            return self._conclude(led)
+        if rollback:
+            raise ValueError("a channel goes back live: publish with mode = live")
         taken = self._leader.snapshot(version) if self._leader else self._follow(version)
         if isinstance(taken, tuple):
             self._conclude(taken)

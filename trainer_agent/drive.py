@@ -107,8 +107,9 @@ class Outfit(msgspec.Struct):
 class Drive:
     """One publication, as the leader drives it."""
 
-    def __init__(self, outfit: Outfit, version: int) -> None:
+    def __init__(self, outfit: Outfit, version: int, *, rollback: bool = False) -> None:
         self.version = version
+        self._rollback = rollback
         self.machine = p.Publication(version, outfit.settings.limits())
         self.cause: BaseException | None = None
         self._of = outfit
@@ -250,7 +251,9 @@ class Drive:
 
     def _acquire(self) -> p.AnyEvent:
         with self._watch.phase("acquire"):
-            message = m.Acquire(request=self._key(), channel=self._channel, version=Version(self.version))
+            message = m.Acquire(
+                request=self._key(), channel=self._channel, version=Version(self.version), rollback=self._rollback
+            )
             answer = self._request(message)
         if not isinstance(answer, m.Granted):
             return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {type(answer).__name__}")
@@ -284,6 +287,7 @@ class Drive:
                 buckets=len(staging.manifest.buckets),
                 policy=self._of.settings.policy(),
                 mode=self._of.mode.value,
+                rollback=self._rollback,
             )
             self._request(self._of.seal.publication(message, self._committed) if self._of.seal else message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])

@@ -70,9 +70,9 @@ class Leader:
         """The channel's committed version, as the coordinator said it last."""
         return self._outfit.bus.committed
 
-    def publish(self, version: int) -> End:
+    def publish(self, version: int, *, rollback: bool = False) -> End:
         """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
-        drive = Drive(self._outfit, version)
+        drive = Drive(self._outfit, version, rollback=rollback)
         try:
             self._wait_for_snapshots()
             verdict = drive.run()

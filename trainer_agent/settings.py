@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from weightbus.control.ids import NAME_PATTERN
-from weightbus.control.messages import PauseMode, Policy, TransportKind
+from weightbus.control.messages import PauseMode, Policy, SlowEngines, TransportKind
 from weightbus.control.security import InsecureLoopback, KeysFolder, check
 from weightbus.dataplane.manifest import DEFAULT_BUCKET_BYTES
 
@@ -53,6 +53,13 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     flush: Annotated[bool, Meta(description="drop KV and prefix caches before engines resume")] = True
     min_engines: Annotated[int, Meta(description="verified engines needed to commit; 0: one if any joined", ge=0)] = 0
     redrives: Annotated[int, Meta(description="how often failed engines are sent everything again", ge=0, le=100)] = 1
+    slow: Annotated[SlowEngines, Meta(description="wait-all, quorum or evict-after: who waits for slow engines")] = (
+        SlowEngines.WAIT_ALL
+    )
+    quorum: Annotated[
+        int, Meta(description="engines after which the others have slow_s left (slow = quorum)", ge=0)
+    ] = 0
+    slow_s: Annotated[Wait, Meta(description="what slow engines are given, by quorum and evict-after")] = 30.0
     transfer_timeout_s: Annotated[Wait, Meta(description="deadline of one transfer")] = 600.0
     acquire_timeout_s: Annotated[Wait, Meta(description="how long the lease is asked for")] = 300.0
     round_timeout_s: Annotated[Wait, Meta(description="deadline of a round, re-drives included")] = 1800.0
@@ -93,6 +100,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             min_engines=self.min_engines,
             redrives=self.redrives,
             transfer_timeout_s=self.transfer_timeout_s,
+            slow=self.slow,
+            quorum=self.quorum,
+            slow_s=self.slow_s,
         )
 
     def limits(self) -> Limits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
@@ -60,14 +61,15 @@ class JournalContract:
         raise NotImplementedError
 
     def test_restores_what_was_written(self, opens: Callable[..., Journal]) -> None:
-        """A restart knows epochs, committed versions and answers: the same as a naive replay of the records."""
+        """A restart knows versions and answers, the same as a naive replay of the records; every epoch is raised."""
         journal = opens()
         for record in RECORDS:
             journal.write(record)
             journal.write(record)  # writing twice is the same as writing once
         journal.close()
         again = opens()
-        assert again.restore() == replay(RECORDS)
+        raised = {name: msgspec.structs.replace(each, epoch=each.epoch + 1) for name, each in replay(RECORDS).items()}
+        assert again.restore() == raised
         assert again.boot == journal.boot + 1
         again.close()
 
@@ -87,10 +89,22 @@ class JournalContract:
         for record in (commit(6, 5), commit(7, 5, B), commit(8, 6)):
             with pytest.raises(JournalCorrupt, match="would go back"):
                 journal.write(record)
-        for found in (journal.restore(), self._again(journal, opens)):
+        for boots, found in enumerate((journal.restore(), self._again(journal, opens))):
             restored = found[POLICY]
             assert restored.committed
-            assert (restored.epoch, restored.committed.version, restored.committed.table) == (5, 7, A)
+            assert (restored.epoch, restored.committed.version, restored.committed.table) == (5 + boots, 7, A)
+
+    def test_a_version_goes_back_only_by_a_rollback(self, opens: Callable[..., Journal]) -> None:
+        """An explicit rollback is written over a newer version, and survives a restart."""
+        journal = opens()
+        for record in (taken(1), commit(7, 1), taken(2)):
+            journal.write(record)
+        with pytest.raises(JournalCorrupt):
+            journal.write(commit(3, 2))
+        journal.write(msgspec.structs.replace(commit(3, 2), rollback=True))
+        restored = self._again(journal, opens)[POLICY]
+        assert restored.committed
+        assert (restored.epoch, restored.committed.version) == (3, 3)
 
     def test_answers_are_forgotten_after_a_day(self, opens: Callable[..., Journal]) -> None:
         """Old answers do not come back."""

@@ -43,7 +43,7 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "j")], env=environ, check=False, timeout=60)
     assert ended.returncode == -signal.SIGKILL
     journal = SqliteJournal(tmp_path / "j")
-    assert (journal.boot, journal.restore()[Channel("policy")].epoch) == (2, 7)
+    assert (journal.boot, journal.restore()[Channel("policy")].epoch) == (2, 8)
     journal.close()
 
 

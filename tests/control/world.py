@@ -315,6 +315,7 @@ class Trainer(Agent):
         super().__init__(world, name)
         self.info = info
         self.version = 0
+        self.rollback = self.rollback_publish_only = False
         self.policy = Policy()
         self.publishing: Publish | None = None
         self.failed: Mapping[str, str] = {}
@@ -346,7 +347,7 @@ class Trainer(Agent):
 
     def acquire(self, version: int) -> None:
         self.version = version
-        self.try_say(Acquire(request=self.key(), channel=CHANNEL, version=Version(version)))
+        self.try_say(Acquire(request=self.key(), channel=CHANNEL, version=Version(version), rollback=self.rollback))
 
     def try_say(self, message: ToCoordinator, blob: bytes | None = None) -> None:
         if self.stop_before is not None and isinstance(message, self.stop_before):
@@ -376,7 +377,9 @@ class Trainer(Agent):
                     bytes=100,
                     buckets=2,
                     policy=self.policy,
+                    rollback=self.rollback or self.rollback_publish_only,
                 )
+                self.rollback_publish_only = False
                 self.try_say(self.publishing)
             case Send():
                 self.sending = message
@@ -432,6 +435,7 @@ class World:
         self.now = 0.0
         self.records: list[AnyRecord] = []
         self.boots = 0
+        self.epochs: dict[Channel, Epoch] = {}
         self.peers = itertools.count(1)
         self.keys = itertools.count(1)
         self.agents: dict[str, Agent] = {}
@@ -450,7 +454,11 @@ class World:
     def boot(self) -> None:
         """Start a coordinator on the journal."""
         self.boots += 1
-        self.machine = Coordinator(self.limits, self.boots, replay(self.records))
+        known: dict[Channel, Restored] = {}
+        for name, each in replay(self.records).items():  # a boot raises every epoch, durably
+            self.epochs[name] = Epoch(max(each.epoch, self.epochs.get(name, 0)) + 1)
+            known[name] = msgspec.structs.replace(each, epoch=self.epochs[name])
+        self.machine = Coordinator(self.limits, self.boots, known)
         self.crashed = False
 
     def restart(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .campaign import campaign, cores, report, run_chunk
+from .campaign import campaign, cores, first, report, run_chunk
 from .scenario import draw
 from .story import tell
 
@@ -17,6 +17,8 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="the first one")
     parser.add_argument("--jobs", type=int, default=cores(), help="processes")
     parser.add_argument("--seed", type=int, help="tell the whole story of this one")
+    parser.add_argument("--first", action="store_true", help="stop at the first seed that finds something")
+    parser.add_argument("--tell", action="store_true", help="with --first: its story")
     parser.add_argument("--trace", type=int, nargs=2, metavar=("FROM", "TO"), help="print the trace hash of each")
     given = parser.parse_args()
     if given.seed is not None:
@@ -26,6 +28,8 @@ def main() -> int:
         for ended in run_chunk(range(*given.trace)):
             print(ended.seed, ended.trace)
         return 0
+    if given.first:
+        return first(given.start, given.seeds, telling=given.tell)
     return report(campaign(given.start, given.seeds, given.jobs))
 
 

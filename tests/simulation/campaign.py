@@ -75,6 +75,20 @@ def campaign(start: int, count: int, jobs: int) -> Tally:
     return tally
 
 
+def first(start: int, count: int, *, telling: bool) -> int:
+    """Run seeds one by one until one finds something."""
+    gc.disable()
+    for seed in range(start, start + count):
+        ended = simulate(draw(seed))
+        if ended.violation:
+            print(tell_shrunk(draw(seed), ended.violation) if telling else "", flush=True)
+            print(f"seed {seed} breaks {ended.violation.splitlines()[0]}")
+            return 1
+        if seed % 5 == 0:
+            gc.collect()
+    return 0
+
+
 def report(tally: Tally) -> int:
     """Tell the stories of what failed; the last line is for machines."""
     for ended in sorted(tally.failed, key=lambda each: each.seed)[:STORIES]:

@@ -17,7 +17,7 @@ from weightbus.control.answers import ANSWERS
 from weightbus.control.channel import Restored
 from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt, JournalUnwritable
-from weightbus.control.ids import Channel, Digest, RequestId
+from weightbus.control.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.journal import REPLY_TTL_S
 from weightbus.control.messages import Held, RoundDone
 from weightbus.engine_agent.events import Record
@@ -66,7 +66,7 @@ class JournalDisk:
     def _commit(self, record: Committed) -> None:
         known = self.channels.get(record.channel, Restored())
         held = known.committed
-        newer = held is None or held.version < record.version or getattr(record, "rollback", False)
+        newer = held is None or held.version < record.version or record.rollback
         if record.epoch > known.epoch or not (newer or (held and held.table == record.table)):
             raise JournalCorrupt("journal", f"version {record.version} would go back", "this is a bug")
         now = Held(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
@@ -106,6 +106,9 @@ class SimJournal:
         disk.settle_after_crash()
         process.passes("persist", "before")
         disk.boots += 1
+        disk.channels = {
+            name: msgspec.structs.replace(known, epoch=Epoch(known.epoch + 1)) for name, known in disk.channels.items()
+        }
         self.boot = disk.boots
         process.passes("persist", "after")
 
@@ -121,10 +124,9 @@ class SimJournal:
             raise JournalUnwritable("journal", "cannot be written (SQLITE_FULL)", "free room")
         disk.world.loop.note("journal", f"{type(record).__name__} {_about(record)}")
         process.lag += disk.world.journal_s()
-        if process.trap is not None and process.trap.point == "persist" and process.trap.where == "during":
-            if disk.world.coin():
-                disk.keep(record)
-            process.passes("persist", "during")
+        if process.doomed("persist") and disk.world.coin():
+            disk.keep(record)
+        process.passes("persist", "during")
         disk.keep(record)
         process.passes("persist", "after")
 
@@ -153,11 +155,9 @@ class RecordDisk:
         process.passes("persist", "before")
         if self.full:
             raise OSError(28, "No space left on device")
-        trap = process.trap
-        if trap is not None and trap.point == "persist" and trap.where == "during":
-            if self._world.coin():  # the rename had reached the disk
-                self._now = record
-            process.passes("persist", "during")
+        if process.doomed("persist") and self._world.coin():  # the rename had reached the disk
+            self._now = record
+        process.passes("persist", "during")
         self._now = record
         process.passes("persist", "after")
 

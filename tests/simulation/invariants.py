@@ -30,6 +30,7 @@ from weightbus.control.messages import (
     ToAgent,
     Welcome,
 )
+from weightbus.trainer_agent.publication import Ending
 
 from .server_model import LAUNCH
 
@@ -50,6 +51,7 @@ INVARIANTS: Final = {
     "same-answer": "the same request gets the same answer",
     "ready-is-ready": "who is listed as ready holds exactly the committed bits",
     "commit-verified": "a version is committed only when a server has held exactly its buckets",
+    "enough-engines": "a version is committed only with as many verified engines as its trainer asked for",
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
     "memory-bounded": "nothing grows with time",
     "every-wait-ends": "once faults stop, rounds end, engines serve or say why not, and a publication commits",
@@ -79,6 +81,8 @@ class Judge:
         self._tables: dict[int, str] = {}
         self._committed: Held | None = None
         self._committed_requests: dict[str | None, int] = {}
+        self._ever: set[tuple[int, str]] = set()
+        """Versions that were committed, with their tables."""
         self._held: set[str] = set()
         """Tags that a server held as a whole."""
         self._ghosts: list[Committed] = []
@@ -124,8 +128,8 @@ class Judge:
     def durable(self, record: AnyRecord) -> None:
         """The disk holds `record`."""
         if isinstance(record, EpochTaken):
-            if record.epoch <= self._highest and self._holders.get(record.epoch, record.holder) != record.holder:
-                self.broken("one-holder", f"epoch {record.epoch} was {self._holders[record.epoch]}'s")
+            if record.epoch <= self._highest:
+                self.broken("one-holder", f"{record.holder} takes epoch {record.epoch} after {self._highest}")
             self._highest = max(self._highest, record.epoch)
             self._holders.setdefault(record.epoch, record.holder)
         elif isinstance(record, Committed):
@@ -133,7 +137,7 @@ class Judge:
 
     def _durable_commit(self, record: Committed) -> None:
         before = self._committed
-        rollback = getattr(record, "rollback", False)
+        rollback = record.rollback
         if before is not None and record.version < before.version and not rollback:
             self.broken("never-back", f"the disk goes from {before.version} to {record.version}")
         if rollback:
@@ -141,8 +145,11 @@ class Judge:
         known = self._tables.setdefault(record.version, record.table)
         if known != record.table:
             self.broken("one-table", f"version {record.version} has two tables")
+        if len(record.engines) < self._world.scenario.min_engines:
+            self.broken("enough-engines", f"version {record.version} is committed with {len(record.engines)} engines")
         if record.engines and self._world.tag_of(record.table) not in self._held:
             self.broken("commit-verified", f"version {record.version} is committed, and no server ever held it")
+        self._ever.add((record.version, record.table))
         self._committed_requests[record.request] = record.version
         self._committed = Held(version=record.version, manifest=record.manifest, table=record.table)
 
@@ -197,12 +204,19 @@ class Judge:
         ours = self._world.table_published(agent, message.epoch)
         request = self._world.request_published(agent, message.epoch)
         if message.outcome is Outcome.COMMITTED:
-            held = self._committed
-            known = self._tables.get(message.version)
-            if held is None or known is None or (ours is not None and ours != known):
-                self.broken("nothing-lost", f"{agent} is told that {message.version} is committed; on disk: {held}")
+            if ours is not None and (message.version, ours) not in self._ever:
+                found = self._tables.get(message.version)
+                self.broken("nothing-lost", f"{agent} is told that {message.version} is committed; on disk: {found}")
         elif request in self._committed_requests and not self._ghosts:
             self.broken("nothing-lost", f"{agent} is told that {message.version} came to nothing; it is on disk")
+
+    def publication_over(self, trainer: str, version: int, table: str, ending: Ending) -> None:
+        """A trainer learnt how its publication ended."""
+        durable = (version, table) in self._ever
+        if ending is Ending.COMMITTED and not durable:
+            self.broken("nothing-lost", f"{trainer} takes its version {version} for committed; it never was")
+        if ending is Ending.ABORTED and durable and not self._ghosts:
+            self.broken("nothing-lost", f"{trainer} takes its version {version} for aborted; it was committed")
 
     def _same(self, agent: str, message: Ack | Granted | Refused) -> None:
         key = (agent, message.request)
@@ -225,6 +239,9 @@ class Judge:
         if isinstance(what, ReadinessChanged):
             if what.ready:
                 self._ready[what.engine] = None
+                server = self._world.server(what.engine)
+                if server.up and not server.frozen and server.paused and LAUNCH not in server.tags:
+                    self.broken("ready-is-ready", f"{what.engine} is listed as ready while its server is paused")
             else:
                 self._ready.pop(what.engine, None)
 

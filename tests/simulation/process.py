@@ -196,6 +196,11 @@ class Process:
             self.trap = None
             raise Killed(f"{where} {point}")
 
+    def doomed(self, point: str) -> bool:
+        """Whether death waits in the middle of what is done at `point` now."""
+        trap = self.trap
+        return trap is not None and (trap.point, trap.where) == (point, "during") and trap.count <= 1
+
     def thread(self, generator: Thread) -> None:
         """Run a generator as a thread of this life."""
         self._resume(generator, None)

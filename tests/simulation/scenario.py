@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from weightbus.control.messages import TransportKind
+from weightbus.control.messages import SlowEngines, TransportKind
 
 from .network import Weather
 
@@ -63,6 +63,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     redrives: int
     min_engines: int
     think_s: float
+    rollback: float
+    """Chance that a trainer that is refused goes back instead of on."""
+    slow: SlowEngines
+    quorum: int
+    slow_s: float
     weather: Weather
     faults: tuple[Fault, ...]
     calm_from: float
@@ -96,6 +101,10 @@ def draw(seed: int) -> Scenario:
         redrives=rng.choice((0, 1, 1, 2)),
         min_engines=rng.choice((0, 0, 1, 2)) if len(engines) > 1 else 0,
         think_s=rng.choice((0.5, 2.0, 5.0)),
+        rollback=rng.choice((0.0, 0.0, 0.5)),
+        slow=rng.choice((SlowEngines.WAIT_ALL, SlowEngines.WAIT_ALL, SlowEngines.QUORUM, SlowEngines.EVICT_AFTER)),
+        quorum=rng.choice((0, 1, 2)),
+        slow_s=rng.choice((1.0, 4.0, 9.0)),
         weather=weather,
         faults=tuple(faults),
         calm_from=calm_from,

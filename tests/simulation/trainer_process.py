@@ -71,21 +71,25 @@ class TrainerProcess(Process):
             except (CoordinatorUnreachable, RequestRefused):
                 yield 0.5
         self._told_boot = welcome.boot
-        version = self.checkpoint + 1
+        version, back = self.checkpoint + 1, False
         while True:
             yield self._rng.random() * self._world.scenario.think_s
             while not self._world.may_begin():
                 yield 1.0
             self.busy = True
+            self._going_back, back = back, False
             verdict = yield from self._publish(client, version)
             self.busy = False
+            table = hashlib.sha256(self._blob(version)).hexdigest()
+            self._world.judge.publication_over(self.name, version, table, verdict.ending)
             self.verdicts.append((version, verdict))
             self.loop.note(self.name, f"publication of {version}: {verdict.ending} {verdict.reason}")
             if verdict.ending is p.Ending.COMMITTED:
                 self.checkpoint = max(self.checkpoint, version - self._rng.randrange(3))
                 version += 1
             elif verdict.code is m.Code.VERSION_NOT_NEWER:
-                version = self._world.committed_version() + 1 + self._rng.randrange(2)
+                back = self._rng.random() < self._world.scenario.rollback
+                version = version if back else self._world.committed_version() + 1 + self._rng.randrange(2)
             elif self._rng.random() < 0.3:
                 version += 1
 
@@ -178,7 +182,12 @@ class TrainerProcess(Process):
             return p.Unreachable(str(silence))
 
     def _acquire(self, client: Client, version: int) -> Thread:
-        message = m.Acquire(request=client.new_request(), channel=self._world.channel, version=Version(version))
+        message = m.Acquire(
+            request=client.new_request(),
+            channel=self._world.channel,
+            version=Version(version),
+            rollback=self._going_back,
+        )
         answer, _ = yield from client.asking(message, deadline_s=REQUEST_S)
         assert isinstance(answer, m.Granted)
         return p.LeaseGranted(answer.epoch, answer.committed)
@@ -197,6 +206,7 @@ class TrainerProcess(Process):
             bytes=scenario.buckets,
             buckets=scenario.buckets,
             policy=self._world.policy(),
+            rollback=self._going_back,
         )
         self._world.publishes(self.name, epoch, message.request, table, self._blob_tags(version)[0])
         yield from client.asking(message, deadline_s=REQUEST_S)
@@ -299,8 +309,9 @@ class _Delivery:
     def withdraw(self, engines: Mapping[str, str]) -> None:
         """Do not wait for these."""
         for outlet in self.outlets:
-            for engine in engines.keys() & set(outlet.engines):
-                outlet.finish(engine, engines[engine])
+            for engine in outlet.engines:  # in this order: that of a set is another in every process
+                if engine in engines:
+                    outlet.finish(engine, engines[engine])
 
     def close(self) -> None:
         """Close the senders."""

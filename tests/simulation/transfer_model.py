@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from weightbus.control.messages import TransportKind
 
 from .process import Process, Thread
+from .server_model import CallFailed
 
 if TYPE_CHECKING:
     from .engine_process import EngineProcess
@@ -113,7 +114,7 @@ def receive(  # noqa: PLR0917
             )
             outlet.came[name] = bucket + 1
             yield from _in_step(outlet, engine, bucket + 1, deadline)
-    except TransferBroken as broken:
+    except (TransferBroken, CallFailed) as broken:
         outlet.finish(name, str(broken))
         raise
     outlet.finish(name)

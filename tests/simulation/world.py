@@ -98,6 +98,8 @@ class World:
         self._holding = False
         """Trainers begin nothing new."""
         self._commits_in_calm = 0
+        self.rounds: list[RoundDone] = []
+        """Every round that was closed."""
         self._paused_since: dict[str, float] = {}
 
     def rng(self, stream: str) -> random.Random:
@@ -224,6 +226,9 @@ class World:
             redrives=scenario.redrives,
             min_engines=scenario.min_engines,
             transfer_timeout_s=TRANSFER_S,
+            slow=scenario.slow,
+            quorum=scenario.quorum,
+            slow_s=scenario.slow_s,
         )
 
     def publishes(self, trainer: str, epoch: int, request: str, table: str, tag: str) -> None:
@@ -267,6 +272,7 @@ class World:
 
     def round_ended(self, done: RoundDone) -> None:
         """The coordinator closed a round."""
+        self.rounds.append(done)
         self._commits_in_calm += done.outcome is Outcome.COMMITTED
 
     # -- looking around

@@ -1,0 +1,293 @@
+"""Bugs that somebody might have written: each a change of the real source that the simulation has to find.
+
+`found` must stand in the file exactly once, so that a change of the source that moves it is noticed, and not silently
+planted nowhere.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+
+class Mutation(msgspec.Struct, frozen=True):
+    """One planted bug."""
+
+    name: str
+    path: str
+    found: str
+    planted: str
+
+
+def _m(name: str, path: str, found: str, planted: str) -> Mutation:
+    return Mutation(name, path, found, planted)
+
+
+SERVER, COORDINATOR, CHANNEL = "control/server.py", "control/coordinator.py", "control/channel.py"
+ROUND, COHORT, FLEET = "control/round.py", "control/cohort.py", "control/fleet.py"
+APPLICATION, PUBLICATION, SESSION = (
+    "engine_agent/application.py",
+    "trainer_agent/publication.py",
+    "control/session.py",
+)
+
+MUTATIONS: Final = (
+    _m(  # found by the simulation in our own code
+        "welcomes-before-the-record",
+        COORDINATOR,
+        "            if self._writing:  # losing it moved its round on",
+        "            if False:  # losing it moved its round on",
+    ),
+    _m(
+        "ack-before-fsync",
+        SERVER,
+        "            self._journal.write(effect.record)\n",
+        "            self._events.appendleft(Persisted(token=effect.token))\n"
+        "            self._drain()\n"
+        "            self._journal.write(effect.record)\n"
+        "            return\n",
+    ),
+    _m(
+        "refused-write-taken-for-durable",
+        SERVER,
+        "PersistFailed(token=effect.token, reason=str(error))",
+        "Persisted(token=effect.token)",
+    ),
+    _m(
+        "commit-rolls-forward-when-the-disk-refuses",
+        CHANNEL,
+        "                    self.round.commit_refused(reason, now)",
+        "                    self.round.committed(now)",
+    ),
+    _m("forgets-the-epoch-at-boot", CHANNEL, "self.epoch: Epoch = restored.epoch", "self.epoch: Epoch = Epoch(0)"),
+    _m(
+        "forgets-the-commit-at-boot",
+        CHANNEL,
+        "self.committed: Held | None = restored.committed",
+        "self.committed: Held | None = None",
+    ),
+    _m(
+        "epoch-not-raised-by-a-grant",
+        CHANNEL,
+        "self._tenure.ask(agent, message, Epoch(self.epoch + 1))",
+        "self._tenure.ask(agent, message, Epoch(max(self.epoch, 1)))",
+    ),
+    _m(
+        "version-not-monotonic",
+        CHANNEL,
+        "        if self.committed and message.version <= self.committed.version and not message.rollback:",
+        "        if False:",
+    ),
+    _m(
+        "re-drive-without-new-epoch",
+        ROUND,
+        "channel=self.channel, epoch=next_epoch, holder=self.holder, version=self.version, redrive=True",
+        "channel=self.channel, epoch=self.epoch, holder=self.holder, version=self.version, redrive=True",
+    ),
+    _m(
+        "commits-with-too-few-engines",
+        ROUND,
+        "        needed = max(1, self.publish.policy.min_engines)\n",
+        "        needed = 1\n",
+    ),
+    _m(
+        "commits-what-was-loaded-but-not-verified",
+        COHORT,
+        'EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, "transfer"',
+        'EnginePhase.TRANSFERRING, EnginePhase.VERIFIED, "transfer"',
+    ),
+    _m(
+        "commits-what-broke",
+        COHORT,
+        "        for member in self.within(EnginePhase.VERIFIED):\n",
+        "        for member in self.within(EnginePhase.VERIFIED, EnginePhase.LEAVING):\n",
+    ),
+    _m(
+        "leaves-without-a-word",
+        COHORT,
+        "        self._move(member, EnginePhase.LEAVING)\n",
+        "        self._move(member, EnginePhase.LEAVING)\n        return\n",
+    ),
+    _m(
+        "lists-engines-of-other-versions-as-ready",
+        "control/engines.py",
+        "    if committed and engine.held != committed:",
+        "    if False:",
+    ),
+    _m(
+        "lists-engines-that-never-said-so",
+        "control/engines.py",
+        "    if not engine.serving and phase in",
+        "    if False and phase in",
+    ),
+    _m(
+        "lists-engines-in-mid-transfer",
+        "control/engines.py",
+        "    if phase not in _GENERATES:",
+        "    if False:",
+    ),
+    _m(
+        "silent-agents-stay",
+        "control/membership.py",
+        "return agent.heard_at + self._limits.silence_s",
+        "return agent.heard_at + 1e9",
+    ),
+    _m(
+        "lease-outlives-its-holder",
+        "control/tenure.py",
+        "        lease, self.lease = self.lease, None\n",
+        "        lease, self.lease = self.lease, self.lease\n",
+    ),
+    _m(
+        "lease-of-anybody-will-do",
+        "control/lease.py",
+        "    if lease.holder != agent or lease.incarnation != incarnation:",
+        "    if False:",
+    ),
+    _m(
+        "grants-a-channel-that-is-held",
+        "control/lease.py",
+        "    return Verdict(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))",
+        "    return YES",
+    ),
+    _m(
+        "commands-said-once",
+        "control/duties.py",
+        "self._retry_max_s), now + duty.wait_s)",
+        "self._retry_max_s), now + 1e9)",
+    ),
+    _m("no-fencing-at-the-engine", APPLICATION, "        if message.epoch < self.epoch:", "        if False:"),
+    _m(
+        "epoch-compared-with-le",
+        APPLICATION,
+        "        if message.epoch < self.epoch:",
+        "        if message.epoch <= self.epoch:",
+    ),
+    _m(
+        "serves-partial-weights",
+        APPLICATION,
+        "        if not self.up or self.health is not EngineHealth.CLEAN:\n            self.stage",
+        "        if not self.up:\n            self.stage",
+    ),
+    _m(
+        "takes-a-broken-transfer-for-clean",
+        APPLICATION,
+        "            if isinstance(result, Broken) and not result.touched:\n                self.health",
+        "            if isinstance(result, Broken):\n                self.health",
+    ),
+    _m(
+        "forgets-that-it-is-dirty",
+        APPLICATION,
+        "return (self._remember(), *self._run(Receive(command, self._checkpoint), command, now))",
+        "return self._run(Receive(command, self._checkpoint), command, now)",
+    ),
+    _m(
+        "loads-without-a-pause",
+        APPLICATION,
+        "        if self.paused is not True:\n            return self._fail(command, Step.TRANSFER",
+        "        if False:\n            return self._fail(command, Step.TRANSFER",
+    ),
+    _m(
+        "skips-verification",
+        APPLICATION,
+        "return (transferred, *self._run(Verify(command, result.checked), command, now))",
+        "return (transferred, *self._verifying_ended(command, Proven('trust me'), seconds))",
+    ),
+    _m(
+        "lost-resume",
+        APPLICATION,
+        "        return self._run(Release(None, False, command.deadline_s), command, now)",
+        "        return (self._serving(command, 0.0, now),)",
+    ),
+    _m(
+        "resumes-what-is-pending",
+        APPLICATION,
+        "clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False",
+        "clean = self.up and self.paused is not False",
+    ),
+    _m(
+        "pause-lease-never-ends",
+        APPLICATION,
+        "            or now < heard_at + self._lease_s\n",
+        "            or True\n",
+    ),
+    _m(
+        "pause-lease-ends-at-once",
+        APPLICATION,
+        "            or now < heard_at + self._lease_s\n",
+        "",
+    ),
+    _m(
+        "takes-another-launch-for-the-same",
+        APPLICATION,
+        "        if known == event.identity and self._record is not None:",
+        "        if self._record is not None:",
+    ),
+    _m(
+        "believes-an-operation-that-its-server-did-not-outlive",
+        APPLICATION,
+        "        if running.identity == self.identity:",
+        "        if True:",
+    ),
+    _m(
+        "labels-nothing",
+        APPLICATION,
+        "self._run(Release(command.version, command.flush, command.deadline_s), command, now)",
+        "self._run(Release(None, command.flush, command.deadline_s), command, now)",
+    ),
+    _m(
+        "keeps-old-caches",
+        APPLICATION,
+        "self._run(Release(command.version, command.flush, command.deadline_s), command, now)",
+        "self._run(Release(command.version, False, command.deadline_s), command, now)",
+    ),
+    _m(
+        "serves-whatever-it-holds",
+        APPLICATION,
+        "        if held is None or (held.version, held.table) != (command.version, command.table):",
+        "        if held is None:",
+    ),
+    _m(
+        "lets-a-restarted-server-generate",
+        APPLICATION,
+        "        held_back = self.health is EngineHealth.CLEAN or self.paused is True",
+        "        held_back = True",
+    ),
+    _m(
+        "transfers-though-the-record-is-not-written",
+        "engine_agent/dispatch.py",
+        "            elif unsaved and isinstance(effect, Run)",
+        "            elif False and isinstance(effect, Run)",
+    ),
+    _m(
+        "trainer-believes-the-end-of-an-earlier-round",
+        PUBLICATION,
+        "event.version != self.version or event.epoch < self.lease:",
+        "event.version != self.version:",
+    ),
+    _m(
+        "trainer-takes-another-s-commit-for-its-own",
+        PUBLICATION,
+        "(held.version, held.table) == (self.version, self.table)",
+        "held.version == self.version",
+    ),
+    _m(
+        "trainer-never-reports-what-it-sent",
+        PUBLICATION,
+        "                return (self._unsaid,)\n            case Noted():",
+        "                return ()\n            case Noted():",
+    ),
+    _m(
+        "agent-stays-a-stranger",
+        SESSION,
+        "return self._rejoin(now) if self.phase is Phase.JOINED else ()",
+        "return ()",
+    ),
+    _m(
+        "answers-are-said-once",
+        SESSION,
+        "            each.resend_at = now + each.backoff_s\n",
+        "            each.resend_at = each.asked.expires_at = now + 1e9\n",
+    ),
+)
