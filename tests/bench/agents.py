@@ -169,13 +169,14 @@ class Herd:
             hello = agent.hello() if side == "ours" else agent.beat(0)
             dealer.send_multipart([_HEADER, _ENCODE(hello)] if side == "ours" else [_ENCODE(hello)])
         answered: set[int] = set()
+        places = {dealer: at for at, dealer in enumerate(sockets)}
         while len(answered) < len(sockets):
             if time.monotonic() > began + 120:
                 raise TimeoutError(f"{len(answered)} of {len(sockets)} agents were answered within 120 s")
-            poller.poll(1000)
-            for at, dealer in enumerate(sockets):
-                if self._drain(side, at, dealer, echo=False):
-                    answered.add(at)
+            time.sleep(0.005)  # to look at a thousand sockets for every answer would be what is measured
+            for each, _ in poller.poll(1000):
+                if not isinstance(each, int) and self._drain(side, places[each], each, echo=False):
+                    answered.add(places[each])
         return {"seconds": time.monotonic() - began}
 
     def serve(self, side: str) -> dict[str, Any]:
