@@ -6,5 +6,7 @@ integrity     digests of tensors, on CPU and GPU
 staging       the buffers in which buckets are packed; segments, handles: how they are named to other processes
 transport     the seam: Sender, Receiver, EngineServer
 local, distributed, disk     the three transports; transports picks one by name
+direct        the fourth, which DIRECT.md explains: recording, plan, copy_table and proof are its data; copy_engine
+              carries copies out; exports, host_export and importer share memory; worker_wire leads the workers
 errors        what can go wrong, by what the caller can do
 """

@@ -30,7 +30,10 @@ class _DeviceMemory:
 
 
 class HollowTensors:
-    """Makes them, on one device. Grows to the largest one asked for: address space on a CPU, memory on a GPU."""
+    """Makes them, on one device. Grows to the largest one asked for: address space on a CPU, memory on a GPU.
+
+    What was made before it grew keeps the smaller memory, so `reserve` the largest first.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -44,14 +47,18 @@ class HollowTensors:
         if sizes.numel() == 0:
             return torch.empty(sizes, dtype=dtype, device=self._device)
         if strides is None:
-            strides = torch.empty(sizes, device="meta").stride()
+            return self._storage(sizes.numel() * dtype.itemsize).view(dtype).view(sizes)
         count = 1 + sum((extent - 1) * stride for extent, stride in zip(sizes, strides, strict=True))
         return self._storage(count * dtype.itemsize).view(dtype).as_strided(sizes, tuple(strides))
 
-    def _storage(self, nbytes: int) -> torch.Tensor:
-        """1-D, uint8."""
+    def reserve(self, nbytes: int) -> None:
+        """Have room for tensors of up to `nbytes`."""
         if nbytes > self._nbytes:
             self._grow(nbytes)
+
+    def _storage(self, nbytes: int) -> torch.Tensor:
+        """1-D, uint8."""
+        self.reserve(nbytes)
         if self._host is not None:
             return torch.frombuffer(self._host, dtype=torch.uint8, count=nbytes)
         if self._gpu is not None:

@@ -65,9 +65,10 @@ def _attempt(
     tracer = Tracer(held.device)
     for tensor in held.tensors:
         tracer.adopt(tensor)
+    sources = tracer.sources(tensors)
     try:
         with traced(tracer):
-            load(_stream(tracer, tensors, left_out))
+            load(_stream(tracer, tensors, sources, left_out))
     except ReadsValues as reads:
         return tracer, held, _loaded(reads.sources or _current(tracer), Cause.READ, reads.operation)
     except Exception as error:
@@ -78,19 +79,22 @@ def _attempt(
     finally:
         rebound = held.restore(tracer)
     found = _loaded(tracer.read_and_forgotten(), Cause.READ, "item")
-    for sources, name in rebound:
-        found |= _loaded(sources, Cause.REBOUND, name)
+    for origins, name in rebound:
+        found |= _loaded(origins, Cause.REBOUND, name)
     return tracer, held, {index: each for index, each in found.items() if index not in left_out}
 
 
 def _stream(
-    tracer: Tracer, tensors: Sequence[TensorSpec], left_out: dict[int, LoadedTensor]
+    tracer: Tracer,
+    tensors: Sequence[TensorSpec],
+    sources: Sequence[torch.Tensor],
+    left_out: dict[int, LoadedTensor],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for number, spec in enumerate(tensors):
         if number in left_out:
             continue
         tracer.current = number
-        yield spec.name, tracer.source(number, spec.shape, getattr(torch, spec.dtype))
+        yield spec.name, sources[number]
     tracer.current = None
 
 

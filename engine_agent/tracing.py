@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.recording import Cause
 
 from .hollow import HollowTensors
@@ -61,11 +62,14 @@ class Tracer:
         """Follow a tensor of the model."""
         self._follow(tensor, engine=True)
 
-    def source(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A hollow tensor that stands for source `number`."""
-        tensor = self._make(shape, dtype, self._device)
-        self._follow(tensor, source=number)
-        return tensor
+    def sources(self, tensors: Sequence[TensorSpec]) -> list[torch.Tensor]:
+        """Hollow tensors that stand for these, in their order. To be made before anything is traced: it is quicker."""
+        self._hollow[self._device] = hollow = HollowTensors(self._device)
+        hollow.reserve(max((spec.nbytes for spec in tensors), default=1))
+        made = [hollow.make(spec.shape, getattr(torch, spec.dtype)) for spec in tensors]
+        for number, tensor in enumerate(made):
+            self._follow(tensor, source=number)
+        return made
 
     def memory_of(self, tensor: torch.Tensor) -> Memory | None:
         """What is known of a tensor's storage; None when it is not followed."""
@@ -425,7 +429,14 @@ _HANDLERS: Final[dict[Any, _Handler]] = {
 
 
 def _tensors(args: _Args, kwargs: _Kwargs) -> list[torch.Tensor]:
-    return [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    """Of the arguments, and of lists among them: no operation of torch nests them deeper."""
+    found: list[torch.Tensor] = []
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, list | tuple):
+            found.extend(one for one in cast("Sequence[object]", each) if isinstance(one, torch.Tensor))
+    return found
 
 
 def _everywhere(tensor: torch.Tensor) -> Move:

@@ -265,8 +265,8 @@ def test_a_row_outside_of_its_region_is_refused() -> None:
 
 
 def test_large_models_are_planned_in_seconds() -> None:
-    """20,000 tensors on 64 ranks, cut by columns: 1.3 million pieces, one engine worker of two."""
-    count, ranks = 20_000, 64
+    """4,000 tensors on 64 ranks, cut by columns: 256,000 pieces, one engine worker of two."""
+    count, ranks = 4_000, 64
     tensors = tuple(TensorSpec(f"t{index}", "bfloat16", (64, 128)) for index in range(count))
     space = np.repeat(np.arange(count), ranks)
     holder = np.tile(np.arange(ranks), count)
@@ -294,4 +294,4 @@ def test_large_models_are_planned_in_seconds() -> None:
 
     assert int(plan.copies.elements.sum()) == count * 4096
     assert len(plan.copies) == ranks
-    assert seconds < 60
+    assert seconds < 20
