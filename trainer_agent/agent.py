@@ -115,11 +115,11 @@ class TrainerAgent:
         """Bring the weights, as they are now, to every engine of the channel as `version`. Collective.
 
         `version` must be above the committed one, unless `rollback` says that the channel is to go back: a trainer that
-        resumed from an older checkpoint is refused otherwise, and goes back live. ``live`` reads the parameters while engines take them: do not change
-        them before this returns. ``snapshot`` copies them and returns; the copy is published behind the training
-        loop's back, after those taken before, as the settings `snapshots` and `overlap` say. Live versions wait for
-        all snapshots. Raises a `PublishFailed` (errors.py) when the version was not committed, or could not be copied;
-        its `report` tells what happened.
+        resumed from an older checkpoint is refused otherwise, and goes back live. ``live`` reads the parameters while
+        engines take them: do not change them before this returns. ``snapshot`` copies them and returns; the copy is
+        published behind the training loop's back, after those taken before, as the settings `snapshots` and `overlap`
+        say. Live versions wait for all snapshots. Raises a `PublishFailed` (errors.py) when the version was not
+        committed, or could not be copied; its `report` tells what happened.
         """
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
