@@ -21,8 +21,7 @@ from typing import Final, cast
 import torch
 
 from . import export_wire as wire
-from .deadline import Deadline
-from .errors import DeadlineExceeded, NotExportable, PeerLost, TransferFailed, Unsupported
+from .errors import NotExportable, PeerLost, TransferFailed, Unsupported
 from .exports import ExportMap, Place, Region
 from .host import host_identity
 from .local import open_runtime_dir
@@ -49,7 +48,7 @@ class HostExporter:
         self._shared: dict[int, _Shared] = {}
         self._order: tuple[int, ...] = ()
         self._map: ExportMap | None = None
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._readers: set[socket.socket] = set()
         self._listener: socket.socket | None = None
         self._wake: socket.socket | None = None
@@ -90,17 +89,13 @@ class HostExporter:
         """The socket that readers connect to."""
         return Address(os.fspath(self._path))
 
-    def close(self, deadline_s: float) -> None:
-        """Take no more readers, wait for the present ones, then drop the memory. Raises `DeadlineExceeded`."""
-        deadline = Deadline(deadline_s)
+    def close(self) -> None:
+        """Take no more readers and hang up on the present ones. What they have mapped, the kernel keeps for them."""
         with self._lock:
             if self._listener is not None:
                 self._listener.close()
                 self._listener = None
                 self._path.unlink(missing_ok=True)
-                self._stir()
-            if not self._lock.wait_for(lambda: not self._readers, deadline.left()):
-                raise DeadlineExceeded(f"{len(self._readers)} readers to let go of exported memory", deadline_s)
             thread, self._thread = self._thread, None
             self._stir()
         if thread is not None:
@@ -155,6 +150,9 @@ class HostExporter:
                             selector.unregister(listener)
                         listener = None
                     if self._thread is None:
+                        for reader in self._readers:
+                            reader.close()
+                        self._readers.clear()
                         return
 
     def _admit(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
@@ -181,7 +179,6 @@ class HostExporter:
             reader.close()
             with self._lock:
                 self._readers.remove(reader)
-                self._lock.notify_all()
 
     def _answer(self, reader: socket.socket, ask: wire.Ask) -> None:
         with self._lock:

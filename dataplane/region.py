@@ -39,8 +39,12 @@ class Exporter(Protocol):
         """Where readers of this generation connect: a Unix socket that serves this user only."""
         ...
 
-    def close(self, deadline_s: float) -> None:
-        """Refuse new readers, wait until the present ones have let go, or are dead, then drop the memory."""
+    def close(self) -> None:
+        """Refuse new readers and hang up on the present ones, who notice before they read again.
+
+        Called between publications, when nobody reads. Memory that a reader still maps is kept until it has let go: by
+        the kernel where it is host memory, and by the exporter where it is a GPU's.
+        """
         ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -17,9 +17,6 @@ from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.host_export import HostExporter
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
-
-_CLOSE_S: Final = 10.0
-"""How long readers may take to let go. What they have mapped stays theirs."""
 
 
 @runtime_checkable
@@ -47,5 +44,5 @@ class Exposure:
         return Exposed(pieces, (exports,), (Exporting(holder=0, address=address, generation=generation),))
 
     def close(self) -> None:
-        """Let go of the memory, once nobody reads it. Raises `DeadlineExceeded`."""
-        self._exporter.close(_CLOSE_S)
+        """Share no more. Engines notice before they read again."""
+        self._exporter.close()

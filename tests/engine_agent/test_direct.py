@@ -160,7 +160,7 @@ class Trainer:
     def close(self) -> None:
         self.sender.close()
         for exporter in self.exporters:
-            exporter.close(WAIT_S)
+            exporter.close()
 
 
 class World:
