@@ -28,6 +28,8 @@ SLICE ?= 0/1
 AGENTS ?= 2048
 SAVE ?=
 CYCLES ?= 10
+# make chaos CYCLES=5 CHAOS_ARGS=--real
+CHAOS_ARGS ?=
 # make unit ARGS="-k lease -x"
 ARGS ?=
 # Passed to every pip install, for example an index that holds CPU builds of torch.
@@ -115,7 +117,7 @@ bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators
 	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
 
 chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also parts networks, fills disks)
-	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
+	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE)) $(CHAOS_ARGS)
 
 ##@ Packages
 

@@ -24,7 +24,7 @@ import contextlib
 import ipaddress
 import struct
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -38,7 +38,7 @@ from .events import Peer, Principal
 from .keys import COORDINATOR, KeyPair, read_secret
 from .links import Delivery, Distrusted, Incoming, Received, Rejected, TurnedAway
 from .messages import Hint, ToAgent
-from .sockets import Waker, burst, check_library, public_of, set_common
+from .sockets import MAX_BURST, Waker, burst, check_library, public_of, set_common
 from .trust import RELOAD_S, TRUST_FILE, TrustList, read_trust
 
 _FAILED_HANDSHAKES: Final = (
@@ -53,6 +53,8 @@ ZAP_DOMAIN: Final = "weightbus"
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 """Plain numbers: the arithmetic of enums would cost more than the call."""
+MAX_USER_IDS: Final = 8192
+"""Connections whose key is remembered; it is read again from their next message."""
 QUEUE_LIMIT: Final = 1000
 """Messages kept for a peer that does not take them; with one more it counts as gone."""
 FLUSH_S: Final = 0.05
@@ -86,6 +88,8 @@ class RouterBus:
         self.connections: Counter[str] = Counter(accepted=0, established=0, refused=0, closed=0)
         """What became of connections so far. One that libzmq drops without a word is accepted and closed, no more."""
         self._queues: dict[Peer, deque[codec.Frames]] = {}
+        self._user_ids: dict[Peer, str] = {}
+        """The key of each connection. A key never changes under a connection, and the ROUTER uses no name twice."""
         self._encoded: tuple[ToAgent | None, codec.Frames] = (None, [])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
@@ -158,8 +162,31 @@ class RouterBus:
         incoming: list[Incoming] = [*self._follow_trust()]
         if any(monitor in ready for monitor in self._monitors):
             incoming += self._turned_away()
-        incoming += [self._read(frames) for frames in burst(self._router)]
+        if self._router in ready:
+            incoming += self._burst()
         return incoming
+
+    def _burst(self) -> Iterator[Received | Rejected]:
+        """What has arrived, but not more than a poll may take."""
+        for _ in range(MAX_BURST):
+            try:
+                peer = Peer(self._router.recv(_NOBLOCK))
+            except zmq.Again:
+                return
+            yield self._read(peer, self._rest(peer))
+
+    def _rest(self, peer: Peer) -> codec.Frames:
+        """The frames behind the peer's. Of a connection's first message the key it came under is noted."""
+        frames: codec.Frames = []
+        if self._keys is not None and peer not in self._user_ids and self._router.get(zmq.RCVMORE):
+            frame = self._router.recv(_NOBLOCK, copy=False)
+            if len(self._user_ids) >= MAX_USER_IDS:
+                self._user_ids.clear()
+            self._user_ids[peer] = str(frame.get("User-Id"))
+            frames.append(frame.bytes)
+        while self._router.get(zmq.RCVMORE):
+            frames.append(self._router.recv(_NOBLOCK))
+        return frames
 
     def _follow_trust(self) -> list[Distrusted]:
         if self._keys is None:
@@ -213,6 +240,7 @@ class RouterBus:
     def forget(self, peer: Peer) -> None:
         """Drop what is queued for `peer`."""
         self._queues.pop(peer, None)
+        self._user_ids.pop(peer, None)
 
     def hint(self, hint: Hint) -> None:
         """Tell whoever listens; nobody may."""
@@ -242,20 +270,19 @@ class RouterBus:
             self._encoded = (message, codec.TO_AGENT.encode(message, blob))
         return self._encoded[1]
 
-    def _read(self, parts: list[zmq.Frame]) -> Received | Rejected:
-        peer = Peer(parts[0].bytes)
+    def _read(self, peer: Peer, frames: codec.Frames) -> Received | Rejected:
         principal = None
         try:
             if self._keys is not None:
-                principal = self._principal(parts[-1])
-            message, blob = codec.TO_COORDINATOR.decode([part.bytes for part in parts[1:]])
+                principal = self._principal(peer)
+            message, blob = codec.TO_COORDINATOR.decode(frames)
         except ProtocolError as error:
             return Rejected(peer, error, principal)
         return Received(peer, message, blob, principal)
 
-    def _principal(self, frame: zmq.Frame) -> Principal:
+    def _principal(self, peer: Peer) -> Principal:
         """Whom the connection's key belongs to. Asked for every message: ZAP only ever looks at new connections."""
-        principal = self._trusted.get(str(frame.get("User-Id")))
+        principal = self._trusted.get(self._user_ids.get(peer, ""))
         if principal is None:
             raise Malformed("this connection's key is not trusted any more")
         return principal

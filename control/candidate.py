@@ -11,6 +11,7 @@ import msgspec
 from .bus import ServerKeys
 from .coordinator_settings import CoordinatorSettings
 from .election import Deposed, Election, Leader, Term
+from .errors import JournalUnwritable
 from .etcd import Etcd, parse_url
 from .etcd_journal import EtcdJournal
 from .log import get_log
@@ -47,8 +48,8 @@ class Candidate:
             settings = _at(self._settings, standby.ports)
             try:
                 self._lead(settings, term)
-            except Deposed as deposed:
-                self._log.warning("deposed", reason=str(deposed))
+            except (Deposed, JournalUnwritable) as problem:  # the latter: etcd went away between election and boot
+                self._log.warning("deposed", reason=str(problem))
             finally:
                 etcd.close()
             if not self._stop.is_set():

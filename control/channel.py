@@ -343,9 +343,9 @@ class Channel:
             self.out.extend(self.round.notes)
             self.round.notes.clear()
             self._fleet.touch(*self.round.take_moved())
-        if self._outlook[0] is not self.round or self._outlook[1] is not self.committed:
-            self._outlook = (self.round, self.committed)
-            self._fleet.touch_all()
+        before, self._outlook = self._outlook, (self.round, self.committed)
+        if (before[0] is not None and before[0] is not self.round) or before[1] is not self.committed:
+            self._fleet.touch_all()  # a round that begins changes nothing for those who take part
         self.out.extend(self._fleet.readiness_changes(self.phase, self.committed))
         out: list[Out] = []
         if self.out:

@@ -75,6 +75,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the coordinator is, and how patient to be."""
 
     endpoint: str = "tcp://127.0.0.1:5750"
+    """Of several, comma-separated: the one that leads is found."""
     curve: CurveFiles | None = None
     timing: Timing = Timing()
 

@@ -18,7 +18,20 @@ from typing import Any, Final, Generic, TypeVar, cast, get_args
 import msgspec
 
 from .errors import Malformed, Oversize, ProtocolError, UnknownMessage, WrongProtocol
-from .messages import PROTOCOL, BlobPage, Hint, Message, Offered, PutBlob, Sent, Status, ToAgent, ToCoordinator
+from .messages import (
+    PROTOCOL,
+    Ack,
+    Alive,
+    BlobPage,
+    Hint,
+    Message,
+    Offered,
+    PutBlob,
+    Sent,
+    Status,
+    ToAgent,
+    ToCoordinator,
+)
 
 MAGIC: Final = b"WB"
 MAX_FRAME_BYTES: Final = 1 << 20
@@ -28,6 +41,9 @@ MAX_PROSE: Final = 2048
 """Characters of a `Text` field (ids.py). Longer reasons are cut to it, so that no failure is lost for being wordy."""
 
 CARRIES_BLOB: Final[frozenset[type[Message]]] = frozenset({PutBlob, BlobPage, Status})
+
+_PLAIN: Final[frozenset[type[Message]]] = frozenset({Ack, Alive})
+"""Not decoded again by their sender: they hold nothing but what was decoded, or counted, here. Half of all messages."""
 
 Frames = list[bytes]
 M = TypeVar("M", bound=Message)
@@ -60,7 +76,8 @@ class Wire(Generic[M]):
         except (ValueError, OverflowError) as problem:  # a lone surrogate; an integer above 64 bits
             raise Malformed(f"{type(message).__name__} cannot be encoded: {problem}") from problem
         frames = [self._header, payload] if blob is None else [self._header, payload, blob]
-        self.decode(frames)
+        if type(message) not in _PLAIN:
+            self.decode(frames)
         return frames
 
     def decode(self, frames: Sequence[bytes]) -> tuple[M, bytes | None]:

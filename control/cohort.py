@@ -78,6 +78,7 @@ class Cohort:
         self._out_told = 0
         self._doubted: dict[AgentId, float] = {}
         self._moved: set[AgentId] = set()
+        """Changed phase, or began in one in which they are judged otherwise than outside a round."""
         for name, info in engines.items():
             route = choose(trainer, info)
             self.members[name] = Member(
@@ -92,6 +93,7 @@ class Cohort:
                 seconds={},
             )
         self._counts = Counter(member.phase for member in self.members.values())
+        self._moved.update(name for name, member in self.members.items() if member.phase is EnginePhase.LEFT)
 
     def count(self, *phases: EnginePhase) -> int:
         """How many members stand in one of `phases`; asked with every answer, so nobody is looked at for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import resource
 from typing import Annotated, Final
 
 import msgspec
@@ -30,10 +31,17 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
     def do(self, given: CoordinatorSettings) -> int:
         """Serve until told to stop."""
         configure_logging(given.log_level.value, given.log_format.value)
+        allow_connections()
         service = Candidate(given) if given.store else Service(given)
         on_signals(service.stop, service.look_again)
         service.run()
         return 0
+
+
+def allow_connections() -> None:
+    """Use all the open files that this process may have: every agent is one, and the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class StatusSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,11 +35,13 @@ class Duties:
         self._retry_max_s = retry_max_s
         self._of: dict[AgentId, Duty] = {}
         self._timers: list[tuple[float, int, AgentId]] = []
+        self._fresh: list[tuple[float, int, AgentId]] = []
+        """Told for the first time, which is mostly at once: a whole fleet need not pass through the heap for that."""
         self._turns = itertools.count()
 
     def assign(self, agent: AgentId, command: Command, now: float) -> None:
         """`agent` is to be told `command` now, and again until `drop`."""
-        self._arm(agent, command, self._retry_s, now)
+        self._fresh.append(self._enter(agent, command, self._retry_s, now))
 
     def get(self, agent: AgentId) -> Command | None:
         """What `agent` has not answered yet."""
@@ -51,33 +53,49 @@ class Duties:
         self._of.pop(agent, None)
         if not self._of:
             self._timers.clear()
+            self._fresh.clear()
 
     def hurry(self, agent: AgentId, now: float) -> None:
         """`agent` is back on a new connection: tell it at once."""
         if duty := self._of.get(agent):
-            self._arm(agent, duty.command, self._retry_s, now)
+            self.assign(agent, duty.command, now)
 
     def due(self, now: float) -> list[tuple[AgentId, Command]]:
         """What is to be sent now, the longest due first; each waits twice as long before the next time."""
         out: list[tuple[AgentId, Command]] = []
         while (duty := self._next()) and duty.due_at <= now:
-            agent = heapq.heappop(self._timers)[2]
-            out.append((agent, duty.command))
-            self._arm(agent, duty.command, min(duty.wait_s * 2, self._retry_max_s), now + duty.wait_s)
+            out.append(self._tell(heapq.heappop(self._timers)[2], duty, now))
+        fresh, self._fresh = self._fresh, []
+        for entry in fresh:
+            due_at, turn, agent = entry
+            known = self._of.get(agent)
+            if known and known.turn == turn:
+                if due_at <= now:
+                    out.append(self._tell(agent, known, now))
+                else:
+                    heapq.heappush(self._timers, entry)
         return out
 
     def next_deadline(self) -> float | None:
         """When something is due."""
+        for entry in self._fresh:
+            heapq.heappush(self._timers, entry)
+        self._fresh.clear()
         duty = self._next()
         return duty.due_at if duty else None
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def _arm(self, agent: AgentId, command: Command, wait_s: float, due_at: float) -> None:
+    def _tell(self, agent: AgentId, duty: Duty, now: float) -> tuple[AgentId, Command]:
+        wait_s = min(duty.wait_s * 2, self._retry_max_s)
+        heapq.heappush(self._timers, self._enter(agent, duty.command, wait_s, now + duty.wait_s))
+        return agent, duty.command
+
+    def _enter(self, agent: AgentId, command: Command, wait_s: float, due_at: float) -> tuple[float, int, AgentId]:
         turn = next(self._turns)
         self._of[agent] = Duty(command=command, wait_s=wait_s, due_at=due_at, turn=turn)
-        heapq.heappush(self._timers, (due_at, turn, agent))
+        return due_at, turn, agent
 
     def _next(self) -> Duty | None:
         """The duty that is due first; entries that stand for nothing any more are thrown away."""

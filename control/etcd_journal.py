@@ -56,7 +56,7 @@ class EtcdJournal:
     """What one term writes. Satisfies `journal.Journal`."""
 
     def __init__(self, etcd: Etcd, prefix: str, term: Term, wall_clock: Callable[[], float] = time.time) -> None:
-        """Read everything and count this boot. Raises `JournalCorrupt`, `JournalError` or `Deposed`."""
+        """Read everything and count this boot. Raises `JournalError`s, or `Deposed`."""
         self._etcd = etcd
         self._prefix = prefix
         self._term = term
@@ -73,7 +73,7 @@ class EtcdJournal:
             self._meta = msgspec.structs.replace(self._meta, boot=self._meta.boot + 1)
             self._begin_boot()
         except EtcdUnavailable as error:
-            raise JournalError(self._where, error.problem, _RETRY) from error
+            raise JournalUnwritable(self._where, error.problem, _RETRY) from error
         self.boot = self._meta.boot
 
     def _begin_boot(self) -> None:

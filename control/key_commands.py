@@ -70,7 +70,7 @@ class KeygenCommand(SettingsCommand[KeygenSettings]):
                 pass  # made if it was missing: a coordinator that trusts nobody yet can start
         if given.agents:
             print("next: `weightbus trust add NAME --role trainer|engine --channels CHANNEL` where the coordinator is,")  # noqa: T201
-            print(f"      and agents/NAME.key with {COORDINATOR}.pub to the host of NAME")  # noqa: T201
+            print(f"      and to another host agents/NAME.key, {COORDINATOR}.pub and, for an engine, {TRUST_FILE}")  # noqa: T201
         return 0
 
 

@@ -72,6 +72,8 @@ class TransportKind(enum.StrEnum):
 
     LOCAL = "local"
     """Same host: POSIX shared memory, or CUDA IPC where the weights are on a GPU."""
+    DIRECT = "direct"
+    """Same host: the engine's workers copy out of the trainer's own memory into their parameters, along a plan."""
     DISTRIBUTED = "distributed"
     """One collective group of the source rank and the engine's ranks: gloo or NCCL."""
     DISK = "disk"
@@ -261,7 +263,7 @@ class Offer(Fragment, frozen=True):
 
     transport: TransportKind
     address: Text
-    """Local: path of a Unix socket. Distributed: ``tcp://host:port``. Disk: path of the checkpoint folder."""
+    """Local, direct: path of a Unix socket. Distributed: ``tcp://host:port``. Disk: path of the checkpoint folder."""
     group: Text = ""
     """Distributed: name of the collective group; unchanged while its members are."""
     backend: Text = ""
@@ -270,6 +272,8 @@ class Offer(Fragment, frozen=True):
     """Distributed: the source rank and all engine ranks."""
     token: Text = ""
     """Distributed: a secret of this epoch, by which the two sides know each other. Never logged."""
+    signature: Signature | None = None
+    """By whoever signed the publication, where keys are used: that nobody sends engines elsewhere for their bytes."""
 
 
 class EngineReport(Fragment, frozen=True):

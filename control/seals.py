@@ -5,7 +5,9 @@ the version that was committed before: a chain. The coordinator carries the seal
 
 * have engines load what no trainer published: the digest table decides every byte, and is signed;
 * have an old version loaded again: its statement is of an old epoch, and engines take no lower one than they have seen;
-* show different histories to different engines: the next statement contradicts one of them.
+* show different histories to different engines: the next statement contradicts one of them;
+* send engines elsewhere for the bytes: where a trainer offers them is signed as well, for each epoch. That matters
+  because the digests are made for speed, and do not resist somebody who may choose all bytes of a tensor.
 
 A statement that says rollback may name a version below the one it follows; that too is signed, so the coordinator
 cannot ask for it. An engine that was away has not seen every link. It checks those that it can: a statement may follow
@@ -20,13 +22,14 @@ from typing import Final
 
 import msgspec
 
-from .ids import AgentId
-from .messages import Held, Prepare, Publish, Role, Seal
+from .ids import AgentId, Channel, Epoch
+from .messages import Held, Offer, Prepare, Publish, Role, Seal, Transfer
 from .signing import sign, signed_by
 from .trust import Entry
 
 _DOMAIN: Final = "weightbus publication 1"
-"""Nothing else that is ever signed with these keys begins so."""
+_OFFER_DOMAIN: Final = "weightbus offer 1"
+"""What is signed begins with what it is, so that the one is never taken for the other."""
 _PACK: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -43,6 +46,8 @@ class Distrust(enum.StrEnum):
     """It follows a version older than the one this engine serves."""
     FORKED = "forked"
     """It follows another version of the number that this engine serves."""
+    REDIRECTED = "redirected"
+    """The bytes are to come from where its trainer did not say."""
 
 
 class Doubt(msgspec.Struct, frozen=True):
@@ -71,6 +76,29 @@ def doubt(message: Prepare, serving: Held | None, trusted: Mapping[AgentId, Entr
     if not signed_by(entry.signing_key, _statement(message, seal), seal.signature):
         return Doubt(Distrust.FORGED, f"it is not what {seal.signer!r} signed for epoch {message.epoch}")
     return _broken_chain(seal.previous, message, serving)
+
+
+def seal_offer(offer: Offer, channel: Channel, epoch: Epoch, secret: str) -> Offer:
+    """`offer` with the signature of whoever holds `secret`, for one epoch."""
+    return msgspec.structs.replace(offer, signature=sign(secret, _offer_statement(offer, channel, epoch)))
+
+
+def doubt_offer(message: Transfer, signer: AgentId | None, trusted: Mapping[AgentId, Entry]) -> Doubt | None:
+    """What speaks against taking the bytes from where `message` says; `signer` is who signed what was prepared."""
+    entry = trusted.get(signer) if signer is not None else None
+    if entry is None:
+        return Doubt(Distrust.UNKNOWN_SIGNER, f"{signer!r} is not trusted any more")
+    statement = _offer_statement(message.offer, message.channel, message.epoch)
+    if not signed_by(entry.signing_key, statement, message.offer.signature or ""):
+        reason = f"{signer!r} did not offer it at {message.offer.address!r} in epoch {message.epoch}"
+        return Doubt(Distrust.REDIRECTED, reason)
+    return None
+
+
+def _offer_statement(offer: Offer, channel: Channel, epoch: Epoch) -> bytes:
+    """All of it, whatever fields an offer may get."""
+    bare = msgspec.structs.replace(offer, signature=None)
+    return _PACK((_OFFER_DOMAIN, channel, epoch, msgspec.structs.astuple(bare)))
 
 
 def _broken_chain(previous: Held | None, message: Prepare, serving: Held | None) -> Doubt | None:

@@ -15,6 +15,8 @@ from .errors import IllegalMove
 class RoundState(enum.StrEnum):
     """Where the round of a channel stands. Every state but IDLE has a deadline."""
 
+    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every answer
+
     IDLE = "idle"
     """No round. Engines serve what they hold."""
     PREPARING = "preparing"
@@ -37,6 +39,8 @@ class RoundState(enum.StrEnum):
 
 class EnginePhase(enum.StrEnum):
     """Where one engine of a round stands."""
+
+    __hash__ = str.__hash__
 
     PREPARING = "preparing"
     """Was sent `Prepare`."""

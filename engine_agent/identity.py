@@ -40,6 +40,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     label: str
     process: tuple[int, int] | None = None
     """Process id and start time behind the port, where this machine can see them."""
+    loaders: tuple[str, ...] = ()
+    """What it was started with as ``--custom-weight-loader``."""
 
 
 def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object], url: str) -> ServerFacts:
@@ -62,6 +64,7 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
         quantization=str(server_info.get("quantization") or ""),
         label=str(model_info.get("weight_version", "")),
         process=process,
+        loaders=tuple(str(name) for name in _sequence(server_info.get("custom_weight_loader"))),
     )
 
 
@@ -120,7 +123,15 @@ def _listening(port: int) -> Iterator[str]:
 
 def _holds(folder: Path, sockets: set[str]) -> bool:
     try:
-        links = [str(link.readlink()) for link in (folder / "fd").iterdir()]
+        return any(_socket(link) in sockets for link in (folder / "fd").iterdir())
     except OSError:  # it ended meanwhile, or belongs to somebody else
         return False
-    return any(found[1] in sockets for link in links if (found := re.match(r"socket:\[(\d+)\]$", link)))
+
+
+def _socket(link: Path) -> str | None:
+    """Inode of the socket behind one open file. A server closes some while they are looked at: that is not its end."""
+    try:
+        found = re.match(r"socket:\[(\d+)\]$", str(link.readlink()))
+    except FileNotFoundError:
+        return None
+    return found[1] if found else None

@@ -36,7 +36,9 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     channel: Annotated[Name, Meta(description="the model whose weights this engine takes")]
     server: Annotated[str, Meta(description="where the agent reaches its SGLang server")] = "http://127.0.0.1:30000"
     url: Annotated[str, Meta(description="where clients reach the server, if that is elsewhere")] = ""
-    coordinator: Annotated[str, Meta(description="endpoint of the coordinator")] = "tcp://127.0.0.1:5750"
+    coordinator: Annotated[str, Meta(description="endpoint of the coordinator; of several, comma-separated")] = (
+        "tcp://127.0.0.1:5750"
+    )
     keys: KeysFolder = None
     insecure_loopback: InsecureLoopback = False
     api_key: Annotated[
@@ -59,6 +61,7 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         None
     )
     transports: Annotated[tuple[TransportKind, ...], Meta(description="those that may be used", min_length=1)] = (
+        TransportKind.DIRECT,
         TransportKind.LOCAL,
         TransportKind.DISTRIBUTED,
         TransportKind.DISK,

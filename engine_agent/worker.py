@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from weightbus.control.errors import WeightbusError
-from weightbus.control.ids import Digest
+from weightbus.control.ids import AgentId, Digest
 from weightbus.control.log import get_log
 from weightbus.control.messages import Held, Prepare, Transfer, TransportKind
-from weightbus.control.seals import doubt
+from weightbus.control.seals import Doubt, doubt, doubt_offer
 from weightbus.control.telemetry import (
     CALL_FAILURES,
     CALL_SECONDS,
@@ -90,6 +90,8 @@ class Worker:
         self._meters = meters
         self._proof = proof
         self._trust = trust
+        self._signer: AgentId | None = None
+        """Of the publication that was believed last."""
         self._layouts: dict[str, Manifest] = {}
         self._fits: set[tuple[str, str, str]] = set()
 
@@ -145,10 +147,13 @@ class Worker:
         """Raise `Distrusted` unless a trainer that is trusted here signed this version, to follow the one served."""
         if self._trust is None:
             return
-        objection = doubt(command, serving, self._trust.agents())
+        self._object(command.version, doubt(command, serving, self._trust.agents()))
+        self._signer = command.seal.signer if command.seal else None
+
+    def _object(self, version: int, objection: Doubt | None) -> None:
         if objection is not None:
             self._meters.add(PUBLICATIONS_REFUSED, cause=objection.kind.value)
-            raise Distrusted(command.version, objection)
+            raise Distrusted(version, objection)
 
     # -- before -------------------------------------------------------------------------------------------------------
 
@@ -180,6 +185,8 @@ class Worker:
         started = time.monotonic()
         self._active = None
         self._server.untouched()
+        if self._trust is not None:
+            self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
         # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
         self._server.label(min(command.deadline_s, _ALIVE_S))
         layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)

@@ -70,8 +70,16 @@ class Progress(msgspec.Struct, frozen=True):
     buckets: int
 
 
-Sealer = Callable[[m.Publish, m.Held | None], m.Publish]
-"""Signs a publication that follows a committed version."""
+class Sealer(Protocol):
+    """Signs for this trainer."""
+
+    def publication(self, message: m.Publish, previous: m.Held | None) -> m.Publish:
+        """`message`, to follow the committed version `previous`."""
+        ...
+
+    def offer(self, offer: m.Offer, epoch: Epoch) -> m.Offer:
+        """`offer`, for one epoch."""
+        ...
 
 
 class Outfit(msgspec.Struct):
@@ -274,7 +282,7 @@ class Drive:
                 policy=self._of.settings.policy(),
                 rollback=self._rollback,
             )
-            self._request(self._of.seal(message, self._committed) if self._of.seal else message)
+            self._request(self._of.seal.publication(message, self._committed) if self._of.seal else message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])
         return p.Accepted()
 
@@ -294,6 +302,8 @@ class Drive:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
         epoch, failed = Epoch(effect.epoch), _told(delivery.unopened)
+        if of.seal:
+            offers = tuple(of.seal.offer(offer, epoch) for offer in offers)
         if failed:
             self._log.warning("engines_not_offered", epoch=effect.epoch, failed=failed)
         offered = m.Offered(request=self._key(), channel=self._channel, epoch=epoch, offers=offers, failed=failed)

@@ -27,7 +27,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     channel: Annotated[Name, Meta(description="the model whose weights are published")]
     name: Annotated[Name, Meta(description="name of this trainer, kept across its restarts")] = "trainer"
-    coordinator: Annotated[str, Meta(description="endpoint of the coordinator")] = "tcp://127.0.0.1:5750"
+    coordinator: Annotated[str, Meta(description="endpoint of the coordinator; of several, comma-separated")] = (
+        "tcp://127.0.0.1:5750"
+    )
     keys: KeysFolder = None
     insecure_loopback: InsecureLoopback = False
     transport: Annotated[tuple[TransportKind, ...], Meta(description="in order of preference", min_length=1)] = (

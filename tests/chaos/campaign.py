@@ -41,6 +41,8 @@ from hammer import Hammer
 INSIDE = "WEIGHTBUS_CHAOS_INSIDE"
 STATES = ("preparing", "pausing", "offering", "transferring", "verifying", "committing", "resuming")
 SAFE_S = 90.0
+REAL_SAFE_S = 400.0
+"""A real server takes 20 s to start where nothing else runs."""
 AIM_S = 5.0
 """How long a state is waited for before the fault strikes wherever the round is."""
 Heal = Callable[[], None]
@@ -49,14 +51,15 @@ Heal = Callable[[], None]
 class Campaign:
     """Faults, one after the other."""
 
-    def __init__(self, folder: Path, undo: ExitStack, *, engines: int, seed: int) -> None:
+    def __init__(self, folder: Path, undo: ExitStack, *, engines: int, seed: int, real: bool) -> None:
+        self._safe_s = REAL_SAFE_S if real else SAFE_S
         self._random = random.Random(seed)
         checkpoint = model.write_checkpoint(folder / "checkpoint")
-        self.deployment = Deployment(folder, checkpoint, engines)
+        self.deployment = Deployment(folder, checkpoint, engines, real=real)
         undo.callback(self.deployment.close)
         self.deployment.start()
-        poll("the first version", lambda: bool(self.deployment.acks()) and self.deployment.safe(), SAFE_S)
-        self.hammer = Hammer(checkpoint, lambda: self.deployment.ready, engines)
+        poll("the first version", lambda: bool(self.deployment.acks()) and self.deployment.safe(), self._safe_s)
+        self.hammer = Hammer(checkpoint, lambda: self.deployment.ready, 1 if real else engines, real=real)
         undo.callback(self.hammer.close)
         self.lost = 0
         self.times: dict[str, float] = {}
@@ -83,8 +86,8 @@ class Campaign:
         heal = self._strike(how, whom)
         time.sleep(self._random.uniform(0.1, 1.0) if how == "kill" else self._random.choice((0.5, 2.0, 4.5)))
         heal()
-        poll(f"another version after {fault!r} in {struck}", lambda: max(self.deployment.acks()) > acked, SAFE_S)
-        poll(f"every engine to be ready after {fault!r} in {struck}", self.deployment.safe, SAFE_S)
+        poll(f"another version after {fault!r} in {struck}", lambda: max(self.deployment.acks()) > acked, self._safe_s)
+        poll(f"every engine to be ready after {fault!r} in {struck}", self.deployment.safe, self._safe_s)
         took = time.monotonic() - began
         self.lost += self.deployment.committed < acked
         self.times[fault] = max(took, self.times.get(fault, 0.0))
@@ -126,6 +129,7 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults and the choice of states")
+    parser.add_argument("--real", action="store_true", help="real SGLang servers, on the CPU, in place of light ones")
     parser.add_argument("--save", type=Path, help="file that the result is written to, as JSON")
     given = parser.parse_args()
     if reason := rights():
@@ -137,7 +141,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="wbc-", ignore_cleanup_errors=True)))
-        campaign = Campaign(folder, undo, engines=given.engines, seed=given.seed)
+        campaign = Campaign(folder, undo, engines=given.engines, seed=given.seed, real=given.real)
         done = 0
         try:
             for number, (fault, state) in enumerate(plan(campaign.faults(), given.cycles, given.seed), 1):

@@ -67,7 +67,8 @@ class Program:
 class Deployment:
     """A coordinator, `engines` servers with their sidecars, and a trainer."""
 
-    def __init__(self, folder: Path, checkpoint: Path, engines: int) -> None:
+    def __init__(self, folder: Path, checkpoint: Path, engines: int, *, real: bool = False) -> None:
+        """`real` launches SGLang itself, on the CPU, in place of the light servers."""
         self.folder = folder
         self._http = httpx.Client(timeout=2.0, trust_env=False)
         self._bus, self._status = free_port(), free_port()
@@ -89,6 +90,9 @@ class Deployment:
             port, line = free_port(), free_port() if not rights() else 0
             self.lines[name], self.urls[name] = line, f"http://127.0.0.1:{port}"
             server = [python, str(HERE / "server.py"), str(checkpoint), str(port)]
+            if real:
+                server = [python, "-m", "weightbus.engine_agent.cpu_server", f"--model-path={checkpoint}"]
+                server += [f"--port={port}", "--skip-tokenizer-init", "--log-level=warning"]
             sidecar = [*command, "engine-agent", "--insecure-loopback", f"--name={name}", "--channel=chaos"]
             sidecar += [f"--server={self.urls[name]}", f"--coordinator=tcp://127.0.0.1:{line or self._bus}"]
             sidecar += [f"--http-port={free_port()}", f"--state-dir={folder / 'state'}", "--poll-s=0.3"]

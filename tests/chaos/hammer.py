@@ -17,9 +17,14 @@ TOKENS = 24
 class Hammer:
     """One thread for each engine. `ready` says where requests may be sent."""
 
-    def __init__(self, checkpoint: Path, ready: Callable[[], Sequence[str]], threads: int) -> None:
+    def __init__(
+        self, checkpoint: Path, ready: Callable[[], Sequence[str]], threads: int, *, real: bool = False
+    ) -> None:
+        """Of `real` servers it is not known what a version says, only that it says the same to the same prompt."""
         self._checkpoint = checkpoint
         self._ready = ready
+        self._real = real
+        self._said: dict[tuple[int, int], list[int]] = {}
         self.tokens = 0
         self.versions: set[int] = set()
         """Whose tokens were seen."""
@@ -46,7 +51,7 @@ class Hammer:
                 if not urls:
                     time.sleep(0.01)
                     continue
-                prompt = [number, turn]
+                prompt = [number, turn % 4 if self._real else turn]
                 try:
                     self._check(prompt, self._generate(http, urls[(number + turn) % len(urls)], prompt))
                 except httpx.HTTPError:
@@ -54,7 +59,8 @@ class Hammer:
 
     @staticmethod
     def _generate(http: httpx.Client, url: str, prompt: list[int]) -> dict[str, Any]:
-        body = {"input_ids": prompt, "sampling_params": {"temperature": 0.0, "max_new_tokens": TOKENS}}
+        sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling}
         return http.post(f"{url}/generate", json=body).raise_for_status().json()
 
     def _check(self, prompt: list[int], answer: dict[str, Any]) -> None:
@@ -64,6 +70,8 @@ class Hammer:
         for span in answer["meta_info"]["weight_versions"]:
             version = model.LAUNCH if span["version"] == "default" else int(span["version"])
             versions.add(version)
+            if self._real:
+                continue
             made_of = model.digest(self._checkpoint, version)
             wrong += [
                 f"token {at} of {prompt} is not of version {version}"
@@ -71,6 +79,9 @@ class Hammer:
                 if tokens[at] != model.token(made_of, prompt, tokens[:at])
             ]
         with self._lock:
+            if self._real and len(versions) == 1 and len(tokens) == TOKENS:
+                first = self._said.setdefault((*versions, prompt[1]), tokens)
+                wrong += [] if first == tokens else [f"version {versions} says {tokens} to {prompt}, and said {first}"]
             self.tokens += len(tokens)
             self.versions |= versions
             self.wrong += wrong

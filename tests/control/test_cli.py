@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -165,6 +166,17 @@ def test_every_command_shows_its_settings(command: str, capsys: pytest.CaptureFi
     (section,) = tomllib.loads(capsys.readouterr().out)
     assert section == command
     assert section in settings.SECTIONS
+
+
+def test_a_coordinator_may_have_more_agents_than_a_shell_has_files() -> None:
+    """The soft limit on open files is usually 1,024, which would be the number of agents."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        commands.allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,7 @@ OFFER = m.Offer(
     backend="gloo",
     world_size=5,
     token="t",
+    signature="d" * 128,
 )
 RECEIVER = m.Receiver(engine=ENGINE, transport=m.TransportKind.LOCAL, tp=2, url="http://127.0.0.1:30000")
 REPORT = m.EngineReport(

@@ -182,6 +182,18 @@ def test_a_store_that_does_not_answer(candidates: Candidates, member: EtcdMember
     journal.close()
 
 
+def test_a_store_that_goes_away_between_election_and_boot(candidates: Candidates, member: EtcdMember) -> None:
+    """Whoever was elected and cannot count its boot does not lead, and is told to try again."""
+    term = candidates.stand()
+    assert isinstance(term, Term)
+    member.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(JournalUnwritable, match="tried again"):
+            EtcdJournal(candidates.etcd(), candidates.prefix, term)
+    finally:
+        member.signal(signal.SIGCONT)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("redis://x", "write etcd://"), ("etcd://", "write etcd://"), ("etcd://10.0.0.1:2379", "plain HTTP")],

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.messages import Held, PauseMode, Policy, Prepare, Publish, Role, TransportKind
-from weightbus.control.seals import Distrust, doubt, seal_publication
+from weightbus.control.messages import Held, Offer, PauseMode, Policy, Prepare, Publish, Role, Transfer, TransportKind
+from weightbus.control.seals import Distrust, doubt, doubt_offer, seal_offer, seal_publication
 from weightbus.control.signing import sign, signed_by, signing_key_of
 from weightbus.control.sockets import new_keypair
 from weightbus.control.trust import Entry
@@ -174,3 +174,73 @@ def test_signatures_are_of_one_key_and_one_statement() -> None:
     assert not signed_by(signing_key_of(TRAINER.secret), b"statement", "00" * 64)
     assert not signed_by("00" * 31, b"statement", signature)
     assert not signed_by("zz" * 32, b"statement", signature)
+
+
+OFFER_FIELDS = {"transport", "address", "group", "backend", "world_size", "token", "signature"}
+OFFER = Offer(
+    transport=TransportKind.DISTRIBUTED,
+    address="tcp://10.0.0.1:6000",
+    group="g",
+    backend="gloo",
+    world_size=3,
+    token="t",
+)
+
+
+def transfer(offer: Offer, epoch: int = 9) -> Transfer:
+    return Transfer(
+        channel=CHANNEL,
+        epoch=Epoch(epoch),
+        version=Version(5),
+        manifest=held(5).manifest,
+        table=held(5).table,
+        offer=offer,
+        rank_offset=1,
+        deadline_s=1.0,
+    )
+
+
+def test_bytes_come_from_where_the_trainer_said() -> None:
+    """The offer of its trainer, in its epoch, is believed; the rank and the deadline are the coordinator's to tell."""
+    offer = seal_offer(OFFER, CHANNEL, Epoch(9), TRAINER.secret)
+    assert doubt_offer(transfer(offer), AgentId("t0"), TRUSTED) is None
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"address": "tcp://10.6.6.6:6000"},
+        {"group": "other"},
+        {"backend": "nccl"},
+        {"world_size": 4},
+        {"token": "u"},
+        {"transport": TransportKind.DISK},
+        {"signature": None},
+        {"signature": "0" * 128},
+    ],
+)
+def test_nobody_sends_engines_elsewhere(lie: dict[str, object]) -> None:
+    """Digests made for speed do not resist whoever may choose the bytes: so only the trainer names the sender."""
+    offer = msgspec.structs.replace(seal_offer(OFFER, CHANNEL, Epoch(9), TRAINER.secret), **lie)
+    found = doubt_offer(transfer(offer), AgentId("t0"), TRUSTED)
+    assert found is not None
+    assert found.kind is Distrust.REDIRECTED
+
+
+def test_every_field_of_an_offer_is_signed() -> None:
+    """A field that is added is signed with the others, and is tried above."""
+    assert {field.name for field in msgspec.structs.fields(Offer)} == OFFER_FIELDS
+
+
+def test_an_offer_is_of_one_epoch_and_one_trainer() -> None:
+    """Not the one of the attempt before, not another trainer's, and none of somebody who is not trusted any more."""
+    offer = seal_offer(OFFER, CHANNEL, Epoch(9), TRAINER.secret)
+    for message, signer, found in (
+        (transfer(offer, epoch=10), AgentId("t0"), Distrust.REDIRECTED),
+        (transfer(seal_offer(OFFER, CHANNEL, Epoch(9), OTHER.secret)), AgentId("t0"), Distrust.REDIRECTED),
+        (transfer(offer), AgentId("t9"), Distrust.UNKNOWN_SIGNER),
+        (transfer(offer), None, Distrust.UNKNOWN_SIGNER),
+    ):
+        objection = doubt_offer(message, signer, TRUSTED)
+        assert objection is not None
+        assert objection.kind is found

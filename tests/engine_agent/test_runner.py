@@ -27,6 +27,7 @@ from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
 from weightbus.control.messages import EngineHealth, Held, Role
 from weightbus.control.provision import Member, provision
 from weightbus.control.trust import TRUST_FILE, edited
+from weightbus.dataplane.transport import JOIN_S
 from weightbus.engine_agent.errors import ServerInUse
 from weightbus.engine_agent.events import Commanded, Release
 from weightbus.engine_agent.record_file import RecordFile
@@ -65,8 +66,9 @@ def free_port() -> int:
 class Deployment:
     """One coordinator, one fake server, one sidecar that can be stopped and started."""
 
-    def __init__(self, folder: Path, coordinator: tuple[int, Path]) -> None:
+    def __init__(self, folder: Path, coordinator: tuple[int, Path], name: str = "e0") -> None:
         port, self.keys = coordinator
+        self.name = name
         self.engine_keys = self.keys
         self.folder, self.coordinator = folder, f"tcp://127.0.0.1:{port}"
         self.channel = f"c{next(NUMBERS)}"
@@ -79,7 +81,7 @@ class Deployment:
     def start(self) -> None:
         """Start the sidecar and wait until it knows its server."""
         settings = EngineAgentSettings(
-            name="e0",
+            name=self.name,
             channel=self.channel,
             server=self.fake.url,
             coordinator=self.coordinator,
@@ -338,6 +340,32 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
     kept = agent._records.read()
     assert kept is not None
     assert kept.health is EngineHealth.CLEAN
+
+
+def test_a_full_disk_beside_one_server_stops_nobody(
+    deployment: Deployment, tmp_path: Path, coordinator: tuple[int, Path]
+) -> None:
+    """Its agent fails before it comes to the trainer, who is told: the other engine has its version in seconds.
+
+    The trainer once waited for it as long as for the whole transfer, and then gave up the other one as well.
+    """
+    full = Deployment(tmp_path / "full", coordinator, "e1")
+    full.run.cleanup()
+    full.channel, full.run = deployment.channel, deployment.run
+    with contextlib.closing(full):
+        full.start()
+        obstacle = full.folder / "state" / "e1.new"  # where the next record would be written
+        obstacle.mkdir()
+        began = time.monotonic()
+        report = deployment.publish(7)
+        assert time.monotonic() - began < JOIN_S
+        assert {each.engine: each.outcome.value for each in report.engines} == {"e0": "committed", "e1": "aborted"}
+        assert "the record cannot be written" in next(each.reason for each in report.engines if each.engine == "e1")
+        assert (full.fake.label, full.fake.mode, full.view.health.value) == ("default", "", "clean")
+        obstacle.rmdir()
+        again = deployment.publish(8)
+        assert {each.engine: each.outcome.value for each in again.engines} == {"e0": "committed", "e1": "committed"}
+        assert full.fake.label == "8"
 
 
 def test_one_agent_beside_a_server(deployment: Deployment, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path
     """Neither manifest nor server is looked at; the cause is counted, and the reason says what to do."""
     provision(tmp_path, [Member(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
     meters = Meters(Side.ENGINE)
-    server = cast("Any", SimpleNamespace(expect=lambda _identity: None))
+    server = cast("Any", SimpleNamespace(expect=lambda _identity: None, untouched=lambda: None, touched=False))
     made = Worker("e0", server, cast("Any", None), None, meters, trust=TrustList(tmp_path / TRUST_FILE))
     prepare = Prepare(
         channel=Channel("c"),
@@ -68,6 +68,20 @@ def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path
     result = made.perform(Validate(msgspec.structs.replace(prepare, seal=seal), ""))
     assert isinstance(result, Broken)
     assert "(forged)" in result.reason
+    offer = Offer(transport=TransportKind.LOCAL, address="/run/x")
+    transfer = Transfer(
+        channel=prepare.channel,
+        epoch=prepare.epoch,
+        version=prepare.version,
+        manifest=prepare.manifest,
+        table=prepare.table,
+        offer=offer,
+        rank_offset=1,
+        deadline_s=1.0,
+    )
+    result = made.perform(Receive(transfer, ""))
+    assert result == Broken(result.reason, touched=False)
+    assert "(unknown_signer)" in result.reason
     (tmp_path / TRUST_FILE).unlink()
     result = made.perform(Validate(msgspec.structs.replace(prepare, seal=seal), ""))
     assert isinstance(result, Broken)
