@@ -8,18 +8,22 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
 
-explore() { # name, options of the model, options of the compiler, least states
+explore() { # name, options of the model, options of the compiler
 	spin $2 -a "$model"
 	gcc -O2 -w -DSAFETY -DCOLLAPSE -DMEMLIM=6000 $3 -o pan pan.c
 	./pan -m300000 >out 2>&1 || true
 }
 
-small="-DEPOCHS=2 -DCRASHES=1"
-for bug in FENCE DURABLE DIRTY MONOTONE; do
-	explore "$bug" "$small -D$bug=0" "-DBFS"
-	grep -q "assertion violated" out || { echo "model: $bug=0 was not found" >&2; exit 1; }
-	echo "model: planted $bug=0, found after $(awk '/states, stored/ {print $1}' out) states"
-done
-explore protocol "$small" ""
+plant() { # bug, options of the model, options of the compiler
+	explore "$1" "$2 -D$1=0" "$3"
+	grep -q "assertion violated" out || { cat out; echo "model: $1=0 was not found" >&2; exit 1; }
+	echo "model: planted $1=0, found after $(awk '/states, stored/ {print $1}' out) states"
+}
+
+plant DURABLE "-DEPOCHS=2 -DCRASHES=1" "-DBFS"
+plant DIRTY "-DEPOCHS=2 -DCRASHES=1" "-DBFS"
+plant MONOTONE "-DEPOCHS=3 -DCRASHES=0 -DAGENT_CRASHES=0" ""
+plant FENCE "-DEPOCHS=2 -DCRASHES=0 -DAGENT_CRASHES=0" "-DBFS"
+explore protocol "-DEPOCHS=2 -DCRASHES=3" ""
 grep -q "errors: 0" out && ! grep -q "not completed\|max search depth too small" out || { cat out; exit 1; }
 echo "model: states=$(awk '/states, stored/ {print $1}' out) violations=0 unwanted_end_states=0"

@@ -33,6 +33,9 @@
 #ifndef CRASHES
 #define CRASHES 2
 #endif
+#ifndef AGENT_CRASHES
+#define AGENT_CRASHES 1 /* of each agent, or launches of its server */
+#endif
 
 /* What was ever said: by epoch, for everybody to hear again and again. The version of an epoch is fixed when it is
  * granted; a re-drive is another epoch of the same version. */
@@ -83,7 +86,7 @@ proctype Coordinator() {
        fi;
        if                                        /* the version that its trainer wants */
        :: version_of[epoch] = committed + 1
-       :: epoch > 1 -> version_of[epoch] = version_of[epoch - 1]     /* again, or from an older checkpoint */
+       :: epoch > 1 -> version_of[epoch] = 1                          /* it resumed from its first checkpoint */
        fi;
        if
        :: MONOTONE && version_of[epoch] <= committed -> skip          /* refused: the epoch is spent */
@@ -204,7 +207,7 @@ proctype Agent(byte me) {
        fi;
        e = 0 }
   /* The agent crashes: what it knew is gone, but for its record; the server goes on as it was. */
-  :: atomic { agent_crashes < 1 ->
+  :: atomic { agent_crashes < AGENT_CRASHES ->
        agent_crashes++;
        engine[me].loading = 0;
        engine[me].max_epoch = engine[me].recorded;
@@ -213,7 +216,7 @@ proctype Agent(byte me) {
        :: else
        fi }
   /* The server is launched again with the weights of its launch; the agent pauses it until it is proven. */
-  :: atomic { agent_crashes < 1 ->
+  :: atomic { agent_crashes < AGENT_CRASHES ->
        agent_crashes++;
        engine[me].first = 0; engine[me].second = 0; engine[me].loading = 0;
        engine[me].held = 0; engine[me].served = 0; engine[me].dirty = false; engine[me].paused = false }

@@ -154,8 +154,8 @@ MUTATIONS: Final = (
     _m(
         "commands-said-once",
         "control/duties.py",
-        "self._retry_max_s), now + duty.wait_s)",
-        "self._retry_max_s), now + 1e9)",
+        "duty.command, wait_s, now + duty.wait_s)",
+        "duty.command, wait_s, now + 1e9)",
     ),
     _m("no-fencing-at-the-engine", APPLICATION, "        if message.epoch < self.epoch:", "        if False:"),
     _m(
