@@ -149,6 +149,9 @@ for agent in "e0 --role engine" "trainer --role trainer"; do
     # shellcheck disable=SC2086  # a name and a flag
     "${compose[@]}" run --rm trust add $agent --channels e2e >>"$work/keygen.log" 2>&1 || fail "no trust: $(cat "$work/keygen.log")"
 done
+# What the agents trust is theirs: a list that another user (here the coordinator's) may change is refused.
+cp -r "$work/keys" "$work/agent-keys"
+chown -R "$(id -u)" "$work/agent-keys"
 cp -r deploy/prometheus "$work/prometheus"
 sed -i "s/127.0.0.1:5752/127.0.0.1:$HTTP/; s/127.0.0.1:9090/127.0.0.1:$PROM/" "$work/prometheus/prometheus.yml"
 sed -i "s/127.0.0.1:5760/127.0.0.1:$SIDE/" "$work/prometheus/engines.yml"
@@ -168,11 +171,11 @@ background server "$PYTHON" -m weightbus.engine_agent.cpu_server --model-path "$
     --skip-tokenizer-init --log-level warning
 start_sidecar() {
     background sidecar "$PYTHON" -m weightbus.control.cli engine-agent --name e0 --channel e2e \
-        --server "http://127.0.0.1:$SERVER" --coordinator "tcp://127.0.0.1:$ROUTER" --keys "$work/keys" \
+        --server "http://127.0.0.1:$SERVER" --coordinator "tcp://127.0.0.1:$ROUTER" --keys "$work/agent-keys" \
         --http-port "$SIDE" --state-dir "$work/state"
 }
 start_sidecar
-export MASTER_ADDR=127.0.0.1 MASTER_PORT=$MASTER WORLD_SIZE=2 WEIGHTBUS_TRAINER_KEYS=$work/keys
+export MASTER_ADDR=127.0.0.1 MASTER_PORT=$MASTER WORLD_SIZE=2 WEIGHTBUS_TRAINER_KEYS=$work/agent-keys
 rank=("$PYTHON" tests/e2e/trainer_rank.py "$work" "tcp://127.0.0.1:$ROUTER")
 mkfifo "$work/orders"
 RANK=1 background rank1 "${rank[@]}"

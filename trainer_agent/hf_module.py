@@ -58,15 +58,22 @@ class HFModuleSource:
             raise ValueError("the root gives a buffer")
         if self._planned is None or self._planned[0] is not manifest:
             check_manifest(manifest, self._tensors)
-            self._planned = (manifest, Assembler(plan(manifest, self._pieces(), rank=0), self._parameters, 0, 0, None))
+            self._planned = (
+                manifest,
+                Assembler(plan(manifest, self.local(self._tensors)[1], rank=0), self._parameters, 0, 0, None),
+            )
         self._planned[1].run(index, out, self.device)
 
-    def _pieces(self) -> Pieces:
+    def local(self, tensors: Sequence[TensorSpec]) -> tuple[Sequence[torch.Tensor], Pieces]:
+        """The module's tensors, and all of each of `tensors`, where it lies."""
+        numbers = {spec.name: number for number, spec in enumerate(self._tensors)}
         rows: list[Piece] = []
-        for number, (spec, tensor) in enumerate(zip(self._tensors, self._parameters, strict=True)):
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            rows.append(Piece(spec.name, Box.whole(spec.shape), dtype, View(number, 0, tensor.stride())))
-        return Pieces.of(self._tensors, rows)
+        for spec in tensors:
+            number = numbers[spec.name]
+            live = self._parameters[number]
+            view = View(number, 0, tuple(int(stride) for stride in live.stride()))
+            rows.append(Piece(spec.name, Box.whole(spec.shape), str(live.dtype).removeprefix("torch."), view))
+        return self._parameters, Pieces.of(tensors, rows)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Return `blob`: there is nobody else."""
