@@ -79,8 +79,13 @@ def test_experts_that_were_trained_are_what_files_hold(coordinator: str, tmp_pat
         run("moe_trainer.py", rank, WORLD, tmp_path / "rendezvous", checkpoint, tmp_path, coordinator)
         for rank in range(WORLD)
     ]
-    for rank in ranks:
-        finish(rank)
+    try:
+        for rank in ranks:
+            finish(rank)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
     reports = json.loads((tmp_path / "reports.json").read_text())
     assert [engine["version"] for report in reports for engine in report["engines"]] == [1, 2]
     (published,) = (tmp_path / "checkpoints" / "moe").glob("v2-e*[0-9]")

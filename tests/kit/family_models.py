@@ -19,8 +19,11 @@ from weightbus.trainer_agent import megatron_cpu
 Tensors = Mapping[str, torch.Tensor]
 
 
-def start(layout: Layout) -> None:
-    """Set Megatron's groups up for `layout`, over all ranks of the world."""
+def start(layout: Layout, *, gloo: bool = False) -> None:
+    """Set Megatron's groups up for `layout`, over all ranks of the world.
+
+    `gloo`: with the further groups that optimizers want. Under a fake backend they would wait for other ranks.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -33,7 +36,7 @@ def start(layout: Layout) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        create_gloo_process_groups=False,  # they would meet under a fake backend, and nothing here needs them
+        create_gloo_process_groups=gloo,
     )
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)

@@ -42,7 +42,7 @@ def main() -> None:
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=dt.timedelta(seconds=60)
     )
     layout = Layout(ep=world, te=True)
-    start(layout)
+    start(layout, gloo=True)
     hf = json.loads((checkpoint / "config.json").read_text())
     (chunk,) = build(FAMILY, hf, layout)
     load(FAMILY, hf, [chunk], load_file(checkpoint / "model.safetensors"))

@@ -37,7 +37,8 @@ AT_ONCE = 40
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 REAL = {
-    2: ("qwen3_moe:ep2-te", "deepseek_v3:tp2-te", "glm4_moe:pp2-te", "mimo:pp2"),
+    1: tuple(f"{name}:alone-te" for name, tiny in FAMILIES.items() if tiny.logits),
+    2: ("qwen3_moe:ep2-te",),
     4: ("qwen3_moe:tp2-ep2-etp2-te", "qwen3_moe:ep4", "deepseek_v3_no_q_lora:pp2-ep2-te", "qwen2_moe:tp2-ep2-etp1-te"),
 }
 """What collectives carry and what Megatron-core computes: on real ranks, with logits where a CPU can."""
