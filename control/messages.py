@@ -367,6 +367,8 @@ class Publish(Message, frozen=True):
     bytes: Count
     buckets: Count
     policy: Policy = Policy()
+    mode: Text = "live"
+    """``live``: the trainer stands still until the round is over; ``snapshot``: it trains on. Shown in the status."""
     seal: Seal | None = None
     """Null where no keys are used. Carried on in `Prepare`, as it is."""
 

@@ -30,7 +30,17 @@ import msgspec
 from .errors import ConfigurationError
 from .settings_fields import Field, fields_of
 
-SECTIONS: Final = ("coordinator", "status", "keygen", "trust", "version", "engine_agent", "trainer", "demo")
+SECTIONS: Final = (
+    "coordinator",
+    "status",
+    "keygen",
+    "trust",
+    "version",
+    "engine_agent",
+    "trainer",
+    "watch",
+    "demo",
+)
 """Every section a file may hold. No name is the beginning of another, because environment variables start with them."""
 
 S = TypeVar("S", bound=msgspec.Struct)

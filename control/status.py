@@ -42,6 +42,8 @@ class RoundView(msgspec.Struct, frozen=True):
     version: int | None = None
     epoch: int = 0
     age_s: float = 0.0
+    mode: str = ""
+    """Whether the trainer waits for the round (``live``) or trains on (``snapshot``)."""
     engines: dict[str, str] = {}
     """Engine -> its phase."""
 
@@ -115,6 +117,7 @@ def _channel(channel: Channel, members: Membership, lease_s: float, now: float) 
             round_.version,
             round_.epoch,
             round_.age_s(now),
+            round_.publish.mode,
             {str(m.name): m.phase.value for m in round_.members.values()},
         )
         if round_

@@ -32,6 +32,7 @@ class Side(enum.StrEnum):
 
     COORDINATOR = "coordinator"
     ENGINE = "engine agent"
+    TRAINER = "trainer agent"
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -54,7 +55,7 @@ def _declare(side: Side, kind: Kind, name: str, labels: str, meaning: str) -> Me
     return metric
 
 
-_C, _E = Side.COORDINATOR, Side.ENGINE
+_C, _E, _T = Side.COORDINATOR, Side.ENGINE, Side.TRAINER
 _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 
 COMMITTED_VERSION = _declare(_C, _GAUGE, "committed_version", "channel", "version that is durable; it never goes back")
@@ -89,6 +90,10 @@ CALL_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_call_seconds", "call", "HTTP ca
 CALL_FAILURES = _declare(_E, _COUNTER, "sidecar_call_failures_total", "call", "HTTP calls that failed")
 STEP_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_step_seconds", "step", "the engine's time by step of a round")
 STEP_FAILURES = _declare(_E, _COUNTER, "sidecar_step_failures_total", "step", "steps of a round that failed")
+
+CHECKPOINTS = _declare(_T, _COUNTER, "watch_checkpoints_total", "outcome", "published, skipped, bad or failed")
+PUBLISHED_VERSION = _declare(_T, _GAUGE, "watch_published_version", "", "the last version published from a checkpoint")
+PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "watch_publish_seconds", "", "time to publish one checkpoint")
 
 
 class Meters:

@@ -21,7 +21,7 @@ import torch
 from .errors import TransferFailed
 from .manifest import Manifest
 
-_DTYPES: Final[dict[str, str]] = {
+DTYPES: Final[dict[str, str]] = {
     "float64": "F64",
     "int64": "I64",
     "float32": "F32",
@@ -35,6 +35,7 @@ _DTYPES: Final[dict[str, str]] = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+"""By the names of manifests, what safetensors calls them."""
 _PIECE_BYTES: Final = 64 * 1024 * 1024
 """How much of a GPU's bucket is on the host at a time."""
 
@@ -49,7 +50,7 @@ def header(manifest: Manifest, index: int) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for tensor, (start, end) in zip(manifest.tensors_of(index), pairwise(manifest.offsets_of(index)), strict=True):
         entries[tensor.name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": tensor.shape,
             "data_offsets": (start, end),
         }

@@ -4,6 +4,7 @@ agent         TrainerAgent: connect, publish, close, on every rank
 report        PublishReport: what publish returns; errors: what it raises
 settings      everything that can be set; its environment variables begin with WEIGHTBUS_TRAINER_
 source        the seam to a training framework; megatron and hf_module are sources
+background    publishes snapshots behind the training loop; watcher publishes checkpoints of a folder
 publication   the machine that decides; leader, drive, staging, delivery carry it out on the root rank
 live          what engines must report of their parameters after a load
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from .agent import TrainerAgent as TrainerAgent
+    from .handle import PublishHandle as PublishHandle
     from .hf_module import HFModuleSource as HFModuleSource
     from .megatron import MegatronSource as MegatronSource
     from .report import PublishReport as PublishReport
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _HOMES: Final = {
     "HFModuleSource": ".hf_module",
     "MegatronSource": ".megatron",
+    "PublishHandle": ".handle",
     "PublishReport": ".report",
     "Source": ".source",
     "TrainerAgent": ".agent",

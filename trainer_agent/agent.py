@@ -3,6 +3,7 @@
     agent = TrainerAgent.connect(source, channel="policy")          # on every rank
     ...
     report = agent.publish(version)                                  # on every rank, between two optimizer steps
+    handle = agent.publish(version, mode="snapshot")                 # or: go on training as soon as it is copied
 
 Every call is collective over the ranks of the source. The root rank leads: it speaks with the coordinator, owns the
 staging memory and sends; the others follow its orders. What is raised or returned is the same on every rank.
@@ -12,21 +13,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, overload
 
 from weightbus.control import settings as settings_file
 from weightbus.control.log import get_log
 from weightbus.control.messages import Outcome, TransportKind
 from weightbus.dataplane.manifest import Manifest
 
+from .background import End
 from .drive import Progress
 from .errors import AgentClosed, ConnectFailed, raise_for
+from .handle import PublishHandle
 from .leader import Leader, lead
-from .orders import Assemble, Beat, Finish, NotReady, Ranks, Ready, unexpected
+from .orders import Assemble, Beat, Finish, NotReady, Ranks, Ready, Taken, unexpected
 from .publication import Ending, Verdict
-from .report import PublishReport
+from .report import Mode, PublishReport
 from .settings import SECTION, TrainerSettings
 from .source import Source, SourceError
 
@@ -65,7 +69,8 @@ class TrainerAgent:
 
         Every field of `TrainerSettings` may be given by name, the rarer ones through `more`; what is not given comes
         from the environment (``WEIGHTBUS_TRAINER_...``), then `file`, then the default. `settings` replaces all that.
-        Give equal arguments on every rank. `progress` is called on the root, from inside `publish`.
+        Give equal arguments on every rank. `progress` is called on the root, from inside `publish` or
+        from the thread that publishes snapshots.
 
         Raises:
             ConfigurationError: what was given cannot work.
@@ -93,19 +98,35 @@ class TrainerAgent:
         """This rank speaks for the group."""
         return self._leader is not None
 
-    def publish(self, version: int) -> PublishReport:
-        """Bring the weights, as they are now, to every engine of the channel as `version`. Collective; blocks.
+    @property
+    def committed(self) -> int | None:
+        """The channel's committed version, as the coordinator said it last; None for none, and on other ranks."""
+        return self._leader.committed if self._leader else None
 
-        `version` must be above the committed one. Do not change the weights before this returns. Raises a
-        `PublishFailed` (errors.py) when the version was not committed; its `report` tells what happened.
+    @overload
+    def publish(self, version: int, mode: Literal["live"] = "live") -> PublishReport: ...
+
+    @overload
+    def publish(self, version: int, mode: Literal["snapshot"]) -> PublishHandle: ...
+
+    def publish(self, version: int, mode: Literal["live", "snapshot"] = "live") -> PublishReport | PublishHandle:
+        """Bring the weights, as they are now, to every engine of the channel as `version`. Collective.
+
+        `version` must be above the committed one. ``live`` reads the parameters while engines take them: do not change
+        them before this returns. ``snapshot`` copies them and returns; the copy is published behind the training
+        loop's back, after those taken before, as the settings `snapshots` and `overlap` say. Live versions wait for
+        all snapshots. Raises a `PublishFailed` (errors.py) when the version was not committed, or could not be copied;
+        its `report` tells what happened.
         """
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
-        verdict, report, cause = self._leader.publish(version) if self._leader else self._follow(version)
-        if verdict.ending is Ending.SOURCE_FAILED:
-            self._unusable = f"lost its source ({verdict.reason})"
-        raise_for(verdict, report, cause)
-        return report
+        if Mode(mode) is Mode.LIVE:
+            return self._conclude(self._leader.publish(version) if self._leader else self._heard_end(version))
+        taken = self._leader.snapshot(version) if self._leader else self._follow(version)
+        if isinstance(taken, tuple):
+            self._conclude(taken)
+        future = None if isinstance(taken, tuple) else taken
+        return PublishHandle(version, lambda: self._await_end(version, future), future.done if future else None)
 
     def close(self) -> None:
         """Leave the channel and free the staging memory. Not collective; may be called twice. The source stays."""
@@ -122,8 +143,28 @@ class TrainerAgent:
     ) -> None:
         self.close()
 
-    def _follow(self, version: int) -> tuple[Verdict, PublishReport, BaseException | None]:
-        """Do what the leader says until it says that the publication is over."""
+    def _conclude(self, end: End) -> PublishReport:
+        """Return the report, or raise what the verdict stands for."""
+        verdict, report, cause = end
+        if verdict.ending is Ending.SOURCE_FAILED:
+            self._unusable = f"lost its source ({verdict.reason})"
+        raise_for(verdict, report, cause)
+        return report
+
+    def _await_end(self, version: int, future: Future[End] | None) -> PublishReport:
+        """How a snapshot's publication ended. Collective."""
+        if self._unusable:
+            raise AgentClosed(f"this agent {self._unusable} before the publication of version {version} was waited for")
+        if self._leader and future:
+            return self._conclude(self._leader.follow(version, future))
+        return self._conclude(self._heard_end(version))
+
+    def _heard_end(self, version: int) -> End:
+        end = self._follow(version)
+        return self._alone(version, unexpected(Taken(version), "the end of its publication")) if end is None else end
+
+    def _follow(self, version: int) -> End | None:
+        """Do what the leader says until it says that the publication is over; None when a snapshot was taken."""
         cause: BaseException | None = None
         while True:
             try:
@@ -133,9 +174,11 @@ class TrainerAgent:
                         self._source.assemble(self.manifest, order.index, None)
                     case Beat():
                         pass
+                    case Taken() if order.version == version and cause is None:
+                        return None
                     case Finish() if order.report.version == version:
                         return order.verdict, order.report, cause
-                    case Assemble():
+                    case Assemble() | Taken() if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
                         return self._alone(version, cause)
                     case _:
@@ -147,7 +190,7 @@ class TrainerAgent:
                 _log.exception("rank_failed", version=version)
                 cause = error
 
-    def _alone(self, version: int, cause: BaseException | None) -> tuple[Verdict, PublishReport, BaseException | None]:
+    def _alone(self, version: int, cause: BaseException | None) -> End:
         """The end as this rank sees it, when the leader cannot be heard any more."""
         verdict = Verdict(Ending.SOURCE_FAILED, f"{cause}")
         report = PublishReport(

@@ -22,7 +22,7 @@ from weightbus.dataplane.transport import Peer, Sender, Session
 from . import orders
 from . import publication as p
 from .delivery import Delivery
-from .report import PublishReport, Stopwatch
+from .report import Mode, PublishReport, Stopwatch
 from .settings import TrainerSettings
 from .source import SourceError
 from .staging import Staging, WeightsDiffer
@@ -50,6 +50,11 @@ class Bus(Protocol):
 
     def next(self, timeout_s: float) -> m.ToAgent | None:
         """What the coordinator says unasked."""
+        ...
+
+    @property
+    def committed(self) -> int | None:
+        """The channel's committed version, as the coordinator said it last."""
         ...
 
     def new_request(self) -> RequestId:
@@ -94,6 +99,7 @@ class Outfit(msgspec.Struct):
     boot: int
     """The life of the coordinator that was last heard of."""
     progress: Callable[[Progress], None] | None = None
+    mode: Mode = Mode.LIVE
     seal: Sealer | None = None
     """Null where no keys are used."""
 
@@ -277,6 +283,7 @@ class Drive:
                 bytes=staging.manifest.nbytes,
                 buckets=len(staging.manifest.buckets),
                 policy=self._of.settings.policy(),
+                mode=self._of.mode.value,
             )
             self._request(self._of.seal.publication(message, self._committed) if self._of.seal else message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])
@@ -350,6 +357,7 @@ class Drive:
             epoch=self.machine.epoch,
             outcome=m.Outcome.COMMITTED if verdict.ending is p.Ending.COMMITTED else m.Outcome.ABORTED,
             reason=verdict.reason,
+            mode=self._of.mode,
             attempts=max(1, self.machine.attempt),
             tensors=len(manifest.tensors),
             buckets=len(manifest.buckets),

@@ -9,13 +9,17 @@
             CoordinatorLost     no answer: publish again; a version that was committed after all is then recognised
             SourceFailed        the weights could not be read: build the source anew, and connect again
             WeightsChanged      they were stepped while `publish` ran: publish again, and do not
+            Superseded          a newer snapshot took this one's place, as the setting `overlap` allows: nothing to do
         AgentClosed             the agent was closed, or its source broke: connect a new one
+        BadCheckpoint           a folder is no checkpoint that can be published: the watcher goes on with the next
+            UnfinishedCheckpoint    something of it is missing, and may still come
 
 What a source itself raises on this rank (source.py) is the `__cause__` of `SourceFailed`, where it happened here.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 from weightbus.control.errors import WeightbusError
@@ -35,6 +39,19 @@ class ConnectFailed(TrainerError):
 
 class AgentClosed(TrainerError):
     """This agent publishes nothing any more."""
+
+
+class BadCheckpoint(TrainerError):
+    """A folder on disk is no checkpoint that can be published."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"{path}: {reason}")
+
+
+class UnfinishedCheckpoint(BadCheckpoint):
+    """Something of it is missing, and may still come."""
 
 
 class PublishFailed(TrainerError):
@@ -75,6 +92,10 @@ class WeightsChanged(PublishFailed):
     """The weights were not the same when they were read for the second time."""
 
 
+class Superseded(PublishFailed):
+    """A newer snapshot took its place before its round began."""
+
+
 _BY_ENDING: Final[dict[Ending, type[PublishFailed]]] = {
     Ending.ABORTED: RoundAborted,
     Ending.REFUSED: PublishRefused,
@@ -82,6 +103,7 @@ _BY_ENDING: Final[dict[Ending, type[PublishFailed]]] = {
     Ending.COORDINATOR_LOST: CoordinatorLost,
     Ending.SOURCE_FAILED: SourceFailed,
     Ending.WEIGHTS_CHANGED: WeightsChanged,
+    Ending.SUPERSEDED: Superseded,
     Ending.INTERNAL: PublishFailed,
 }
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Final, Protocol, runtime_checkable
+
+import msgspec
+import torch
 
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId
@@ -21,18 +27,18 @@ from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Sender
 from weightbus.dataplane.transports import sender
 
+from .background import Background, End
+from .backlog import Claim
 from .drive import Drive, Outfit, Progress
-from .orders import Finish, Ranks
+from .orders import Assemble, Beat, Finish, Ranks, Taken
 from .publication import Ending, Verdict
-from .report import PublishReport
+from .report import Mode, PublishReport, Stopwatch
 from .settings import TrainerSettings
+from .snapshot import Store, StoredWeights
 from .source import Source, SourceError
 from .staging import Pool, Staging
 
 _log = get_log(__name__)
-
-End = tuple[Verdict, PublishReport, BaseException | None]
-"""How a publication ended: verdict, report, and the exception behind it where it happened on this rank."""
 
 
 @runtime_checkable
@@ -40,22 +46,31 @@ class KnowsHeads(Protocol):
     """A source that can say how wide an attention head is, where shapes do not tell (served_layout.py)."""
 
     @property
-    def head_dim(self) -> int:
-        """Elements of one attention head."""
+    def head_dim(self) -> int | None:
+        """Elements of one attention head; None when it does not know after all."""
         ...
 
 
 class Leader:
     """Publishes version after version. Not for several threads at once."""
 
-    def __init__(self, outfit: Outfit, pool: Pool) -> None:
+    def __init__(self, outfit: Outfit, pool: Pool, source: Source) -> None:
         self._outfit = outfit
         self._pool = pool
+        self._source = source
+        self._snapshot_s: dict[int, float] = {}
+        self._background = _background(outfit, pool, source, self._snapshot_s)
+
+    @property
+    def committed(self) -> int | None:
+        """The channel's committed version, as the coordinator said it last."""
+        return self._outfit.bus.committed
 
     def publish(self, version: int) -> End:
         """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
         drive = Drive(self._outfit, version)
         try:
+            self._wait_for_snapshots()
             verdict = drive.run()
         except BaseException as error:
             # The other ranks wait for an order, whatever happened here.
@@ -64,8 +79,50 @@ class Leader:
                 self._tell(verdict, drive.report(verdict))
                 raise
         report = drive.report(verdict)
+        _log_end(verdict, report)
         self._tell(verdict, report)
         return verdict, report, drive.cause
+
+    def snapshot(self, version: int) -> Future[End] | End:
+        """Copy the weights and tell every rank to go on; the future says how the publication ended, and never raises.
+
+        Of a snapshot that could not be taken the end is returned, and every rank told.
+        """
+        watch = Stopwatch()
+        claimed = False
+        try:
+            claim = self._claim(version)
+            claimed = True
+            with watch.phase("snapshot"):
+                self._background.store_of(claim).take(self._assemble)
+        except BaseException as error:
+            if claimed:
+                self._background.discard()
+            end = _unpublished(self._outfit.settings.channel, version, error)
+            _log_end(end[0], end[1])
+            self._tell(end[0], end[1])
+            if not isinstance(error, Exception):
+                raise
+            return end
+        self._snapshot_s[version] = watch.seconds["snapshot"]
+        self._outfit.ranks.tell(Taken(version))
+        _log.info("snapshot_taken", channel=self._outfit.settings.channel, version=version, **watch.seconds)
+        return self._background.hand_over(version)
+
+    def follow(self, version: int, future: Future[End]) -> End:
+        """Wait for a snapshot's publication and tell every rank how it ended."""
+        deadline = time.monotonic() + self._patience_s()
+        while not future.done():
+            if time.monotonic() >= deadline:  # it has deadlines of its own, so this is an error of ours
+                error = TimeoutError(f"the publication of version {version} did not end in {self._patience_s():.0f} s")
+                end = _unpublished(self._outfit.settings.channel, version, error)
+                break
+            futures.wait([future], self._outfit.settings.beat_s)
+            self._outfit.ranks.tell(Beat())
+        else:
+            end = future.result()
+        self._tell(end[0], end[1])
+        return end
 
     def close(self) -> None:
         """Let go of senders, memory and the coordinator; each of them, whatever the others do."""
@@ -74,22 +131,88 @@ class Leader:
             stack.callback(self._pool.close)
             for each in self._outfit.senders.values():
                 stack.callback(each.close)
+            stack.callback(lambda: self._background.close(self._patience_s()))
+
+    def _assemble(self, index: int, out: torch.Tensor) -> None:
+        self._outfit.ranks.tell(Assemble(index))
+        self._source.assemble(self._outfit.staging.manifest, index, out)
+
+    def _claim(self, version: int) -> Claim:
+        if self._background.knows(version):
+            raise ValueError(f"version {version} is being published already: publish a higher one, or wait for it")
+        deadline = time.monotonic() + self._patience_s()
+        while (claim := self._background.claim(self._outfit.settings.beat_s)) is None:
+            self._beat_until(deadline)
+        return claim
+
+    def _wait_for_snapshots(self) -> None:
+        deadline = time.monotonic() + self._patience_s()
+        while not self._background.idle(self._outfit.settings.beat_s):
+            self._beat_until(deadline)
+
+    def _beat_until(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"earlier snapshots were not published in {self._patience_s():.0f} s")
+        self._outfit.ranks.tell(Beat())
+
+    def _patience_s(self) -> float:
+        """How long all publications that are ahead can take, by their own deadlines."""
+        limits = self._outfit.settings.limits()
+        return self._background.ahead * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s) + 1.0
 
     def _tell(self, verdict: Verdict, report: PublishReport) -> None:
-        _log.log(
-            _LEVELS.get(verdict.ending, _ERROR),
-            "publication_over",
-            channel=report.channel,
-            version=report.version,
-            ending=verdict.ending.value,
-            reason=verdict.reason,
-            seconds=round(report.seconds["total"], 3),
-        )
         try:
             self._outfit.ranks.tell(Finish(verdict, report))
         except SourceError as error:
             # The group is broken: every rank notices by itself, at the latest after the source's timeout.
             _log.warning("ranks_not_told", version=report.version, error=str(error))
+
+
+def _background(outfit: Outfit, pool: Pool, source: Source, snapshot_s: dict[int, float]) -> Background:
+    """What publishes snapshots: with the leader's bus, senders and slots, and weights of their own."""
+    settings, staging = outfit.settings, outfit.staging
+    stores = [Store(staging.manifest, source.device, settings.snapshot_memory) for _ in range(settings.snapshots)]
+    outfits: list[Outfit] = []
+    for store in stores:
+        stored = StoredWeights(source, store)
+        ranks = Ranks(stored)
+        own = Staging(stored, staging.manifest, pool, ranks, staging.head_dim)
+        outfits.append(msgspec.structs.replace(outfit, ranks=ranks, staging=own, mode=Mode.SNAPSHOT))
+
+    def publish(version: int, buffer: int) -> End:
+        own = outfits[buffer]
+        own.boot = outfit.boot
+        drive = Drive(own, version)
+        try:
+            verdict = drive.run()
+        except Exception as error:  # noqa: BLE001  it is logged there, and is what the handle raises
+            verdict = drive.fail(error)
+        outfit.boot = own.boot
+        report = drive.report(verdict)
+        report = msgspec.structs.replace(report, seconds={"snapshot": snapshot_s.pop(version), **report.seconds})
+        _log_end(verdict, report)
+        return verdict, report, drive.cause
+
+    return Background(stores, settings.overlap, publish, settings.channel, source.device)
+
+
+def _unpublished(channel: str, version: int, error: BaseException) -> End:
+    ending = Ending.SOURCE_FAILED if isinstance(error, SourceError) else Ending.INTERNAL
+    reason = f"{type(error).__name__}: {error}"
+    return Verdict(ending, reason), PublishReport.unpublished(channel, version, Mode.SNAPSHOT, reason), error
+
+
+def _log_end(verdict: Verdict, report: PublishReport) -> None:
+    _log.log(
+        _LEVELS.get(verdict.ending, _ERROR),
+        "publication_over",
+        channel=report.channel,
+        version=report.version,
+        mode=report.mode.value,
+        ending=verdict.ending.value,
+        reason=verdict.reason,
+        seconds=round(report.seconds.get("total", 0.0), 3),
+    )
 
 
 _INFO: Final = 20
@@ -125,7 +248,7 @@ def lead(
             seal=_Seal(settings, curve) if curve else None,
         )
         undo.pop_all()
-    return Leader(outfit, pool)
+    return Leader(outfit, pool, source)
 
 
 class _Seal:

@@ -40,6 +40,12 @@ class Beat(Order, frozen=True):
     """Nothing to do; the leader is alive."""
 
 
+class Taken(Order, frozen=True):
+    """The snapshot of `version` is taken; nobody is needed for the rest."""
+
+    version: int
+
+
 class Finish(Order, frozen=True):
     """The publication is over."""
 
@@ -47,7 +53,7 @@ class Finish(Order, frozen=True):
     report: PublishReport
 
 
-AnyOrder = Ready | NotReady | Assemble | Beat | Finish
+AnyOrder = Ready | NotReady | Assemble | Beat | Taken | Finish
 
 _DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
 
@@ -76,6 +82,8 @@ def unexpected(order: AnyOrder, expected: str) -> RuntimeError:
             told = f"to assemble bucket {order.index}"
         case Beat():
             told = "to wait"
+        case Taken():
+            told = f"that the snapshot of version {order.version} is taken"
         case Finish():
             told = f"that version {order.report.version} is over"
         case _:  # pragma: no cover

@@ -29,6 +29,8 @@ class Ending(enum.StrEnum):
     """The weights could not be read; the round was given up."""
     WEIGHTS_CHANGED = "weights_changed"
     """They were stepped while they were read; the round was given up. The source is well."""
+    SUPERSEDED = "superseded"
+    """A newer snapshot took its place before its round began."""
     INTERNAL = "internal"
     """A step failed in a way that nobody foresaw; the round was given up."""
 

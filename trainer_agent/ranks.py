@@ -21,6 +21,9 @@ from .source import AssemblyFailed
 # torch leaves parts of its collectives untyped.
 # pyright: reportUnknownMemberType=false
 
+DEFAULT_TIMEOUT_S: Final = 1800.0
+"""How long a rank waits for another: longer than a round, because the leader answers for the engines meanwhile."""
+
 _HEADER_BYTES: Final = 8
 _PAGE_BYTES: Final = 1024
 """A blob that fits here with its length is broadcast as one message."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 
 from weightbus.control.messages import EngineReport, Outcome
 
 PHASES: Final = (
+    "snapshot",
     "acquire",
     "assemble",
     "digest",
@@ -25,7 +27,17 @@ PHASES: Final = (
     "total",
 )
 """Keys of `PublishReport.seconds`, in the order of the round. Up to ``announce`` and ``total`` the trainer's clock,
-the others the coordinator's; ``send`` is the trainer's half of ``transfer``. A phase that was not reached is absent."""
+the others the coordinator's; ``snapshot`` is how long a training loop stood still for one, ``send`` the trainer's half
+of ``transfer``. A phase that was not reached is absent."""
+
+
+class Mode(enum.StrEnum):
+    """From where a version is published."""
+
+    LIVE = "live"
+    """From the parameters: they must not change until the engines have them, and `publish` returns then."""
+    SNAPSHOT = "snapshot"
+    """From a copy: `publish` returns when it is taken, and the rest happens behind."""
 
 
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +48,7 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     outcome: Outcome
     reason: str = ""
+    mode: Mode = Mode.LIVE
     attempts: int = 1
     """Rounds begun; more than one when a coordinator was restarted meanwhile."""
     tensors: int = 0
@@ -47,6 +60,11 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str = ""
     table: str = ""
     """Digest of the digest table: names exactly these bits."""
+
+    @classmethod
+    def unpublished(cls, channel: str, version: int, mode: Mode, reason: str) -> Self:
+        """Of a version whose round never began."""
+        return cls(channel=channel, version=version, epoch=0, outcome=Outcome.ABORTED, mode=mode, reason=reason)
 
     @property
     def committed(self) -> bool:
@@ -62,10 +80,10 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
         serving = len(self.engines_by(Outcome.COMMITTED))
         phases = " ".join(f"{phase}={self.seconds[phase]:.3f}s" for phase in PHASES if phase in self.seconds)
         size = f"{self.bytes / 1e6:.1f} MB in {self.buckets} buckets"
+        how = " from a snapshot" if self.mode is Mode.SNAPSHOT else ""
         why = f" ({self.reason})" if self.reason else ""
-        return (
-            f"version {self.version} {self.outcome.value}{why}: {size}, {serving}/{len(self.engines)} engines, {phases}"
-        )
+        ending = f"{self.outcome.value}{how}{why}"
+        return f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}"
 
 
 class Stopwatch:

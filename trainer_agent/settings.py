@@ -13,6 +13,7 @@ from weightbus.control.messages import PauseMode, Policy, TransportKind
 from weightbus.control.security import InsecureLoopback, KeysFolder, check
 from weightbus.dataplane.manifest import DEFAULT_BUCKET_BYTES
 
+from .backlog import Memory, Overlap
 from .publication import Limits
 
 SECTION: Final = "trainer"
@@ -43,6 +44,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     slots: Annotated[
         int, Meta(description="staging buckets; a model that fits is assembled once a round", ge=1, le=64)
     ] = 2
+    snapshots: Annotated[int, Meta(description="snapshots kept at most, each as large as the model", ge=1, le=8)] = 2
+    snapshot_memory: Annotated[Memory, Meta(description="where snapshots lie, on the root rank")] = Memory.HOST
+    overlap: Annotated[Overlap, Meta(description="a snapshot waits for earlier ones, or replaces those not begun")] = (
+        Overlap.WAIT
+    )
     pause: Annotated[PauseMode, Meta(description="what happens to requests that are generating")] = PauseMode.RETRACT
     flush: Annotated[bool, Meta(description="drop KV and prefix caches before engines resume")] = True
     min_engines: Annotated[int, Meta(description="verified engines needed to commit; 0: one if any joined", ge=0)] = 0

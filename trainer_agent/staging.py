@@ -57,7 +57,7 @@ class Staging:
         self.blob = manifest.encode()
         self._source, self._pool, self._ranks = source, pool, ranks
         self._plan = LivePlan(manifest, (), head_dim)
-        self._head_dim = head_dim
+        self.head_dim = head_dim
         self._table: DigestTable | None = None
 
     @property
@@ -87,7 +87,7 @@ class Staging:
         if self._table is not None and wanted <= self._plan.wanted:
             return self._table
         if self._plan.wanted != wanted:
-            self._plan = LivePlan(self.manifest, wanted, self._head_dim)
+            self._plan = LivePlan(self.manifest, wanted, self.head_dim)
         live = LiveDigester(self._plan)
         digests: list[bytes] = []
         for index in range(len(self.manifest.buckets)):

@@ -99,7 +99,7 @@ class Rig:
             boot=self.coordinator.boot,
             progress=self.progress.append,
         )
-        return TrainerAgent(source, settings, self.manifest, Leader(outfit, self.pool))
+        return TrainerAgent(source, settings, self.manifest, Leader(outfit, self.pool, source))
 
 
 Build = Callable[..., Rig]

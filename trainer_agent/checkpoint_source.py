@@ -1,0 +1,160 @@
+"""A `Source` over finished checkpoints on a disk, one after another, on one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from weightbus.dataplane.manifest import Manifest, TensorSpec
+
+from .checkpoint_folder import Place
+from .source import AssemblyFailed, LayoutMismatch
+
+
+class Checkpoint(Protocol):
+    """One finished checkpoint. Its files stay readable until `close`, whoever deletes the folder meanwhile."""
+
+    @property
+    def model(self) -> str:
+        """Architecture as its config names it."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Its ``config.json``."""
+        ...
+
+    @property
+    def tensors(self) -> Sequence[TensorSpec]:
+        """What is served of it, by Hugging Face names, in an order in which it is quickly read."""
+        ...
+
+    def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
+        """Pack tensors into `out`, host memory of exactly their bytes. Raises `AssemblyFailed`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files."""
+        ...
+
+
+class SafetensorsFiles:
+    """A Hugging Face checkpoint. Satisfies `Checkpoint`."""
+
+    def __init__(self, model: str, config: Mapping[str, Any], places: Sequence[Place]) -> None:
+        self.model = model
+        self.config = config
+        self.tensors = tuple(place.spec for place in places)
+        self._places = {place.spec.name: place for place in places}
+        self._open = contextlib.ExitStack()
+        self._files: dict[Path, int] = {}
+        try:
+            for path in sorted({place.path for place in places}):
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._open.callback(os.close, self._files[path])
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
+        """Plain reads: of a file that is cut short under a mapping the process would die."""
+        memory = memoryview(cast("bytearray", out.numpy())).cast("B")
+        at = 0
+        for spec in wanted:
+            place = self._places[spec.name]
+            _read_into(self._files[place.path], place, memory[at : at + spec.nbytes])
+            at += spec.nbytes
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+
+
+def _read_into(file: int, place: Place, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        count = os.preadv(file, [memory[done:]], place.offset + done)
+        if count == 0:
+            raise AssemblyFailed(
+                f"{place.path} ends inside of {place.spec.name!r}: it was changed after it was finished"
+            )
+        done += count
+
+
+class CheckpointSource:
+    """The checkpoint that was opened last. Satisfies `Source`."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._scratch: torch.Tensor | None = None
+
+    def open(self, checkpoint: Checkpoint) -> None:
+        """Read from another checkpoint from now on, of the same tensors. The one before is closed."""
+        if not self.fits(checkpoint):
+            raise LayoutMismatch("the checkpoint holds other tensors than the one before: connect a new agent")
+        previous, self._checkpoint = self._checkpoint, checkpoint
+        if previous is not checkpoint:
+            previous.close()
+
+    def fits(self, checkpoint: Checkpoint) -> bool:
+        """It holds the tensors that are being served."""
+        return checkpoint.model == self.model and tuple(checkpoint.tensors) == tuple(self.tensors())
+
+    @property
+    def model(self) -> str:
+        """Architecture as the config names it."""
+        return self._checkpoint.model
+
+    @property
+    def root(self) -> bool:
+        """One process: it is the root."""
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        """Where buckets are staged."""
+        return self._device
+
+    @property
+    def head_dim(self) -> int | None:
+        """Elements of one attention head, where the config says so."""
+        config = self._checkpoint.config
+        head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+        if isinstance(head_dim, int):
+            return head_dim
+        return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+
+    def tensors(self) -> Sequence[TensorSpec]:
+        """What is served, in the order of the files."""
+        return self._checkpoint.tensors
+
+    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
+        """Read bucket `index` into `out`."""
+        if out is None:
+            raise ValueError("the root gives a buffer")
+        nbytes = manifest.buckets[index].nbytes
+        host = out[:nbytes] if out.device.type == "cpu" else self._host(manifest)[:nbytes]
+        self._checkpoint.read(manifest.tensors_of(index), host)
+        if host.device != out.device:
+            out[:nbytes].copy_(host)
+
+    def agree(self, blob: bytes | None) -> bytes:
+        """Return `blob`: there is nobody else."""
+        if blob is None:
+            raise ValueError("the root gives what is agreed")
+        return blob
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._checkpoint.close()
+
+    def _host(self, manifest: Manifest) -> torch.Tensor:
+        if self._scratch is None or self._scratch.numel() < manifest.largest_bucket:
+            self._scratch = torch.empty(manifest.largest_bucket, dtype=torch.uint8, pin_memory=True)
+        return self._scratch

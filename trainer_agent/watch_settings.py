@@ -1,0 +1,60 @@
+"""What ``weightbus trainer-agent`` can be told: everything of a trainer, and which folder to watch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from weightbus.control.coordinator_settings import LogFormat, LogLevel
+
+from .settings import TrainerSettings, Wait
+from .watching import Limits as WatchLimits
+
+SECTION: Final = "watch"
+"""Of the settings file; environment variables begin with ``WEIGHTBUS_WATCH_``."""
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class WatchSettings(TrainerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of ``weightbus trainer-agent``."""
+
+    watch: Annotated[Path, Meta(description="folder in which the trainer makes one folder for each checkpoint")]
+    subfolder: Annotated[str, Meta(description="where in it the model is, for example actor/huggingface")] = ""
+    pattern: Annotated[str, Meta(description="names of checkpoint folders; the one group is the version")] = (
+        r"(?:.*\D)?(\d+)"
+    )
+    dcp: Annotated[
+        bool, Meta(description="read torch DCP folders too: their metadata is a pickle, which can run code")
+    ] = False
+    marker: Annotated[str, Meta(description="a file without which a checkpoint is not finished")] = ""
+    settle_s: Annotated[Wait, Meta(description="how long nothing must have changed in a finished checkpoint")] = 5.0
+    stale_s: Annotated[Wait, Meta(description="an unfinished one that did not change for so long is bad")] = 600.0
+    poll_s: Annotated[Wait, Meta(description="how often the folder is looked at")] = 1.0
+    device: Annotated[str, Meta(description="where buckets are staged: cpu, or a GPU for engines on this host")] = "cpu"
+    http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
+    http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5770
+    log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.INFO
+    log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if re.compile(self.pattern).groups != 1:
+            raise ValueError(f"pattern = {self.pattern!r} must have exactly one group, the version")
+
+    def compiled(self) -> re.Pattern[str]:
+        """The pattern of folder names."""
+        return re.compile(self.pattern)
+
+    def watch_limits(self) -> WatchLimits:
+        """What the machine is told about time."""
+        return WatchLimits(settle_s=self.settle_s, stale_s=self.stale_s)
+
+    def trainer(self) -> TrainerSettings:
+        """What the trainer agent is told."""
+        names = (field.name for field in msgspec.structs.fields(TrainerSettings))
+        return TrainerSettings(**{name: getattr(self, name) for name in names})

@@ -1,0 +1,203 @@
+"""Publishes the checkpoints that appear in a folder: drives watching.py, for trainers that may not be touched."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import assert_never
+
+import msgspec
+import torch
+
+from weightbus.control.errors import WeightbusError
+from weightbus.control.http import HttpPort, Readiness
+from weightbus.control.log import get_log
+from weightbus.control.messages import Code
+from weightbus.control.telemetry import CHECKPOINTS, PUBLISH_SECONDS, PUBLISHED_VERSION, Meters, Side
+
+from . import checkpoint_folder as folders
+from .agent import TrainerAgent
+from .checkpoint_source import Checkpoint, CheckpointSource, SafetensorsFiles
+from .errors import BadCheckpoint, ConnectFailed, PublishFailed, PublishRefused, UnfinishedCheckpoint
+from .source import SourceError
+from .watch_settings import WatchSettings
+from .watching import Effect, Ended, Inspect, Inspected, Listed, Publish, Reject, Skip, Verdict, Watching
+
+_log = get_log(__name__)
+
+
+class WatchStatus(msgspec.Struct, frozen=True):
+    """What ``/status`` shows."""
+
+    channel: str
+    watch: str
+    published: int | None
+    publishing: str
+    reason: str
+    """Why the last folder that was not published was not."""
+
+
+class Watcher:
+    """Watches one folder. `run` blocks until `stop`; a publication that runs is carried to its end first."""
+
+    def __init__(self, settings: WatchSettings) -> None:
+        self.settings = settings
+        self.meters = Meters(Side.TRAINER)
+        self._machine = Watching(settings.watch_limits())
+        self._stopping = threading.Event()
+        self._checkpoint: Checkpoint | None = None
+        self._source: CheckpointSource | None = None
+        self._agent: TrainerAgent | None = None
+        self._publishing = ""
+        self._reason = "no checkpoint was published yet"
+        self._log = _log.bind(channel=settings.channel, watch=str(settings.watch))
+
+    def run(self) -> None:
+        """Look, publish, look again."""
+        http = HttpPort(
+            self.settings.http_bind,
+            self.settings.http_port,
+            registry=self.meters.registry,
+            readiness=lambda: Readiness(self._machine.done is not None, self._reason),
+            status=self._status,
+        )
+        http.start()
+        self._log.info("watching", http_port=http.port, pattern=self.settings.pattern)
+        try:
+            while not self._stopping.is_set():
+                self.look()
+                self._stopping.wait(self.settings.poll_s)
+        finally:
+            http.stop()
+            self._disconnect()
+
+    def stop(self) -> None:
+        """Make `run` return. From any thread or signal handler."""
+        self._stopping.set()
+
+    def look(self) -> None:
+        """Look once, and do all that follows."""
+        listed = self._listed()
+        effects: deque[Effect] = deque(self._machine.handle(listed, time.monotonic()) if listed else ())
+        while effects:
+            event = self._perform(effects.popleft())
+            if event is not None:
+                effects.extend(self._machine.handle(event, time.monotonic()))
+
+    def _listed(self) -> Listed | None:
+        settings = self.settings
+        try:
+            found = tuple(folders.listing(settings.watch, settings.subfolder, settings.compiled()))
+            return Listed(found, folders.latest(settings.watch))
+        except (OSError, BadCheckpoint) as error:
+            self._note("folder_unreadable", error=str(error))
+            return None
+
+    def _perform(self, effect: Effect) -> Inspected | Ended | None:
+        match effect:
+            case Inspect():
+                return self._inspect(effect.name)
+            case Publish():
+                return self._publish(effect)
+            case Skip():
+                self.meters.add(CHECKPOINTS, outcome="skipped")
+                self._log.info("checkpoint_skipped", folder=effect.name, version=effect.version, reason=effect.reason)
+            case Reject():
+                self.meters.add(CHECKPOINTS, outcome="bad")
+                self._note("checkpoint_bad", folder=effect.name, version=effect.version, error=effect.reason)
+            case _:  # pragma: no cover
+                assert_never(effect)
+        return None
+
+    def _inspect(self, name: str) -> Inspected:
+        try:
+            self._checkpoint = self._open(self.settings.watch / name / self.settings.subfolder)
+        except UnfinishedCheckpoint as error:
+            self._log.debug("checkpoint_unfinished", folder=name, reason=error.reason)
+            return Inspected(name, Verdict.UNFINISHED, str(error))
+        except BadCheckpoint as error:
+            return Inspected(name, Verdict.BAD, str(error))
+        except OSError as error:  # it went while it was looked into
+            return Inspected(name, Verdict.UNFINISHED, str(error))
+        return Inspected(name, Verdict.FINISHED)
+
+    def _open(self, folder: Path) -> Checkpoint:
+        marker = self.settings.marker
+        if marker and not (folder / marker).exists():
+            raise UnfinishedCheckpoint(folder, f"there is no {marker}")
+        if (folder / folders.INDEX).is_file() or (folder / folders.SINGLE).is_file():
+            places = folders.safetensors(folder)
+            config = folders.read_config(folder, self.settings.hf_config_dir)
+            return SafetensorsFiles(folders.architecture(folder, config), config, places)
+        if self.settings.dcp:
+            from .dcp_files import DcpFiles  # noqa: PLC0415  # torch's checkpointing, for those who read such folders
+
+            config = folders.read_config(folder, self.settings.hf_config_dir)
+            return DcpFiles(folder, folders.architecture(folder, config), config)
+        if any(folder.glob("*.distcp")):
+            raise BadCheckpoint(folder, "it is a torch DCP checkpoint, whose metadata is a pickle: allow it with --dcp")
+        raise UnfinishedCheckpoint(folder, f"there is no {folders.INDEX} and no {folders.SINGLE}")
+
+    def _publish(self, effect: Publish) -> Ended:
+        self._publishing = effect.name
+        try:
+            return self._attempt(effect)
+        except (PublishFailed, ConnectFailed) as error:
+            if isinstance(error, PublishRefused) and error.code is Code.VERSION_NOT_NEWER:
+                return Ended(effect.name, Verdict.OLDER, str(error))
+            self.meters.add(CHECKPOINTS, outcome="failed")
+            self._note("checkpoint_not_published", folder=effect.name, version=effect.version, error=str(error))
+            self._disconnect()
+            return Ended(effect.name, Verdict.FAILED, str(error))
+        except (SourceError, WeightbusError) as error:
+            self._disconnect()
+            return Ended(effect.name, Verdict.BAD, f"{type(error).__name__}: {error}")
+        finally:
+            self._publishing = ""
+
+    def _attempt(self, effect: Publish) -> Ended:
+        agent = self._connected()
+        committed = agent.committed
+        if committed is not None and committed >= effect.version:
+            return Ended(effect.name, Verdict.OLDER, f"version {committed} is committed in the channel")
+        report = agent.publish(effect.version)
+        self.meters.add(CHECKPOINTS, outcome="published")
+        self.meters.set(PUBLISHED_VERSION, effect.version)
+        self.meters.observe(PUBLISH_SECONDS, report.seconds["total"])
+        self._reason = f"version {effect.version} is published"
+        self._log.info("checkpoint_published", folder=effect.name, version=effect.version, report=report.line())
+        return Ended(effect.name, Verdict.PUBLISHED)
+
+    def _connected(self) -> TrainerAgent:
+        """An agent that publishes the checkpoint that was inspected last; a new one when its tensors are others."""
+        assert self._checkpoint is not None
+        if self._agent and self._source and self._source.fits(self._checkpoint):
+            self._source.open(self._checkpoint)
+            return self._agent
+        checkpoint, self._checkpoint = self._checkpoint, None
+        self._disconnect()
+        self._checkpoint = checkpoint
+        self._source = CheckpointSource(checkpoint, torch.device(self.settings.device))
+        self._agent = TrainerAgent.connect(self._source, settings=self.settings.trainer())
+        return self._agent
+
+    def _disconnect(self) -> None:
+        if self._agent is not None:
+            self._agent.close()
+        if self._source is not None:
+            self._source.close()
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+        self._agent = self._source = self._checkpoint = None
+
+    def _note(self, event: str, **what: object) -> None:
+        self._reason = f"{event}: {what.get('error', '')}"
+        self._log.warning(event, **what)
+
+    def _status(self) -> bytes:
+        settings = self.settings
+        return msgspec.json.encode(
+            WatchStatus(settings.channel, str(settings.watch), self._machine.done, self._publishing, self._reason)
+        )
