@@ -8,7 +8,10 @@ from math import prod
 import torch
 from torch import nn
 
+from weightbus.dataplane import pieces as boxed
+from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.pieces import Pieces, View
 
 from .assembly import Assembler, check_manifest, plan
 from .pieces import Piece
@@ -30,6 +33,7 @@ class HFModuleSource:
             for name, tensor in named
         )
         self._parameters = [_rows(tensor) for _, tensor in named]
+        self._live = [tensor for _, tensor in named]
         self._planned: tuple[Manifest, Assembler] | None = None
 
     @property
@@ -60,6 +64,18 @@ class HFModuleSource:
             pieces = [(number, _whole(spec)) for number, spec in enumerate(self._tensors)]
             self._planned = (manifest, Assembler(plan(manifest, {0: pieces}), self._parameters, 0, 0, None))
         self._planned[1].run(index, out, self.device)
+
+    def local(self, tensors: Sequence[TensorSpec]) -> tuple[Sequence[torch.Tensor], Pieces]:
+        """The module's tensors, and all of each of `tensors`, where it lies."""
+        numbers = {spec.name: number for number, spec in enumerate(self._tensors)}
+        whole: list[boxed.Piece] = []
+        for spec in tensors:
+            number = numbers[spec.name]
+            live = self._live[number]
+            view = View(number, 0, tuple(int(stride) for stride in live.stride()))
+            dtype = str(live.dtype).removeprefix("torch.")
+            whole.append(boxed.Piece(spec.name, Box.whole(spec.shape), dtype, view))
+        return self._live, Pieces.of(tensors, whole)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Return `blob`: there is nobody else."""
