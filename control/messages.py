@@ -72,6 +72,8 @@ class TransportKind(enum.StrEnum):
 
     LOCAL = "local"
     """Same host: POSIX shared memory, or CUDA IPC where the weights are on a GPU."""
+    DIRECT = "direct"
+    """Same host: the engine's workers copy out of the trainer's own memory into their parameters, along a plan."""
     DISTRIBUTED = "distributed"
     """One collective group of the source rank and the engine's ranks: gloo or NCCL."""
     DISK = "disk"
@@ -245,7 +247,7 @@ class Offer(Fragment, frozen=True):
 
     transport: TransportKind
     address: Text
-    """Local: path of a Unix socket. Distributed: ``tcp://host:port``. Disk: path of the checkpoint folder."""
+    """Local, direct: path of a Unix socket. Distributed: ``tcp://host:port``. Disk: path of the checkpoint folder."""
     group: Text = ""
     """Distributed: name of the collective group; unchanged while its members are."""
     backend: Text = ""

@@ -95,8 +95,9 @@ def doubt_offer(message: Transfer, signer: AgentId | None, trusted: Mapping[Agen
 
 
 def _offer_statement(offer: Offer, channel: Channel, epoch: Epoch) -> bytes:
-    where = (offer.transport.value, offer.address, offer.group, offer.backend, offer.world_size, offer.token)
-    return _PACK((_OFFER_DOMAIN, channel, epoch, *where))
+    """All of it, whatever fields an offer may get."""
+    bare = msgspec.structs.replace(offer, signature=None)
+    return _PACK((_OFFER_DOMAIN, channel, epoch, msgspec.structs.astuple(bare)))
 
 
 def _broken_chain(previous: Held | None, message: Prepare, serving: Held | None) -> Doubt | None:

@@ -55,7 +55,7 @@ def digest_tensors(memory: torch.Tensor, offsets: Sequence[int]) -> bytes:
         lanes = accumulate(memory, bounds)
     else:
         lanes = _accumulate_bytes(memory.numpy(), bounds)
-    return _finish(lanes, np.diff(bounds))
+    return finish(lanes, np.diff(bounds))
 
 
 def check(memory: torch.Tensor, offsets: Sequence[int], expected: bytes, names: Sequence[str]) -> None:
@@ -73,7 +73,18 @@ def check(memory: torch.Tensor, offsets: Sequence[int], expected: bytes, names: 
             raise DigestMismatch(name, found[cut].hex(), expected[cut].hex())
 
 
-def _finish(lanes: _Words, nbytes: _Bounds) -> bytes:
+def mix(words: _Words, at: _Bounds) -> _Words:
+    """(2,): what words of one tensor, at these indexes of its packed words, add to its two lanes."""
+    x = words + (at.astype(np.uint64) + np.uint64(1)) * np.uint64(PHI)
+    scratch = np.empty_like(x)
+    _splitmix(x, scratch)
+    y = x * np.uint64(LANE_B)
+    y ^= y >> np.uint64(32)
+    return np.array([np.add.reduce(x), np.add.reduce(y)], dtype=np.uint64)
+
+
+def finish(lanes: _Words, nbytes: _Bounds) -> bytes:
+    """Digests from the sums of both lanes, (2, tensors), and the tensors' sizes in bytes."""
     lengths = nbytes.astype(np.uint64)
     out = np.empty((len(lengths), 2), dtype="<u8")
     for lane, factor in enumerate((LANE_A, LANE_B)):

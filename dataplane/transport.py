@@ -183,6 +183,13 @@ class EngineServer(Protocol):
         """update_weights_from_disk."""
         ...
 
+    def load_direct(self, socket: str, deadline_s: float) -> None:
+        """update_weights_from_tensor with our own loader, whose workers connect to `socket`; returns when all left it.
+
+        Changes nothing by itself: what the workers do is led over the socket.
+        """
+        ...
+
 
 class Receipt(msgspec.Struct, frozen=True):
     """What a receiver took."""

@@ -1,20 +1,23 @@
-"""Picks a transport by its name on the control plane: ``local``, ``distributed`` or ``disk``."""
+"""Picks a transport by its name on the control plane: ``direct``, ``local``, ``distributed`` or ``disk``."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from .direct import DirectSender, Exposed
+from .direct_receiver import DirectReceiver
 from .errors import Unsupported
 from .local import LocalSender
 from .local_receiver import LocalReceiver
 from .transport import Receiver, Sender
 
-KINDS: Final = ("local", "distributed", "disk")
+KINDS: Final = ("direct", "local", "distributed", "disk")
 
 
 def default_runtime_dir() -> Path:
@@ -32,14 +35,19 @@ def sender(
     host: str = "127.0.0.1",
     checkpoint_dir: Path | None = None,
     hf_config_dir: Path | None = None,
+    expose: Callable[[], Exposed] | None = None,
 ) -> Sender:
     """The trainer's half of transport `kind`; nothing is opened before `offer`.
 
     `host` is the address under which engines reach this machine (distributed), `checkpoint_dir` a folder that both
-    sides see, `hf_config_dir` where config.json and the tokenizer of every checkpoint are copied from (disk). Raises
-    `Unsupported` when the kind is unknown or lacks what it needs.
+    sides see, `hf_config_dir` where config.json and the tokenizer of every checkpoint are copied from (disk), `expose`
+    says what can be read in place (direct). Raises `Unsupported` when the kind is unknown or lacks what it needs.
     """
     match kind:
+        case "direct":
+            if expose is None:
+                raise Unsupported("this trainer's source cannot expose its memory: choose the local transport")
+            return DirectSender(runtime_dir or default_runtime_dir(), channel, expose)
         case "local":
             return LocalSender(runtime_dir or default_runtime_dir(), channel)
         case "distributed":
@@ -59,6 +67,8 @@ def sender(
 def receiver(kind: str, *, runtime_dir: Path | None = None) -> Receiver:
     """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them."""
     match kind:
+        case "direct":
+            return DirectReceiver(runtime_dir or default_runtime_dir())
         case "local":
             return LocalReceiver(runtime_dir or default_runtime_dir())
         case "distributed":

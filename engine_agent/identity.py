@@ -40,6 +40,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     label: str
     process: tuple[int, int] | None = None
     """Process id and start time behind the port, where this machine can see them."""
+    loaders: tuple[str, ...] = ()
+    """What it was started with as ``--custom-weight-loader``."""
 
 
 def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object], url: str) -> ServerFacts:
@@ -62,6 +64,7 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
         quantization=str(server_info.get("quantization") or ""),
         label=str(model_info.get("weight_version", "")),
         process=process,
+        loaders=tuple(str(name) for name in _sequence(server_info.get("custom_weight_loader"))),
     )
 
 

@@ -26,6 +26,10 @@ from weightbus.dataplane.transport import CudaMemory, HostMemory, SharedBucket
 LOAD_FORMAT: Final = "flattened_bucket"
 
 
+LOADER: Final = "weightbus.engine_agent.worker_loader.load"
+"""The function that a server must name as ``--custom-weight-loader`` for direct transfers."""
+
+
 class _Name:
     """A global of the reading process."""
 
@@ -57,6 +61,20 @@ def serialized(bucket: SharedBucket, ranks: int) -> list[str]:
     """``serialized_named_tensors`` of `bucket` for a server with `ranks` tensor-parallel ranks."""
     content: dict[str, _Node] = {"flattened_tensor": _tensor(bucket), "metadata": _metadata(bucket)}
     return [base64.b64encode(_pickle(content)).decode("ascii")] * ranks
+
+
+def invitation(path: str, ranks: int) -> list[str]:
+    """``serialized_named_tensors`` that bring every rank's loader the name of a socket."""
+    content: list[_Node] = [(f"weightbus:{path}", _nothing())]
+    return [base64.b64encode(_pickle(content)).decode("ascii")] * ranks
+
+
+def _nothing() -> _Call:
+    """A tensor without elements: SGLang moves whatever it is given to its device."""
+    storage = _Call(_Name(_REDUCTIONS, "rebuild_storage_empty"), _UNTYPED)
+    typed = _Call(_Name(_REDUCTIONS, "rebuild_typed_storage"), storage, _UINT8)
+    size = _Call(_SIZE, (0,))
+    return _Call(_Name(_REDUCTIONS, "rebuild_tensor"), _TENSOR, typed, (0, size, (1,), False))
 
 
 def _metadata(bucket: SharedBucket) -> list[_Node]:

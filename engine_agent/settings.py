@@ -61,6 +61,7 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         None
     )
     transports: Annotated[tuple[TransportKind, ...], Meta(description="those that may be used", min_length=1)] = (
+        TransportKind.DIRECT,
         TransportKind.LOCAL,
         TransportKind.DISTRIBUTED,
         TransportKind.DISK,

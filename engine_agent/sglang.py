@@ -15,7 +15,7 @@ from weightbus.dataplane.transport import Address, SharedBucket
 from .dialects import Dialect, dialect_of
 from .errors import AnotherLaunch, ServerError, ServerRefused
 from .identity import ServerFacts, facts_of, start_time
-from .payload import LOAD_FORMAT, serialized
+from .payload import LOAD_FORMAT, LOADER, invitation, serialized
 from .wire import Keys, Observer, Wire
 
 CALL_S: Final = 30.0
@@ -148,6 +148,23 @@ class SGLangServer:
             "flush_cache": False,
         }
         self._update("/update_weights_from_tensor", body, deadline_s)
+
+    def load_direct(self, socket: str, deadline_s: float) -> None:
+        """update_weights_from_tensor with our loader: each worker connects to `socket`, and returns when it is let go.
+
+        By itself it changes nothing, so `touched` is left to whoever leads the workers. The server must have been
+        started with ``--custom-weight-loader`` and this loader: an unknown one ends it.
+        """
+        started = time.monotonic()
+        path = "/update_weights_from_tensor"
+        self._check_launch(path, deadline_s)
+        self._begin_update(deadline_s)
+        body: dict[str, object] = {
+            "serialized_named_tensors": invitation(socket, self.tp),
+            "load_format": LOADER,
+            "flush_cache": False,
+        }
+        self._wire.admin(path, body, max(deadline_s - (time.monotonic() - started), 0.001))
 
     def load_broadcast(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
         """update_weights_from_distributed; the group's rank 0 broadcasts the packed tensors meanwhile."""

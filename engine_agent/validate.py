@@ -13,6 +13,7 @@ from .checkpoint import Expected
 from .dialects import Dialect
 from .errors import UnfitManifest
 from .identity import ServerFacts
+from .payload import LOADER
 
 _SHOWN: Final = 4
 """Names of tensors in a message."""
@@ -22,7 +23,10 @@ def transports_of(facts: ServerFacts) -> tuple[str, ...]:
     """Transports that can serve this layout. Replicas (dp) answer tensors with 500; stages (pp) share ranks."""
     if facts.dp > 1:
         return ("disk",)
-    return ("local", "disk") if facts.pp > 1 else ("local", "distributed", "disk")
+    if facts.pp > 1:
+        return ("local", "disk")
+    direct = ("direct",) if LOADER in facts.loaders else ()
+    return (*direct, "local", "distributed", "disk")
 
 
 def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Expected, transport: str) -> None:

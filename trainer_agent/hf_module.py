@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.pieces import Pieces
 
 from .assembly import Assembler, check_manifest
 from .module_pieces import describe
@@ -62,6 +63,11 @@ class HFModuleSource:
             buckets = plan(manifest, self._held.pieces, rank=0)
             self._planned = (manifest, Assembler(buckets, self._held.storages, 0, 0, None))
         self._planned[1].run(index, out, self.device)
+
+    def local(self, tensors: Sequence[TensorSpec]) -> tuple[Sequence[torch.Tensor], Pieces]:
+        """The module's tensors, and all of each of `tensors`, where it lies."""
+        held = self._held.pieces
+        return self._held.storages, Pieces.of(tensors, (held.at(row) for row in range(len(held))))
 
     def agree(self, blob: bytes | None) -> bytes:
         """Return `blob`: there is nobody else."""

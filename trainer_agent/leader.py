@@ -15,21 +15,24 @@ import msgspec
 import torch
 
 from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.errors import ConfigurationError
 from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId
 from weightbus.control.keys import CurveFiles, read_secret
 from weightbus.control.log import get_log
 from weightbus.control.messages import Held, Hello, Offer, Publish, Role, TrainerInfo, TransportKind
 from weightbus.control.seals import seal_offer, seal_publication
 from weightbus.control.security import curve_files
+from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Sender
-from weightbus.dataplane.transports import sender
+from weightbus.dataplane.transports import default_runtime_dir, sender
 
 from .background import Background, End
 from .backlog import Claim
 from .drive import Drive, Outfit, Progress
+from .exposure import Exposable, Exposure
 from .orders import Assemble, Beat, Finish, Ranks, Taken
 from .publication import Ending, Verdict
 from .report import Mode, PublishReport, Stopwatch
@@ -54,10 +57,11 @@ class KnowsHeads(Protocol):
 class Leader:
     """Publishes version after version. Not for several threads at once."""
 
-    def __init__(self, outfit: Outfit, pool: Pool, source: Source) -> None:
+    def __init__(self, outfit: Outfit, pool: Pool, source: Source, exposure: Exposure | None = None) -> None:
         self._outfit = outfit
         self._pool = pool
         self._source = source
+        self._exposure = exposure
         self._snapshot_s: dict[int, float] = {}
         self._background = _background(outfit, pool, source, self._snapshot_s)
 
@@ -129,6 +133,8 @@ class Leader:
         with contextlib.ExitStack() as stack:
             stack.callback(self._outfit.bus.close)
             stack.callback(self._pool.close)
+            if self._exposure is not None:
+                stack.callback(self._exposure.close)
             for each in self._outfit.senders.values():
                 stack.callback(each.close)
             stack.callback(lambda: self._background.close(self._patience_s()))
@@ -138,6 +144,11 @@ class Leader:
         self._source.assemble(self._outfit.staging.manifest, index, out)
 
     def _claim(self, version: int) -> Claim:
+        if self._exposure is not None:
+            raise ValueError(
+                "engines may read the parameters themselves (transport = direct), so training cannot go on meanwhile:"
+                " leave direct out of transport, or publish live"
+            )
         if self._background.knows(version):
             raise ValueError(f"version {version} is being published already: publish a higher one, or wait for it")
         deadline = time.monotonic() + self._patience_s()
@@ -225,13 +236,23 @@ def lead(
     source: Source, settings: TrainerSettings, manifest: Manifest, progress: Callable[[Progress], None] | None = None
 ) -> Leader:
     """Connect to the coordinator and make the staging memory. Root only."""
+    exposure = _exposure(source, settings, manifest)
     kinds = settings.transports()
+    if exposure is None:
+        kinds = tuple(kind for kind in kinds if kind is not TransportKind.DIRECT)
+    if not kinds:
+        raise ConfigurationError(
+            "transport = direct is the only one allowed, and this trainer's memory cannot be read by others (the log"
+            " says why): allow local too"
+        )
     buckets = len(manifest.buckets)
     pool = BucketPool(
         source.device, min(settings.slots, buckets), manifest.largest_bucket, f"{settings.channel}-{settings.name}"
     )
     with contextlib.ExitStack() as undo:
         undo.callback(pool.close)
+        if exposure is not None:
+            undo.callback(exposure.close)
         curve = curve_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
         bus = BusClient(BusSettings(endpoint=settings.coordinator, curve=curve), _hello(source, settings, kinds))
         undo.callback(bus.close)
@@ -241,14 +262,34 @@ def lead(
             bus=bus,
             ranks=ranks,
             staging=Staging(source, manifest, pool, ranks, source.head_dim if isinstance(source, KnowsHeads) else None),
-            make_sender=_sender_maker(source, settings),
+            make_sender=_sender_maker(source, settings, exposure),
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
             seal=_Seal(settings, curve) if curve else None,
         )
         undo.pop_all()
-    return Leader(outfit, pool, source)
+    return Leader(outfit, pool, source, exposure)
+
+
+def _exposure(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:
+    """The means to let engines read this process, where that was asked for and can be.
+
+    It is tried at once: what cannot be exported goes through staging buckets, by the next transport.
+    """
+    if TransportKind.DIRECT not in settings.transport:
+        return None
+    if not isinstance(source, Exposable):
+        _log.warning("not_direct", reason=f"{type(source).__name__} is spread over ranks that export nothing yet")
+        return None
+    exposure = Exposure(source, manifest, settings.runtime_dir or default_runtime_dir(), settings.channel)
+    try:
+        exposure()
+    except NotExportable as error:
+        _log.warning("not_direct", reason=str(error))
+        exposure.close()
+        return None
+    return exposure
 
 
 class _Seal:
@@ -286,7 +327,9 @@ def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind
     return hello
 
 
-def _sender_maker(source: Source, settings: TrainerSettings) -> Callable[[TransportKind], Sender]:
+def _sender_maker(
+    source: Source, settings: TrainerSettings, exposure: Exposure | None
+) -> Callable[[TransportKind], Sender]:
     def make(kind: TransportKind) -> Sender:
         return sender(
             kind.value,
@@ -296,6 +339,7 @@ def _sender_maker(source: Source, settings: TrainerSettings) -> Callable[[Transp
             host=settings.host,
             checkpoint_dir=settings.checkpoint_dir,
             hf_config_dir=settings.hf_config_dir,
+            expose=exposure,
         )
 
     return make

@@ -176,6 +176,7 @@ def test_signatures_are_of_one_key_and_one_statement() -> None:
     assert not signed_by("zz" * 32, b"statement", signature)
 
 
+OFFER_FIELDS = {"transport", "address", "group", "backend", "world_size", "token", "signature"}
 OFFER = Offer(
     transport=TransportKind.DISTRIBUTED,
     address="tcp://10.0.0.1:6000",
@@ -224,6 +225,11 @@ def test_nobody_sends_engines_elsewhere(lie: dict[str, object]) -> None:
     found = doubt_offer(transfer(offer), AgentId("t0"), TRUSTED)
     assert found is not None
     assert found.kind is Distrust.REDIRECTED
+
+
+def test_every_field_of_an_offer_is_signed() -> None:
+    """A field that is added is signed with the others, and is tried above."""
+    assert {field.name for field in msgspec.structs.fields(Offer)} == OFFER_FIELDS
 
 
 def test_an_offer_is_of_one_epoch_and_one_trainer() -> None:

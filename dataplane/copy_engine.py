@@ -1,0 +1,61 @@
+"""Carries out tables of copies, and digests what they wrote. One implementation for each kind of device.
+
+`prepare` is slow and happens once for a plan: it may build pointer tables, streams or a CUDA graph. `run` is what a
+paused server waits for: no work that grows with the number of rows may happen in Python there, but on the CPU twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .copy_table import CopyTable
+from .digest_table import BoxTable
+
+Lanes = npt.NDArray[np.uint64]
+
+
+class PreparedCopies(Protocol):
+    """A table bound to memory. Used from one thread."""
+
+    def run(self) -> None:
+        """Copy every row. Returns when the bytes are in the targets, and other streams may read them."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory; `run` must not be called again."""
+        ...
+
+
+class PreparedDigest(Protocol):
+    """A table of boxes bound to memory. Used from one thread."""
+
+    def run(self) -> Lanes:
+        """(2, groups) uint64: the sums of both lanes of every group, as they are now. One pass over the memory."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        ...
+
+
+class CopyEngine(Protocol):
+    """Binds tables to memory.
+
+    Regions are 1-D uint8 tensors over whole allocations (sources) or over a target's memory, numbered as in the table.
+    Source regions may lie on another device than the target ones; they are read only.
+    """
+
+    def copies(
+        self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> PreparedCopies:
+        """Bind a table whose bounds `CopyTable.check` has proven."""
+        ...
+
+    def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> PreparedDigest:
+        """Bind a table of boxes whose bounds `BoxTable.check` has proven."""
+        ...

@@ -1,0 +1,256 @@
+"""Straight from the trainer's memory into the engine's parameters: the trainer's half.
+
+Nothing is sent: readers open what the ranks export and copy by themselves. This half says what there is, agrees to the
+plans, and keeps the trainer waiting until every reader has finished. The receiver's half is direct_receiver.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import selectors
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from . import direct_wire as wire
+from .deadline import Deadline
+from .errors import DataplaneError, PeerLost, TransferFailed
+from .exports import ExportMap
+from .frames import FrameListener, Frames
+from .local import open_runtime_dir
+from .pieces import Pieces
+from .plan import make_plan
+from .recording import Recording
+from .transport import JOIN_S, Address, Peer, Session, Slot
+
+_LOOK_S: Final = 0.1
+"""How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
+_PACKET_S: Final = 10.0
+"""For one message to or from a peer that has begun to speak."""
+
+
+@dataclass(frozen=True, eq=False)
+class Exposed:
+    """Everything that the ranks of a trainer let others read."""
+
+    pieces: Pieces
+    """Of all ranks, in the tensors of the manifest that is published."""
+    exports: tuple[ExportMap, ...]
+    exporters: tuple[wire.Exporting, ...]
+
+    def digest(self) -> str:
+        """Names the layout: what a receiver keeps from round to round."""
+        parts = (self.pieces.encode(), *(export.encode() for export in self.exports))
+        return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+class _Peer:
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.frames: Frames | None = None
+        self.finished = False
+
+
+class DirectSender:
+    """Implements `Sender`. `expose` is called at each offer: the memory of the version that is published."""
+
+    def __init__(self, runtime_dir: Path, channel: str, expose: Callable[[], Exposed]) -> None:
+        self._runtime_dir = runtime_dir
+        self._channel = channel
+        self._expose = expose
+        self._exposed: Exposed | None = None
+        self._layout = ""
+        self._epoch = 0
+        self._failed: dict[str, str] = {}
+        self._withdrawn: dict[str, str] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._agreed: set[str] = set()
+        self._listener: FrameListener | None = None
+        self._selector: selectors.BaseSelector | None = None
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Engines that did not take the version, with the reason."""
+        return self._failed
+
+    @property
+    def spared(self) -> frozenset[str]:
+        """Nobody: no engine fails for another."""
+        return frozenset()
+
+    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+        """Export the memory, and listen for `peers` on a socket of this epoch."""
+        self.close()
+        exposed = self._expose()
+        if exposed.pieces.tensors != session.manifest.tensors:
+            raise TransferFailed("the exported pieces are of other tensors than the manifest: expose what is published")
+        layout = exposed.digest()
+        if layout != self._layout:
+            self._agreed.clear()
+        self._exposed, self._layout = exposed, layout
+        self._epoch, self._failed, self._withdrawn = session.epoch, {}, {}
+        self._peers = {peer.engine: _Peer(peer.engine) for peer in peers}
+        open_runtime_dir(self._runtime_dir)
+        path = self._runtime_dir / f"{self._channel}-{session.epoch}-{os.getpid()}-d.sock"
+        self._listener = FrameListener(path)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        return Address(os.fspath(path))
+
+    def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
+        """Wait until every peer has connected, or is in `failed`."""
+        self._wait(min(deadline_s, join_s), lambda peer: peer.frames is None, "did not come")
+        self._require_some()
+
+    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+        """Nothing is sent; whoever speaks meanwhile is answered."""
+        del index, slot, deadline_s
+        self._pump(0.0)
+        self._require_some()
+
+    def reclaim(self, index: int, deadline_s: float) -> None:
+        """Nobody reads buckets."""
+        del index, deadline_s
+        self._pump(0.0)
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until every peer holds the version, or is in `failed`."""
+        self._wait(deadline_s, lambda peer: not peer.finished, "had not finished")
+
+    def withdraw(self, engine: str, reason: str) -> None:
+        """Drop `engine` when this sender waits the next time."""
+        self._withdrawn.setdefault(engine, reason)
+
+    def close(self) -> None:
+        """Hang up. Exported memory stays exported: it belongs to the exporters."""
+        for peer in self._peers.values():
+            if peer.frames is not None:
+                peer.frames.close()
+        self._peers = {}
+        if self._selector is not None:
+            self._selector.close()
+            self._selector = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    # -- peers --------------------------------------------------------------------------------------------------------
+
+    def _wait(self, deadline_s: float, pending: Callable[[_Peer], bool], reproach: str) -> None:
+        deadline = Deadline(deadline_s)
+        while late := [peer for peer in self._peers.values() if pending(peer)]:
+            left = deadline.left()
+            if not left:
+                for peer in late:
+                    self._drop(peer, f"{reproach} within {deadline_s:.1f} s")
+                return
+            self._pump(min(left, _LOOK_S))
+
+    def _pump(self, timeout_s: float) -> None:
+        if self._selector is None:
+            raise TransferFailed("nothing is on offer: call offer first")
+        for engine, reason in tuple(self._withdrawn.items()):
+            if engine in self._peers:
+                self._drop(self._peers[engine], reason)
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._admit()
+            else:
+                self._hear(key.data)
+
+    def _admit(self) -> None:
+        assert self._listener is not None
+        assert self._selector is not None
+        deadline = Deadline(_PACKET_S)
+        frames = self._listener.accept(deadline, "a receiver")
+        try:
+            hello = wire.hear_receiver(frames, deadline)
+            reason = self._refusal(hello)
+            if reason or not isinstance(hello, wire.Hello):
+                wire.say(frames, wire.Refused(epoch=self._epoch, reason=reason), deadline)
+                return frames.close()
+            assert self._exposed is not None
+            welcome = wire.Welcome(epoch=self._epoch, layout=self._layout, exporters=self._exposed.exporters)
+            wire.say(frames, welcome, deadline)
+        except DataplaneError:  # whoever it was is gone; a peer that never comes is named at the deadline
+            return frames.close()
+        peer = self._peers[hello.engine]
+        peer.frames = frames
+        return self._register(frames, peer)
+
+    def _register(self, frames: Frames, peer: _Peer) -> None:
+        assert self._selector is not None
+        self._selector.register(frames, selectors.EVENT_READ, peer)
+
+    def _refusal(self, hello: wire.ToSender) -> str:
+        if not isinstance(hello, wire.Hello):
+            return f"a receiver begins with Hello, not with {type(hello).__name__}"
+        if (hello.channel, hello.epoch) != (self._channel, self._epoch):
+            return f"this is channel {self._channel!r} at epoch {self._epoch}"
+        peer = self._peers.get(hello.engine)
+        if peer is None:
+            return f"{hello.engine!r} does not take part: {self._failed.get(hello.engine, 'it was not invited')}"
+        return f"{hello.engine!r} is connected already" if peer.frames is not None else ""
+
+    def _hear(self, peer: _Peer) -> None:
+        if peer.frames is None:  # dropped by an earlier event of the same batch
+            return
+        deadline = Deadline(_PACKET_S)
+        try:
+            match wire.hear_receiver(peer.frames, deadline):
+                case wire.GiveLayout():
+                    assert self._exposed is not None
+                    exports = tuple(export.encode() for export in self._exposed.exports)
+                    layout = wire.Layout(pieces=self._exposed.pieces.encode(), exports=exports)
+                    wire.say(peer.frames, layout, deadline)
+                case wire.Propose() as proposed:
+                    for each in proposed.plans:
+                        self._agree(each)
+                    wire.say(peer.frames, wire.Agreed(), deadline)
+                case wire.Finished():
+                    peer.finished = True
+                case wire.Failed(reason=reason):
+                    self._drop(peer, reason)
+                case message:
+                    self._drop(peer, f"it said {type(message).__name__} out of turn")
+        except DataplaneError as error:
+            self._drop(peer, str(error))
+
+    def _agree(self, proposal: wire.Proposal) -> None:
+        """Make the same plan. Raises `TransferFailed` when it is another one."""
+        if proposal.plan in self._agreed:
+            return
+        assert self._exposed is not None
+        recording = Recording.decode(proposal.recording, self._exposed.pieces.tensors)
+        plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
+        if plan.digest() != proposal.plan:
+            raise TransferFailed(
+                f"worker {proposal.reader.rank} planned {proposal.plan[:12]}, the trainer {plan.digest()[:12]} from "
+                "the same layouts: both sides must run one version of weightbus"
+            )
+        self._agreed.add(proposal.plan)
+
+    def _drop(self, peer: _Peer, reason: str) -> None:
+        if peer.frames is not None:
+            if not peer.finished:
+                self._say_goodbye(peer.frames, reason)
+            if self._selector is not None:
+                self._selector.unregister(peer.frames)
+            peer.frames.close()
+            peer.frames = None
+        if not peer.finished:  # it has the version: going away afterwards is its right
+            self._failed.setdefault(peer.engine, reason)
+            self._peers.pop(peer.engine, None)
+
+    def _say_goodbye(self, frames: Frames, reason: str) -> None:
+        try:
+            wire.say(frames, wire.Failed(reason=reason), Deadline(1.0))
+        except (PeerLost, DataplaneError):
+            return  # it is gone, nothing to tell
+
+    def _require_some(self) -> None:
+        if not self._peers:
+            reasons = "; ".join(f"{engine}: {reason}" for engine, reason in self._failed.items())
+            raise TransferFailed(f"no engine is left to serve ({reasons})")

@@ -1,0 +1,127 @@
+"""Messages of any size between two processes of one user on one host: a stream socket, a length before each message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Final, Self
+
+from .deadline import Deadline
+from .errors import DeadlineExceeded, PeerLost
+from .export_wire import peer_of
+
+MAX_FRAME: Final = 512 * 1024 * 1024
+"""A recording of a million copies takes a fifth of it."""
+_LENGTH: Final = struct.Struct("<Q")
+
+
+class Frames:
+    """One end of an established connection. Whoever is at the other end has been looked at."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.pid = peer_of(sock)
+
+    @classmethod
+    def connect(cls, path: str, deadline: Deadline) -> Self:
+        """Connect to a listening socket. Raises `PeerLost` when nobody of our user listens there."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(deadline.check(path))
+            sock.connect(path)
+            return cls(sock)
+        except OSError as error:
+            sock.close()
+            raise PeerLost(f"the socket {path} does not answer: {error}") from error
+        except PeerLost:
+            sock.close()
+            raise
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def send(self, message: bytes, deadline: Deadline) -> None:
+        """Raises `PeerLost`, `DeadlineExceeded`."""
+        try:
+            self._socket.settimeout(deadline.check("room to send"))
+            self._socket.sendall(_LENGTH.pack(len(message)) + message)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the other end to read", deadline.seconds) from error
+        except OSError as error:
+            raise PeerLost(f"the other end is gone: {error}") from error
+
+    def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
+        """The next message. Raises `PeerLost`, `DeadlineExceeded`."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline, waiting_for))
+        if length > MAX_FRAME:
+            raise PeerLost(f"a message of {length} bytes is announced, at most {MAX_FRAME} are taken")
+        return self._exactly(int(length), deadline, waiting_for)
+
+    def _exactly(self, count: int, deadline: Deadline, waiting_for: str) -> bytes:
+        found = bytearray(count)
+        view = memoryview(found)
+        at = 0
+        while at < count:
+            try:
+                self._socket.settimeout(deadline.check(waiting_for))
+                got = self._socket.recv_into(view[at:])
+            except TimeoutError as error:
+                raise DeadlineExceeded(waiting_for, deadline.seconds) from error
+            except OSError as error:
+                raise PeerLost(f"the connection broke: {error}") from error
+            if not got:
+                raise PeerLost(f"the other end closed the connection; {waiting_for} was expected")
+            at += got
+        return bytes(found)
+
+    def close(self) -> None:
+        """Twice is fine."""
+        with contextlib.suppress(OSError):  # the other end may have closed first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class FrameListener:
+    """A socket of a name that only this user can connect to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(os.fspath(path))
+            path.chmod(0o600)
+            self._socket.listen(128)
+        except OSError as error:
+            self._socket.close()
+            raise PeerLost(f"the socket {path} cannot be opened: {error}: shorten runtime_dir?") from error
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def accept(self, deadline: Deadline, waiting_for: str) -> Frames:
+        """The next connection of a process of this user. Raises `DeadlineExceeded`."""
+        while True:
+            self._socket.settimeout(deadline.check(waiting_for))
+            try:
+                sock, _ = self._socket.accept()
+            except TimeoutError as error:
+                raise DeadlineExceeded(waiting_for, deadline.seconds) from error
+            except OSError as error:
+                raise PeerLost(f"the socket {self.path} was closed") from error
+            try:
+                return Frames(sock)
+            except PeerLost:
+                sock.close()
+
+    def close(self) -> None:
+        """Twice is fine."""
+        with contextlib.suppress(OSError):  # nobody may be connected
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.path.unlink(missing_ok=True)

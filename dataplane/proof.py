@@ -1,0 +1,255 @@
+"""How the workers of one engine prove that they hold a version: what each digests, and what their sums must be. Pure.
+
+The digest table has one digest for each whole tensor; workers hold boxes, some of them in several places. All boxes of
+all workers are cut along each other's borders into *atoms*. Every place that holds an atom must give the same sums for
+it, and the sums of a tensor's atoms, each counted once, must be the tensor's digest: then every place is right.
+
+Boxes that are no whole words (digest_table.py), or that hold the tensor in another dtype, are read back and put
+together; they are few and small, or the engine is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from . import integrity
+from .boxes import Box, Boxes, Column, doubly_held, intersect, volumes
+from .copy_rows import Side, rows_of
+from .copy_table import ITEM_SIZES, CopyTable
+from .digest_table import BoxTable, Lanes, odd_boxes, table_of
+from .errors import DigestMismatch, Unsupported
+from .manifest import DigestTable, TensorSpec
+from .pieces import DTYPES, Pieces, contiguous_strides
+from .plan import Plan, staging_of
+from .recording import Cause, LoadedTensor, Recording
+
+MOST_ODD_BYTES: Final = 64 * 1024 * 1024
+"""What is read back in each round. Beyond, another transport is quicker."""
+
+_WIDER: Final = {
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("bfloat16", "float64"),
+    ("float16", "float64"),
+    ("float32", "float64"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RankProof:
+    """What one worker reports, and how to read it."""
+
+    table: BoxTable
+    """A group for each instance."""
+    atom: Column
+    """(instances,): the atom that each is."""
+    odd: CopyTable
+    """Target regions to one buffer, in the served dtype."""
+    odd_pieces: Pieces
+    """The boxes in that buffer, packed one after another; `offset` counts bytes."""
+    odd_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """For all workers of one engine."""
+
+    tensors: tuple[TensorSpec, ...]
+    atoms: Boxes
+    ranks: tuple[RankProof, ...]
+    odd: tuple[int, ...]
+    """Tensors that are put together from what was read back."""
+
+    def check(self, table: DigestTable, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> None:
+        """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere."""
+        found = np.zeros((2, len(self.atoms)), np.uint64)
+        for rank, sums in zip(self.ranks, lanes, strict=True):
+            found[:, rank.atom] = sums
+        for number, (rank, sums) in enumerate(zip(self.ranks, lanes, strict=True)):
+            differs = np.flatnonzero((found[:, rank.atom] != sums).any(axis=0))
+            if len(differs):
+                self._disagree(number, int(rank.atom[differs[0]]), found, sums[:, differs[0]])
+        totals = np.zeros((2, len(self.tensors)), np.uint64)
+        for lane in (0, 1):
+            np.add.at(totals[lane], self.atoms.space, found[lane])
+        proven = np.unique(self.atoms.space)
+        indexes: list[int] = proven.tolist()
+        sizes = np.array([self.tensors[index].nbytes for index in indexes], np.int64)
+        digests = integrity.finish(totals[:, proven], sizes)
+        for at, index in enumerate(indexes):
+            self._compare(table, index, digests[16 * at : 16 * at + 16])
+        for index in self.odd:
+            packed = torch.from_numpy(self._assembled(index, odd))  # pyright: ignore[reportUnknownMemberType]
+            self._compare(table, index, integrity.digest_tensors(packed, (0, len(packed))))
+
+    def _disagree(self, rank: int, atom: int, found: Lanes, sums: Lanes) -> None:
+        box = self.atoms.at(atom)
+        name = self.tensors[int(self.atoms.space[atom])].name
+        raise DigestMismatch(
+            f"{name}[{box.start}..{box.stop}] on worker {rank}", sums.tobytes().hex(), found[:, atom].tobytes().hex()
+        )
+
+    def _compare(self, table: DigestTable, index: int, found: bytes) -> None:
+        expected = table.tensors[16 * index : 16 * index + 16]
+        if found != expected:
+            raise DigestMismatch(self.tensors[index].name, found.hex(), expected.hex())
+
+    def _assembled(self, index: int, odd: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+        """The packed bytes of a tensor from the boxes that workers read back; every place must agree."""
+        spec = self.tensors[index]
+        item = int(ITEM_SIZES[DTYPES.index(spec.dtype)])
+        whole = np.zeros((*spec.shape, item), np.uint8)
+        boxes: list[tuple[int, tuple[slice, ...], npt.NDArray[np.uint8]]] = []
+        for number, (rank, blob) in enumerate(zip(self.ranks, odd, strict=True)):
+            for row in np.flatnonzero(rank.odd_pieces.boxes.space == index).tolist():
+                piece = rank.odd_pieces.at(row)
+                cut = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+                data = np.frombuffer(blob, np.uint8, piece.box.size * item, piece.view.offset)
+                boxes.append((number, cut, data.reshape(*piece.box.shape, item)))
+                whole[cut] = boxes[-1][2]
+        for number, cut, data in boxes:
+            if not np.array_equal(whole[cut], data):
+                raise DigestMismatch(f"{spec.name}[{cut}] on worker {number}", "other bytes", "those of another place")
+        return whole.reshape(-1)
+
+
+def provable(recording: Recording) -> Recording:
+    """The recording, with tensors whose cast loses bits sent through the engine's loader.
+
+    What is stored of them says nothing about the bits that were lost; the staged tensor does.
+    """
+    copies = recording.copies
+    spaces: list[int] = copies.boxes.space.tolist()
+    dtypes: list[int] = copies.dtype.tolist()
+    served = [copies.tensors[index].dtype for index in spaces]
+    stored = [DTYPES[dtype] for dtype in dtypes]
+    lossy = {
+        spaces[row]
+        for row, pair in enumerate(zip(served, stored, strict=True))
+        if pair[0] != pair[1] and pair not in _WIDER
+    }
+    if not lossy:
+        return recording
+    loaded = {each.tensor: each for each in recording.loaded}
+    for index in lossy:
+        loaded.setdefault(index, LoadedTensor(index, Cause.COMPUTED, "a cast that loses bits"))
+    kept = np.flatnonzero(~np.isin(copies.boxes.space, list(lossy)))
+    return replace(recording, copies=copies.take(kept), loaded=tuple(loaded[index] for index in sorted(loaded)))
+
+
+def make_proof(recordings: Sequence[Recording], plans: Sequence[Plan]) -> Proof:
+    """What the workers with these recordings, in the order of their ranks, report. Raises `Unsupported`."""
+    tensors = recordings[0].tensors
+    held = [_held(recording, plan) for recording, plan in zip(recordings, plans, strict=True)]
+    odd = np.unique(np.concatenate([each.boxes.space[odd_boxes(each)] for each, _, _ in held]))
+    even = [np.flatnonzero(~np.isin(each.boxes.space, odd)) for each, _, _ in held]
+    atoms = _atoms([each.boxes.take(rows) for (each, _, _), rows in zip(held, even, strict=True)])
+    _complete(tensors, atoms, odd, [each.boxes for each, _, _ in held])
+    ranks = tuple(
+        _rank_proof(each, region, begin, rows, atoms, np.flatnonzero(np.isin(each.boxes.space, odd)))
+        for (each, region, begin), rows in zip(held, even, strict=True)
+    )
+    if max(rank.odd_bytes for rank in ranks) > MOST_ODD_BYTES:
+        first: list[int] = odd[:3].tolist()
+        names = ", ".join(tensors[index].name for index in first)
+        raise Unsupported(
+            f"{max(rank.odd_bytes for rank in ranks)} bytes of {len(odd)} tensors ({names} ..) lie in boxes that are "
+            "no multiple of 8 bytes and cannot be digested in place: let this engine take the local transport"
+        )
+    return Proof(tensors, atoms, ranks, tuple(odd.tolist()))
+
+
+def _held(recording: Recording, plan: Plan) -> tuple[Pieces, Column, Column]:
+    """Everything that a worker holds of the served tensors: its copies, and whole staged tensors behind its targets."""
+    staging, _ = staging_of(recording.tensors, plan.staged)
+    pieces = Pieces.join((recording.copies, replace(staging, storage=np.zeros(len(staging), np.int64))))
+    region = np.concatenate([recording.copies.storage, np.full(len(staging), len(recording.targets))])
+    begin = np.concatenate([np.zeros(len(recording.copies), np.int64), staging.storage])
+    return pieces, region, begin
+
+
+def _atoms(boxes: Sequence[Boxes]) -> Boxes:
+    """Disjoint boxes of which each of `boxes` is a union."""
+    axes = max(each.start.shape[1] for each in boxes)
+    rows = [np.concatenate([each.space[:, None], each.start, each.stop], axis=1) for each in boxes]
+    distinct = np.unique(np.concatenate(rows), axis=0)
+    apart = Boxes(distinct[:, 0], distinct[:, 1 : 1 + axes], distinct[:, 1 + axes :])
+    if not len(apart) or doubly_held(apart) is None:
+        return apart
+    one, other, _ = intersect(apart, apart)
+    mixed = np.unique(apart.space[one[one != other]])
+    kept = apart.take(np.flatnonzero(~np.isin(apart.space, mixed)))
+    cells = [cell for space in mixed.tolist() for cell in _cells(apart.take(np.flatnonzero(apart.space == space)))]
+    return Boxes(
+        np.concatenate([kept.space, np.array([space for space, _, _ in cells], np.int64)]),
+        np.concatenate([kept.start, np.array([start for _, start, _ in cells], np.int64).reshape(-1, axes)]),
+        np.concatenate([kept.stop, np.array([stop for _, _, stop in cells], np.int64).reshape(-1, axes)]),
+    )
+
+
+def _cells(boxes: Boxes) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """The cells of the grid that the borders of these boxes of one tensor draw, as far as any of them holds them."""
+    borders = [
+        np.unique(np.concatenate([boxes.start[:, axis], boxes.stop[:, axis]])).tolist()
+        for axis in range(boxes.start.shape[1])
+    ]
+    found: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    for place in product(*(range(len(each) - 1) for each in borders)):
+        start = tuple(each[at] for each, at in zip(borders, place, strict=True))
+        stop = tuple(each[at + 1] for each, at in zip(borders, place, strict=True))
+        if bool(((boxes.start <= start) & (boxes.stop >= stop)).all(axis=1).any()):
+            found.append((int(boxes.space[0]), start, stop))
+    return found
+
+
+def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Sequence[Boxes]) -> None:
+    """Raise `Unsupported` for a tensor that the workers hold only a part of: its digest speaks of the whole."""
+    found = volumes(atoms, len(tensors))
+    parts: Mapping[int, list[Box]] = defaultdict(list)
+    for boxes in held:
+        for row in np.flatnonzero(np.isin(boxes.space, odd)).tolist():
+            parts[int(boxes.space[row])].append(boxes.at(row))
+    for index in odd.tolist():
+        rest = [Box(part.start, part.stop) for part in parts[index][:1]]
+        for part in parts[index][1:]:
+            pieces = [part]
+            for known in rest:
+                pieces = [each for one in pieces for each in one.subtract(known)]
+            rest.extend(pieces)
+        found[index] = sum(part.size for part in rest)
+    for index in np.flatnonzero(found).tolist():
+        spec = tensors[index]
+        if found[index] != prod(spec.shape):
+            raise Unsupported(
+                f"the engine keeps {found[index]} of {prod(spec.shape)} elements of {spec.name!r}, which cannot be "
+                "compared with the digest of the whole tensor: let this engine take the local transport"
+            )
+
+
+def _rank_proof(  # noqa: PLR0917 - everything that is known of one worker
+    pieces: Pieces, region: Column, begin: Column, even: Column, atoms: Boxes, odd: Column
+) -> RankProof:
+    rows, which, common = intersect(pieces.boxes.take(even), atoms)
+    instances = pieces.within(common, even[rows])
+    table = table_of(instances, region[even[rows]], begin[even[rows]], np.arange(len(rows)), len(rows))
+    boxes = pieces.take(odd)
+    item = ITEM_SIZES[np.array([DTYPES.index(spec.dtype) for spec in pieces.tensors], np.int64)[boxes.boxes.space]]
+    nbytes = boxes.boxes.sizes * item
+    places = np.cumsum(-(-nbytes // 16) * 16) - (-(-nbytes // 16) * 16)
+    end = int((places + nbytes).max()) if len(odd) else 0
+    axes = boxes.boxes.start.shape[1]
+    strides = [contiguous_strides(tuple(extent)) for extent in boxes.boxes.extents.tolist()]
+    packed = np.array(strides, np.int64).reshape(-1, axes)
+    served = np.array([DTYPES.index(spec.dtype) for spec in pieces.tensors], np.int64)[boxes.boxes.space]
+    zeros = np.zeros(len(odd), np.int64)
+    read = rows_of(boxes.boxes.extents, Side.of(boxes, region[odd], begin[odd]), Side(zeros, places, served, packed))
+    return RankProof(table, which, read, replace(boxes, offset=places, dtype=served, stride=packed), end)

@@ -1,0 +1,153 @@
+"""What the sidecar and the workers of its server say to each other while the workers' schedulers are held.
+
+One exchange for each round: every worker connects to the sidecar's socket when the server calls our loader, and returns
+from the call at `Done`. Only what a worker does not know yet is sent: a steady round is Hello, Replay, Replayed, Done.
+
+    worker                       sidecar
+      Hello  ------------------->
+             <-------------------  Record      (only when layout or server are new)
+      Recorded ----------------->
+             <-------------------  Adopt       (only when plan or exports are new)
+      Adopted ------------------>
+             <-------------------  Replay
+      Replayed ----------------->
+             <-------------------  Done
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+
+from .deadline import Deadline
+from .errors import PeerLost
+from .frames import Frames
+from .manifest import TensorSpec
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    pass
+
+
+class Hello(_Message, frozen=True, tag=True):
+    """Worker, first: who it is, and what it has from earlier rounds."""
+
+    rank: int
+    device: str
+    """``cpu`` or the GPU's uuid."""
+    peers: tuple[str, ...] = ()
+    layout: str = ""
+    """Digest of the tensors of its recording."""
+    recording: str = ""
+    plan: str = ""
+
+
+class Record(_Message, frozen=True, tag=True):
+    """Sidecar: run the loader once on these tensors, and say what it does."""
+
+    layout: str
+    tensors: tuple[TensorSpec, ...]
+
+
+class Recorded(_Message, frozen=True, tag=True):
+    """Worker: `Recording.encode`."""
+
+    recording: bytes
+    seconds: float
+
+
+class Exports(_Message, frozen=True, tag=True):
+    """Where one trainer rank's memory is had, and which regions of it."""
+
+    holder: int
+    address: str
+    generation: int
+    regions: tuple[int, ...]
+
+
+class Adopt(_Message, frozen=True, tag=True):
+    """Sidecar: what to do in every round from now on. The tables are those of plan.py and proof.py, encoded."""
+
+    plan: str
+    recording: str
+    """Digest of the recording that the plan was made for."""
+    sources: tuple[tuple[int, int], ...]
+    """(holder, region) by number."""
+    copies: bytes
+    staging: bytes
+    staged: tuple[int, ...]
+    staging_bytes: int
+    proof: bytes
+    """`BoxTable.encode`: regions are the targets, and then the staging buffer."""
+    groups: int
+    odd: bytes
+    """`CopyTable.encode`: boxes of targets, or of sources where they are cast, that are read back into one buffer."""
+    odd_bytes: int
+
+
+class Adopted(_Message, frozen=True, tag=True):
+    """Worker: everything is bound."""
+
+    seconds: float
+
+
+class Replay(_Message, frozen=True, tag=True):
+    """Sidecar: copy, then say what the engine holds."""
+
+    epoch: int
+    version: int
+    exports: tuple[Exports, ...]
+
+
+class Replayed(_Message, frozen=True, tag=True):
+    """Worker: done. Lanes are of its groups, as little-endian uint64; `odd` are the bytes that were read back."""
+
+    lanes: bytes
+    odd: bytes
+    copy_s: float
+    verify_s: float
+
+
+class Done(_Message, frozen=True, tag=True):
+    """Sidecar: return to the server."""
+
+
+class Failed(_Message, frozen=True, tag=True):
+    """Either side: it gives up. The worker has changed weights if `touched`."""
+
+    reason: str
+    touched: bool = False
+
+
+ToWorker = Record | Adopt | Replay | Done | Failed
+ToSidecar = Hello | Recorded | Adopted | Replayed | Failed
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_TO_WORKER: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)
+_TO_SIDECAR: Final[msgspec.msgpack.Decoder[ToSidecar]] = msgspec.msgpack.Decoder(ToSidecar)
+
+_T = TypeVar("_T")
+
+
+def say(frames: Frames, message: ToWorker | ToSidecar, deadline: Deadline) -> None:
+    """Raises `PeerLost`, `DeadlineExceeded`."""
+    frames.send(_ENCODER.encode(message), deadline)
+
+
+def hear_sidecar(frames: Frames, deadline: Deadline) -> ToWorker:
+    """For workers. Raises `PeerLost`, `DeadlineExceeded`."""
+    return _decode(_TO_WORKER, frames.receive(deadline, "the sidecar"))
+
+
+def hear_worker(frames: Frames, deadline: Deadline, waiting_for: str) -> ToSidecar:
+    """For the sidecar. Raises `PeerLost`, `DeadlineExceeded`."""
+    return _decode(_TO_SIDECAR, frames.receive(deadline, waiting_for))
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
+    try:
+        message: _T = decoder.decode(frame)
+    except (ValueError, RecursionError) as error:
+        raise PeerLost(f"the other end sent what is not a message: {error}") from error
+    return message

@@ -1,0 +1,102 @@
+"""Runs a model's own loader once, with tensors that have no contents, and writes down what it would have copied where.
+
+Nothing is written to the model. What a loader rebinds is put back, what it reads ends that tensor's part: the loader is
+run again without it, and the tensor is named as one that goes through the loader in every round. The result is proven:
+what is not covered by exactly one copy, constant or named tensor stands in a list of its own (recording.py).
+
+Runs inside the engine's worker, in the thread that owns the model. Imports torch and nothing of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeAlias
+
+import torch
+
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.recording import Cause, LoadedTensor, Recording
+
+from .errors import EngineAgentError
+from .findings import Findings
+from .model_tensors import ModelTensors
+from .origins import ReadsValues
+from .tracing import Tracer, traced
+
+_ATTEMPTS: Final = 32
+"""Runs of the loader. Each but the last one leaves out at least one tensor more than the one before."""
+
+NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+
+
+class NotRecordable(EngineAgentError):
+    """The loader of this model does what cannot be followed; the stock path can serve it."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"this model's loader cannot be recorded: {detail}; let this engine take the local transport")
+
+
+def record(
+    model: torch.nn.Module, load: Callable[[NamedTensors], object], tensors: Sequence[TensorSpec], rank: int
+) -> Recording:
+    """What `load`, the bound `load_weights` of `model`, does with `tensors`. Raises `NotRecordable`."""
+    left_out: dict[int, LoadedTensor] = {}
+    for _ in range(_ATTEMPTS):
+        tracer, held, found = _attempt(model, load, tensors, left_out)
+        if not found:
+            findings = Findings(tensors, held, tracer, left_out)
+            return findings.recording(rank)
+        if set(found) <= set(left_out):
+            raise NotRecordable(next(iter(found.values())).detail)
+        left_out |= found
+    names = ", ".join(tensors[index].name for index in sorted(left_out)[:4])
+    detail = next(iter(left_out.values())).detail
+    raise NotRecordable(f"more and more tensors must be left out ({names} .., {detail})")
+
+
+def _attempt(
+    model: torch.nn.Module,
+    load: Callable[[NamedTensors], object],
+    tensors: Sequence[TensorSpec],
+    left_out: dict[int, LoadedTensor],
+) -> tuple[Tracer, ModelTensors, dict[int, LoadedTensor]]:
+    """Run the loader once. Returns the tensors that must be left out, if there are any."""
+    held = ModelTensors(model)
+    tracer = Tracer(held.device)
+    for tensor in held.tensors:
+        tracer.adopt(tensor)
+    try:
+        with traced(tracer):
+            load(_stream(tracer, tensors, left_out))
+    except ReadsValues as reads:
+        return tracer, held, _loaded(reads.sources or _current(tracer), Cause.READ, reads.operation)
+    except Exception as error:
+        detail = f"{type(error).__name__}: {error}"
+        if tracer.current is None:
+            raise NotRecordable(detail) from error
+        return tracer, held, _loaded(_current(tracer), Cause.READ, detail)
+    finally:
+        rebound = held.restore(tracer)
+    found = _loaded(tracer.read_and_forgotten(), Cause.READ, "item")
+    for sources, name in rebound:
+        found |= _loaded(sources, Cause.REBOUND, name)
+    return tracer, held, {index: each for index, each in found.items() if index not in left_out}
+
+
+def _stream(
+    tracer: Tracer, tensors: Sequence[TensorSpec], left_out: dict[int, LoadedTensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for number, spec in enumerate(tensors):
+        if number in left_out:
+            continue
+        tracer.current = number
+        yield spec.name, tracer.source(number, spec.shape, getattr(torch, spec.dtype))
+    tracer.current = None
+
+
+def _current(tracer: Tracer) -> frozenset[int]:
+    return frozenset() if tracer.current is None else frozenset({tracer.current})
+
+
+def _loaded(sources: Iterable[int], cause: Cause, detail: str) -> dict[int, LoadedTensor]:
+    return {index: LoadedTensor(index, cause, detail) for index in sources}

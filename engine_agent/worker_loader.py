@@ -1,0 +1,92 @@
+"""The part of weightbus that runs inside the engine's workers: SGLang's ``--custom-weight-loader``.
+
+Start the server with ``--custom-weight-loader weightbus.engine_agent.worker_loader.load``. SGLang calls `load` in every
+worker's scheduler thread when the sidecar asks it to; the worker then connects to the sidecar's socket and does what it
+is told until it is let go (dataplane/worker_wire.py). Nothing is generated meanwhile.
+
+An exception here would end the whole server, so none leaves `load`: the sidecar is told, or notices that the connection
+broke, and keeps the server paused. Imports torch and nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from weightbus.dataplane import worker_wire as wire
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import DataplaneError, PeerLost
+from weightbus.dataplane.frames import Frames
+
+from .worker_state import WorkerState
+
+PREFIX: Final = "weightbus:"
+"""Of the name that is loaded; the rest is the path of the sidecar's socket."""
+_PATIENCE_S: Final = 120.0
+"""How long the server is held for a sidecar that says nothing: it may be planning, for the first time."""
+
+_log = logging.getLogger(__name__)
+_states: Final[dict[torch.nn.Module, WorkerState]] = {}
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """What SGLang calls. `named_tensors` is one name, that of the sidecar's socket."""
+    try:
+        _exchange(model, named_tensors)
+    except (DataplaneError, OSError, ValueError) as error:
+        _log.error("weightbus: the exchange with the sidecar broke off: %s", error)
+    except Exception:  # noqa: BLE001 - see above
+        _log.exception("weightbus: the exchange with the sidecar failed unforeseen")
+
+
+def forget() -> None:
+    """Let go of all memory of trainers; what is needed again is opened and recorded again."""
+    for state in _states.values():
+        state.close()
+    _states.clear()
+
+
+def _exchange(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    names = [name for name, _ in named_tensors]
+    if len(names) != 1 or not names[0].startswith(PREFIX):
+        raise PeerLost(f"the loader was called with {names[:2]}, expected one name that begins with {PREFIX!r}")
+    state = _states.get(model)
+    if state is None:
+        state = _states[model] = WorkerState(model)
+    frames = Frames.connect(names[0].removeprefix(PREFIX), Deadline(_PATIENCE_S))
+    try:
+        wire.say(frames, state.hello(_rank()), Deadline(_PATIENCE_S))
+        while True:
+            message = wire.hear_sidecar(frames, Deadline(_PATIENCE_S))
+            if isinstance(message, wire.Done | wire.Failed):
+                return
+            wire.say(frames, _obey(state, message), Deadline(_PATIENCE_S))
+    finally:
+        frames.close()
+
+
+def _obey(state: WorkerState, message: wire.Record | wire.Adopt | wire.Replay) -> wire.ToSidecar:
+    """Do one thing; whatever goes wrong is the sidecar's to judge."""
+    began = time.perf_counter()
+    try:
+        match message:
+            case wire.Record():
+                recording = state.record(message, _rank())
+                return wire.Recorded(recording=recording.encode(), seconds=time.perf_counter() - began)
+            case wire.Adopt():
+                state.adopt(message)
+                return wire.Adopted(seconds=time.perf_counter() - began)
+            case wire.Replay():
+                return state.replay(message)
+    except Exception as error:  # noqa: BLE001 - see above
+        _log.exception("weightbus: %s failed", type(message).__name__)
+        return wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048], touched=state.touched)
+
+
+def _rank() -> int:
+    """Among all workers of the server."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,0 +1,226 @@
+"""What a worker keeps from round to round for one model: its recording, its plan, and the memory that both speak of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from weightbus.dataplane import worker_wire as wire
+from weightbus.dataplane.copy_engine import PreparedCopies, PreparedDigest
+from weightbus.dataplane.copy_engines import engine_for
+from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.digest_table import BoxTable
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.importer import RegionImporter
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import DTYPES
+from weightbus.dataplane.recording import Constant, Recording
+from weightbus.dataplane.transport import Address
+
+from .model_tensors import ModelTensors
+from .recorder import NamedTensors, record
+
+_OPEN_S = 30.0
+"""For all memory of one trainer rank."""
+
+
+@dataclass(slots=True, eq=False)
+class _Bound:
+    """A plan, with the memory that it reads and writes."""
+
+    exports: tuple[wire.Exports, ...]
+    copies: PreparedCopies
+    staging: PreparedCopies
+
+
+class WorkerState:
+    """Used by the worker's scheduler thread only."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.touched = False
+        """The last replay began to write."""
+        self._model = model
+        self._held = ModelTensors(model)
+        self._engine = engine_for(self._held.device)
+        self._importer = RegionImporter()
+        self._layout = ""
+        self._tensors: tuple[TensorSpec, ...] = ()
+        self._constants: list[tuple[torch.Tensor, float]] = []
+        self._plan: wire.Adopt | None = None
+        self._tables: tuple[CopyTable, CopyTable] = (CopyTable.empty(), CopyTable.empty())
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._odd_buffer = torch.empty(0, dtype=torch.uint8)
+        self._proof: PreparedDigest | None = None
+        self._odd: PreparedCopies | None = None
+        self._casts: list[Callable[[], bool]] = []
+        self._bound: _Bound | None = None
+
+    def hello(self, rank: int) -> wire.Hello:
+        """Who this is. A model whose tensors were replaced since has nothing."""
+        if not self._held.in_place():
+            self._forget()
+        plan = self._plan
+        return wire.Hello(
+            rank=rank,
+            device=_name_of(self._held.device),
+            layout=self._layout if plan else "",
+            recording=plan.recording if plan else "",
+            plan=plan.plan if plan else "",
+        )
+
+    def record(self, message: wire.Record, rank: int) -> Recording:
+        """Run the model's loader once."""
+        self._forget()
+        load = cast("Callable[[NamedTensors], object]", self._model.load_weights)
+        recording = record(self._model, load, message.tensors, rank)
+        self._layout, self._tensors = message.layout, message.tensors
+        self._constants = [(self._part(each), each.value) for each in recording.constants]
+        return recording
+
+    def adopt(self, message: wire.Adopt) -> None:
+        """Take a plan. What it reads is opened at the first replay."""
+        if not self._layout:
+            raise TransferFailed("a plan came before a recording")
+        targets = [_bytes_of(tensor) for tensor in self._held.tensors]
+        device = self._held.device
+        self._unbind()
+        self._buffer = torch.empty(message.staging_bytes, dtype=torch.uint8, device=device)
+        self._odd_buffer = torch.empty(message.odd_bytes, dtype=torch.uint8, device=device)
+        proof, odd = BoxTable.decode(message.proof, message.groups), CopyTable.decode(message.odd)
+        held = [*targets, self._buffer]
+        sizes = _sizes(held)
+        proof.check(sizes)
+        odd.check(sizes, _sizes([self._odd_buffer]))
+        self._tables = CopyTable.decode(message.copies), CopyTable.decode(message.staging)
+        self._proof = self._engine.digest(proof, held)
+        self._odd = self._engine.copies(odd, held, [self._odd_buffer])
+        self._casts = _cast_checks(odd, held)
+        self._plan = message
+
+    def replay(self, message: wire.Replay) -> wire.Replayed:
+        """Copy, load what is no copy, and say what the model holds now."""
+        plan, proof, odd = self._plan, self._proof, self._odd
+        if plan is None or proof is None or odd is None:
+            raise TransferFailed("there is no plan to replay")
+        self.touched = False
+        began = time.perf_counter()
+        bound = self._bind(plan, message.exports)
+        self.touched = True
+        bound.copies.run()
+        for view, value in self._constants:
+            view.fill_(value)
+        if plan.staged:
+            bound.staging.run()
+            cast("Callable[[NamedTensors], object]", self._model.load_weights)(self._staged(plan.staged))
+        self._importer.check()
+        copied = time.perf_counter()
+        lanes = proof.run()
+        odd.run()
+        if not all(check() for check in self._casts):
+            raise TransferFailed(
+                "a tensor that is stored in a wider dtype holds values that its own dtype does not have"
+            )
+        return wire.Replayed(
+            lanes=np.ascontiguousarray(lanes).astype("<u8").tobytes(),
+            odd=self._odd_buffer.cpu().numpy().tobytes(),
+            copy_s=copied - began,
+            verify_s=time.perf_counter() - copied,
+        )
+
+    def close(self) -> None:
+        """Let go of the trainer's memory, and of every plan."""
+        self._forget()
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _bind(self, plan: wire.Adopt, exports: tuple[wire.Exports, ...]) -> _Bound:
+        """Open what the plan reads, unless it is open. A generation that has grown is opened anew."""
+        if self._bound is not None and self._bound.exports == exports:
+            self._importer.check()
+            return self._bound
+        self._unbind()
+        for each in exports:
+            self._importer.open(Address(each.address), each.holder, each.generation, each.regions, _OPEN_S)
+        sources = [self._importer.region(holder, region) for holder, region in plan.sources]
+        targets = [_bytes_of(tensor) for tensor in self._held.tensors]
+        copies, staging = self._tables
+        copies.check(_sizes(sources), _sizes(targets))
+        staging.check(_sizes(sources), _sizes([self._buffer]))
+        self._bound = _Bound(
+            exports,
+            self._engine.copies(copies, sources, targets),
+            self._engine.copies(staging, sources, [self._buffer]),
+        )
+        return self._bound
+
+    def _staged(self, staged: Sequence[int]) -> list[tuple[str, torch.Tensor]]:
+        """The tensors in the staging buffer, as plan.py lays them out."""
+        found: list[tuple[str, torch.Tensor]] = []
+        at = 0
+        for index in staged:
+            spec = self._tensors[index]
+            flat = self._buffer[at : at + spec.nbytes]
+            found.append((spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape)))
+            at += -(-spec.nbytes // 16) * 16
+        return found
+
+    def _part(self, constant: Constant) -> torch.Tensor:
+        cut = tuple(slice(a, b) for a, b in zip(constant.box.start, constant.box.stop, strict=True))
+        part: torch.Tensor = self._held.tensors[constant.target][cut]
+        return part
+
+    def _unbind(self) -> None:
+        if self._bound is not None:
+            self._bound.copies.close()
+            self._bound.staging.close()
+            self._bound = None
+
+    def _forget(self) -> None:
+        """Everything that speaks of tensors which may have been replaced."""
+        self._unbind()
+        self._importer.close()
+        self._layout, self._plan, self._proof, self._odd, self._casts = "", None, None, None, []
+        self._held = ModelTensors(self._model)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """1-D uint8 over a tensor's memory, from its first element to its last one."""
+    item = tensor.element_size()
+    reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), int(tensor.storage_offset()) * item, (int(reach) * item,), (1,))
+
+
+def _sizes(regions: Sequence[torch.Tensor]) -> np.typing.NDArray[np.int64]:
+    return np.array([region.numel() for region in regions], np.int64)
+
+
+def _cast_checks(odd: CopyTable, regions: Sequence[torch.Tensor]) -> list[Callable[[], bool]]:
+    """For rows that are read back in a narrower dtype: do the live values survive it?"""
+    found: list[Callable[[], bool]] = []
+    for row in np.flatnonzero(odd.casts).tolist():
+        stored: torch.dtype = getattr(torch, DTYPES[int(odd.source_dtype[row])])
+        served: torch.dtype = getattr(torch, DTYPES[int(odd.target_dtype[row])])
+        region = regions[int(odd.source[row])]
+        strides = (*(step // stored.itemsize for step in odd.source_step[row].tolist()), 1)
+        begin = (int(region.storage_offset()) + int(odd.source_at[row])) // stored.itemsize
+        shape = (*odd.grid[row].tolist(), int(odd.run[row]))
+        view = torch.empty(0, dtype=stored, device=region.device).set_(region.untyped_storage(), begin, shape, strides)
+
+        def survives(view: torch.Tensor = view, served: torch.dtype = served) -> bool:
+            again = view.to(served).to(view.dtype)
+            return torch.equal(again.view(torch.uint8), view.contiguous().view(torch.uint8))
+
+        found.append(survives)
+    return found
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    return str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]

@@ -1,0 +1,219 @@
+"""Live host memory, exported and opened by other processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightbus.dataplane import export_wire as wire
+from weightbus.dataplane.errors import DeadlineExceeded, NotExportable, PeerLost, StaleSession, TransferFailed
+from weightbus.dataplane.host_export import HostExporter
+from weightbus.dataplane.importer import RegionImporter
+from weightbus.dataplane.transport import Address
+
+OPEN_S = 10.0
+
+
+@pytest.fixture
+def exporter(tmp_path: Path) -> Iterator[HostExporter]:
+    """Of one rank."""
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    made = HostExporter(runtime, "c", 3)
+    yield made
+    made.close(OPEN_S)
+
+
+@pytest.fixture
+def importer() -> Iterator[RegionImporter]:
+    """Of one worker."""
+    made = RegionImporter()
+    yield made
+    made.close()
+
+
+def wait_until(condition: object, deadline_s: float = 10.0) -> None:
+    assert callable(condition)
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_reader_sees_what_the_trainer_writes(exporter: HostExporter, importer: RegionImporter) -> None:
+    """The very memory, not a copy: views and parameters keep it, and later writes are seen."""
+    weight = torch.nn.Parameter(torch.arange(64, dtype=torch.float32).view(8, 8))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    view = weight.detach()[2:]
+
+    found = exporter.export([weight.detach(), view, torch.ones(3)])
+    importer.open(exporter.address(), 3, exporter.generation, [0], OPEN_S)
+    seen = importer.region(3, 0).view(torch.float32)
+
+    assert [region.nbytes for region in found.regions] == [256, 12]
+    assert [(place.region, place.offset) for place in found.places] == [(0, 0), (0, 64), (1, 0)]
+    assert seen[:64].tolist() == list(range(64))
+    weight.sum().backward()
+    optimizer.step()
+    assert seen[:64].tolist() == list(range(-1, 63))
+    assert view[0, 0] == 15
+
+
+def test_generations_change_with_the_memory_only(exporter: HostExporter, importer: RegionImporter) -> None:
+    """The same storages again are the same generation; another is refused under the old number."""
+    first, second = torch.zeros(8), torch.zeros(8)
+
+    exporter.export([first])
+    exporter.export([first])
+    assert exporter.generation == 1
+    importer.open(exporter.address(), 3, 1, [0], OPEN_S)
+    exporter.export([first, second])
+
+    assert exporter.generation == 2
+    late = RegionImporter()
+    with pytest.raises(StaleSession, match="epoch 2"):
+        late.open(exporter.address(), 3, 1, [0], OPEN_S)
+    late.close()
+    importer.open(exporter.address(), 3, 2, [1], OPEN_S)
+    assert importer.region(3, 1).numel() == 32
+
+
+def test_memory_that_was_replaced_lives_while_it_is_read(exporter: HostExporter, importer: RegionImporter) -> None:
+    """A trainer may free what it exported; a reader of that generation still has it."""
+    exporter.export([torch.full((8,), 7.0)])
+    importer.open(exporter.address(), 3, 1, [0], OPEN_S)
+    exporter.export([torch.zeros(8)])
+
+    assert importer.region(3, 0).view(torch.float32).tolist() == [7.0] * 8
+
+
+def test_many_regions_are_opened_in_batches(exporter: HostExporter, importer: RegionImporter) -> None:
+    """More than one packet can carry."""
+    tensors = [torch.full((4,), float(number)) for number in range(300)]
+    exporter.export(tensors)
+
+    importer.open(exporter.address(), 3, 1, range(300), OPEN_S)
+
+    assert [importer.region(3, at).view(torch.float32)[0].item() for at in (0, 127, 128, 299)] == [0, 127, 128, 299]
+
+
+def test_the_exporter_waits_for_its_readers(tmp_path: Path) -> None:
+    """Closing has a deadline; a reader that let go does not hold it up."""
+    runtime = tmp_path / "run"
+    exporter, importer = HostExporter(runtime, "c", 0), RegionImporter()
+    exporter.export([torch.zeros(8)])
+    importer.open(exporter.address(), 0, 1, [0], OPEN_S)
+
+    with pytest.raises(DeadlineExceeded, match="1 readers"):
+        exporter.close(0.1)
+    importer.close()
+    exporter.close(OPEN_S)
+
+
+def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImporter) -> None:
+    """SIGKILL, in the middle of anything: the reader's next look says so, and its mapping stays valid."""
+    program = textwrap.dedent(f"""
+        import sys, torch
+        from pathlib import Path
+        from weightbus.dataplane.host_export import HostExporter
+        exporter = HostExporter(Path({str(tmp_path / "run")!r}), "c", 0)
+        exporter.export([torch.full((8,), 5.0)])
+        print(exporter.address().address, flush=True)
+        sys.stdin.read()
+    """)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert trainer.stdout is not None
+    importer.open(Address(trainer.stdout.readline().strip()), 0, 1, [0], OPEN_S)
+    importer.check()
+
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    trainer.stdout.close()
+    assert trainer.stdin is not None
+    trainer.stdin.close()
+
+    def noticed() -> bool:
+        try:
+            importer.check()
+        except PeerLost:
+            return True
+        return False
+
+    wait_until(noticed)
+    assert importer.region(0, 0).view(torch.float32).tolist() == [5.0] * 8
+
+
+def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
+    """Its lease ends with it."""
+    exporter = HostExporter(tmp_path / "run", "c", 0)
+    exporter.export([torch.zeros(8)])
+    program = textwrap.dedent(f"""
+        import os, signal
+        from weightbus.dataplane.importer import RegionImporter
+        from weightbus.dataplane.transport import Address
+        RegionImporter().open(Address({exporter.address().address!r}), 0, 1, [0], 10.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+
+    subprocess.run([sys.executable, "-c", program], check=False)
+
+    exporter.close(OPEN_S)
+
+
+def test_memory_of_a_gpu_is_not_for_this_exporter(exporter: HostExporter) -> None:
+    """It says which memory it shares."""
+    with pytest.raises(NotExportable, match="meta"):
+        exporter.export([torch.empty(4, device="meta")])
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"",
+        b"WBX1",
+        wire.encode_ask(wire.Ask(1, (0,)))[:-1],
+        b"XXXX" + wire.encode_ask(wire.Ask(1, (0,)))[4:],
+        wire.encode_grant(wire.Grant(1, (wire.Granted(0, 1, 4),))),
+    ],
+)
+def test_what_is_no_request_is_refused(packet: bytes) -> None:
+    """Lengths, magic and kind are checked before anything is believed."""
+    with pytest.raises(TransferFailed):
+        wire.decode_ask(packet)
+
+
+def test_answers_survive_the_wire() -> None:
+    """Both kinds of memory, and refusals; a region without bytes is out of bounds."""
+    grant = wire.Grant(7, (wire.Granted(0, wire.HOST, 4), wire.Granted(9, wire.CUDA, 8, "GPU-12345678", b"h" * 64)))
+
+    assert wire.decode_answer(wire.encode_grant(grant)) == grant
+    assert wire.decode_answer(wire.encode_refuse(wire.Refuse(7, "no"))) == wire.Refuse(7, "no")
+    with pytest.raises(TransferFailed, match="out of bounds"):
+        wire.decode_answer(wire.encode_grant(wire.Grant(7, (wire.Granted(0, wire.HOST, 0),))))
+
+
+def test_descriptors_are_closed_behind_mappings(exporter: HostExporter, importer: RegionImporter) -> None:
+    """Opening and closing leaves no descriptor open in the reader."""
+    exporter.export([torch.zeros(8)])
+    importer.open(exporter.address(), 3, 1, [0], OPEN_S)
+    before = descriptors()
+
+    for _ in range(5):
+        importer.close()
+        importer.open(exporter.address(), 3, 1, [0], OPEN_S)
+
+    wait_until(lambda: descriptors() <= before)

@@ -1,0 +1,297 @@
+"""Plans against an oracle that moves one element at a time, and what a plan promises besides."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane import integrity
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.copy_torch import TorchEngine
+from weightbus.dataplane.digest_table import odd_boxes, table_of
+from weightbus.dataplane.errors import CoverageError, ManifestError
+from weightbus.dataplane.exports import ExportMap, Place, Region
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.plan import Plan, Reader, make_plan
+from weightbus.dataplane.recording import Cause, LoadedTensor, Recording, Target
+
+READER = Reader(rank=0, host="here", device="cpu")
+
+
+def cuts(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
+    """A tensor cut into equal parts along each axis."""
+    sizes = [extent // count for extent, count in zip(shape, parts, strict=True)]
+    return [
+        Box(
+            tuple(index * size for index, size in zip(at, sizes, strict=True)),
+            tuple((index + 1) * size for index, size in zip(at, sizes, strict=True)),
+        )
+        for at in product(*(range(count) for count in parts))
+    ]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, tensors: tuple[TensorSpec, ...], holders: int, replicas: int = 1) -> list[list[Piece]]:
+    """Every tensor cut somehow, its parts given to holders, at random places of their memories, some transposed."""
+    pieces: list[list[Piece]] = [[] for _ in range(holders)]
+    ends = [0] * holders
+    for spec in tensors:
+        parts = tuple(
+            draw(st.sampled_from([count for count in (1, 2, 3) if extent % count == 0])) for extent in spec.shape
+        )
+        for box in cuts(spec.shape, parts):
+            for holder in draw(st.permutations(range(holders)))[:replicas]:
+                strides = contiguous_strides(box.shape)
+                if len(box.shape) == 2 and draw(st.booleans()):
+                    strides = (1, box.shape[0])
+                ends[holder] += draw(st.integers(0, 1)) * 8
+                pieces[holder].append(Piece(spec.name, box, spec.dtype, View(0, ends[holder], strides)))
+                ends[holder] += box.size
+    return pieces
+
+
+TENSORS = (
+    TensorSpec("a", "bfloat16", (12, 16)),
+    TensorSpec("b", "bfloat16", (6, 8)),
+    TensorSpec("c", "bfloat16", (24,)),
+    TensorSpec("d", "bfloat16", (2, 6, 8)),
+)
+
+
+def sizes(pieces: list[list[Piece]]) -> list[int]:
+    return [max((p.view.offset + p.box.size for p in mine), default=1) for mine in pieces]
+
+
+def exported(pieces: list[list[Piece]], hosts: list[str] | None = None) -> list[ExportMap]:
+    """One region and one local tensor for each holder, 64 bytes into the region."""
+    return [
+        ExportMap(holder, hosts[holder] if hosts else "here", (Region(64 + 2 * nbytes, "cpu"),), (Place(0, 64),))
+        for holder, nbytes in enumerate(sizes(pieces))
+    ]
+
+
+def joined(pieces: list[list[Piece]]) -> Pieces:
+    return Pieces.join([Pieces.of(TENSORS, mine, holder) for holder, mine in enumerate(pieces)])
+
+
+def recording_of(pieces: list[Piece], size: int, loaded: tuple[int, ...] = ()) -> Recording:
+    target = Target("flat", "bfloat16", (size,), (1,), parameter=True)
+    causes = tuple(LoadedTensor(index, Cause.COMPUTED) for index in loaded)
+    return Recording(0, (target,), Pieces.of(TENSORS, pieces), loaded=causes)
+
+
+def fill(pieces: list[list[Piece]], values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The holders' memories, element by element."""
+    memories = [torch.zeros(32 + size, dtype=torch.bfloat16) for size in sizes(pieces)]
+    for memory, mine in zip(memories, pieces, strict=True):
+        for piece in mine:
+            view = memory.as_strided(piece.box.shape, piece.view.strides, 32 + piece.view.offset)
+            view.copy_(cut(values, piece))
+    return memories
+
+
+def cut(values: dict[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+    return values[piece.tensor][tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))]
+
+
+def random_values() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {spec.name: torch.randn(spec.shape).to(torch.bfloat16) for spec in TENSORS}
+
+
+def carry_out(plan: Plan, memories: list[torch.Tensor], target: torch.Tensor, buffer: torch.Tensor) -> None:
+    sources = [memories[source.holder].view(torch.uint8) for source in plan.sources]
+    source_bytes = np.array([len(source) for source in sources], np.int64)
+    plan.copies.check(source_bytes, np.array([target.numel() * 2]))
+    plan.staging.check(source_bytes, np.array([buffer.numel()]))
+    TorchEngine().copies(plan.copies, sources, [target.view(torch.uint8)]).run()
+    TorchEngine().copies(plan.staging, sources, [buffer]).run()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_element_arrives_where_it_was_recorded(data: st.DataObject) -> None:
+    """Any cut of the trainer against any cut of the engine: each element, and nothing beside them."""
+    trainer = data.draw(layouts(TENSORS, 3, data.draw(st.integers(1, 3))))
+    (engine,) = data.draw(layouts(TENSORS[:3], 1))
+    size = sizes([engine])[0]
+    values = random_values()
+
+    plan = make_plan(joined(trainer), exported(trainer), recording_of(engine, size, loaded=(3,)), READER)
+    target, buffer = torch.zeros(size, dtype=torch.bfloat16), torch.zeros(plan.staging_bytes, dtype=torch.uint8)
+    carry_out(plan, fill(trainer, values), target, buffer)
+
+    expected = torch.zeros(size, dtype=torch.bfloat16)
+    for piece in engine:
+        expected.as_strided(piece.box.shape, piece.view.strides, piece.view.offset).copy_(cut(values, piece))
+    assert torch.equal(target, expected)
+    assert torch.equal(buffer[: TENSORS[3].nbytes].view(torch.bfloat16).view(2, 6, 8), values["d"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_digests_of_boxes_are_digests_of_tensors(data: st.DataObject) -> None:
+    """Whoever holds the parts, the sums of their words are the digest of the packed tensor."""
+    trainer = data.draw(layouts(TENSORS, 3))
+    values = random_values()
+    memories = fill(trainer, values)
+    pieces = joined(trainer)
+    odd = odd_boxes(pieces)
+    even = np.setdiff1d(np.arange(len(pieces)), odd)
+    whole = np.setdiff1d(np.arange(len(TENSORS)), pieces.boxes.space[odd])
+
+    table = table_of(pieces.take(even), pieces.holder[even], np.full(len(even), 64))
+    table.check(np.array([memory.numel() * 2 for memory in memories]))
+    lanes = TorchEngine().digest(table, [memory.view(torch.uint8) for memory in memories]).run()
+
+    found = integrity.finish(lanes, np.array([spec.nbytes for spec in TENSORS]))
+    for index in whole.tolist():
+        packed = values[TENSORS[index].name].reshape(-1).view(torch.uint8)
+        expected = integrity.digest_tensors(packed, (0, TENSORS[index].nbytes))
+        assert found[16 * index : 16 * index + 16] == expected
+
+
+def column_slices(count: int) -> tuple[list[list[Piece]], list[Piece]]:
+    """`count` experts apart in the trainer, stacked in the engine."""
+    tensors = [Piece(f"e{n}", Box((0, 0), (4, 8)), "bfloat16", View(0, 64 * n, (8, 1))) for n in range(count)]
+    return [tensors], [replace_view(piece, View(0, 32 * at, (8, 1))) for at, piece in enumerate(tensors)]
+
+
+def replace_view(piece: Piece, view: View) -> Piece:
+    return Piece(piece.tensor, piece.box, piece.dtype, view)
+
+
+def test_neighbours_become_one_row() -> None:
+    """128 experts that lie at equal distances are one row of the table, not 128."""
+    trainer, engine = column_slices(128)
+    tensors = tuple(TensorSpec(f"e{n}", "bfloat16", (4, 8)) for n in range(128))
+    pieces = Pieces.of(tensors, trainer[0])
+    target = Target("w", "bfloat16", (128 * 32,), (1,), parameter=True)
+    recording = Recording(0, (target,), Pieces.of(tensors, engine))
+    export = ExportMap(0, "here", (Region(128 * 128, "cpu"),), (Place(0, 0),))
+
+    plan = make_plan(pieces, [export], recording, READER)
+
+    assert len(plan.copies) == 1
+    assert plan.copies.grid.tolist() == [[1, 1, 128]]
+    assert plan.copies.run.tolist() == [32]
+
+
+def two_replicas() -> tuple[list[list[Piece]], list[Piece]]:
+    mine = [Piece(spec.name, Box.whole(spec.shape), "bfloat16", View(0, 1000 * at, contiguous_strides(spec.shape)))
+            for at, spec in enumerate(TENSORS)]  # fmt: skip
+    return [mine, mine], mine
+
+
+def test_near_replicas_come_first_and_equal_ones_take_turns() -> None:
+    """A replica on another host is not read; two on this one share the work."""
+    replicas, engine = two_replicas()
+    recording = recording_of(engine, 4000)
+
+    far = make_plan(joined(replicas), exported(replicas, ["there", "here"]), recording, READER)
+    both = make_plan(joined(replicas), exported(replicas), recording, READER)
+
+    assert {source.holder for source in far.sources} == {1}
+    assert {source.holder for source in both.sources} == {0, 1}
+
+
+def test_a_gpu_prefers_its_own_memory_to_its_neighbours() -> None:
+    """Same GPU, then a peer; a GPU that it cannot read is as far as another host."""
+    replicas, engine = two_replicas()
+    exports = [
+        ExportMap(each.holder, each.host, (Region(each.regions[0].nbytes, f"GPU-{each.holder}"),), each.places)
+        for each in exported(replicas)
+    ]
+    recording = recording_of(engine, 4000)
+
+    own = make_plan(joined(replicas), exports, recording, Reader(0, "here", "GPU-1", ("GPU-0",)))
+    peer = make_plan(joined(replicas[:1]), exports[:1], recording, Reader(0, "here", "GPU-1", ("GPU-0",)))
+
+    assert {source.holder for source in own.sources} == {1}
+    assert {source.holder for source in peer.sources} == {0}
+    with pytest.raises(CoverageError, match="can read"):
+        make_plan(joined(replicas[:1]), exports[:1], recording, Reader(0, "here", "GPU-1"))
+
+
+def test_both_sides_make_the_same_plan() -> None:
+    """Equal inputs, equal digest; another place of one tensor, another digest."""
+    replicas, engine = two_replicas()
+    recording = recording_of(engine, 4000)
+    exports = exported(replicas)
+    again = Recording.decode(recording.encode(), TENSORS)
+    moved = [replace_place(each) for each in exports]
+
+    plan = make_plan(joined(replicas), exports, recording, READER)
+
+    assert (
+        make_plan(joined(replicas), [ExportMap.decode(e.encode()) for e in exports], again, READER).digest()
+        == plan.digest()
+    )
+    assert make_plan(joined(replicas), moved, recording, READER).digest() != plan.digest()
+    assert CopyTable.decode(plan.copies.encode()).digest() == plan.copies.digest()
+
+
+def replace_place(export: ExportMap) -> ExportMap:
+    return ExportMap(export.holder, export.host, export.regions, (Place(0, 32),))
+
+
+def test_a_hole_is_named() -> None:
+    """No plan leaves an element out."""
+    replicas, engine = two_replicas()
+    holes = [[piece for piece in mine if piece.tensor != "b"] for mine in replicas]
+
+    with pytest.raises(CoverageError, match="'b'"):
+        make_plan(joined(holes), exported(replicas), recording_of(engine, 4000), READER)
+
+
+def test_a_row_outside_of_its_region_is_refused() -> None:
+    """Kernels do not check: tables are, before they are bound."""
+    replicas, engine = two_replicas()
+    plan = make_plan(joined(replicas), exported(replicas), recording_of(engine, 4000), READER)
+
+    with pytest.raises(ManifestError, match="target region 0"):
+        plan.copies.check(np.array([10**6, 10**6]), np.array([100]))
+    with pytest.raises(ManifestError, match="source region"):
+        replace(plan.copies, source_at=plan.copies.source_at - 10**6).check(np.array([10**6] * 2), np.array([10**6]))
+
+
+def test_large_models_are_planned_in_seconds() -> None:
+    """20,000 tensors on 64 ranks, cut by columns: 1.3 million pieces, one engine worker of two."""
+    count, ranks = 20_000, 64
+    tensors = tuple(TensorSpec(f"t{index}", "bfloat16", (64, 128)) for index in range(count))
+    space = np.repeat(np.arange(count), ranks)
+    holder = np.tile(np.arange(ranks), count)
+    start = np.stack([np.zeros(count * ranks, np.int64), holder * 2], axis=1)
+    stop = start + np.array([64, 2])
+    stride = np.tile(np.array([2, 1]), (count * ranks, 1))
+    zeros = np.zeros(count * ranks, np.int64)
+    base = Pieces.of(tensors, [])
+    dtype = np.full(count * ranks, 5)
+    pieces = replace(
+        base, boxes=replace(base.boxes, space=space, start=start, stop=stop), holder=holder, storage=zeros, dtype=dtype,
+        offset=space * 128, stride=stride, shift=zeros,
+    )  # fmt: skip
+    exports = [ExportMap(rank, "here", (Region(count * 256, "cpu"),), (Place(0, 0),)) for rank in range(ranks)]
+    wanted = [
+        Piece(spec.name, Box((0, 0), (32, 128)), "bfloat16", View(0, 4096 * at, (128, 1)))
+        for at, spec in enumerate(tensors)
+    ]
+    target = Target("w", "bfloat16", (count * 4096,), (1,), parameter=True)
+    recording = Recording(0, (target,), Pieces.of(tensors, wanted))
+
+    began = time.process_time()
+    plan = make_plan(pieces, exports, recording, READER)
+    seconds = time.process_time() - began
+
+    assert int(plan.copies.elements.sum()) == count * 4096
+    assert len(plan.copies) == ranks
+    assert seconds < 60

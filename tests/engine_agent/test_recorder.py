@@ -1,0 +1,347 @@
+"""What a loader does, recorded: toy loaders, one for each thing that a loader may do with a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+
+import pytest
+import torch
+
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.recording import Cause, Recording
+from weightbus.engine_agent.model_tensors import ModelTensors
+from weightbus.engine_agent.recorder import NamedTensors, NotRecordable, record
+
+Load = Callable[["Model", dict[str, torch.Tensor]], None]
+
+
+class Model(torch.nn.Module):
+    """A few parameters, a buffer, an attribute, and somebody's loader."""
+
+    def __init__(self, load: Load) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.zeros(12, 8, dtype=torch.bfloat16), requires_grad=False)
+        self.wide = torch.nn.Parameter(torch.zeros(8, 6), requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.derived = torch.zeros(6, 8, dtype=torch.bfloat16)
+        self.register_buffer("table", torch.zeros(4, 4))
+        self._load = load
+
+    def load_weights(self, weights: NamedTensors) -> None:
+        """Like SGLang's."""
+        self._load(self, dict(weights))
+
+
+SPECS = (
+    TensorSpec("a", "bfloat16", (6, 8)),
+    TensorSpec("b", "bfloat16", (6, 8)),
+    TensorSpec("c", "bfloat16", (1,)),
+    TensorSpec("d", "float32", (6, 8)),
+)
+
+
+def both_halves(model: Model, weights: dict[str, torch.Tensor]) -> None:
+    """Two tensors make one parameter."""
+    for at, name in enumerate(("a", "b")):
+        if name in weights:
+            model.fused.data.narrow(0, 6 * at, 6).copy_(weights[name])
+
+
+def check(load: Load) -> tuple[Recording, Model]:
+    """Record, and prove: nothing was written, and a replay gives what the loader gives."""
+    model = Model(load)
+    held = ModelTensors(model)
+    before = [tensor.clone() for tensor in held.tensors]
+    recording = record(model, model.load_weights, SPECS, rank=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, ModelTensors(model).tensors, strict=True))
+    torch.manual_seed(0)
+    fresh = {spec.name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for spec in SPECS}
+    replay(recording, fresh, model)
+    replayed = [tensor.clone() for tensor in ModelTensors(model).tensors]
+    oracle = Model(load)
+    oracle.load_weights(iter(fresh.items()))
+    assert all(torch.equal(a, b) for a, b in zip(replayed, ModelTensors(oracle).tensors, strict=True))
+    return recording, model
+
+
+def replay(recording: Recording, tensors: dict[str, torch.Tensor], model: Model) -> None:
+    live = ModelTensors(model).tensors
+    for row in range(len(recording.copies)):
+        piece = recording.copies.at(row)
+        cut = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+        target = live[piece.view.storage]
+        place = target.storage_offset() + piece.view.offset
+        torch.as_strided(target, piece.box.shape, piece.view.strides, place).copy_(tensors[piece.tensor][cut])
+    for each in recording.constants:
+        cut = tuple(slice(a, b) for a, b in zip(each.box.start, each.box.stop, strict=True))
+        live[each.target][cut].fill_(each.value)
+    names = [recording.tensors[each.tensor].name for each in recording.loaded]
+    if names:
+        model.load_weights(iter([(name, tensors[name]) for name in names]))
+
+
+def loaded(recording: Recording) -> dict[str, Cause]:
+    return {recording.tensors[each.tensor].name: each.cause for each in recording.loaded}
+
+
+def test_slices_of_a_fused_parameter_are_copies() -> None:
+    """The usual thing: boxes of tensors, boxes of parameters, and lists of what was not asked for or not written."""
+    recording, _ = check(both_halves)
+
+    assert len(recording.copies) == 2
+    assert recording.loaded == ()
+    assert [SPECS[index].name for index in recording.unread] == ["c", "d"]
+    assert {recording.targets[patch.target].name for patch in recording.unwritten} == {"wide", "scale"}
+
+
+def test_chains_of_movements_are_composed() -> None:
+    """Kept aside, joined, split, transposed, packed, and copied on into an attribute: still copies of the source."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        joined = torch.cat([weights["a"].t(), weights["b"].t()], dim=1)
+        model.fused.data.copy_(joined.clone().t())
+        heads = model.fused.view(3, 4, 8)[:, 1:3]
+        model.derived.copy_(heads.transpose(1, 2).contiguous().transpose(1, 2).reshape(6, 8))
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert {recording.targets[index].name for index in recording.copies.storage.tolist()} == {"fused", "derived"}
+
+
+def test_casts_and_transposes_are_copies() -> None:
+    """A transposed float32 tensor is stored as bfloat16: the piece says so, and its strides do."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[:6].copy_(weights["d"])
+        model.wide.data.copy_(weights["a"].to(torch.float32).t())
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert {recording.copies.at(row).dtype for row in range(len(recording.copies))} == {"bfloat16", "float32"}
+
+
+def test_a_cast_by_way_of_a_narrower_type_is_a_calculation() -> None:
+    """float32 stored as float32 after a stop at bfloat16 has lost bits: no cast says that."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.wide.data.copy_(weights["d"].to(torch.bfloat16).float().t())
+
+    assert loaded(check(load)[0]) == {"d": Cause.COMPUTED}
+
+
+def test_arithmetic_sends_all_its_tensors_through_the_loader() -> None:
+    """A derived attribute takes the tensor that it was derived from along, and its plain copies with it."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        if "a" in weights:
+            model.derived.copy_(weights["a"] * 2)
+
+    recording, _ = check(load)
+
+    assert loaded(recording) == {"a": Cause.COMPUTED}
+    assert [recording.copies.at(row).tensor for row in range(len(recording.copies))] == ["b"]
+
+
+def test_values_that_decide_are_read() -> None:
+    """Whatever the loader does with a number that it read, it does with real tensors."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, {name: weights[name] for name in ("b",) if name in weights})
+        if "a" in weights and weights["a"].abs().max() > 1:
+            model.fused.data[:6].copy_(weights["a"])
+
+    assert loaded(check(load)[0]) == {"a": Cause.READ}
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr])
+def test_ways_out_of_torch_are_reads(read: Callable[[torch.Tensor], object]) -> None:
+    """Who takes an address could do anything with it."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "d" in weights:
+            read(weights["d"])
+            model.wide.data.copy_(weights["d"].t())
+
+    assert loaded(check(load)[0]) == {"d": Cause.READ}
+
+
+def test_a_number_that_is_stored_as_it_is_is_a_copy() -> None:
+    """``fill_(x.item())`` is how loaders copy scales of one element."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.scale.data[1:].fill_(weights["c"].item())
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert len(recording.copies) == 2
+
+
+def test_a_number_that_is_used_otherwise_is_a_read() -> None:
+    """The same number, doubled."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            model.scale.data.fill_(weights["c"].item() * 2)
+
+    assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+def test_padding_is_a_constant() -> None:
+    """Zeros that the loader writes are part of the recording."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[:6].copy_(weights["a"])
+        model.fused.data[6:].zero_()
+        model.wide.data.copy_(torch.nn.functional.pad(weights["d"].t()[:, :4], (0, 2), value=1.0))
+
+    recording, _ = check(load)
+
+    assert {(recording.targets[each.target].name, each.value) for each in recording.constants} == {
+        ("fused", 0.0),
+        ("wide", 1.0),
+    }
+    assert [recording.targets[patch.target].name for patch in recording.unwritten] == ["scale"]
+
+
+def test_what_is_written_last_counts() -> None:
+    """Two tensors in one place: the later one is the copy, and the place is named."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[:6].copy_(weights["a"])
+        model.fused.data[4:10].copy_(weights["b"])
+
+    recording, _ = check(load)
+
+    assert [patch.box.start for patch in recording.rewritten] == [(4, 0)]
+    assert int(recording.copies.boxes.sizes.sum()) == 80
+
+
+def test_a_tensor_that_replaces_another_is_put_back() -> None:
+    """The model keeps its own tensors; the source of the new one goes through the loader."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        if "d" in weights:
+            model.derived = weights["d"].to(torch.bfloat16).clone()
+
+    model = Model(load)
+    kept = model.derived
+
+    recording = record(model, model.load_weights, SPECS, rank=0)
+
+    assert model.derived is kept
+    assert loaded(recording) == {"d": Cause.REBOUND}
+
+
+def test_a_partner_goes_along() -> None:
+    """A tensor that is kept aside until one comes that was left out is loaded together with it."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        kept = weights["a"].clone() if "a" in weights else None
+        if "b" in weights and weights["b"].sum() is not None and kept is not None:
+            weights["b"].tolist()
+            model.fused.data.copy_(torch.cat([kept, weights["b"]]))
+
+    recording, _ = check(load)
+
+    assert loaded(recording) == {"a": Cause.PARTNER, "b": Cause.READ}
+    assert recording.dropped == ()
+
+
+def test_a_tensor_of_which_nothing_is_kept_is_named() -> None:
+    """Read, and then forgotten: the stock path forgets it too."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        weights["d"].clone()
+
+    recording, _ = check(load)
+
+    assert [SPECS[index].name for index in recording.dropped] == ["d"]
+
+
+def test_memory_of_nobody_is_no_target() -> None:
+    """What is written to memory outside of the model cannot be followed there."""
+    elsewhere = torch.zeros(6, 8)
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        if "d" in weights:
+            elsewhere.copy_(weights["d"])
+
+    model = Model(load)
+
+    assert loaded(record(model, model.load_weights, SPECS, rank=0)) == {"d": Cause.UNKNOWN_TARGET}
+
+
+def test_tied_parameters_are_one_target() -> None:
+    """Two names of one memory: one target, with an alias."""
+    model = Model(both_halves)
+    model.tied = model.fused
+
+    recording = record(model, model.load_weights, SPECS, rank=0)
+
+    assert [target.aliases for target in recording.targets if target.name == "fused"] == [("tied",)]
+
+
+def test_pools_of_threads_are_followed() -> None:
+    """DeepSeek's loader hands its copies to threads, where torch's modes do not reach."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        with ThreadPoolExecutor() as pool:
+            pool.submit(both_halves, model, weights).result()
+
+    assert len(check(load)[0].copies) == 2
+
+
+def test_threads_of_its_own_are_refused() -> None:
+    """They would write to the live model unseen."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        Thread(target=both_halves, args=(model, weights)).start()
+
+    model = Model(load)
+
+    with pytest.raises(NotRecordable, match="starts a thread"):
+        record(model, model.load_weights, SPECS, rank=0)
+
+
+def test_a_calculation_after_the_last_tensor_names_its_sources() -> None:
+    """A post-load step works on parameters: what it makes of them comes from their tensors."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        if "a" in weights and "b" in weights:
+            model.derived.copy_(model.fused[3:9].float().exp())
+
+    assert loaded(check(load)[0]) == {"a": Cause.COMPUTED, "b": Cause.COMPUTED}
+
+
+def test_a_recording_survives_the_wire() -> None:
+    """Encoded and decoded it is the same; of other tensors it is refused."""
+    recording, _ = check(both_halves)
+
+    assert Recording.decode(recording.encode(), SPECS).digest() == recording.digest()
+    with pytest.raises(Exception, match="other tensors"):
+        Recording.decode(recording.encode(), SPECS[1:])
+
+
+def test_hollow_tensors_take_no_memory() -> None:
+    """A terabyte of sources is recorded on this machine."""
+    specs = tuple(TensorSpec(f"t{index}", "bfloat16", (2**20, 2**14)) for index in range(32))
+
+    def load(model: Model, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            model.fused.data.copy_(tensor[:12, :8])
+
+    model = Model(both_halves)
+
+    recording = record(model, lambda weights: load(model, iter(weights)), specs, rank=0)
+
+    assert [recording.copies.at(row).tensor for row in range(len(recording.copies))] == ["t31"]
