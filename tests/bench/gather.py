@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -111,6 +112,8 @@ def verdict(args: argparse.Namespace, folder: Path, error: str) -> dict[str, Any
     ways = {way: _way([_passes(rank, way) for rank in said], bucket) for way in WAYS}
     ours, best = ways["ours"], {way: each.get("seconds") for way, each in ways.items()}
     result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["python3", *sys.argv]),
         "backend": args.backend,
         "device": _device(args.backend),
         "ranks": args.ranks,
@@ -174,6 +177,8 @@ def main() -> int:
     args.bucket_mb = args.bucket_mb or (0.0625 if args.shape == "tiny" else 512)
     folder = args.out or Path(tempfile.mkdtemp(prefix="weightbus-gather-"))
     folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("rank*.jsonl"):  # of an earlier run: its passes are not ours
+        stale.unlink()
     ranks = start(args, folder)
     try:
         error = follow(ranks, folder, args.deadline_s)
