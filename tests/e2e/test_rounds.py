@@ -154,8 +154,10 @@ def test_an_engine_killed_mid_round_stops_nobody_and_comes_back_verified(
     _serves(fleet, "one", expected[5], "5")
     fleet.wait_ready("one")
 
+    poll("its sidecar to notice", lambda: not fleet.sidecar("two")["engine"]["up"])
     fleet.start_server("two")
-    poll("the sidecar to see its new server", lambda: fleet.channel()["engines"]["two"]["state"] == "pending")
+    poll("the sidecar to see its new server", lambda: fleet.sidecar("two")["engine"]["up"])
+    poll("it to be pending", lambda: fleet.channel()["engines"]["two"]["state"] == "pending")
     assert fleet.channel()["ready"] == [fleet.engines["one"].url]
     fleet.publish(6, 6, "local")
     assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
@@ -175,48 +177,55 @@ def test_a_restarted_coordinator_knows_what_was_committed(fleet: Fleet) -> None:
     answer = fleet.answer()
 
     assert "committed is 6" in answer["error"]
-
-
-@pytest.mark.parametrize(("version", "seed"), [(7, 1), (8, 3), (9, 2)])
-def test_direct_rounds_copy_out_of_the_trainers_own_memory(  # noqa: PLR0917 - fixtures
-    fleet: Fleet, expected: dict[int, Answers], module: FlatModule, agent: TrainerAgent, version: int, seed: int
-) -> None:
-    """This process trains; the servers' workers read its parameters where they are, and both servers serve them.
-
-    The oracles are the stock path's: transformers' tokens, and SGLang's own checksum of the live weights.
-    """
-    module.load(fleet.folder / f"seed{seed}")
-
-    report = agent.publish(version)
-
-    assert {(each.engine, each.outcome, each.transport, each.verified_by) for each in report.engines} == {
-        ("one", "committed", "direct", "live-digest"),
-        ("two", "committed", "direct", "live-digest"),
-    }
-    for name in ("one", "two"):
-        _serves(fleet, name, expected[seed], str(version))
-
-
-@pytest.fixture(scope="module")
-def module(checkpoints: Path) -> FlatModule:
-    """What is trained: the parameters of a checkpoint."""
-    return FlatModule(checkpoints / "seed0")
-
-
-@pytest.fixture(scope="module")
-def agent(fleet: Fleet, module: FlatModule) -> Iterator[TrainerAgent]:
-    """A trainer in this process, which offers its memory and nothing else."""
-    source = HFModuleSource(module, model="Qwen3ForCausalLM")
-    with TrainerAgent.connect(
-        source, channel="e2e", coordinator=fleet.coordinator, transport=("direct",), keys=fleet.keys, environ={}
-    ) as connected:
-        yield connected
     assert fleet.channel()["committed"]["version"] == 6
+
+
+class TestDirect:
+    """A trainer that opens its memory leaves with its class: its name is the other trainer's too."""
+
+    @pytest.fixture(scope="class")
+    def module(self, checkpoints: Path) -> FlatModule:
+        """What is trained: the parameters of a checkpoint."""
+        return FlatModule(checkpoints / "seed0")
+
+    @pytest.fixture(scope="class")
+    def agent(self, fleet: Fleet, module: FlatModule) -> Iterator[TrainerAgent]:
+        """A trainer in this process, which offers its memory and nothing else."""
+        source = HFModuleSource(module, model="Qwen3ForCausalLM")
+        with TrainerAgent.connect(
+            source, channel="e2e", coordinator=fleet.coordinator, transport=("direct",), keys=fleet.keys, environ={}
+        ) as connected:
+            yield connected
+
+    @pytest.mark.parametrize(("version", "seed"), [(7, 1), (8, 3), (9, 2)])
+    def test_direct_rounds_copy_out_of_the_trainers_own_memory(  # noqa: PLR0917 - fixtures
+        self,
+        fleet: Fleet,
+        expected: dict[int, Answers],
+        module: FlatModule,
+        agent: TrainerAgent,
+        version: int,
+        seed: int,
+    ) -> None:
+        """This process trains; the servers' workers read its parameters where they are, and both servers serve them.
+
+        The oracles are the stock path's: transformers' tokens, and SGLang's own checksum of the live weights.
+        """
+        module.load(fleet.folder / f"seed{seed}")
+
+        report = agent.publish(version)
+
+        assert {(each.engine, each.outcome, each.transport, each.verified_by) for each in report.engines} == {
+            ("one", "committed", "direct", "live-digest"),
+            ("two", "committed", "direct", "live-digest"),
+        }
+        for name in ("one", "two"):
+            _serves(fleet, name, expected[seed], str(version))
 
 
 @pytest.mark.parametrize(
     ("version", "victim", "transport"),
-    [(7, "sidecar", "local"), (9, "sidecar", "distributed")],
+    [(10, "sidecar", "local"), (12, "sidecar", "distributed")],
 )
 def test_an_engine_lost_before_it_connects_is_not_waited_for(
     fleet: Fleet, expected: dict[int, Answers], version: int, victim: str, transport: str
