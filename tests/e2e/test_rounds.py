@@ -180,22 +180,24 @@ def test_a_restarted_coordinator_knows_what_was_committed(fleet: Fleet) -> None:
     assert fleet.channel()["committed"]["version"] == 6
 
 
+@pytest.fixture(scope="class")
+def module(checkpoints: Path) -> FlatModule:
+    """What is trained: the parameters of a checkpoint."""
+    return FlatModule(checkpoints / "seed0")
+
+
+@pytest.fixture(scope="class")
+def agent(fleet: Fleet, module: FlatModule) -> Iterator[TrainerAgent]:
+    """A trainer in this process, which offers its memory and nothing else."""
+    source = HFModuleSource(module, model="Qwen3ForCausalLM")
+    with TrainerAgent.connect(
+        source, channel="e2e", coordinator=fleet.coordinator, transport=("direct",), keys=fleet.keys, environ={}
+    ) as connected:
+        yield connected
+
+
 class TestDirect:
     """A trainer that opens its memory leaves with its class: its name is the other trainer's too."""
-
-    @pytest.fixture(scope="class")
-    def module(self, checkpoints: Path) -> FlatModule:
-        """What is trained: the parameters of a checkpoint."""
-        return FlatModule(checkpoints / "seed0")
-
-    @pytest.fixture(scope="class")
-    def agent(self, fleet: Fleet, module: FlatModule) -> Iterator[TrainerAgent]:
-        """A trainer in this process, which offers its memory and nothing else."""
-        source = HFModuleSource(module, model="Qwen3ForCausalLM")
-        with TrainerAgent.connect(
-            source, channel="e2e", coordinator=fleet.coordinator, transport=("direct",), keys=fleet.keys, environ={}
-        ) as connected:
-            yield connected
 
     @pytest.mark.parametrize(("version", "seed"), [(7, 1), (8, 3), (9, 2)])
     def test_direct_rounds_copy_out_of_the_trainers_own_memory(  # noqa: PLR0917 - fixtures
