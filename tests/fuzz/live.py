@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -95,6 +96,8 @@ class Target:
         assert not self._thread.is_alive(), "the coordinator does not end"
 
     def metric(self, name: str, **labels: str) -> float:
+        """A sample as a scrape shows it: gauges and connections are brought up to date by being asked for."""
+        urllib.request.urlopen(f"http://127.0.0.1:{self.service.http.port}/metrics", timeout=DEADLINE_S).close()
         registry: CollectorRegistry = self.service.http._registry
         return registry.get_sample_value(f"weightbus_{name}", labels or None) or 0.0
 
