@@ -26,7 +26,7 @@ from weightbus.control.ids import AgentId, Channel
 from weightbus.control.messages import Role
 from weightbus.control.provision import Member, provision
 from weightbus.engine_agent.payload import LOADER
-from weightbus.trainer_agent.demo.processes import Program, Programs
+from weightbus.trainer_agent.demo.processes import Program, ProgramEnded, Programs
 
 CHANNELS = (Channel("e2e"),)
 ROOT = Path(__file__).parents[2]
@@ -178,8 +178,8 @@ class Fleet:
         argv = [sys.executable, program, str(self.folder), self.coordinator, str(self.keys)]
         ranks = [self._programs.start(f"fsdp{rank}", argv, group | {"RANK": str(rank)}) for rank in range(2)]
         for rank in ranks:
-            rank.process.wait(START_S)
-        self._programs.check(may_end=ranks)
+            if code := rank.process.wait(START_S):
+                raise ProgramEnded(rank.name, code, rank.log)
         return [json.loads(line) for line in ranks[0].log.read_text().splitlines() if line.startswith("{")]
 
     def start_watcher(self, folder: Path) -> None:
