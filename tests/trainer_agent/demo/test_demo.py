@@ -102,7 +102,7 @@ def test_a_coordinator_killed_under_the_demo_is_named_with_its_log(tmp_path: Pat
     """The demo ends within seconds; its last line says what ended, how, and where the log is."""
     process = demo(tmp_path)
     until_a_server_starts(process, tmp_path)
-    (coordinator,) = (pid for pid, line in commands() if f"{tmp_path}/" in line and "cli coordinator" in line)
+    (coordinator,) = (pid for pid, line in children_of(process.pid) if "cli coordinator" in line)
     began = time.monotonic()
     os.kill(coordinator, signal.SIGKILL)
     out, errors = process.communicate(timeout=60)
@@ -117,10 +117,12 @@ def test_a_coordinator_killed_under_the_demo_is_named_with_its_log(tmp_path: Pat
     assert started_by(tmp_path) == []
 
 
-def commands() -> list[tuple[int, str]]:
-    """Process ids and command lines of everything that runs."""
+def children_of(parent: int) -> list[tuple[int, str]]:
+    """Process ids and command lines of what `parent` started itself."""
     found: list[tuple[int, str]] = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            found.append((int(entry.parent.name), entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")))
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found.append((int(entry.name), line))
     return found
