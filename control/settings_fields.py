@@ -53,8 +53,8 @@ class Field(msgspec.Struct, frozen=True):
             raise ConfigurationError(f"{self.name} = {shown} ({where}): {problem}") from problem
 
     def show(self, value: object) -> str:
-        """`value` as TOML, or stars for a secret; nothing at all is shown as ``"none"``."""
-        if self.secret and value is not None:
+        """`value` as TOML, or stars for a secret that is set; nothing at all is shown as ``"none"``."""
+        if self.secret and value:
             return '"******"'
         return _toml("none" if value is None else value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -193,8 +194,10 @@ class Watcher:
         self._agent = self._source = self._checkpoint = None
 
     def _note(self, event: str, **what: object) -> None:
-        self._reason = f"{event}: {what.get('error', '')}"
-        self._log.warning(event, **what)
+        """Say it, and keep it for the status. What is the same at every look is said once."""
+        reason = f"{event}: {what.get('error', '')}"
+        repeated, self._reason = reason == self._reason, reason
+        self._log.log(logging.DEBUG if repeated else logging.WARNING, event, **what)
 
     def _status(self) -> bytes:
         settings = self.settings
