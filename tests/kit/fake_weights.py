@@ -9,6 +9,7 @@ import base64
 import hashlib
 import io
 import pickle  # noqa: TID251 - a fake server must read what the real one reads
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,34 +94,38 @@ class FakeWeights:
     def __init__(self, checkpoint: Path, tp: int) -> None:
         self.tensors = read(checkpoint)
         self._digest = b""
+        self._whole = threading.RLock()
+        """Loads and generations are threads: what was computed of the old weights must not be kept for the new."""
         self.tp = tp
 
     def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
         """As load_weights does: names it does not know are skipped, other dtypes cast, other shapes deadly."""
-        self._digest = b""
-        for name, tensor in named:
-            mine = self.tensors.get(name)
-            if mine is None:
-                continue
-            if mine.shape != tensor.shape:
-                raise ServerDied(f"shape mismatch for {name}")
-            self.tensors[name] = tensor.to(mine.dtype).clone()
+        with self._whole:
+            self._digest = b""
+            for name, tensor in named:
+                mine = self.tensors.get(name)
+                if mine is None:
+                    continue
+                if mine.shape != tensor.shape:
+                    raise ServerDied(f"shape mismatch for {name}")
+                self.tensors[name] = tensor.to(mine.dtype).clone()
 
     def digest(self) -> bytes:
         """Of everything: what a generation depends on."""
-        if self._digest:
+        with self._whole:
+            if not self._digest:
+                whole = hashlib.sha256()
+                for name in sorted(self.tensors):
+                    whole.update(_bytes(self.tensors[name]))
+                self._digest = whole.digest()
             return self._digest
-        whole = hashlib.sha256()
-        for name in sorted(self.tensors):
-            whole.update(_bytes(self.tensors[name]))
-        self._digest = whole.digest()
-        return self._digest
 
     def spoil(self) -> None:
         """One bit of difference in one tensor."""
-        name = next(iter(self.tensors))
-        self.tensors[name] = self.tensors[name] + 1
-        self._digest = b""
+        with self._whole:
+            name = next(iter(self.tensors))
+            self.tensors[name] = self.tensors[name] + 1
+            self._digest = b""
 
     def checksums(self, rank: int) -> dict[str, str]:
         """What weights_checker reports of one rank, by SGLang's names."""
