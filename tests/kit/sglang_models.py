@@ -151,7 +151,6 @@ def dtype_of(name: str) -> str:
 def build(config: Config, folder: str, *, tp: int, ep: int, rank: int) -> Any:
     """The model of one rank, with the weights of SGLang's ``dummy`` format."""
     import torch.distributed as dist
-    from sglang.srt import runtime_context
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -168,21 +167,38 @@ def build(config: Config, folder: str, *, tp: int, ep: int, rank: int) -> Any:
         model_path=folder, device="cpu", tp_size=tp, ep_size=ep, load_format="dummy",
         attention_backend="torch_native", disable_custom_all_reduce=True, skip_tokenizer_init=True,
     )  # fmt: skip
-    runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
+    older = _publish(arguments, rank)
     new_group = dist.new_group
     dist.new_group = lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "fake"})
     MessageQueue.create_from_process_group = staticmethod(lambda *_args, **_kwargs: None)
     parallel_state._ENABLE_CUSTOM_ALL_REDUCE = False
     dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=tp)
     parallel_state.init_distributed_environment(world_size=tp, rank=rank, local_rank=rank, backend="fake")
-    parallel_state.initialize_model_parallel(backend="fake")
-    initialize_dp_attention(arguments)
-    initialize_moe_config()
+    model_config = ModelConfig.from_server_args(arguments)
+    if older:
+        parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep, backend="fake")
+        initialize_dp_attention(arguments, model_config)
+        initialize_moe_config(arguments)
+    else:
+        parallel_state.initialize_model_parallel(backend="fake")
+        initialize_dp_attention(arguments)
+        initialize_moe_config()
     return get_model(
-        model_config=ModelConfig.from_server_args(arguments),
+        model_config=model_config,
         load_config=LoadConfig(load_format="dummy"),
         device_config=DeviceConfig("cpu"),
     )
+
+
+def _publish(arguments: Any, rank: int) -> bool:
+    """Make the settings known in this process; whether this SGLang is one that takes the ranks separately (0.5.17)."""
+    from sglang.srt import runtime_context
+
+    if hasattr(runtime_context, "SpawnRanks"):
+        runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
+        return False
+    runtime_context.publish(arguments, role="scheduler")
+    return True
 
 
 def case(name: str) -> dict[str, object]:
