@@ -8,10 +8,13 @@ Prints one JSON object; `--out` writes it too. Exits with 1 unless every copy an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 import json
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,11 @@ import torch
 from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.digest_table import BoxTable
+from weightbus.dataplane.exporter import RegionExporter
+from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.integrity import digest_tensors, finish
 from weightbus.dataplane.pieces import DTYPES
+from weightbus.dataplane.transport import Address
 
 BF16 = DTYPES.index("bfloat16")
 ROUNDS = 12
@@ -80,9 +86,39 @@ def box_table(copies: CopyTable) -> BoxTable:
     )  # fmt: skip
 
 
-def measure(nbytes: int, reader: torch.device, holder: torch.device) -> dict[str, Any]:
-    """Copies on `reader` from the memory of `holder`."""
-    source = torch.randint(-(2**62), 2**62, (nbytes // 8 + 4096,), dtype=torch.int64, device=holder).view(torch.uint8)
+def noise(nbytes: int, device: torch.device) -> torch.Tensor:
+    """1-D uint8."""
+    words = torch.randint(-(2**62), 2**62, (nbytes // 8 + 4096,), dtype=torch.int64, device=device)
+    return words.view(torch.uint8)
+
+
+@contextlib.contextmanager
+def exported(nbytes: int, holder: torch.device, reader: torch.device) -> Iterator[torch.Tensor]:
+    """Memory that another process holds on `holder` and exports, opened for `reader`."""
+    with tempfile.TemporaryDirectory() as runtime:
+        command = [sys.executable, __file__, "--export", runtime, str(holder.index), str(nbytes)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            address, offset = process.stdout.readline().split()
+            importer = RegionImporter(reader)
+            importer.open(Address(address), 0, 1, [0], 30.0)
+            yield importer.region(0, 0)[int(offset) : int(offset) + nbytes + 8 * 4096]
+            importer.close()
+            process.kill()
+
+
+def export(runtime: str, gpu: str, nbytes: str) -> None:
+    """The other process."""
+    held = noise(int(nbytes), torch.device("cuda", int(gpu)))
+    exporter = RegionExporter(Path(runtime) / "run", "bench", 0)
+    place = exporter.export([held]).places[0]
+    sys.stdout.write(f"{exporter.address().address} {place.offset}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
+def measure(nbytes: int, reader: torch.device, source: torch.Tensor) -> dict[str, Any]:
+    """Copies on `reader` from `source`."""
     target = torch.zeros(nbytes + nbytes // 16 + 65536, dtype=torch.uint8, device=reader)
     plain = seconds(reader, lambda: target[:nbytes].copy_(source[:nbytes]))
     found: dict[str, Any] = {"bytes": nbytes, "plain_copy_s": plain, "plain_gb_s": nbytes / plain / 1e9, "equal": True}
@@ -131,7 +167,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=int, default=16)
     parser.add_argument("--out", help="write the JSON here too")
+    parser.add_argument("--export", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.export:
+        export(*args.export)
+        return 0
     nbytes = args.gigabytes * 10**9 // (2048 * 768 * 2) * (2048 * 768 * 2)
     devices = [torch.device("cuda", index) for index in range(min(torch.cuda.device_count(), 2))]
     result: dict[str, Any] = {
@@ -139,11 +179,12 @@ def main() -> int:
         "device": ", ".join(torch.cuda.get_device_name(device) for device in devices),
         "command": "python3 " + " ".join(["tests/gpu/copies.py", *sys.argv[1:]]),
         "software": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        "same_gpu": measure(nbytes, devices[0], devices[0]),
+        "same_gpu": measure(nbytes, devices[0], noise(nbytes, devices[0])),
     }
     if len(devices) > 1:
         torch.cuda.empty_cache()
-        result["peer_gpu"] = measure(nbytes, devices[0], devices[1])
+        with exported(nbytes, devices[1], devices[0]) as source:
+            result["peer_gpu"] = measure(nbytes, devices[0], source)
     text = json.dumps(result, indent=1)
     sys.stdout.write(text + "\n")
     if args.out:

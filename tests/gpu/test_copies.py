@@ -107,7 +107,7 @@ class Trainer:
                 except NotExportable as error:
                     print("refused:", error, flush=True)
             else:
-                print(torch.cuda.memory_reserved(), exporter.readers, flush=True)
+                print(torch.cuda.memory_reserved(device), exporter.readers, flush=True)
     """)
 
     def __init__(self, runtime: Path, gpu: int, **environment: str) -> None:
