@@ -19,11 +19,10 @@ from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportable, Unsupported
-from weightbus.dataplane.exporters import exporter_for
+from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.exports import ExportMap
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.region import Exporter
 from weightbus.dataplane.share_digest import PASS_BYTES, ShareDigest
 from weightbus.dataplane.shares import Division, divide
 
@@ -102,8 +101,7 @@ class Exposure:
     def __init__(self, source: Exposable, manifest: Manifest, runtime_dir: Path, channel: str) -> None:
         self._source = source
         self._manifest = manifest
-        self._runtime_dir, self._channel = runtime_dir, channel
-        self._exporter: Exporter | None = None
+        self._exporter = RegionExporter(runtime_dir, channel, source.rank)
         self._local: _Local | None = None
         self._tensors: list[torch.Tensor] = []
         self._layouts: tuple[str, ...] = ()
@@ -164,9 +162,7 @@ class Exposure:
     def close(self) -> None:
         """Share no more. Engines notice before they read again."""
         self._drop_share()
-        if self._exporter is not None:
-            self._exporter.close()
-            self._exporter = None
+        self._exporter.close()
         self._exposed, self._layouts = None, ()
 
     # -- this rank -----------------------------------------------------------------------------------------------------
@@ -184,8 +180,6 @@ class Exposure:
             local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory)
         local.mirror.refresh([memory[index] for index in local.used])
         self._tensors = [memory[index] for index in local.used] + local.mirror.tensors
-        if self._exporter is None:
-            self._exporter = exporter_for(self._device, self._runtime_dir, self._channel, self._source.rank)
         exports = self._exporter.export(self._tensors)
         standing = _Standing(
             layout=local.digest + exports.digest(),

@@ -16,7 +16,7 @@ from weightbus.dataplane import integrity
 from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.cover import prove
 from weightbus.dataplane.errors import NotExportable
-from weightbus.dataplane.host_export import HostExporter
+from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Piece, Pieces, View
@@ -73,10 +73,10 @@ def test_memory_that_cannot_be_exported_is_found_at_the_start(
 ) -> None:
     """A trainer that allows nothing else does not start; it is told why, and what to allow."""
 
-    def refuse(_self: HostExporter, _tensors: object) -> object:
+    def refuse(_self: RegionExporter, _tensors: object) -> object:
         raise NotExportable("an expandable segment")
 
-    monkeypatch.setattr(HostExporter, "export", refuse)
+    monkeypatch.setattr(RegionExporter, "export", refuse)
     settings = TrainerSettings(
         channel="c",
         transport=(TransportKind.DIRECT,),
@@ -221,14 +221,14 @@ def test_memory_that_was_replaced_is_exposed_and_digested_anew(group: Group) -> 
 
 def test_what_one_rank_cannot_export_every_rank_hears(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """They all raise the same, so that they all go on by the next transport."""
-    export = HostExporter.export
+    export = RegionExporter.export
 
-    def refuse(exporter: HostExporter, tensors: Sequence[torch.Tensor]) -> object:
+    def refuse(exporter: RegionExporter, tensors: Sequence[torch.Tensor]) -> object:
         if exporter._holder == 1:
             raise NotExportable("an expandable segment")
         return export(exporter, tensors)
 
-    monkeypatch.setattr(HostExporter, "export", refuse)
+    monkeypatch.setattr(RegionExporter, "export", refuse)
 
     def told(exposure: Exposure) -> str:
         with pytest.raises(NotExportable) as raised:
