@@ -25,7 +25,7 @@ from weightbus.control.telemetry import (
 from weightbus.control.trust import TrustList
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.manifest import DigestTable, Manifest
-from weightbus.dataplane.transport import Address, Receiver, Session
+from weightbus.dataplane.transport import Address, Receiver, Session, Timed
 
 from . import checkpoint, validate
 from .errors import CalledOff, Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
@@ -221,6 +221,8 @@ class Worker:
             self._end_update_quietly()
             raise
         self._server.end_update()
+        if isinstance(receiver, Timed):
+            _log.info("transfer_steps", **{step: round(seconds, 4) for step, seconds in receiver.seconds.items()})
         return Received(receipt.bytes, receipt.buckets, receipt.checked)
 
     def _end_update_quietly(self) -> None:
