@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -206,7 +206,7 @@ class DirectReceiver:
         _returned(call, deadline)
 
     @contextlib.contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
+    def _timed(self, what: str) -> Generator[None]:
         began = time.monotonic()
         try:
             yield
@@ -356,13 +356,13 @@ def _lanes(blob: bytes) -> Lanes:
 
 def _introduced(frames: Frames, deadline: Deadline) -> worker_wire.Hello:
     """Who has connected. Hangs up on anybody who does not say so."""
-    hello: worker_wire.ToSidecar | None = None
     try:
         hello = worker_wire.hear_worker(frames, deadline, "a worker's first words")
-    finally:
-        if not isinstance(hello, worker_wire.Hello):
-            frames.close()
+    except BaseException:
+        frames.close()
+        raise
     if not isinstance(hello, worker_wire.Hello):
+        frames.close()
         raise PeerLost(f"a worker began with {_said(hello)}")
     return hello
 

@@ -116,10 +116,11 @@ def divide(pieces: Pieces) -> Division:
     strides = np.where(alike[:, None], chosen.stride, packed_strides(chosen.boxes.extents))
     as_read = replace(chosen, dtype=served, stride=strides)
     odd = np.unique(chosen.boxes.space[odd_boxes(as_read)])
-    nbytes = sum(chosen.tensors[index].nbytes for index in odd.tolist())
+    indexes: list[int] = odd.tolist()
+    nbytes = sum(chosen.tensors[index].nbytes for index in indexes)
     if nbytes > MOST_ODD_BYTES:
         raise Unsupported(
-            f"{nbytes} bytes of {len(odd)} tensors ({chosen.tensors[int(odd[0])].name} ..) lie in boxes that are no"
+            f"{nbytes} bytes of {len(odd)} tensors ({chosen.tensors[indexes[0]].name} ..) lie in boxes that are no"
             " multiple of 8 bytes, and cannot be digested where they lie"
         )
     return Division(chosen, odd)

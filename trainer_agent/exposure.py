@@ -117,9 +117,13 @@ class Exposure:
             raise NotExportable("nothing is exposed yet")
         return self._exposed
 
+    def standing(self) -> Exposed:
+        """`current`, to be asked for at each offer."""
+        return self.current
+
     def expose(self) -> None:
         """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike."""
-        mine, layout = self._standing()
+        mine, layout = self._describe()
         found = [_STANDING.decode(each) for each in self._source.collect(_encode(mine))]
         refusals = [f"rank {rank}: {each.refusal}" for rank, each in enumerate(found) if each.refusal]
         if refusals:
@@ -167,7 +171,7 @@ class Exposure:
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
-    def _standing(self) -> tuple[_Standing, _Layout]:
+    def _describe(self) -> tuple[_Standing, _Layout]:
         memory = self._source.memory()
         try:
             return self._export(memory)

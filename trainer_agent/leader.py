@@ -343,6 +343,8 @@ def _trainer_info(source: Source, kinds: tuple[TransportKind, ...]) -> TrainerIn
 def _sender_maker(
     source: Source, settings: TrainerSettings, exposure: Exposure | None
 ) -> Callable[[TransportKind], Sender]:
+    expose = None if exposure is None else exposure.standing
+
     def make(kind: TransportKind) -> Sender:
         return sender(
             kind.value,
@@ -352,7 +354,7 @@ def _sender_maker(
             host=settings.host,
             checkpoint_dir=settings.checkpoint_dir,
             hf_config_dir=settings.hf_config_dir,
-            expose=None if exposure is None else lambda: exposure.current,
+            expose=expose,
         )
 
     return make

@@ -30,7 +30,8 @@ class Mirror:
         storage, dtype, offset, stride = (
             each.copy() for each in (pieces.storage, pieces.dtype, pieces.offset, pieces.stride)
         )
-        for kind in np.unique(served).tolist():
+        kinds: list[int] = np.unique(served).tolist()
+        for kind in kinds:
             here = rows[served == kind]
             sizes = -(-pieces.boxes.sizes[here] * ITEM_SIZES[kind] // 16) * 16 // ITEM_SIZES[kind]
             storage[here], dtype[here] = storages + len(self.tensors), kind
