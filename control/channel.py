@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from .answers import Answers, already_committed, never_begun
+from .deadlines import earlier
 from .duties import Duties
 from .effects import (
     AnyObservation,
@@ -321,14 +322,9 @@ class Channel:
 
     def next_deadline(self) -> float | None:
         """When `tick` or `flush` has something to do."""
-        times: list[float] = []
-        if (at := self._tenure.next_deadline(in_round=self.round is not None)) is not None:
-            times.append(at)
-        if self.round and (at := self.round.next_deadline()) is not None:
-            times.append(at)
-        if (at := self._duties.next_deadline()) is not None:
-            times.append(at)
-        return min(times, default=None)
+        of_round = self.round.next_deadline() if self.round else None
+        of_lease = self._tenure.next_deadline(in_round=self.round is not None)
+        return earlier(self._duties.next_deadline(), earlier(of_round, of_lease))
 
     def stop(self, now: float) -> None:
         """Bring the round to an end, forward if it is durable, back if not."""

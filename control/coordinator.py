@@ -20,6 +20,7 @@ from .admission import may_join, may_say
 from .answers import Replies
 from .blobs import Blobs
 from .channel import Channel, Out, Restored, Tell
+from .deadlines import earlier
 from .effects import (
     AgentJoined,
     AgentLeft,
@@ -150,9 +151,10 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due; None when nothing is waited for."""
-        times = [channel.next_deadline() for channel in self.channels.values()]
-        times += [self.members.next_deadline(), self._probe_at]
-        return min((time for time in times if time is not None), default=None)
+        due = earlier(self.members.next_deadline(), self._probe_at)
+        for channel in self.channels.values():
+            due = earlier(due, channel.next_deadline())
+        return due
 
     @property
     def stopped(self) -> bool:

@@ -17,6 +17,8 @@ class Loop:
     def __init__(self, *, telling: bool = False) -> None:
         self.now = 0.0
         self.steps = 0
+        self.halted = False
+        """Nothing more is to happen: somebody has seen enough."""
         self.telling = telling
         """Keep the lines of the story, and not only their hash."""
         self.story: list[str] = []
@@ -26,20 +28,20 @@ class Loop:
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         """Do `what` at `when`; what was asked for first comes first."""
-        heapq.heappush(self._queue, (max(when, self.now), next(self._numbers), what))
+        heapq.heappush(self._queue, (when if when > self.now else self.now, next(self._numbers), what))
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
         """Do `what` in so many seconds."""
-        self.at(self.now + seconds, what)
+        heapq.heappush(self._queue, (self.now + seconds, next(self._numbers), what))
 
-    def run(self, until: float, over: Callable[[], bool] = lambda: False) -> None:
-        """Let everything up to `until` happen, or stop as soon as `over`."""
-        queue = self._queue
-        while queue and queue[0][0] <= until and not over():
-            self.now, _, what = heapq.heappop(queue)
+    def run(self, until: float) -> None:
+        """Let everything up to `until` happen, or stop as soon as it is `halted`."""
+        queue, pop = self._queue, heapq.heappop
+        while queue and queue[0][0] <= until and not self.halted:
+            self.now, _, what = pop(queue)
             self.steps += 1
             what()
-        if not over():
+        if not self.halted:
             self.now = max(self.now, until)
 
     def note(self, who: str, what: str) -> None:

@@ -111,8 +111,8 @@ class World:
     def run(self) -> Ended:
         """The whole course: a storm, then calm."""
         self._begin()
-        loop, broken = self.loop, lambda: self.judge.violation is not None
-        loop.run(self.scenario.calm_from, broken)
+        loop = self.loop
+        loop.run(self.scenario.calm_from)
         self._calm()
         self._holding = True
         self._wait("ends every round and settles every engine", self._unsettled)
@@ -152,7 +152,7 @@ class World:
             if self.loop.now >= until:
                 self.judge.broken("every-wait-ends", f"{SETTLE_S:.0f} s after the last fault nobody {what}: {left}")
                 return
-            self.loop.run(self.loop.now + 0.25, lambda: self.judge.violation is not None)
+            self.loop.run(self.loop.now + 0.25)
 
     # -- what is asked of the calm
 
