@@ -28,7 +28,7 @@ class Loop:
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         """Do `what` at `when`; what was asked for first comes first."""
-        heapq.heappush(self._queue, (when if when > self.now else self.now, next(self._numbers), what))
+        heapq.heappush(self._queue, (max(self.now, when), next(self._numbers), what))
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
         """Do `what` in so many seconds."""
