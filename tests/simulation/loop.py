@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable
 from typing import Final
 
-
 MOST_STEPS: Final = 60_000
 """Of one run, thirty times as many as usual: who takes more does the same thing over and over while no time passes."""
 
