@@ -344,7 +344,7 @@ class Channel:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
         self.out += self._fleet.readiness_changes(self.phase, self.committed)
         waiting, self.out = self.out, []
-        out = [each for each in waiting if not isinstance(each, _RECORDS)] if waiting else []
+        out: list[Out] = [each for each in waiting if not isinstance(each, _RECORDS)] if waiting else []
         out += [Tell(agent, command) for agent, command in self._duties.due(now)]
         out += [each for each in waiting if isinstance(each, _RECORDS)]
         if self.round and (record := self.round.record(Epoch(self.epoch + 1), now)):
