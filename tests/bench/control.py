@@ -182,20 +182,22 @@ class Bench:
         undo.callback(self.trainer.close)
 
     def connect(self) -> dict[str, Any]:
-        """All agents at once, first to the coordinator, then to the bare socket."""
+        """All agents at once, first to the bare socket, then to the coordinator.
+
+        In this order, because a storm keeps the agents' threads from their heartbeats for seconds: connections to the
+        coordinator would be given up in the storm on the other.
+        """
+        self.bare.tell(do="accept")
+        bare = max(answer["seconds"] for answer in self._all(do="connect", side="bare", **self._at("bare")))
+        bare_cpu = self.bare.hear()["cpu_s"]
         rss, cpu = self.coordinator.rss_bytes(), self.coordinator.cpu_s()
         ours = max(answer["seconds"] for answer in self._all(do="connect", side="ours", **self._at("ours")))
-        found = {
+        return {
             "storm_s": ours,
             "storm_cpu_ms_per_agent": 1000 * (self.coordinator.cpu_s() - cpu) / self.agents,
             "rss_kib_per_agent": (self.coordinator.rss_bytes() - rss) / self.agents / 1024,
-        }
-        self.bare.tell(do="accept")
-        bare = max(answer["seconds"] for answer in self._all(do="connect", side="bare", **self._at("bare")))
-        return {
-            **found,
             "bare_storm_s": bare,
-            "bare_storm_cpu_ms_per_agent": 1000 * self.bare.hear()["cpu_s"] / self.agents,
+            "bare_storm_cpu_ms_per_agent": 1000 * bare_cpu / self.agents,
         }
 
     def heartbeats(self) -> dict[str, Any]:
