@@ -24,10 +24,10 @@ _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 
 @triton.jit
-def _place(shape, magic, TILE: tl.constexpr):
-    """Row, column and whether they are inside, of every vector of a tile."""
+def _place(begin, shape, magic, BLOCK: tl.constexpr):
+    """Row, column and whether they are inside, of some vectors of a tile."""
     rows, width = (shape >> 32).to(tl.int32), shape.to(tl.int32)
-    at = tl.arange(0, TILE)
+    at = begin + tl.arange(0, BLOCK)
     line = tl.where(width == 1, at, tl.umulhi(at.to(tl.uint32), magic.to(tl.uint32)).to(tl.int32))
     return line, at - line * width, at < rows * width
 
@@ -35,7 +35,7 @@ def _place(shape, magic, TILE: tl.constexpr):
 @triton.jit
 def _copy_16(table, TILE: tl.constexpr):
     row = table + tl.program_id(0).to(tl.int64) * 6
-    line, column, inside = _place(tl.load(row + 4), tl.load(row + 5), TILE)
+    line, column, inside = _place(0, tl.load(row + 4), tl.load(row + 5), TILE)
     source = tl.load(row) + line * tl.load(row + 2) + column * 16
     target = tl.load(row + 1) + line * tl.load(row + 3) + column * 16
     keep = inside.to(tl.int32)
@@ -53,7 +53,7 @@ def _copy_16(table, TILE: tl.constexpr):
 @triton.jit
 def _copy_small(table, VECTOR: tl.constexpr, TILE: tl.constexpr):
     row = table + tl.program_id(0).to(tl.int64) * 6
-    line, column, inside = _place(tl.load(row + 4), tl.load(row + 5), TILE)
+    line, column, inside = _place(0, tl.load(row + 4), tl.load(row + 5), TILE)
     source = tl.load(row) + line * tl.load(row + 2) + column * VECTOR
     target = tl.load(row + 1) + line * tl.load(row + 3) + column * VECTOR
     if VECTOR == 8:
@@ -67,33 +67,59 @@ def _copy_small(table, VECTOR: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _sum_words(table, lanes, ITEM: tl.constexpr, TILE: tl.constexpr):
-    row = table + tl.program_id(0).to(tl.int64) * 8
-    line, column, inside = _place(tl.load(row + 6), tl.load(row + 7), TILE)
-    item_step = tl.load(row + 2)
-    address = tl.load(row) + line * tl.load(row + 1) + column * (item_step * (8 // ITEM))
-    if ITEM == 8:
-        word = tl.load(address.to(tl.pointer_type(tl.uint64)), mask=inside, other=0)
-    else:
-        word = tl.zeros((TILE,), dtype=tl.uint64)
-        for part in tl.static_range(8 // ITEM):
-            if ITEM == 4:
-                element = tl.load((address + part * item_step).to(tl.pointer_type(tl.uint32)), mask=inside, other=0)
-            elif ITEM == 2:
-                element = tl.load((address + part * item_step).to(tl.pointer_type(tl.uint16)), mask=inside, other=0)
-            else:
-                element = tl.load((address + part * item_step).to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
-            word |= element.to(tl.uint64) << (part * ITEM * 8)
-    index = tl.load(row + 3) + line * tl.load(row + 4) + column
+def _mixed(word, index):
+    """What a word at its place adds to both lanes (integrity.py)."""
     x = word + (index + 1).to(tl.uint64) * _PHI
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2
     x = x ^ (x >> 31)
     y = x * _LANE_B
-    y = y ^ (y >> 32)
+    return x, y ^ (y >> 32)
+
+
+@triton.jit
+def _sum_words(table, lanes, ITEM: tl.constexpr, BLOCK: tl.constexpr):
+    row = table + tl.program_id(0).to(tl.int64) * 8
+    first, step, item_step = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    word_at, word_step, shape, magic = tl.load(row + 3), tl.load(row + 4), tl.load(row + 6), tl.load(row + 7)
+    sum_a = tl.zeros((BLOCK,), dtype=tl.uint64)
+    sum_b = tl.zeros((BLOCK,), dtype=tl.uint64)
+    for begin in range(0, (shape >> 32).to(tl.int32) * shape.to(tl.int32), BLOCK):
+        line, column, inside = _place(begin, shape, magic, BLOCK)
+        if ITEM == 16:
+            address = first + line * step + column * 16
+            index = word_at + line * word_step + column * 2
+            word, second = tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.u64 $0, 0; mov.u64 $1, 0;"
+                " @p ld.global.L1::no_allocate.v2.u64 {$0, $1}, [$2]; }",
+                "=&l,=&l,l,r", [address, inside.to(tl.int32)], dtype=(tl.uint64, tl.uint64), is_pure=True, pack=1,
+            )  # fmt: skip
+            x, y = _mixed(second, index + 1)
+            sum_a += tl.where(inside, x, 0)
+            sum_b += tl.where(inside, y, 0)
+        else:
+            index = word_at + line * word_step + column
+            if ITEM == 8:
+                address = first + line * step + column * item_step
+                word = tl.load(address.to(tl.pointer_type(tl.uint64)), mask=inside, other=0)
+            else:
+                address = first + line * step + column * (item_step * (8 // ITEM))
+                word = tl.zeros((BLOCK,), dtype=tl.uint64)
+                for part in tl.static_range(8 // ITEM):
+                    at = address + part * item_step
+                    if ITEM == 4:
+                        element = tl.load(at.to(tl.pointer_type(tl.uint32)), mask=inside, other=0)
+                    elif ITEM == 2:
+                        element = tl.load(at.to(tl.pointer_type(tl.uint16)), mask=inside, other=0)
+                    else:
+                        element = tl.load(at.to(tl.pointer_type(tl.uint8)), mask=inside, other=0)
+                    word |= element.to(tl.uint64) << (part * ITEM * 8)
+        x, y = _mixed(word, index)
+        sum_a += tl.where(inside, x, 0)
+        sum_b += tl.where(inside, y, 0)
     group = tl.load(row + 5)
-    tl.atomic_add(lanes + group * 2, tl.sum(tl.where(inside, x, 0)).to(tl.int64), sem="relaxed")
-    tl.atomic_add(lanes + group * 2 + 1, tl.sum(tl.where(inside, y, 0)).to(tl.int64), sem="relaxed")
+    tl.atomic_add(lanes + group * 2, tl.sum(sum_a).to(tl.int64), sem="relaxed")
+    tl.atomic_add(lanes + group * 2 + 1, tl.sum(sum_b).to(tl.int64), sem="relaxed")
 
 
 def copy(table: torch.Tensor, vector: int) -> None:
@@ -106,7 +132,7 @@ def copy(table: torch.Tensor, vector: int) -> None:
 
 def accumulate(table: torch.Tensor, item: int, lanes: torch.Tensor) -> None:
     """Add the sums of every tile of `table`, (tiles, 8) int64, to `lanes`, (groups, 2) int64, on the current stream."""
-    _sum_words[(len(table),)](table, lanes, ITEM=item, TILE=TILE_VECTORS, num_warps=8)  # pyright: ignore[reportCallIssue]
+    _sum_words[(len(table),)](table, lanes, ITEM=item, BLOCK=1024, num_warps=8)  # pyright: ignore[reportCallIssue]
 
 
 def as_lanes(lanes: torch.Tensor) -> npt.NDArray[np.uint64]:

@@ -18,6 +18,8 @@ from .digest_table import WORD_BYTES, BoxTable
 
 TILE_VECTORS: Final = 2048
 """32 KB of 16-byte vectors: 256 threads with 8 loads in flight each."""
+TILE_WORDS: Final = 4 * TILE_VECTORS
+"""64 KB to digest: a block adds up its threads' sums only once for all of it."""
 VECTORS: Final = (16, 8, 4, 2, 1)
 """Bytes. A thread moves one with a single instruction."""
 
@@ -53,7 +55,7 @@ class WordTiles:
     """Tiles of 64-bit words to digest, `rows` runs of `width` words each. All columns int64."""
 
     item: int
-    """Bytes of an element; 8 where words lie whole and aligned in memory."""
+    """Bytes of an element; 8 where words lie whole and aligned in memory, 16 where pairs of them do."""
     address: Column
     """(tiles,): of the first element."""
     step: Column
@@ -67,6 +69,7 @@ class WordTiles:
     group: Column
     rows: Column
     width: Column
+    """(tiles,): words in a row; pairs where `item` is 16."""
 
     def __len__(self) -> int:
         return len(self.address)
@@ -82,7 +85,7 @@ class WordTiles:
 
 
 def reciprocal(width: Column) -> Column:
-    """(tiles,): m such that ``n * m >> 32`` is ``n // width`` for every n below `TILE_VECTORS`, by one multiplication.
+    """(tiles,): m such that ``n * m >> 32`` is ``n // width`` for every n below `TILE_WORDS`, by one multiplication.
 
     m = ceil(2^32 / width) is too large by less than one, so that n * m errs by less than n < 2^32 / width. A width of
     one would need 33 bits and is given as 0: there the quotient is n itself.
@@ -102,7 +105,7 @@ def copy_tiles(table: CopyTable, source_base: Column, target_base: Column) -> li
         rows = np.flatnonzero(vector == size)
         if not len(rows):
             continue
-        cut = _cut(nbytes[rows] // size, table.grid[rows], np.full(len(rows), size, np.int64))
+        cut = _cut(nbytes[rows] // size, table.grid[rows], np.full(len(rows), size, np.int64), TILE_VECTORS)
         row = rows[cut.row]
         found.append(
             CopyTiles(
@@ -121,18 +124,19 @@ def copy_tiles(table: CopyTable, source_base: Column, target_base: Column) -> li
 def word_tiles(table: BoxTable, base: Column) -> list[WordTiles]:
     """The tiles of a table of boxes; `base` holds the addresses of the regions. A list for each element size."""
     address = base[table.region] + table.at
-    together = table.item_step == table.item
-    aligned = together & (_vector(address, *table.step.T) >= WORD_BYTES)
-    item = np.where(aligned, WORD_BYTES, table.item)
+    vector = np.where(table.item_step == table.item, _vector(address, *table.step.T), 1)
+    paired = (vector >= 2 * WORD_BYTES) & (table.words % 2 == 0)
+    item = np.where(paired, 2 * WORD_BYTES, np.where(vector >= WORD_BYTES, WORD_BYTES, table.item))
     found: list[WordTiles] = []
-    for size in (WORD_BYTES, 4, 2, 1):
-        # A row of 8-byte elements that lie apart is read element by element too: its words are its elements.
+    for size in (2 * WORD_BYTES, WORD_BYTES, 4, 2, 1):
+        # Elements of 8 bytes that lie apart are words too, each at a step of its own.
         rows = np.flatnonzero(item == size)
         if not len(rows):
             continue
-        item_step = np.where(aligned, WORD_BYTES, table.item_step)[rows]
-        per_word = np.where(aligned, 1, WORD_BYTES // table.item)[rows]
-        cut = _cut(table.words[rows], table.grid[rows], item_step * per_word)
+        words = max(size // WORD_BYTES, 1)
+        item_step = np.where(size > table.item[rows], size, table.item_step[rows])
+        reach = item_step * max(WORD_BYTES // size, 1)
+        cut = _cut(table.words[rows] // words, table.grid[rows], reach, TILE_WORDS // words)
         row = rows[cut.row]
         word_step = table.word_step[row]
         found.append(
@@ -141,7 +145,7 @@ def word_tiles(table: BoxTable, base: Column) -> list[WordTiles]:
                 address[row] + cut.place(table.step[row]),
                 cut.along(table.step[row]),
                 item_step[cut.row],
-                table.word_at[row] + (cut.index * word_step).sum(axis=1) + cut.column,
+                table.word_at[row] + (cut.index * word_step).sum(axis=1) + cut.column * words,
                 cut.along(word_step),
                 table.group[row],
                 cut.rows,
@@ -177,13 +181,13 @@ class _Cut:
         return np.take_along_axis(step, self.axis[:, None], axis=1)[:, 0]
 
 
-def _cut(width: Column, grid: Column, vector: Column) -> _Cut:
-    """Cut grids of runs, `width` vectors each, into tiles. `vector`, (rows,), is the bytes from one to the next."""
+def _cut(width: Column, grid: Column, vector: Column, most: int) -> _Cut:
+    """Cut grids of runs, `width` vectors each, into tiles of `most`. `vector`: bytes from one to the next."""
     # Runs that follow one another along the longest axis share a tile, as many as fit; long runs are cut.
     axis: Column = np.argmax(grid, axis=1)
     extent = np.take_along_axis(grid, axis[:, None], axis=1)[:, 0]
-    together = np.minimum(np.maximum(TILE_VECTORS // width, 1), extent)
-    parts = -(-width // TILE_VECTORS)
+    together = np.minimum(np.maximum(most // width, 1), extent)
+    parts = -(-width // most)
     blocks = grid.copy()
     np.put_along_axis(blocks, axis[:, None], -(-extent // together)[:, None], axis=1)
     count: Column = blocks.prod(axis=1, dtype=np.int64) * parts
@@ -195,7 +199,7 @@ def _cut(width: Column, grid: Column, vector: Column) -> _Cut:
         number, index[:, each] = np.divmod(number, blocks[row, each])
     first = np.take_along_axis(index, axis[row, None], axis=1)[:, 0] * together[row]
     np.put_along_axis(index, axis[row, None], first[:, None], axis=1)
-    column = part * TILE_VECTORS
+    column = part * most
     return _Cut(
         row=row,
         index=index,
@@ -203,7 +207,7 @@ def _cut(width: Column, grid: Column, vector: Column) -> _Cut:
         shift=column * vector[row],
         axis=axis[row],
         rows=np.minimum(together[row], extent[row] - first),
-        width=np.minimum(width[row] - column, TILE_VECTORS),
+        width=np.minimum(width[row] - column, most),
     )
 
 

@@ -3,11 +3,12 @@
 The real coordinator runs as a process of its own, with CURVE, its journal and its HTTP port. Agents are simulated in a
 few processes (agents.py) and do at once what they are told; they are not what is measured. In alternation with the
 coordinator's rounds, the same processes answer a bare pyzmq ROUTER (bare_router.py) that does nothing but send one
-payload to every agent and take one echo of each.
+payload to every agent, take one answer of each, and acknowledge it: as many messages as ours, as large.
 
 A barrier is one command to every agent and one answer from each. A round has three that wait for nothing else: prepare,
 pause and resume; the coordinator itself times them. `barrier_ratio` compares the slowest of the three with the bare
-barrier, best of all repetitions each.
+barrier, best of all repetitions each; `barrier_ratio_unacknowledged` with one of two messages for each agent, and not
+three.
 """
 
 from __future__ import annotations
@@ -17,23 +18,27 @@ import datetime as dt
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from agents import CHANNEL, name_of
+from agents import CHANNEL, Agent, name_of
 
+from weightbus.control import codec
 from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.ids import AgentId, Incarnation, Version
+from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
 from weightbus.control.keys import CurveFiles
 from weightbus.control.messages import (
+    Ack,
     Acquire,
     Granted,
     Hello,
@@ -41,6 +46,8 @@ from weightbus.control.messages import (
     Offered,
     Outcome,
     Policy,
+    Prepare,
+    Prepared,
     Publish,
     Role,
     RoundDone,
@@ -55,8 +62,6 @@ HERE = Path(__file__).parent
 TRAINER = "trainer"
 BARRIERS = ("prepare", "pause", "resume")
 HEARTBEATS_S = 10.0
-PREPARE_BYTES = 330
-"""Of a `Prepare`, so that the bare barrier carries as much."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -129,6 +134,12 @@ class Coordinator:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(") ", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
+    def closed(self) -> int:
+        """Connections that broke so far, by its own metrics."""
+        with urllib.request.urlopen(f"{self.http}/metrics", timeout=30) as page:
+            found = re.search(r'^weightbus_connections_total{event="closed"} (\S+)', page.read().decode(), re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
     def rss_bytes(self) -> int:
         """Resident memory."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
@@ -171,20 +182,22 @@ class Bench:
         undo.callback(self.trainer.close)
 
     def connect(self) -> dict[str, Any]:
-        """All agents at once, first to the coordinator, then to the bare socket."""
+        """All agents at once, first to the bare socket, then to the coordinator.
+
+        In this order, because a storm keeps the agents' threads from their heartbeats for seconds: connections to the
+        coordinator would be given up in the storm on the other.
+        """
+        self.bare.tell(do="accept")
+        bare = max(answer["seconds"] for answer in self._all(do="connect", side="bare", **self._at("bare")))
+        bare_cpu = self.bare.hear()["cpu_s"]
         rss, cpu = self.coordinator.rss_bytes(), self.coordinator.cpu_s()
         ours = max(answer["seconds"] for answer in self._all(do="connect", side="ours", **self._at("ours")))
-        found = {
+        return {
             "storm_s": ours,
             "storm_cpu_ms_per_agent": 1000 * (self.coordinator.cpu_s() - cpu) / self.agents,
             "rss_kib_per_agent": (self.coordinator.rss_bytes() - rss) / self.agents / 1024,
-        }
-        self.bare.tell(do="accept")
-        bare = max(answer["seconds"] for answer in self._all(do="connect", side="bare", **self._at("bare")))
-        return {
-            **found,
             "bare_storm_s": bare,
-            "bare_storm_cpu_ms_per_agent": 1000 * self.bare.hear()["cpu_s"] / self.agents,
+            "bare_storm_cpu_ms_per_agent": 1000 * bare_cpu / self.agents,
         }
 
     def heartbeats(self) -> dict[str, Any]:
@@ -211,14 +224,16 @@ class Bench:
             cpu = self.coordinator.cpu_s() - cpu
         committed = sum(engine.outcome is Outcome.COMMITTED for engine in done.engines)
         if done.outcome is not Outcome.COMMITTED or committed != self.agents:
-            say(f"round {version} does not count: {done.outcome}, {committed} of {self.agents} engines {done.reason}")
+            broke = f"{self.coordinator.closed()} connections broke so far"
+            say(f"round {version} does not count: {committed} of {self.agents} engines {done.outcome} it; {broke}")
             return None
         return {**done.seconds, "cpu": cpu}
 
-    def bare_barrier(self, size: int) -> dict[str, float]:
+    def bare_barrier(self, *, acknowledged: bool) -> dict[str, float]:
         """One barrier of the bare socket."""
-        with self._serving("bare"):
-            return self.bare.ask(do="barrier", bytes=size)
+        with self._serving("bare", size=SIZES["answer"]):
+            ack = SIZES["ack"] if acknowledged else 0
+            return self.bare.ask(do="barrier", command=SIZES["command"], ack=ack)
 
     def _publish(self, version: int) -> RoundDone:
         trainer = self.trainer
@@ -251,8 +266,8 @@ class Bench:
                 raise TimeoutError(f"round {version} did not end within 60 s")
 
     @contextmanager
-    def _serving(self, side: str) -> Iterator[None]:
-        self._all(do="serve", side=side)
+    def _serving(self, side: str, **more: Any) -> Iterator[None]:
+        self._all(do="serve", side=side, **more)
         try:
             yield
         finally:
@@ -288,21 +303,50 @@ def weightbus(*argv: str) -> None:
     subprocess.run([sys.executable, "-m", "weightbus.control.cli", *argv], check=True, stdout=subprocess.DEVNULL)
 
 
+def _sizes() -> dict[str, int]:
+    """Bytes of what a barrier of ours sends, so that the bare one sends as many."""
+    digest = Digest("0" * 64)
+    prepare = Prepare(
+        channel=CHANNEL,
+        epoch=Epoch(1000),
+        version=Version(1000),
+        manifest=digest,
+        table=digest,
+        transport=TransportKind.DISK,
+        policy=Policy(),
+        deadline_s=30.0,
+    )
+    request = Agent(0).key()
+    prepared = Prepared(request=request, channel=CHANNEL, epoch=Epoch(1000), seconds=0.001)
+    frames = {
+        "command": codec.TO_AGENT.encode(prepare),
+        "answer": codec.TO_COORDINATOR.encode(prepared),
+        "ack": codec.TO_AGENT.encode(Ack(request=request)),
+    }
+    return {what: sum(map(len, each)) for what, each in frames.items()}
+
+
+SIZES = _sizes()
+
+
 def barriers(bench: Bench, repetitions: int) -> dict[str, Any]:
     """Rounds and bare barriers in alternation; the first of each only warms up."""
     rounds: list[dict[str, float]] = []
     bare: list[dict[str, float]] = []
+    unacknowledged: list[dict[str, float]] = []
     disturbed = 0
     for version in range(1, 4 * repetitions):
         if (found := bench.round(version)) is not None:
             rounds.append(found)
         disturbed += found is None
-        bare.append(bench.bare_barrier(PREPARE_BYTES))
+        bare.append(bench.bare_barrier(acknowledged=True))
+        unacknowledged.append(bench.bare_barrier(acknowledged=False))
         if len(rounds) > repetitions:
             break
     else:
         raise RuntimeError(f"{disturbed} rounds were disturbed: this machine has too much else to do")
     best_bare = min(each["seconds"] for each in bare[1:])
+    best_unacknowledged = min(each["seconds"] for each in unacknowledged[1:])
     best = {phase: min(each[phase] for each in rounds[1:]) for phase in BARRIERS}
     return {
         "rounds_disturbed": disturbed,
@@ -310,11 +354,13 @@ def barriers(bench: Bench, repetitions: int) -> dict[str, Any]:
         "barrier_all_ms": {phase: [round(1000 * each[phase], 2) for each in rounds[1:]] for phase in BARRIERS},
         "bare_barrier_ms": 1000 * best_bare,
         "bare_barrier_all_ms": [round(1000 * each["seconds"], 2) for each in bare[1:]],
+        "bare_barrier_unacknowledged_ms": 1000 * best_unacknowledged,
         "bare_barrier_cpu_us_per_agent": 1e6 * min(each["cpu_s"] for each in bare[1:]) / bench.agents,
         "round_ms": 1000 * min(each["total"] for each in rounds[1:]),
         "round_cpu_us_per_agent": 1e6 * min(each["cpu"] for each in rounds[1:]) / bench.agents,
         "barrier_ratios": {phase: seconds / best_bare for phase, seconds in best.items()},
         "barrier_ratio": max(best.values()) / best_bare,
+        "barrier_ratio_unacknowledged": max(best.values()) / best_unacknowledged,
     }
 
 
@@ -346,6 +392,7 @@ def main() -> None:
         report |= barriers(bench, given.repetitions)
         say(f"barriers: {report['barrier_ms']}, bare {report['bare_barrier_ms']:.1f} ms")
         report |= bench.heartbeats()
+        report["connections_broken"] = bench.coordinator.closed()
         say(f"heartbeats: {report['heartbeats_per_s']:.0f} a second, {report['heartbeat_core_share']:.1%} of a core")
     text = json.dumps(report, indent=2)
     if given.save:

@@ -14,7 +14,7 @@ from weightbus.dataplane.copy_torch import TorchCopies, TorchDigest
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.integrity import mix
 from weightbus.dataplane.pieces import DTYPES
-from weightbus.dataplane.tiles import TILE_VECTORS, copy_tiles, reciprocal, word_tiles
+from weightbus.dataplane.tiles import TILE_VECTORS, TILE_WORDS, copy_tiles, reciprocal, word_tiles
 
 REGION = 1 << 18
 
@@ -97,7 +97,7 @@ def test_tiles_copy_what_the_table_says(table: CopyTable) -> None:
 def boxes(draw: st.DrawFn) -> BoxTable:
     """One row of any shape."""
     item = draw(st.sampled_from([1, 2, 4, 8]))
-    words, extents, steps, begin = draw(grids(8, TILE_VECTORS * 2))
+    words, extents, steps, begin = draw(grids(8, TILE_WORDS + 6))
     item_step = draw(st.sampled_from([item, item, item * 3]))
     stretched = [step * (item_step // item) for step in steps]
     shift = draw(st.sampled_from([0, 0, item]))
@@ -122,24 +122,26 @@ def test_tiles_digest_what_the_table_says(table: BoxTable) -> None:
     lanes = np.zeros((2, 3), np.uint64)
 
     for tiles in word_tiles(table, column(base)):
-        assert int((tiles.rows * tiles.width).max()) <= TILE_VECTORS
+        words = max(tiles.item // 8, 1)
+        assert int((tiles.rows * tiles.width).max()) * words <= TILE_WORDS
         for address, step, item_step, word_at, word_step, group, shape, magic in tiles.packed().tolist():
             rows, width = shape >> 32, shape & 0xFFFFFFFF
             at = np.arange(rows * width)
             line = at if width == 1 else at * magic >> 32
             place = at - line * width
-            first = address - base + line * step + place * item_step * (8 // tiles.item)
-            parts = first[:, None] + np.arange(8 // tiles.item) * item_step
-            raw = data[(parts[:, :, None] + np.arange(tiles.item)).reshape(len(at), 8)]
-            lanes[:, group] += mix(np.ascontiguousarray(raw).view("<u8")[:, 0], word_at + line * word_step + place)
+            first = address - base + line * step + place * item_step * max(8 // tiles.item, 1)
+            parts = first[:, None] + np.arange(max(8 // tiles.item, 1)) * item_step
+            raw = data[(parts[:, :, None] + np.arange(tiles.item)).reshape(len(at), 8 * words)]
+            index = (word_at + line * word_step + place * words)[:, None] + np.arange(words)
+            lanes[:, group] += mix(np.ascontiguousarray(raw).view("<u8").reshape(-1), index.reshape(-1))
 
     assert np.array_equal(lanes, expected)
 
 
 def test_one_multiplication_divides_every_place_of_a_tile() -> None:
     """For every width that a tile of several rows can have."""
-    at = np.arange(TILE_VECTORS, dtype=np.int64)
-    widths = np.arange(2, TILE_VECTORS + 1, dtype=np.int64)
+    at = np.arange(TILE_WORDS, dtype=np.int64)
+    widths = np.arange(2, TILE_WORDS + 1, dtype=np.int64)
 
     for width, magic in zip(widths.tolist(), reciprocal(widths).tolist(), strict=True):
         assert 0 < magic < 1 << 32

@@ -70,7 +70,7 @@ def tables(nbytes: int) -> dict[str, CopyTable]:
     return {
         "contiguous": grid_table(experts, 1, whole // 2, (whole, whole), (whole, whole)),
         "column_slices": grid_table(experts, 2048, half // 2, (whole, row), (whole // 2, half)),
-        "rows_spread": grid_table(experts, 768, 2048, (whole, 4096), (whole, 4096 + 128)),
+        "rows_spread": grid_table(experts, 768, 1984, (whole, 4096), (whole, 4096 - 64)),
         "small": grid_table(nbytes // 4096, 1, 2048, (4096, 4096), (4096, 4096)),
         "two_byte_aligned": grid_table(nbytes // 64 // whole, 1, whole // 2 - 1, (whole, whole), (whole + 2, whole)),
     }
