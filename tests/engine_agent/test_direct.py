@@ -19,10 +19,11 @@ from weightbus.dataplane import direct, worker_wire
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
-from weightbus.dataplane.errors import DigestMismatch, TransferFailed, Unsupported
+from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
 from weightbus.dataplane.frames import FrameListener, Frames
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.plan import Plan
+from weightbus.dataplane.transport import Peer, Receipt
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
@@ -307,3 +308,64 @@ def test_a_round_says_where_its_time_went(world: World) -> None:
     assert steady["held"] == pytest.approx(
         sum(steady[step] for step in ("gather", "record", "adopt", "replay", "compare", "return")), abs=0.1
     )
+
+
+@pytest.mark.parametrize("told", [4, 6])
+def test_another_epoch_is_refused(world: World, told: int) -> None:
+    """A receiver of an older or newer epoch gets nothing, and its server is not called."""
+    world.trainer.sender.offer(world.trainer.session(5), [Peer("e", world.server.tp)])
+
+    taken = world.receive(world.trainer.session(told), "e", world.trainer.sender.address)
+    with pytest.raises(TransferFailed):
+        world.trainer.sender.ready(0.5)
+
+    assert isinstance(taken.exception(WAIT_S), StaleSession)
+    assert world.server.calls == 0
+    assert not world.receiver.touched
+    assert set(world.trainer.sender.failed) == {"e"}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["absent", "withdrawn"])
+def test_whoever_does_not_come_is_named_and_the_others_are_served(world: World, *, known: bool) -> None:
+    """It costs `join_s`, or nothing where somebody knows that it will not come."""
+    sender, session = world.trainer.sender, world.trainer.session(1)
+    sender.offer(session, [Peer("e", world.server.tp), Peer("absent", 1)])
+    taken = world.receive(session, "e", sender.address)
+    if known:
+        sender.withdraw("absent", "its agent died")
+
+    sender.ready(WAIT_S, join_s=WAIT_S if known else 1.0)
+    sender.finish(WAIT_S)
+
+    assert sender.failed == {"absent": "its agent died" if known else "did not come within 1.0 s"}
+    assert isinstance(taken.result(WAIT_S), Receipt)
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_trainer_that_stands_still_costs_the_deadline(world: World) -> None:
+    """It has offered and says nothing more: the receiver gives up in time, and nothing was touched."""
+    session = world.trainer.session(1)
+    world.trainer.sender.offer(session, [Peer("e", world.server.tp)])
+
+    taken = world.receive(session, "e", world.trainer.sender.address, deadline_s=1.0)
+
+    assert isinstance(taken.exception(WAIT_S), DeadlineExceeded)
+    assert not world.receiver.touched
+
+
+def test_an_engine_that_stands_still_is_dropped_at_the_deadline(world: World) -> None:
+    """The trainer goes on with its work; what the engine does later is of no concern."""
+    sender, session = world.trainer.sender, world.trainer.session(1)
+    stuck = threading.Event()
+    world.server.before_load = lambda: stuck.wait(WAIT_S) and None
+    sender.offer(session, [Peer("e", world.server.tp)])
+    taken = world.receive(session, "e", sender.address)
+    sender.ready(WAIT_S)
+
+    sender.finish(1.0)
+    sender.close()
+    stuck.set()
+
+    assert sender.failed == {"e": "had not finished within 1.0 s"}
+    assert isinstance(taken.exception(WAIT_S), TransferFailed)
+    assert not world.receiver.touched

@@ -6,7 +6,7 @@ The workers are threads of this process; sockets, memory and everything else are
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Box, Piece, Pieces, View
-from weightbus.dataplane.transport import Peer, Receipt, Session
+from weightbus.dataplane.transport import Address, Peer, Receipt, Session
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
@@ -100,6 +100,16 @@ class Server:
         worker_loader.load(self.models[rank], [(f"weightbus:{socket}", torch.empty(0))])
 
 
+class Offering(DirectSender):
+    """Remembers where it said that it is."""
+
+    address = Address("")
+
+    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+        self.address = super().offer(session, peers)
+        return self.address
+
+
 class Trainer:
     """Two ranks, each with half of every tensor's rows; the odd ones are whole on both."""
 
@@ -109,7 +119,7 @@ class Trainer:
         self.exporters = [RegionExporter(runtime, "c", rank) for rank in range(2)]
         self.shards: list[dict[str, torch.Tensor]] = [{}, {}]
         self.step(0)
-        self.sender = DirectSender(runtime, "c", self.expose)
+        self.sender = Offering(runtime, "c", self.expose)
 
     def step(self, seed: int) -> None:
         """New values, in the memory that is there."""
@@ -181,19 +191,15 @@ class World:
         """One transfer; raises what the receiver raises."""
         self.epoch += 1
         sent = session or self.trainer.session(self.epoch)
-        address = self.trainer.sender.offer(sent, [Peer("e", self.server.tp)])
-        received: Future[Receipt] = self._pool.submit(
-            self.receiver.receive,
-            sent,
-            address,
-            "e",
-            1,
-            self.server,
-            WAIT_S,  # type: ignore[arg-type]
-        )
+        self.trainer.sender.offer(sent, [Peer("e", self.server.tp)])
+        received = self.receive(sent, "e", self.trainer.sender.address)
         self.trainer.sender.ready(WAIT_S)
         self.trainer.sender.finish(WAIT_S)
         return received.result(WAIT_S)
+
+    def receive(self, session: Session, engine: str, address: Address, deadline_s: float = WAIT_S) -> Future[Receipt]:
+        """The engine's half, in a thread of its own."""
+        return self._pool.submit(self.receiver.receive, session, address, engine, 1, self.server, deadline_s)  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.receiver.shutdown()
