@@ -18,7 +18,7 @@ HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
 _BUFFER_ID: Final = 7
 """CU_POINTER_ATTRIBUTE_BUFFER_ID: never given to another allocation of the process."""
-_IS_LEGACY_IPC_CAPABLE: Final = 13
+_IS_LEGACY_IPC_CAPABLE: Final = 10
 """CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: false for memory that was mapped by its owner."""
 
 

@@ -124,7 +124,7 @@ class _Exporter:
             pointer = self._driver.open_ipc(granted.handle)
         self._mapped.append(pointer)
         # torch asks the driver whose memory a pointer is, and would copy a peer's; this is what its CUDA graphs use.
-        make = cast("_MakeStorage", torch._C._construct_storage_from_data_pointer)  # noqa: SLF001  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        make = cast("_MakeStorage", torch._C._construct_storage_from_data_pointer)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
         storage = make(pointer, self._device, granted.nbytes)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (granted.nbytes,), (1,))
 
