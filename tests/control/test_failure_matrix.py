@@ -8,6 +8,7 @@ watches all invariants on the way; what the row itself promises is asserted on t
 from __future__ import annotations
 
 import ast
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -236,14 +237,14 @@ def test_row_8_a_version_goes_back_only_by_an_explicit_rollback() -> None:
 
 
 def test_row_8_a_trainer_that_lost_its_progress_goes_back_in_a_storm() -> None:
-    """Two trainers, one killed and behind when it returns: it is refused, says rollback, and that is what is on record."""
+    """Two trainers, one killed and behind when it returns: it is refused, says rollback, and that is on record."""
     faults = (at("resuming", "kill", "t0", 2.0, after=9.0), at("resuming", "kill", "coordinator", 1.0, after=16.0))
     world = storm(*faults, trainers=("t0", "t1"), rollback=1.0, think_s=0.5)
     history = world.journal.channels[world.channel].history
     back = [past for past in history if past.rollback]
     assert back, "nobody went back"
     assert [past.epoch for past in history] == sorted({past.epoch for past in history}), "every step is a new epoch"
-    for before, after in zip(history, history[1:], strict=False):
+    for before, after in itertools.pairwise(history):
         assert after.version > before.version or after.rollback
     assert world.coordinator.server is not None
     assert world.coordinator.server.machine.channels[world.channel].history[-len(history) :] == history
