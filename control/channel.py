@@ -358,7 +358,8 @@ class Channel:
     def flush(self, now: float) -> list[Out]:
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
         if self.round:
-            self.out += self.round.take_notes()
+            if self.round.notes:
+                self.out += self.round.take_notes()
             self._fleet.touch(self.round.take_moved())
         before, self._outlook = self._outlook, (self.round, self.committed)
         if (before[0] is not None and before[0] is not self.round) or before[1] is not self.committed:
