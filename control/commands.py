@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 from rich.console import Console
 
+from . import status as status_document
 from . import status_view
 from .candidate import Candidate
 from .coordinator_settings import CoordinatorSettings
@@ -77,7 +78,7 @@ class StatusCommand(SettingsCommand[StatusSettings]):
         if given.json:
             print(document.decode())  # noqa: T201
             return 0
-        Console().print(status_view.render(status_view.parse(document)))
+        Console().print(status_view.render(status_document.parse(document)))
         return 0
 
 
