@@ -43,7 +43,7 @@ SETTLE_S = 240.0
 TRANSFER_S = 20.0
 RESTART_S = 1.0
 LOOK_S = 1.0
-LEASE_SLACK_S = 25.0
+LEASE_SLACK_S = 13.0
 INBOX = 256
 """More unread messages than any agent may gather."""
 
