@@ -40,6 +40,8 @@ LIMITS = Limits(
 """Waits as in a deployment, shortened where a deployment waits for gigabytes. The ratios are what matters."""
 SETTLE_S = 240.0
 """Within so long after the last fault every wait has ended: the longest round, a silent trainer, and a re-drive."""
+QUIET_ROUND_S = 15.0
+"""Of a round that nothing disturbs; most take two."""
 TRANSFER_S = 20.0
 RESTART_S = 1.0
 LOOK_S = 1.0
@@ -98,6 +100,8 @@ class World:
         self._holding = False
         """Trainers begin nothing new."""
         self._commits_in_calm = 0
+        self._quiet = False
+        """All has settled after the storm: from here on nobody has a reason to wait for a deadline."""
         self.rounds: list[RoundDone] = []
         """Every round that was closed."""
         self._paused_since: dict[str, float] = {}
@@ -117,7 +121,7 @@ class World:
         self._holding = True
         self._wait("ends every round and settles every engine", self._unsettled)
         self._holding = False
-        self._commits_in_calm = 0
+        self._commits_in_calm, self._quiet = 0, True
         self._wait("publishes a version that every engine serves", self._unserved)
         if loop.steps >= MOST_STEPS:
             self.judge.broken("every-wait-ends", f"{loop.steps} steps, and no end: somebody goes round in circles")
@@ -276,6 +280,9 @@ class World:
         """The coordinator closed a round."""
         self.rounds.append(done)
         self._commits_in_calm += done.outcome is Outcome.COMMITTED
+        if self._quiet and (took := done.seconds["total"]) > QUIET_ROUND_S:
+            what = f"the round of version {done.version} took {took:.1f} s in calm weather: {done.seconds}"
+            self.judge.broken("no-needless-wait", what)
 
     # -- looking around
 
