@@ -56,7 +56,7 @@ class Connection:
 
     @property
     def reads(self) -> bool:
-        """What was sent on it still arrives: also after it broke, as long as the agent has not opened another socket."""
+        """What was sent on it still arrives, also after it broke, until the agent opens another socket."""
         return self.line.opened == self._opened
 
 
