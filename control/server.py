@@ -32,7 +32,7 @@ from .events import (
 from .ids import Channel, RequestId
 from .journal import Journal
 from .limits import Limits
-from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Received, Rejected, TurnedAway
+from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Received, Rejected, Throttled, TurnedAway
 from .messages import Ack, Code, Hint, Refused, ToAgent
 from .status_desk import StatusDesk
 
@@ -67,7 +67,7 @@ class Server:
         self._observe = observe
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
-        self._acks: list[tuple[Peer, Ack]] = []
+        self._acks: dict[Peer, list[Ack]] = {}
         self._hints: dict[tuple[Channel, str], Hint] = {}
         self._yield_until = clock()
         self._stop = threading.Event()
@@ -133,6 +133,8 @@ class Server:
                 self._reject(item)
             case Distrusted():
                 self._events.append(TrustLost(agent=item.agent, reason=item.reason))
+            case Throttled():
+                self._observe(Refusal(agent=item.agent, message="?", code=Code.NOT_ALLOWED, reason=item.reason))
             case TurnedAway():
                 self._observe(Refusal(agent="?", message="?", code=Code.NOT_ALLOWED, reason=item.reason))
             case _:
@@ -152,8 +154,10 @@ class Server:
             case SendTo():
                 if isinstance(effect.message, Ack):
                     self._yield()
-                    self._acks.append((effect.peer, effect.message))
+                    self._acks.setdefault(effect.peer, []).append(effect.message)
                 else:
+                    for ack in self._acks.pop(effect.peer, ()):  # one packet for both
+                        self._send(effect.peer, ack)
                     self._send(effect.peer, effect.message, effect.blob)
             case PublishHint():
                 self._yield()
@@ -187,7 +191,10 @@ class Server:
 
     @property
     def yields(self) -> bool:
-        """Nobody goes on because of an `Ack` or a `Hint`: they wait until nothing is there to be read, for a moment."""
+        """Nobody goes on because of an `Ack` or a `Hint`: they wait until nothing is there to be read, for a moment.
+
+        An `Ack` leaves before whatever else its agent is told.
+        """
         return bool(self._acks or self._hints)
 
     def _yield(self) -> None:
@@ -195,9 +202,10 @@ class Server:
             self._yield_until = self._clock() + YIELD_S
 
     def _say_the_rest(self) -> None:
-        acks, self._acks = self._acks, []
-        for peer, ack in acks:
-            self._send(peer, ack)
+        waiting, self._acks = self._acks, {}
+        for peer, acks in waiting.items():
+            for ack in acks:
+                self._send(peer, ack)
         hints, self._hints = self._hints, {}
         for hint in hints.values():
             self._bus.hint(hint)
