@@ -37,10 +37,6 @@ def patch() -> None:
     _local_attention()
     _local_norms()
     _delta_net()
-    import megatron.core.transformer.moe.moe_utils as moe
-
-    if not hasattr(moe, "te_general_gemm"):
-        moe.te_general_gemm = None  # 0.16 names it without defining it where Transformer Engine is absent
 
 
 def _lend_triton() -> None:
