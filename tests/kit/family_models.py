@@ -191,17 +191,32 @@ def _hybrid(family: str, hf: Mapping[str, Any], layout: Layout) -> nn.Module:
     ).eval()
 
 
+class _WideNorm(nn.RMSNorm):
+    """Over all heads at once, as MiniMax-M2 has it. Of heads that are spread over ranks only the weights are right."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
 def _complete(family: str, hf: Mapping[str, Any], layout: Layout, chunk: Any) -> None:
     """Modules that Megatron-core gets from a trainer's own specs: GLM4's further norms, MiniMax's wide ones."""
+    eps = hf["rms_norm_eps"]
     for layer in chunk.decoder.layers:
         if family == "glm4":
-            layer.post_self_attn_layernorm = nn.RMSNorm(hf["hidden_size"])
-            layer.post_mlp_layernorm = nn.RMSNorm(hf["hidden_size"])
+            layer.post_self_attn_layernorm = nn.RMSNorm(hf["hidden_size"], eps)
+            layer.post_mlp_layernorm = nn.RMSNorm(hf["hidden_size"], eps)
+            layer.self_attention.register_forward_hook(_then(layer.post_self_attn_layernorm))
+            layer.mlp.register_forward_hook(_then(layer.post_mlp_layernorm))
         if family == "minimax_m2":
             heads = hf["num_attention_heads"] // layout.tp
             groups = max(1, hf["num_key_value_heads"] // layout.tp)
-            layer.self_attention.q_layernorm = nn.RMSNorm(heads * hf["head_dim"])
-            layer.self_attention.k_layernorm = nn.RMSNorm(groups * hf["head_dim"])
+            layer.self_attention.q_layernorm = _WideNorm(heads * hf["head_dim"], eps)
+            layer.self_attention.k_layernorm = _WideNorm(groups * hf["head_dim"], eps)
+
+
+def _then(norm: nn.Module) -> Any:
+    """A hook that puts `norm` behind a block, whose output comes with a bias."""
+    return lambda _module, _inputs, output: (norm(output[0]), *output[1:])
 
 
 @torch.no_grad()

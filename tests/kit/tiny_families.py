@@ -96,10 +96,13 @@ class Tiny(NamedTuple):
     made_as: str | None = None
     """Transformers has no class of the architecture; this one has the same tensors."""
     predictions: int = 0
-    logits: bool = True
-    """Megatron-core computes it on a CPU."""
     core_from: int = 16
-    """Minor version of Megatron-core that first builds it."""
+    core_to: int = 19
+    """Minor versions of Megatron-core that build it: the first and the last."""
+
+    def built_by(self, core: int) -> bool:
+        """This minor version of Megatron-core has the model."""
+        return self.core_from <= core <= self.core_to
 
 
 _MOE = {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
@@ -135,7 +138,6 @@ FAMILIES: dict[str, Tiny] = {
         "Glm4ForCausalLM",
         {**_SIZES, "attention_bias": True, "partial_rotary_factor": 0.5, "pad_token_id": 0},
         {"rotary_interleaved": True},
-        logits=False,
     ),
     "glm4_moe": Tiny(
         "Glm4MoeForCausalLM",
@@ -157,7 +159,8 @@ FAMILIES: dict[str, Tiny] = {
         predictions=1,
     ),
     "deepseek_v3": Tiny("DeepseekV3ForCausalLM", {**_DEEPSEEK, "num_nextn_predict_layers": 1}, _SIGMOID, predictions=1),
-    "deepseek_v3_no_q_lora": Tiny("DeepseekV3ForCausalLM", {**_DEEPSEEK, "q_lora_rank": None}, _SIGMOID),
+    # 0.19 puts a norm before the query's projection here, which the family does not have: that is refused.
+    "deepseek_v3_no_q_lora": Tiny("DeepseekV3ForCausalLM", {**_DEEPSEEK, "q_lora_rank": None}, _SIGMOID, core_to=18),
     "kimi_k2": Tiny(
         "DeepseekV3ForCausalLM",
         {**_DEEPSEEK, "n_shared_experts": 1, "num_attention_heads": 4, "num_key_value_heads": 4},
@@ -166,8 +169,13 @@ FAMILIES: dict[str, Tiny] = {
     "glm5": Tiny(
         "GlmMoeDsaForCausalLM",
         {**_DEEPSEEK, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 4},
-        {**_SIGMOID, "experimental_attention_variant": "dsa"},
-        logits=False,
+        {
+            **_SIGMOID,
+            "experimental_attention_variant": "dsa",
+            "dsa_indexer_rotate_activation": False,
+            "dsa_indexer_rope_interleaved": True,
+            "dsa_indexer_k_norm_epsilon": 1e-6,
+        },
         core_from=19,
     ),
     "mimo": Tiny(
@@ -180,7 +188,6 @@ FAMILIES: dict[str, Tiny] = {
         "MiniMaxM2ForCausalLM",
         {**_SIZES, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
         {**_SIGMOID, "moe_layer_freq": 1},
-        logits=False,
     ),
     "qwen3_next": Tiny(
         "Qwen3NextForCausalLM",
@@ -203,11 +210,11 @@ FAMILIES: dict[str, Tiny] = {
             "linear_attention_freq": 4,
             "attention_output_gate": True,
             "layernorm_zero_centered_gamma": True,
+            "deterministic_mode": True,
         },
-        logits=False,
         core_from=19,
     ),
-    "qwen3_vl": Tiny("Qwen3VLForConditionalGeneration", _SIZES, logits=False),
+    "qwen3_vl": Tiny("Qwen3VLForConditionalGeneration", _SIZES),
 }
 
 
@@ -276,7 +283,7 @@ def matrix(*, core: int, most: int = 8) -> Iterator[Case]:
         for layout in _EXPERTS if experts else _DENSE:
             for kind in (layout, layout._replace(te=True), layout._replace(te=True, hybrid=True)):
                 case = Case(family, kind)
-                if tiny.core_from <= core and layout.world <= most and _possible(case, core):
+                if tiny.built_by(core) and layout.world <= most and _possible(case, core):
                     yield case
 
 
