@@ -91,6 +91,12 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
         }
     if tiny.predictions:
         fields["mtp_num_layers"] = tiny.predictions
+    if layout.uneven:
+        fields["num_layers_in_first_pipeline_stage"] = 1
+    if layout.vpp and tiny.predictions:
+        # Without one Megatron-core has no place for the prediction layer; and stages need not be of one size.
+        stages = [["embedding"], ["decoder"], ["decoder"], ["decoder", "decoder", "mtp", "loss"]]
+        fields["pipeline_model_parallel_layout"] = stages
     kind = TransformerConfig
     if "kv_lora_rank" in hf:
         kind = MLATransformerConfig

@@ -10,6 +10,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 
+MARKS = ("uneven", "te", "hybrid")
+"""Fields of a layout that are there or are not."""
+
+
 class Layout(NamedTuple):
     """How a model is spread over ranks; what is left over is data parallelism."""
 
@@ -24,6 +28,8 @@ class Layout(NamedTuple):
 
     dp: int = 1
     cp: int = 1
+    uneven: bool = False
+    """The first pipeline stage has one layer, the second all others."""
 
     @property
     def world(self) -> int:
@@ -44,7 +50,8 @@ class Layout(NamedTuple):
             "etp": self.etp or 0,
         }
         parts = [f"{name}{size}" for name, size in sizes.items() if size > (0 if name == "etp" else 1)]
-        return "-".join([*parts, *(["te"] if self.te else []), *(["hybrid"] if self.hybrid else [])]) or "alone"
+        marks = [mark for mark in MARKS if getattr(self, mark)]
+        return "-".join([*parts, *marks]) or "alone"
 
 
 VOCABULARY = 250
@@ -251,6 +258,7 @@ _DENSE = (
     Layout(tp=4),
     Layout(tp=2, dp=2),
     Layout(pp=2),
+    Layout(pp=2, uneven=True),
     Layout(pp=2, vpp=2),
     Layout(tp=2, pp=2),
     Layout(tp=2, pp=2, vpp=2),
@@ -291,9 +299,7 @@ def _possible(case: Case, core: int) -> bool:
     tiny, layout = FAMILIES[case.family], case.layout
     if layout.hybrid:
         plain = case.family in {"llama", "qwen2", "qwen3", "qwen3_2_groups", "qwen3_moe"}
-        return plain and core >= 19 and not layout.vpp
-    if tiny.predictions and layout.vpp:
-        return False  # Megatron-core wants a layout of its own for it
+        return plain and core >= 19 and not layout.vpp and not layout.uneven
     if layout.cp > 1 and not layout.te:
         return False  # its local attention is not built for context parallelism
     # These are built of specs that only exist for Transformer Engine.
@@ -323,7 +329,7 @@ def parse(text: str) -> Case:
     family, _, layout = text.partition(":")
     fields: dict[str, int | bool] = {}
     for part in layout.split("-"):
-        if part in {"te", "hybrid"}:
+        if part in MARKS:
             fields[part] = True
         elif part != "alone":
             fields[part.rstrip("0123456789")] = int(part.lstrip("abcdefghijklmnopqrstuvwxyz"))
