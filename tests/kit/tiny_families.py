@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-
 MARKS = ("uneven", "te", "hybrid")
 """Fields of a layout that are there or are not."""
 
