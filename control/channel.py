@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from .answers import Answers, already_committed, never_begun
+from .deadlines import earlier
 from .duties import Duties
 from .effects import (
     AnyObservation,
@@ -73,6 +74,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
 
 ChannelRecord = EpochTaken | Committed | RoundClosed
 Out = Tell | Answer | ChannelRecord | AnyObservation
+_RECORDS: Final = (EpochTaken, Committed, RoundClosed)
 
 
 class Channel:
@@ -243,7 +245,7 @@ class Channel:
             return False
         recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
         engine.health, engine.held = message.health, message.held
-        self._fleet.touch(name)
+        self._fleet.touch((name,))
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
         elif recovered and not self._takes_part(name) and self._duties.get(name) is None:
@@ -260,7 +262,7 @@ class Channel:
     def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Verdict:
         """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
         engine = self.engines[name]
-        self._fleet.touch(name)
+        self._fleet.touch((name,))
         verdict = self._take_answer(engine, message, now)
         if verdict.ok:
             engine.last_epoch = message.epoch
@@ -321,14 +323,9 @@ class Channel:
 
     def next_deadline(self) -> float | None:
         """When `tick` or `flush` has something to do."""
-        times: list[float] = []
-        if (at := self._tenure.next_deadline(in_round=self.round is not None)) is not None:
-            times.append(at)
-        if self.round and (at := self.round.next_deadline()) is not None:
-            times.append(at)
-        if (at := self._duties.next_deadline()) is not None:
-            times.append(at)
-        return min(times, default=None)
+        of_round = self.round.next_deadline() if self.round else None
+        of_lease = self._tenure.next_deadline(in_round=self.round is not None)
+        return earlier(self._duties.next_deadline(), earlier(of_round, of_lease))
 
     def stop(self, now: float) -> None:
         """Bring the round to an end, forward if it is durable, back if not."""
@@ -340,20 +337,16 @@ class Channel:
     def flush(self, now: float) -> list[Out]:
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
         if self.round:
-            self.out.extend(self.round.notes)
-            self.round.notes.clear()
-            self._fleet.touch(*self.round.take_moved())
+            self.out += self.round.take_notes()
+            self._fleet.touch(self.round.take_moved())
         before, self._outlook = self._outlook, (self.round, self.committed)
         if (before[0] is not None and before[0] is not self.round) or before[1] is not self.committed:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        self.out.extend(self._fleet.readiness_changes(self.phase, self.committed))
-        out: list[Out] = []
-        if self.out:
-            out += [each for each in self.out if not isinstance(each, ChannelRecord)]
+        self.out += self._fleet.readiness_changes(self.phase, self.committed)
+        waiting, self.out = self.out, []
+        out: list[Out] = [each for each in waiting if not isinstance(each, _RECORDS)] if waiting else []
         out += [Tell(agent, command) for agent, command in self._duties.due(now)]
-        if self.out:
-            out += [each for each in self.out if isinstance(each, ChannelRecord)]
-            self.out.clear()
+        out += [each for each in waiting if isinstance(each, _RECORDS)]
         if self.round and (record := self.round.record(Epoch(self.epoch + 1), now)):
             out.append(record)
         return out

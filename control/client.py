@@ -24,7 +24,7 @@ import msgspec
 
 from . import codec
 from .dealer import DealerLink
-from .errors import BlobMismatch, ClientClosed, RequestRefused, WeightbusError
+from .errors import BlobMismatch, ClientClosed, CoordinatorUnreachable, NotWanted, RequestRefused, WeightbusError
 from .ids import Digest, RequestId, Version
 from .keys import CurveFiles
 from .links import AgentLink
@@ -64,6 +64,8 @@ from .session import (
 
 CACHED_BLOBS: Final = 8
 """Manifests and digest tables kept: those of the version that is served and of the one that comes."""
+PAGE_S: Final = 10.0
+"""After so long a page of a blob is asked for under another key, unless it is not wanted any more."""
 CLOSE_S: Final = 1.0
 _GRACE_S: Final = 5.0
 """How much longer than its deadline a request waits for the thread to say so; only a thread that hangs needs it."""
@@ -222,8 +224,12 @@ class BusClient:
                 self._known.add(digest)
         return digest
 
-    def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
-        """The blob of that digest, from the coordinator or from the last few that were read."""
+    def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = lambda: False) -> bytes:
+        """The blob of that digest, from the coordinator or from the last few that were read.
+
+        `unwanted` is asked between pages, and every `PAGE_S` of a page that does not come: raises `NotWanted` once it
+        says yes.
+        """
         cached = self._cache.get(digest)
         if cached is not None:
             return cached
@@ -231,8 +237,16 @@ class BusClient:
         pages: list[bytes] = []
         count = 1
         while len(pages) < count:
+            if unwanted():
+                raise NotWanted(digest, len(pages))
+            left = max(0.0, until - time.monotonic())
             message = GetBlob(request=self.new_request(), digest=digest, page=len(pages))
-            answer, data = self._ask(message, None, max(0.0, until - time.monotonic()))
+            try:
+                answer, data = self._ask(message, None, min(left, PAGE_S))
+            except CoordinatorUnreachable:
+                if left > PAGE_S:
+                    continue
+                raise
             if isinstance(answer, BlobPage):
                 count = answer.pages
             pages.append(data or b"")

@@ -13,7 +13,7 @@ other side would refuse: a value out of bounds is found where the traceback is u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Generic, TypeVar, cast, get_args
+from typing import Any, Final, Generic, NoReturn, TypeVar, cast, get_args
 
 import msgspec
 
@@ -71,12 +71,13 @@ class Wire(Generic[M]):
 
     def encode(self, message: M, blob: bytes | None = None) -> Frames:
         """Frames of `message`; raises the `ProtocolError` that the receiver would have raised."""
+        plain = type(message) in _PLAIN
         try:
-            payload = _ENCODER.encode(_cut_prose(message))
+            payload = _ENCODER.encode(message if plain else _cut_prose(message))
         except (ValueError, OverflowError) as problem:  # a lone surrogate; an integer above 64 bits
             raise Malformed(f"{type(message).__name__} cannot be encoded: {problem}") from problem
         frames = [self._header, payload] if blob is None else [self._header, payload, blob]
-        if type(message) not in _PLAIN:
+        if not plain:
             self.decode(frames)
         return frames
 
@@ -84,20 +85,20 @@ class Wire(Generic[M]):
         """The message in `frames` and its blob, if its type carries one."""
         if not 2 <= len(frames) <= 3:
             raise Malformed(f"{len(frames)} frames, expected a header, a payload and at most one blob")
-        self._check_header(frames[0])
-        for name, frame in zip(("payload", "blob"), frames[1:], strict=False):
-            if len(frame) > MAX_FRAME_BYTES:
-                raise Oversize(name, len(frame), MAX_FRAME_BYTES)
-        message = self._decode_payload(frames[1])
+        if frames[0] != self._header:
+            self._explain_header(frames[0])
+        if len(frames[1]) > MAX_FRAME_BYTES:
+            raise Oversize("payload", len(frames[1]), MAX_FRAME_BYTES)
         blob = frames[2] if len(frames) == 3 else None
+        if blob is not None and len(blob) > MAX_FRAME_BYTES:
+            raise Oversize("blob", len(blob), MAX_FRAME_BYTES)
+        message = self._decode_payload(frames[1])
         if (blob is not None) != (type(message) in CARRIES_BLOB):
             problem = "lacks its blob frame" if blob is None else "carries a blob frame that it must not have"
             raise Malformed(f"{type(message).__name__} {problem}")
         return message, blob
 
-    def _check_header(self, header: bytes) -> None:
-        if header == self._header:
-            return
+    def _explain_header(self, header: bytes) -> NoReturn:
         if len(header) != len(self._header) or not header.startswith(MAGIC):
             raise Malformed(f"first frame {header[:16]!r} is not a header, expected {self._header!r}")
         if header[2] != PROTOCOL:

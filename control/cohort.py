@@ -97,7 +97,10 @@ class Cohort:
 
     def count(self, *phases: EnginePhase) -> int:
         """How many members stand in one of `phases`; asked with every answer, so nobody is looked at for it."""
-        return sum(self._counts[phase] for phase in phases)
+        counts, found = self._counts, 0
+        for phase in phases:
+            found += counts[phase]
+        return found
 
     def take_moved(self) -> set[AgentId]:
         """Who changed phase since this was asked last."""

@@ -20,6 +20,7 @@ from .admission import may_join, may_say
 from .answers import Replies
 from .blobs import Blobs
 from .channel import Channel, Out, Restored, Tell
+from .deadlines import earlier
 from .effects import (
     AgentJoined,
     AgentLeft,
@@ -30,7 +31,6 @@ from .effects import (
     EpochTaken,
     Evict,
     JournalChanged,
-    LeaseGranted,
     Observe,
     Persist,
     Probe,
@@ -38,9 +38,8 @@ from .effects import (
     ReadinessChanged,
     Refusal,
     RoundClosed,
-    RoundEnded,
     SendTo,
-    StateEntered,
+    announced_as,
 )
 from .errors import IllegalMove, InvariantBroken
 from .events import (
@@ -93,7 +92,6 @@ from .messages import (
     Verified,
     Welcome,
 )
-from .states import RoundState
 from .tenure import Answer
 
 HEARTBEAT_KEY: Final = RequestId("heartbeat")
@@ -113,6 +111,10 @@ class _ChannelStop(msgspec.Struct, frozen=True):
 
 
 ChannelRequest = Acquire | Release | Publish | Offered | Sent | Abandon
+_WRITTEN: Final = (Persisted, PersistFailed)
+_KEYLESS: Final = (Heartbeat, Bye)
+_REMEMBERED: Final = (Publish, Release, Offered, Sent, Abandon)
+"""As tuples, made once: a union in the middle of a function is made anew with every message."""
 _Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
 
 
@@ -139,7 +141,7 @@ class Coordinator:
 
     def handle(self, event: AnyEvent, now: float) -> tuple[AnyEffect, ...]:
         """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on a token not given out."""
-        if isinstance(event, Persisted | PersistFailed):
+        if isinstance(event, _WRITTEN):
             self._written(event, now)
         else:
             self._waiting.append(event)
@@ -150,9 +152,10 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due; None when nothing is waited for."""
-        times = [channel.next_deadline() for channel in self.channels.values()]
-        times += [self.members.next_deadline(), self._probe_at]
-        return min((time for time in times if time is not None), default=None)
+        due = earlier(self.members.next_deadline(), self._probe_at)
+        for channel in self.channels.values():
+            due = earlier(due, channel.next_deadline())
+        return due
 
     @property
     def stopped(self) -> bool:
@@ -277,10 +280,12 @@ class Coordinator:
         if agent.role is Role.TRAINER:
             self._channel(agent.channel).trainer_heard(agent, now)
         match message:
-            case Hello():
-                raise InvariantBroken("a Hello does not come from somebody who is here already")
+            case Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
+                self._from_engine(agent, message, peer, now)
             case Heartbeat():
                 self._heartbeat(agent, message, peer, now)
+            case Hello():
+                raise InvariantBroken("a Hello does not come from somebody who is here already")
             case Bye():
                 self._leave(agent, f"said Bye: {message.reason}", now)
             case GetBlob():
@@ -290,8 +295,6 @@ class Coordinator:
             case PutBlob():
                 blob = event.blob if event.blob is not None else b""
                 self._answer(peer, agent, message, self.blobs.put(message.digest, message.page, message.pages, blob))
-            case Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
-                self._from_engine(agent, message, peer, now)
             case Acquire() | Release() | Publish() | Offered() | Sent() | Abandon():
                 self._from_trainer(agent, message, peer, now)
             case _:
@@ -429,15 +432,15 @@ class Coordinator:
     def _answer(self, peer: Peer, agent: Agent, message: ToCoordinator, verdict: Verdict) -> None:
         if not verdict.ok:
             self._refuse(peer, agent.name, message, verdict)
-        elif not isinstance(message, Heartbeat | Bye):
+        elif not isinstance(message, _KEYLESS):
             ack = Ack(request=message.request)
-            if isinstance(message, Publish | Release | Offered | Sent | Abandon):
+            if isinstance(message, _REMEMBERED):
                 self.replies.remember(agent.name, ack)
             self._send(peer, ack)
 
     def _refuse(self, peer: Peer, agent: str, message: ToCoordinator, verdict: Verdict) -> None:
         code = verdict.code or Code.NOT_ALLOWED
-        request = HEARTBEAT_KEY if isinstance(message, Heartbeat | Bye) else message.request
+        request = HEARTBEAT_KEY if isinstance(message, _KEYLESS) else message.request
         refused = Refused(request=request, code=code, reason=verdict.reason, retry_after_s=verdict.retry_after_s)
         self._send(peer, refused)
         self._observe(Refusal(agent=agent, message=type(message).__name__, code=code, reason=verdict.reason))
@@ -449,10 +452,13 @@ class Coordinator:
         self._effects.append(Observe(what=what))
 
     def _flush(self, channel: Channel, now: float) -> None:
+        outs = channel.flush(now)
+        if not outs:
+            return
         hinted: set[str] = set()
-        for out in channel.flush(now):
+        for out in outs:
             self._put(channel, out)
-            event = _announced_as(out)
+            event = announced_as(out)
             if event and event not in hinted:  # hints name no engine: one says as much as a thousand
                 hinted.add(event)
                 self._hint(channel, event)
@@ -480,18 +486,3 @@ class Coordinator:
             seq=self._hints, boot=self.boot, channel=channel.name, event=event, version=version, epoch=channel.epoch
         )
         self._effects.append(PublishHint(hint=hint))
-
-
-def _announced_as(out: Out) -> str | None:
-    """What whoever listens is told of it, if anything."""
-    match out:
-        case ReadinessChanged():
-            return "ready" if out.ready else "not_ready"
-        case LeaseGranted():
-            return "granted"
-        case StateEntered() if out.state is RoundState.RESUMING:
-            return "committed"
-        case RoundEnded():
-            return f"round_{out.outcome.value}"
-        case _:
-            return None

@@ -188,6 +188,22 @@ AnyObservation = (
     | JournalChanged
 )
 
+
+def announced_as(what: object) -> str | None:
+    """What whoever listens on the hints' socket is told of an observation, if anything."""
+    match what:
+        case ReadinessChanged():
+            return "ready" if what.ready else "not_ready"
+        case LeaseGranted():
+            return "granted"
+        case StateEntered() if what.state is RoundState.RESUMING:
+            return "committed"
+        case RoundEnded():
+            return f"round_{what.outcome.value}"
+        case _:
+            return None
+
+
 # -- effects --------------------------------------------------------------------------------------------------------
 
 

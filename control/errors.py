@@ -11,6 +11,7 @@
         RequestRefused            the coordinator answered no: `code` says what can be done
         CoordinatorUnreachable    no answer in time: names the endpoint, how long was tried, what to check
         ClientClosed              the client was closed, or its thread died: make a new one
+        NotWanted                 whoever asked for a blob said that it is not needed any more
         PeerKeyError              keys that cannot authenticate (missing, mismatched or readable by others)
         JournalError              the journal cannot be read or written
             JournalUnwritable     a write failed (disk full?): read-only until one succeeds
@@ -131,6 +132,15 @@ class CoordinatorUnreachable(WeightbusError):
 
 class ClientClosed(WeightbusError):
     """This client serves no more requests."""
+
+
+class NotWanted(WeightbusError):
+    """A blob was given up on before it was there, because whoever asked for it said so."""
+
+    def __init__(self, digest: str, pages: int) -> None:
+        self.digest = digest
+        self.pages = pages
+        super().__init__(f"blob {digest[:12]} was called off after {pages} of its pages")
 
 
 # -- the journal -----------------------------------------------------------------------------------------------------

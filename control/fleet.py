@@ -109,7 +109,7 @@ class Fleet:
                 self._duties.drop(engine.name)
         return True
 
-    def touch(self, *names: AgentId) -> None:
+    def touch(self, names: Iterable[AgentId]) -> None:
         """Something was said by or about these engines: judge anew whether they are ready."""
         self._touched.update(names)
 
@@ -121,9 +121,11 @@ class Fleet:
         self, phase: Callable[[AgentId], EnginePhase | None], committed: Held | None
     ) -> list[ReadinessChanged]:
         """Who became ready, or ceased to be, among those that were touched since the last call."""
+        if not self._touched:
+            return []
         touched, self._touched = self._touched, set()
         # of several, in the order in which they joined: that of a set is another in every process
-        names = touched if len(touched) == 1 else [name for name in self.engines if name in touched] if touched else ()
+        names = touched if len(touched) == 1 else [name for name in self.engines if name in touched]
         notes: list[ReadinessChanged] = []
         for engine in (self.engines[name] for name in names if name in self.engines):
             stands = phase(engine.name)

@@ -11,10 +11,11 @@ come back: a connection that breaks for a moment must not hand a server over to 
 
 from __future__ import annotations
 
-from itertools import islice, takewhile
+from itertools import takewhile
 
 import msgspec
 
+from .deadlines import earlier
 from .errors import InvariantBroken
 from .events import Peer
 from .ids import AgentId, Channel, Incarnation
@@ -161,9 +162,9 @@ class Membership:
 
     def next_deadline(self) -> float | None:
         """When the next agent will be lost, if nothing is heard of it."""
-        times = [self._silent_at(agent) for agent in islice(self._agents.values(), 1)]
-        times += [gone_at + self._limits.reconnect_s for gone_at in islice(self._away.values(), 1)]
-        return min(times, default=None)
+        agent, gone_at = next(iter(self._agents.values()), None), next(iter(self._away.values()), None)
+        lost_at = None if gone_at is None else gone_at + self._limits.reconnect_s
+        return earlier(None if agent is None else self._silent_at(agent), lost_at)
 
     def _silent_at(self, agent: Agent) -> float:
         return agent.heard_at + self._limits.silence_s
@@ -176,10 +177,11 @@ class Membership:
         for peer, name in self._by_peer.items():
             if name not in self._agents or self._agents[name].peer != peer:
                 raise InvariantBroken(f"connection {peer!r} is {name}'s, who does not sit on it")
-        heard = [agent.heard_at for agent in self._agents.values()]
-        if heard != sorted(heard):
-            raise InvariantBroken("agents are not in the order in which they were last heard of")
+        heard_at = float("-inf")
         for agent in self._agents.values():
+            if agent.heard_at < heard_at:
+                raise InvariantBroken("agents are not in the order in which they were last heard of")
+            heard_at = agent.heard_at
             if agent.peer is not None and self._by_peer.get(agent.peer) != agent.name:
                 raise InvariantBroken(f"{agent.name} sits on {agent.peer!r}, which does not know it")
             if (server := _server(agent.engine)) and self._by_server.get(server) != agent.name:

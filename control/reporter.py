@@ -102,9 +102,9 @@ class Reporter:
                 self._say("info" if what.writable else "error", what)
             case EngineFailed() | Redriven():
                 self._say("warning", what)
-            case ReadinessChanged():
-                self._say("debug" if what.in_round else "info", what)
-            case LeaseGranted() | LeaseEnded():
+            case ReadinessChanged(in_round=True):
+                pass  # one of thousands; the end of the round names them all
+            case ReadinessChanged() | LeaseGranted() | LeaseEnded():
                 self._say("info", what)
             case _:
                 assert_never(what)

@@ -21,7 +21,7 @@ from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClose
 from .ids import AgentId, Channel, Epoch, Version
 from .limits import Limits
 from .member import Member
-from .messages import EngineInfo, EngineMessage, Offer, Outcome, Publish, RoundDone, TrainerInfo
+from .messages import EngineInfo, EngineMessage, Offer, Outcome, Publish, RoundDone, SlowEngines, TrainerInfo
 from .states import ROUND_MOVES, EnginePhase, RoundState, move
 
 _BEFORE_COMMIT: Final = frozenset(RoundState) - {
@@ -196,6 +196,12 @@ class Round:
         given_up = self._cohort.next_deadline()
         return self._deadline if given_up is None else min(self._deadline, given_up)
 
+    def take_notes(self) -> list[AnyObservation]:
+        """What happened since this was asked last."""
+        notes = self.notes[:]
+        self.notes.clear()
+        return notes
+
     def take_moved(self) -> set[AgentId]:
         """Engines that changed phase since this was asked last."""
         return self._cohort.take_moved()
@@ -223,6 +229,8 @@ class Round:
     def record(self, next_epoch: Epoch, now: float) -> EpochTaken | Committed | RoundClosed | None:
         """What has to be durable before the round goes on; asked for once."""
         want, self.wants = self.wants, None
+        if want is None:
+            return None
         match want:
             case Want.EPOCH:
                 return EpochTaken(
@@ -241,8 +249,6 @@ class Round:
                 )
             case Want.CLOSE:
                 return RoundClosed(request=self.publish.request, done=self.done(now))
-            case None:
-                return None
 
     def check(self) -> tuple[str, ...]:
         """What is wrong with the round, if anything."""
@@ -278,6 +284,7 @@ class Round:
         phases = patience.THROUGH.get(self.state)
         if (
             phases
+            and self.publish.policy.slow is SlowEngines.QUORUM
             and self._hurried is not self.state
             and patience.enough(self.publish.policy, self._cohort.count(*phases))
         ):

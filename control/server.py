@@ -29,17 +29,18 @@ from .events import (
     Tick,
     TrustLost,
 )
-from .ids import RequestId
+from .ids import Channel, RequestId
 from .journal import Journal
 from .limits import Limits
 from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Received, Rejected, TurnedAway
-from .messages import Ack, Code, Refused, ToAgent
+from .messages import Ack, Code, Hint, Refused, ToAgent
 from .status_desk import StatusDesk
 
 IDLE_S: Final = 1.0
 """The loop looks around at least so often; nothing depends on it."""
-ACK_S: Final = 0.05
-"""How long an `Ack` may wait while messages come in. Its agent repeats itself after ten times as long."""
+YIELD_S: Final = 0.05
+"""How long an `Ack` may wait while messages come in; its agent repeats itself after ten times as long. Hints wait with
+them: of several that say the same, the last is as good as all."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
@@ -67,7 +68,8 @@ class Server:
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
         self._acks: list[tuple[Peer, Ack]] = []
-        self._acks_by = clock()
+        self._hints: dict[tuple[Channel, str], Hint] = {}
+        self._yield_until = clock()
         self._stop = threading.Event()
         self._stop_by: float | None = None
         self._desk = StatusDesk(self.machine.status, clock)
@@ -107,9 +109,9 @@ class Server:
 
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
-        received = self._bus.poll(0.0 if self._acks else timeout_s)
-        if self._acks and (not received or self._clock() >= self._acks_by):
-            self._acknowledge()
+        received = self._bus.poll(0.0 if self.yields else timeout_s)
+        if self.yields and (not received or self._clock() >= self._yield_until):
+            self._say_the_rest()
         self._journal.confirm()
         if self._stop.is_set() and self._stop_by is None:
             self._stop_by = self._clock() + STOP_S
@@ -149,11 +151,13 @@ class Server:
                 self._persist(effect)
             case SendTo():
                 if isinstance(effect.message, Ack):
-                    self._acknowledge_later(effect.peer, effect.message)
+                    self._yield()
+                    self._acks.append((effect.peer, effect.message))
                 else:
                     self._send(effect.peer, effect.message, effect.blob)
             case PublishHint():
-                self._bus.hint(effect.hint)
+                self._yield()
+                self._hints[effect.hint.channel, effect.hint.event] = effect.hint
             case Evict():
                 self._bus.forget(effect.peer)
             case Observe():
@@ -181,16 +185,22 @@ class Server:
         if delivery is Delivery.GONE:
             self._events.append(PeerLost(peer=peer))
 
-    def _acknowledge_later(self, peer: Peer, ack: Ack) -> None:
-        """Nobody goes on because of an `Ack`: it yields to whatever is there to be read, for a moment."""
-        if not self._acks:
-            self._acks_by = self._clock() + ACK_S
-        self._acks.append((peer, ack))
+    @property
+    def yields(self) -> bool:
+        """Nobody goes on because of an `Ack` or a `Hint`: they wait until nothing is there to be read, for a moment."""
+        return bool(self._acks or self._hints)
 
-    def _acknowledge(self) -> None:
+    def _yield(self) -> None:
+        if not self.yields:
+            self._yield_until = self._clock() + YIELD_S
+
+    def _say_the_rest(self) -> None:
         acks, self._acks = self._acks, []
         for peer, ack in acks:
             self._send(peer, ack)
+        hints, self._hints = self._hints, {}
+        for hint in hints.values():
+            self._bus.hint(hint)
 
     def _reject(self, item: Rejected) -> None:
         code = Code.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else Code.NOT_ALLOWED

@@ -209,10 +209,10 @@ class Session:
         if self.phase is Phase.REFUSED:
             return float("inf")
         joined = self.phase is Phase.JOINED
-        times = [self._silent_since + self._silence_s, self._beat_at if joined else self._hello_at]
-        times += [each.asked.expires_at for each in self._pending.values()]
-        times += [each.resend_at for each in self._pending.values() if joined]
-        return min(times)
+        due = min(self._silent_since + self._silence_s, self._beat_at if joined else self._hello_at)
+        for each in self._pending.values():
+            due = min(due, each.asked.expires_at, each.resend_at if joined else due)
+        return due
 
     def unreachable(self, waiting_for: str, tried_s: float, now: float) -> WeightbusError:
         """The error for a wait that ended: says what was found instead of an answer."""
@@ -360,7 +360,7 @@ class Session:
         return (SayAlive(self._beats),)
 
     def _resend(self, now: float) -> tuple[Effect, ...]:
-        if self.phase is not Phase.JOINED:
+        if self.phase is not Phase.JOINED or not self._pending:
             return ()
         due = [each for each in self._pending.values() if now >= each.resend_at]
         for each in due:
@@ -369,6 +369,8 @@ class Session:
         return tuple(Transmit(each.asked.message, each.asked.blob) for each in due)
 
     def _expire(self, now: float) -> tuple[Effect, ...]:
+        if not self._pending:
+            return ()
         late = [each.asked for each in self._pending.values() if now >= each.asked.expires_at]
         for asked in late:
             del self._pending[asked.key]

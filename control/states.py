@@ -116,7 +116,7 @@ ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
 SETTLED: Final = frozenset({EnginePhase.SERVING, EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST})
 """Phases from which an engine does not hold up the end of its round."""
 
-_State = TypeVar("_State", RoundState, EnginePhase)
+_State = TypeVar("_State", bound=enum.StrEnum)
 
 
 def move(

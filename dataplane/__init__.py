@@ -7,6 +7,6 @@ staging       the buffers in which buckets are packed; segments, handles: how th
 transport     the seam: Sender, Receiver, EngineServer
 local, distributed, disk     the three transports; transports picks one by name
 direct        the fourth, which DIRECT.md explains: recording, plan, copy_table and proof are its data; copy_engine
-              carries copies out; exports, host_export and importer share memory; worker_wire leads the workers
+              carries copies out; exports, shared_memory and importer share memory; worker_wire leads the workers
 errors        what can go wrong, by what the caller can do
 """

@@ -11,6 +11,7 @@ from typing import Final, cast
 import msgspec
 import torch
 
+from .device_name import device_name
 from .errors import NotExportable, TransferFailed
 from .transport import CudaMemory
 
@@ -99,5 +100,5 @@ def export_cuda(memory: torch.Tensor) -> CudaMemory:
             "this GPU memory comes from an expandable segment and cannot be opened by another process: "
             "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF, or choose the distributed or disk transport"
         )
-    uuid = str(torch.cuda.get_device_properties(memory.device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+    uuid = device_name(memory.device)
     return CudaMemory(uuid, handle, storage_nbytes, offset, counter, counter_at, event, bool(sync))

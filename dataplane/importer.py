@@ -8,23 +8,25 @@ import select
 import socket
 import warnings
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
 from . import export_wire as wire
+from .cuda_driver import Driver
 from .deadline import Deadline
-from .errors import DeadlineExceeded, PeerLost, StaleSession, TransferFailed
+from .errors import DeadlineExceeded, NotExportable, PeerLost, StaleSession, TransferFailed
 from .transport import Address
 
-OpenCuda = Callable[[wire.Granted], torch.Tensor]
-"""Opens a CUDA IPC handle on the reader's device: 1-D uint8."""
+_MakeStorage = Callable[[int, torch.device, int], torch.UntypedStorage]
 
 
 class RegionImporter:
-    """Implements `region.Importer`. Used from one thread."""
+    """Implements `region.Importer`. Used from one thread at a time."""
 
-    def __init__(self, open_cuda: OpenCuda | None = None) -> None:
-        self._open_cuda = open_cuda
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device` is the reader's; without one, only host memory can be opened."""
+        self._device = device or torch.device("cpu")
         self._exporters: dict[int, _Exporter] = {}
 
     def open(self, address: Address, holder: int, generation: int, regions: Sequence[int], deadline_s: float) -> None:
@@ -33,13 +35,13 @@ class RegionImporter:
         if known is None or known.generation != generation or known.address != address or known.dead():
             if known is not None:
                 known.close()
-            known = self._exporters[holder] = _Exporter(address, generation, Deadline(deadline_s))
+            known = self._exporters[holder] = _Exporter(address, generation, self._device, Deadline(deadline_s))
         missing = [region for region in regions if region not in known.regions]
         for at in range(0, len(missing), wire.BATCH):
-            known.ask(missing[at : at + wire.BATCH], self._open_cuda, Deadline(deadline_s))
+            known.ask(missing[at : at + wire.BATCH], Deadline(deadline_s))
 
     def region(self, holder: int, region: int) -> torch.Tensor:
-        """1-D uint8, to be read only."""
+        """1-D uint8, to be read only. It must not be used after `close` or after a newer generation was opened."""
         return self._exporters[holder].regions[region]
 
     def check(self) -> None:
@@ -58,10 +60,13 @@ class RegionImporter:
 class _Exporter:
     """One connection, which is the lease."""
 
-    def __init__(self, address: Address, generation: int, deadline: Deadline) -> None:
+    def __init__(self, address: Address, generation: int, device: torch.device, deadline: Deadline) -> None:
         self.address = address
         self.generation = generation
         self.regions: dict[int, torch.Tensor] = {}
+        self._device = device
+        self._driver: Driver | None = None
+        self._mapped: list[int] = []
         self._pidfd = -1
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -77,7 +82,7 @@ class _Exporter:
             self.close()
             raise
 
-    def ask(self, regions: Sequence[int], open_cuda: OpenCuda | None, deadline: Deadline) -> None:
+    def ask(self, regions: Sequence[int], deadline: Deadline) -> None:
         """Open regions that are not open yet."""
         self._socket.settimeout(deadline.check("exported memory"))
         wire.send(self._socket, wire.encode_ask(wire.Ask(self.generation, tuple(regions))))
@@ -86,14 +91,12 @@ class _Exporter:
         except TimeoutError as error:
             raise DeadlineExceeded("exported memory", deadline.seconds) from error
         try:
-            self._take(wire.decode_answer(packet), tuple(regions), fds, open_cuda)
+            self._take(wire.decode_answer(packet), tuple(regions), fds)
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _take(
-        self, answer: wire.Grant | wire.Refuse, asked: tuple[int, ...], fds: Sequence[int], open_cuda: OpenCuda | None
-    ) -> None:
+    def _take(self, answer: wire.Grant | wire.Refuse, asked: tuple[int, ...], fds: Sequence[int]) -> None:
         """Open what an answer hands over. Mappings keep memory of their own alive; the descriptors are not ours."""
         if isinstance(answer, wire.Refuse):
             if answer.generation != self.generation:
@@ -106,9 +109,24 @@ class _Exporter:
             self.regions[each.region] = _mapped(fd, each.nbytes)
         for each in answer.regions:
             if each.memory == wire.CUDA:
-                if open_cuda is None:
-                    raise TransferFailed("the exporter's memory is on a GPU, and this worker has none")
-                self.regions[each.region] = open_cuda(each)
+                self.regions[each.region] = self._opened(each)
+
+    def _opened(self, granted: wire.Granted) -> torch.Tensor:
+        """A GPU's memory, opened for the reader's own device: a kernel on another one would fault on it."""
+        if self._device.type != "cuda":
+            raise TransferFailed("the exporter's memory is on a GPU, and this worker has none")
+        try:
+            self._driver = self._driver or Driver()
+        except NotExportable as error:
+            raise TransferFailed(str(error)) from error
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().synchronize()  # makes the device's context the thread's
+            pointer = self._driver.open_ipc(granted.handle)
+        self._mapped.append(pointer)
+        # torch asks the driver whose memory a pointer is, and would copy a peer's; this is what its CUDA graphs use.
+        make = cast("_MakeStorage", torch._C._construct_storage_from_data_pointer)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+        storage = make(pointer, self._device, granted.nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (granted.nbytes,), (1,))
 
     def dead(self) -> bool:
         """Its process ended, or it hung up."""
@@ -119,7 +137,14 @@ class _Exporter:
         return bool(poll.poll(0))
 
     def close(self) -> None:
+        """Unmap, then hang up: the exporter frees what nobody holds a connection for."""
         self.regions = {}
+        if self._driver is not None:
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                for pointer in self._mapped:
+                    self._driver.close_ipc(pointer)
+        self._mapped = []
         self._socket.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)

@@ -1,7 +1,7 @@
 """What an engine agent does about its server, as a pure machine: `handle(event, now)` returns the effects, in order.
 
-Three facts decide everything. `health` and `held`: what weights the server has. `paused`: whether it may generate. The
-rules that keep a client from an answer of mixed weights are short:
+What the server holds, and whether it may generate, is the affair of `Weights` (weights.py), a machine of its own; here
+is what is done about it. The rules that keep a client from an answer of mixed weights are short:
 
 * before the first byte of a transfer leaves, the server is paused and a durable record calls it dirty;
 * a dirty or pending server is not resumed by anything but the commit of a version that it was proven to hold;
@@ -11,8 +11,10 @@ One operation runs at a time. A command that comes meanwhile waits for its end; 
 epoch, also asks it to end soon. control/PROTOCOL.md says what the coordinator expects.
 """
 
+from collections import deque
 from typing import Final, assert_never
 
+from weightbus.control.errors import InvariantBroken
 from weightbus.control.ids import Channel, Digest, Epoch, Version
 from weightbus.control.messages import (
     Abort,
@@ -56,24 +58,37 @@ from .events import (
     Verify,
     Welcomed,
 )
-from .stages import STEP_OF, STEPS, Running, Stage, View
+from .stages import STEP_OF, Running, View, told
+from .weights import (
+    Began,
+    Committed,
+    Doubted,
+    Launched,
+    Proved,
+    Recognised,
+    Resumed,
+    Spared,
+    Stilled,
+    Touched,
+    WeightEvent,
+    Weights,
+)
 
 HOLD_S: Final = 30.0
 """Deadline for pausing or resuming a server outside of a round, and pause between two tries."""
 UNSETTLED_S: Final = 10.0
 """A clean server found in an unknown state resumes after so long, unless the coordinator is heard of and settles it."""
+STORY: Final = 48
+"""Recent events that an error carries."""
 
 
 class Application:
     """The machine of one engine. Drive it from one thread."""
 
     def __init__(self, channel: Channel, incarnation: str, record: Record | None) -> None:
-        self.health = EngineHealth.PENDING
-        self.held: Held | None = None
-        self.paused: bool | None = None
-        """Null: not known; somebody before us may have paused it."""
+        self.story: deque[str] = deque(maxlen=STORY)
+        self.weights = Weights(self.story)
         self.up = False
-        self.stage = Stage.IDLE
         self.epoch = Epoch(record.epoch if record else 0)
         self.identity = ""
         self.reason = "the server has not answered yet"
@@ -84,7 +99,8 @@ class Application:
         self._running: Running | None = None
         self._waiting: ToEngine | None = None
         self._answers = Answers(channel, incarnation)
-        self._before: tuple[EngineHealth, Held | None] = (self.health, None)
+        self._reached: Step | None = None
+        """The last step of the round that was answered: what has failed when the server is lost before the next."""
         self._numbers = 0
         self._boot = 0
         self._ours = False
@@ -97,6 +113,8 @@ class Application:
 
     def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
         """Take `event`, which happened at `now`, and say what is to be done about it, in order."""
+        if not isinstance(event, Ticked):
+            self.story.append(f"{now:.3f} {told(event)}")
         match event:
             case Commanded():
                 effects = self._command(event.message, now)
@@ -114,25 +132,50 @@ class Application:
                 assert_never(event)
         return (*effects, *self._hold(now))
 
+    @property
+    def health(self) -> EngineHealth:
+        """Of the weights, in the coordinator's words."""
+        return self.weights.health
+
+    @property
+    def held(self) -> Held | None:
+        """The version that the server holds whole."""
+        return self.weights.held
+
+    @property
+    def paused(self) -> bool | None:
+        """Whether the server generates nothing; null: not known."""
+        return self.weights.paused
+
     def view(self) -> View:
         """What may be said of the engine now. A server that does not answer holds nothing that counts."""
         health, held = self.health, self.held
         if not self.up and health is not EngineHealth.DIRTY:
             health, held = EngineHealth.PENDING, None
-        doing = type(self._running.operation).__name__.lower() if self._running else ""
-        return View(self.up, health, held, self.paused is True, self.stage, self.epoch, doing, self.reason)
+        return View(
+            up=self.up,
+            health=health,
+            held=held,
+            paused=self.paused is True,
+            weights=self.weights.state,
+            version=self.weights.version,
+            reached=self._reached,
+            epoch=self.epoch,
+            doing=type(self._running.operation).__name__.lower() if self._running else "",
+            reason=self.reason,
+        )
 
     def check(self) -> None:
-        """Raise `AssertionError` when fields contradict each other."""
-        free = self.paused is False and self.up
-        assert not (free and self.health is not EngineHealth.CLEAN), "a server that is not clean may generate"
-        if self.stage is Stage.LOADED:
-            assert self.health is EngineHealth.PENDING, "loaded, but not pending"
-            assert self.held is not None, "loaded nothing"
-        if self.health is EngineHealth.DIRTY:
-            assert self.held is None, "a dirty server holds no version"
-        if self._waiting is not None:
-            assert self._running is not None, "a command waits for nothing"
+        """Raise `InvariantBroken`, with the recent story, when fields contradict each other."""
+        self.weights.check()
+        if self._waiting is not None and self._running is None:
+            raise InvariantBroken("a command waits for nothing", tuple(self.story))
+        if self._running is not None and self._running.number != self._numbers:
+            raise InvariantBroken("an operation was begun while another one ran", tuple(self.story))
+
+    def _learn(self, event: WeightEvent, now: float) -> tuple[Remember, ...]:
+        """Something is known of the weights; what must be durable because of it."""
+        return tuple(self._remember() for _ in self.weights.handle(event, now))
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -169,7 +212,7 @@ class Application:
             return ()
         self._waiting = message
         superseded = isinstance(message, Abort) or (served is not None and served.epoch < message.epoch)
-        return (Cancel(running.number),) if superseded else ()
+        return self._shorten() if superseded else ()
 
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -191,10 +234,9 @@ class Application:
         if (command.version, command.manifest, command.table) != self._prepared:
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
-        self._before = (self.health, self.held)
-        self.health, self.held, self.stage = EngineHealth.DIRTY, None, Stage.PAUSED
-        self.reason = f"began to take version {command.version}"
-        return (self._remember(), *self._run(Receive(command, self._checkpoint), command, now))
+        dirty = self._learn(Began(command.version), now)
+        self._reached, self.reason = Step.PAUSE, f"began to take version {command.version}"
+        return (*dirty, *self._run(Receive(command, self._checkpoint), command, now))
 
     def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -209,11 +251,10 @@ class Application:
 
     def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
         self._answers.forget()
+        self._reached = None
         if not self.up or self.health is not EngineHealth.CLEAN:
-            self.stage = Stage.IDLE
             return self._fail(command, Step.RESUME, self.reason)
         if self.paused is False:
-            self.stage = Stage.IDLE
             return (self._serving(command, 0.0, now),)
         return self._run(Release(None, False, command.deadline_s), command, now)
 
@@ -232,20 +273,18 @@ class Application:
         if running.identity == self.identity:
             effects = self._settle(running, event.result, now)
         else:
-            effects = self._outlived(running, event.result)
+            effects = self._outlived(running, event.result, now)
         waiting, self._waiting = self._waiting, None
         if waiting is not None and self._running is None:
             effects = (*effects, *self._command(waiting, now))
         return effects
 
-    def _outlived(self, running: Running, result: Result) -> tuple[Effect, ...]:
+    def _outlived(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
         """The server was launched again meanwhile, on the same address: the calls may have met either of the two."""
-        self.paused = None
+        effects: tuple[Effect, ...] = self._learn(Doubted(), now)
         untouched = isinstance(result, Broken) and not result.touched
-        effects: tuple[Effect, ...] = ()
         if isinstance(running.operation, Receive) and not untouched:
-            self.health, self.held, self.stage = EngineHealth.DIRTY, None, Stage.IDLE
-            effects = (self._remember(),)
+            effects = (*effects, *self._learn(Touched(), now))
         if running.command is None:
             return effects
         return (*effects, *self._fail(running.command, STEP_OF[type(running.operation)], self.reason))
@@ -260,7 +299,7 @@ class Application:
             case Receive():
                 return self._receiving_ended(running.operation.command, result, seconds, now)
             case Verify():
-                return self._verifying_ended(running.operation.command, result, seconds)
+                return self._verifying_ended(running.operation.command, result, seconds, now)
             case Release():
                 return self._releasing_ended(running.operation, command, result, seconds, now)
 
@@ -269,62 +308,61 @@ class Application:
         if isinstance(result, Broken):
             return self._fail(command, Step.PREPARE, result.reason)
         self._prepared = (command.version, command.manifest, command.table)
-        if self.stage is not Stage.LOADED:
-            self.stage = Stage.PREPARED
+        self._reached = Step.PREPARE
         return (self._answers.prepared(command, seconds),)
 
     def _pausing_ended(
         self, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
         if isinstance(result, Broken):
-            self.paused = None  # it may have happened all the same
+            doubted = self._learn(Doubted(), now)  # it may have happened all the same
             if command is None:
-                return (Note("pause_failed", result.reason),)
-            return self._fail(command, Step.PAUSE, result.reason)
+                return (*doubted, Note("pause_failed", result.reason))
+            return (*doubted, *self._fail(command, Step.PAUSE, result.reason))
         if self.paused is not True:
             self._paused_at = now
-        self.paused = True
+        stilled = self._learn(Stilled(), now)
         if command is None:
-            return (Note("server_held_back", self.reason),)
-        self._quiet_since = now
-        self.stage = Stage.PAUSED
-        return (self._answers.paused(command, seconds),)
+            return (*stilled, Note("server_held_back", self.reason))
+        self._quiet_since, self._reached = now, Step.PAUSE
+        return (*stilled, self._answers.paused(command, seconds))
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):
             reason = result.reason if isinstance(result, Broken) else "the transfer ended without a receipt"
             if isinstance(result, Broken) and not result.touched:
-                self.health, self.held = self._before
                 self.reason = reason
-                return (self._remember(), *self._fail(command, Step.TRANSFER, reason))
+                return (*self._learn(Spared(), now), *self._fail(command, Step.TRANSFER, reason))
             self.reason = f"version {command.version} was not taken completely: {reason}"
-            return self._fail(command, Step.TRANSFER, reason)
+            return (*self._learn(Touched(), now), *self._fail(command, Step.TRANSFER, reason))
+        arrived = self._learn(Touched(), now)
         transferred = self._answers.transferred(command, result, seconds)
-        return (transferred, *self._run(Verify(command, result.checked), command, now))
+        return (*arrived, transferred, *self._run(Verify(command, result.checked), command, now))
 
-    def _verifying_ended(self, command: Transfer, result: Result, seconds: float) -> tuple[Effect, ...]:
+    def _verifying_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Proven):
             reason = result.reason if isinstance(result, Broken) else "the check ended without a proof"
             self.reason = f"version {command.version} was not proven: {reason}"
             return self._fail(command, Step.VERIFY, reason)
-        self.health, self.stage = EngineHealth.PENDING, Stage.LOADED
-        self.held = Held(version=command.version, manifest=command.manifest, table=command.table)
-        self.reason = f"holds version {command.version}, which is not committed yet"
-        return (self._remember(), self._answers.verified(command, result, seconds))
+        held = Held(version=command.version, manifest=command.manifest, table=command.table)
+        loaded = self._learn(Proved(held), now)
+        self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
+        return (*loaded, self._answers.verified(command, result, seconds))
 
     def _releasing_ended(
         self, release: Release, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
         if isinstance(result, Broken):
-            if release.version is None:
-                self.paused = None
+            doubted = self._learn(Doubted(), now) if release.version is None else ()
             if command is None:
-                return (Note("resume_failed", result.reason),)
-            return self._fail(command, Step.RESUME, result.reason)
-        self.health, self.stage, self.paused, self.reason = EngineHealth.CLEAN, Stage.IDLE, False, ""
+                return (*doubted, Note("resume_failed", result.reason))
+            return (*doubted, *self._fail(command, Step.RESUME, result.reason))
+        self._reached, self.reason = None, ""
+        freed = Resumed(ordered=command is not None) if release.version is None else Committed()
+        kept = self._learn(freed, now)
         if command is None:
-            return (Note("resumed_by_itself", f"nothing heard for {self._lease_s:g} s"),)
-        return (self._remember(), self._serving(command, seconds, now))
+            return (*kept, Note("resumed_by_itself", f"nothing heard for {self._lease_s:g} s"))
+        return (*kept, self._serving(command, seconds, now))
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -363,50 +401,58 @@ class Application:
             if not was_up and self.health is EngineHealth.CLEAN:
                 self.reason = ""
             return () if was_up else (Note("server_answers_again"),)
-        self.identity, self.paused, self.stage = event.identity, None, Stage.IDLE
+        self.identity, self._reached = event.identity, None
         self._paused_at, self._quiet_since, self._lease_s = None, now, UNSETTLED_S
         self._answers.forget()
-        return (*self._shorten(), *self._recognise(event, known))
+        return (*self._shorten(), *self._recognise(event, known, now))
 
     def _shorten(self) -> tuple[Effect, ...]:
-        """What runs on a server that is gone need not run to its deadline."""
-        return (Cancel(self._running.number),) if self._running is not None else ()
+        """What runs for nobody, or on a server that is gone, need not run to its deadline."""
+        if self._running is None:
+            return ()
+        self._running.ending = True
+        return (Cancel(self._running.number),)
 
-    def _recognise(self, event: ServerFound, known: str) -> tuple[Effect, ...]:
+    def _recognise(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
         if known == event.identity and self._record is not None:
             self._ours = self._record.health is not EngineHealth.PENDING  # which needs no round to be written
-            self.health, self.held = self._record.health, self._record.held
+            known_again = self._learn(Recognised(self._record.health, self._record.held), now)
             self._checkpoint = self._record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
-            return (Note("server_recognised", self.health.value),)
-        return self._new_launch(event, restarted=bool(known))
+            return (*known_again, Note("server_recognised", self.health.value))
+        return self._new_launch(event, now, restarted=bool(known))
 
-    def _new_launch(self, event: ServerFound, *, restarted: bool) -> tuple[Effect, ...]:
+    def _new_launch(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
         self._checkpoint, self._ours = event.checkpoint, False
         updated = self._record is not None or self.epoch > 0 or event.label.isdigit()
-        self.health, self.held = EngineHealth.PENDING if updated else EngineHealth.CLEAN, None
+        kept = self._learn(Launched(fresh=not updated), now)
         if not updated:
             self.reason = ""
-            return (Note("server_found", event.identity),)
+            return (*kept, Note("server_found", event.identity))
         self.reason = "the server was restarted" if restarted else f"labelled {event.label!r} by somebody unknown"
-        return (self._remember(), Note("server_pending", self.reason))
+        return (*kept, Note("server_pending", self.reason))
 
     def _gone(self, reason: str) -> tuple[Effect, ...]:
         if not self.up:
             return ()
         self.up, self.reason = False, f"the server does not answer: {reason}"
         self._answers.forget()
-        stage, self.stage = self.stage, Stage.IDLE if self.stage is not Stage.LOADED else Stage.LOADED
-        if stage is Stage.IDLE or self._running is not None:  # what runs will break by itself, and say so
+        reached, self._reached = self._reached, None
+        if reached is None or self._running is not None:  # what runs will break by itself, and say so
             return (*self._shorten(), Note("server_lost", reason))
-        failed = self._answers.lost(self.epoch, STEPS[stage], self.view().health, self.reason)
+        failed = self._answers.lost(self.epoch, reached, self.view().health, self.reason)
         return (failed, Note("server_lost", reason))
 
     # -- what the agent does by itself --------------------------------------------------------------------------------
 
     def _tick(self, heard_at: float, now: float) -> tuple[Effect, ...]:
-        """The pause lease: a clean server must not stay paused because the coordinator is gone."""
+        """The pause lease: a clean server must not stay paused because the coordinator is gone.
+
+        Who was asked to end is asked again: the first time it may have been between two waits that can be ended.
+        """
+        if self._running is not None and self._running.ending:
+            return (Cancel(self._running.number),)
         clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
         if (
             not self._answerable

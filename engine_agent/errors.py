@@ -3,6 +3,7 @@
 EngineAgentError
     UnknownDialect      this SGLang version was never checked: name a dialect by hand, or pin a known version
     Distrusted          nobody whom this engine trusts published that version, or not after the one it serves
+    CalledOff           nobody wants the result of this operation any more
     UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
     StateUnreadable     the state folder holds something this version did not write
     StateUnwritable     (also a ConfigurationError) nothing can be kept in the state folder
@@ -46,6 +47,13 @@ class Distrusted(EngineAgentError):
         self.version = version
         self.kind = doubt.kind
         super().__init__(f"version {version} is not believed ({doubt.kind.value}): {doubt.reason}")
+
+
+class CalledOff(EngineAgentError):
+    """The operation was cancelled before it asked anything more of the server."""
+
+    def __init__(self) -> None:
+        super().__init__("called off: the round has gone on without this engine, or its server is gone")
 
 
 class UnfitManifest(EngineAgentError):

@@ -167,7 +167,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """Make the running operation end soon; its result is still awaited."""
+    """Make operation `number` end soon; its result is still awaited. Said again until it has ended."""
 
     number: int
 

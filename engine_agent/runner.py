@@ -42,6 +42,7 @@ from weightbus.control.telemetry import (
     SIDECAR_CONNECTED,
     SIDECAR_HEALTH,
     SIDECAR_VERSION,
+    SIDECAR_WEIGHTS,
     Meters,
     Side,
 )
@@ -80,6 +81,7 @@ from .sglang import SGLangServer
 from .stages import View
 from .validate import transports_of
 from .watch import Watch
+from .weights import WeightState
 from .worker import Worker
 
 TICK_S: Final = 0.5
@@ -301,7 +303,7 @@ class EngineAgent:
             case Run():
                 self._operations.put(effect)
             case Cancel():
-                self._worker.cancel()
+                self._worker.cancel(effect.number)
             case Note():
                 self._log.info(effect.event, detail=effect.detail)
             case _:
@@ -316,6 +318,8 @@ class EngineAgent:
         self.meters.set(SIDECAR_VERSION, view.held.version if view.held else -1)
         for health in EngineHealth:
             self.meters.set(SIDECAR_HEALTH, view.health is health, health=health.value)
+        for state in WeightState:
+            self.meters.set(SIDECAR_WEIGHTS, view.weights is state, state=state.value)
         if (view.health, view.on_its_way) != (before.health, before.on_its_way):
             held = view.held and view.held.version
             self._log.log(_level(view), "health", health=view.health.value, held=held, reason=view.reason)
@@ -341,7 +345,7 @@ class EngineAgent:
 
     def _work(self) -> None:
         while (run := self._operations.get()) is not None:
-            self._events.put(Operated(run.number, self._worker.perform(run.operation, run.identity)))
+            self._events.put(Operated(run.number, self._worker.perform(run.operation, run.identity, run.number)))
 
     def _listen(self, bus: BusClient) -> None:
         try:
@@ -423,7 +427,7 @@ class EngineAgent:
         if not view.up or view.health is not EngineHealth.CLEAN:
             return Readiness(False, f"{view.health.value}: {view.reason}")
         if view.paused:
-            return Readiness(False, f"paused, {view.doing or view.stage.value}")
+            return Readiness(False, f"paused, {view.doing or view.weights.value}")
         if not self._connected():
             return Readiness(False, "the coordinator is silent: what is committed by now is not known")
         found = f"version {view.held.version}" if view.held else "the weights of its launch"

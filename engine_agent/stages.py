@@ -1,37 +1,27 @@
-"""How far an engine is: the stages of its round, what runs on its server, and what others may know of it."""
+"""How far an engine is in its round: what runs on its server, and what others may know of it."""
 
-import enum
 from typing import Final
 
 import msgspec
 
-from weightbus.control.ids import Epoch
+from weightbus.control.ids import Epoch, Version
 from weightbus.control.messages import EngineHealth, Held, Step, ToEngine
 
-from .events import Operation, PauseServer, Receive, Release, Validate, Verify
-
-
-class Stage(enum.Enum):
-    """How far the engine is in the round of `epoch`. What runs just now is the operation's affair."""
-
-    IDLE = "idle"
-    """No round, or it is over."""
-    PREPARED = "prepared"
-    """The manifest fits. The server generates as before."""
-    PAUSED = "paused"
-    """Paused for the round, weights untouched or, after a failure, dirty."""
-    LOADED = "loaded"
-    """Holds the new version, proven; waits for the commit."""
-
-
-STEPS: Final[dict[Stage, Step]] = {
-    Stage.IDLE: Step.RESUME,
-    Stage.PREPARED: Step.PREPARE,
-    Stage.PAUSED: Step.PAUSE,
-    Stage.LOADED: Step.VERIFY,
-}
-"""The step that has failed when the server is lost while waiting at a stage."""
-
+from .events import (
+    Broken,
+    Commanded,
+    Event,
+    Operated,
+    Operation,
+    PauseServer,
+    Receive,
+    Release,
+    ServerFound,
+    ServerGone,
+    Validate,
+    Verify,
+)
+from .weights import WeightState
 
 STEP_OF: Final[dict[type[Operation], Step]] = {
     Validate: Step.PREPARE,
@@ -53,6 +43,8 @@ class Running(msgspec.Struct):
     started: float
     identity: str
     """The launch it was started on. Its end says little about any other."""
+    ending: bool = False
+    """Nobody wants its result any more: it was asked to end soon, and is asked again until it does."""
 
 
 _ARRIVING: Final = frozenset({Receive.__name__.lower(), Verify.__name__.lower()})
@@ -65,7 +57,11 @@ class View(msgspec.Struct, frozen=True):
     health: EngineHealth
     held: Held | None
     paused: bool
-    stage: Stage
+    weights: WeightState
+    version: Version | None
+    """The one that `weights` speaks of: clean(7), staged(8). Null: none, or those of the launch."""
+    reached: Step | None
+    """The last step of the round of `epoch` that is done; null when there is none, or it is over."""
     epoch: Epoch
     doing: str
     reason: str
@@ -73,4 +69,20 @@ class View(msgspec.Struct, frozen=True):
     @property
     def on_its_way(self) -> bool:
         """Not clean because a round is taking its course: weights arrive, are proven, or wait for the commit."""
-        return self.up and (self.doing in _ARRIVING or self.stage is Stage.LOADED)
+        return self.up and (self.doing in _ARRIVING or self.reached is Step.VERIFY)
+
+
+def told(event: Event) -> str:
+    """A line of the story that errors carry."""
+    match event:
+        case Commanded(message):
+            return f"told {type(message).__name__} of epoch {message.epoch}"
+        case Operated(number, result):
+            broken = f": {result.reason}" if isinstance(result, Broken) else ""
+            return f"operation {number} ended, {type(result).__name__}{broken}"
+        case ServerFound(identity, label):
+            return f"the server is {identity}, labelled {label!r}"
+        case ServerGone(reason):
+            return f"the server is gone: {reason}"
+        case _:
+            return type(event).__name__

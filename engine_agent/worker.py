@@ -28,7 +28,7 @@ from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.transport import Address, Receiver, Session
 
 from . import checkpoint, validate
-from .errors import Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
+from .errors import CalledOff, Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
 from .events import (
     Broken,
     Finished,
@@ -60,8 +60,8 @@ _log = get_log(__name__)
 class Blobs(Protocol):
     """Where manifests and digest tables come from."""
 
-    def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
-        """The blob of that digest."""
+    def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = ...) -> bytes:
+        """The blob of that digest. Gives up, and raises `NotWanted`, once `unwanted` says so."""
         ...
 
 
@@ -90,13 +90,17 @@ class Worker:
         self._meters = meters
         self._proof = proof
         self._trust = trust
+        self._number = 0
+        self._called_off = -1
+        """The last operation that nobody wants any more."""
         self._signer: AgentId | None = None
         """Of the publication that was believed last."""
         self._layouts: dict[str, Manifest] = {}
         self._fits: set[tuple[str, str, str]] = set()
 
-    def perform(self, operation: Operation, identity: str = "") -> Result:
+    def perform(self, operation: Operation, identity: str = "", number: int = 0) -> Result:
         """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
+        self._number = number
         self._server.expect(identity)
         step = type(operation).__name__.lower()
         started = time.monotonic()
@@ -112,10 +116,22 @@ class Worker:
             self._meters.add(STEP_FAILURES, step=step)
         return result
 
-    def cancel(self) -> None:
-        """Make a running transfer end soon, by taking its connection away."""
-        if self._active is not None:
+    def cancel(self, number: int | None = None) -> None:
+        """Make operation `number` (null: whichever) end soon: between two waits, or by taking its connection away.
+
+        To be said again until the operation has ended: a connection that is just being made is not there to be taken.
+        """
+        self._called_off = self._number if number is None else number
+        if self._active is not None and self._called_off == self._number:
             self._active.close()
+
+    def _unwanted(self) -> bool:
+        return self._called_off == self._number
+
+    def _go_on(self) -> None:
+        """Raise `CalledOff` if the running operation was cancelled, in whichever wait that happened."""
+        if self._unwanted():
+            raise CalledOff
 
     def close(self) -> None:
         """Let go of every receiver's memory and groups."""
@@ -162,9 +178,9 @@ class Worker:
             raise UnfitManifest("no coordinator to ask for the manifest")
         layout = self._layouts.get(manifest)
         if layout is None:
-            layout = Manifest.decode(self.blobs.get_blob(Digest(manifest), deadline_s))
+            layout = Manifest.decode(self.blobs.get_blob(Digest(manifest), deadline_s, self._unwanted))
             self._layouts = {manifest: layout}
-        return layout, DigestTable.decode(self.blobs.get_blob(Digest(table), deadline_s), layout)
+        return layout, DigestTable.decode(self.blobs.get_blob(Digest(table), deadline_s, self._unwanted), layout)
 
     def _fit(
         self, manifest: str, table: str, transport: TransportKind, folder: str, deadline_s: float
@@ -189,9 +205,11 @@ class Worker:
             self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
         # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
         self._server.label(min(command.deadline_s, _ALIVE_S))
+        self._go_on()
         layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
         offer = command.offer
         kind = offer.transport.value
+        self._go_on()
         receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._make(kind))
         self._active = receiver
         session = Session(command.channel, command.epoch, command.version, layout, table)

@@ -14,6 +14,7 @@ from weightbus.dataplane import worker_wire as wire
 from weightbus.dataplane.copy_engine import PreparedCopies, PreparedDigest
 from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.device_name import device_name, readable_peers
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.importer import RegionImporter
@@ -47,7 +48,7 @@ class WorkerState:
         self._model = model
         self._held = ModelTensors(model)
         self._engine = engine_for(self._held.device)
-        self._importer = RegionImporter()
+        self._importer = RegionImporter(self._held.device)
         self._layout = ""
         self._tensors: tuple[TensorSpec, ...] = ()
         self._constants: list[tuple[torch.Tensor, float]] = []
@@ -67,7 +68,8 @@ class WorkerState:
         plan = self._plan
         return wire.Hello(
             rank=rank,
-            device=_name_of(self._held.device),
+            device=device_name(self._held.device),
+            peers=readable_peers(self._held.device),
             layout=self._layout if plan else "",
             recording=plan.recording if plan else "",
             plan=plan.plan if plan else "",
@@ -218,9 +220,3 @@ def _cast_checks(odd: CopyTable, regions: Sequence[torch.Tensor]) -> list[Callab
 
         found.append(survives)
     return found
-
-
-def _name_of(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    return str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]

@@ -14,7 +14,7 @@ import torch
 
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
-from weightbus.dataplane.host_export import HostExporter
+from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 
@@ -34,7 +34,7 @@ class Exposure:
     def __init__(self, source: Exposable, manifest: Manifest, runtime_dir: Path, channel: str) -> None:
         self._source = source
         self._manifest = manifest
-        self._exporter = HostExporter(runtime_dir, channel, 0)
+        self._exporter = RegionExporter(runtime_dir, channel, 0)
 
     def __call__(self) -> Exposed:
         """The memory as it is now. Raises `NotExportable` with advice."""

@@ -2,8 +2,9 @@
 
     python tests/bench/agents.py FIRST COUNT      commands on stdin, one line of JSON each; answers on stdout
 
-They speak the real protocol to the coordinator (`ours`) and echo what the bare ROUTER sends (`bare`). What all are told
-alike is decoded once; answers to requests that nobody waits for are only counted. Not an example of an agent.
+They speak the real protocol to the coordinator (`ours`) and answer what the bare ROUTER sends (`bare`) with a payload
+of the same size. What all are told alike is decoded once, what all say alike is encoded once: only the request's key
+differs. Answers to requests that nobody waits for are only counted. Not an example of an agent.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,6 +51,9 @@ _HEADER: Final = codec.MAGIC + bytes((PROTOCOL,)) + b">"
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _DECODE: Final = msgspec.msgpack.Decoder(ToAgent).decode
 _COUNTED: Final = frozenset({b"Ack", b"Alive", b"Welcome"})
+_ANY_KEY: Final = RequestId("??????-????????")
+COMMAND: Final = b"C"
+"""The first byte of what the bare ROUTER wants answered; what begins otherwise acknowledges an answer."""
 
 
 def name_of(number: int) -> str:
@@ -60,7 +65,7 @@ class Agent:
     """One engine that does at once what it is told."""
 
     def __init__(self, number: int) -> None:
-        self.name = name_of(number)
+        self.number, self.name = number, name_of(number)
         self.held: Held | None = None
         self.keys = 0
 
@@ -90,48 +95,37 @@ class Agent:
         """The heartbeat of an engine that serves."""
         return Heartbeat(seq=seq, health=EngineHealth.CLEAN, held=self.held)
 
-    def answers(self, told: Message) -> list[Message]:
-        """What it says to a command."""
-        match told:
-            case Prepare():
-                return [Prepared(request=self.key(), channel=CHANNEL, epoch=told.epoch, seconds=0.001)]
-            case Pause():
-                return [Paused(request=self.key(), channel=CHANNEL, epoch=told.epoch, seconds=0.001)]
-            case Transfer():
-                self.held = Held(version=told.version, manifest=told.manifest, table=told.table)
-                return [
-                    Transferred(
-                        request=self.key(), channel=CHANNEL, epoch=told.epoch, bytes=0, buckets=0, seconds=0.001
-                    ),
-                    Verified(
-                        request=self.key(),
-                        channel=CHANNEL,
-                        epoch=told.epoch,
-                        version=told.version,
-                        table=told.table,
-                        verified_by="live-digest",
-                        seconds=0.001,
-                    ),
-                ]
-            case Commit() | Abort():
-                version = self.held.version if self.held else None
-                return [
-                    Serving(
-                        request=self.key(),
-                        channel=CHANNEL,
-                        epoch=told.epoch,
-                        version=version,
-                        seconds=0.001,
-                        paused_s=0.01,
-                    )
-                ]
-            case _:
-                return []
+    def hear(self, told: Message) -> None:
+        """Take note of a command."""
+        if isinstance(told, Transfer):
+            self.held = Held(version=told.version, manifest=told.manifest, table=told.table)
 
     def key(self) -> RequestId:
-        """A request key of its own."""
+        """A request key of its own, as long as everybody's."""
         self.keys += 1
-        return RequestId(f"{self.name}-{self.keys}")
+        return RequestId(f"{self.number:06}-{self.keys:08}")
+
+
+def answers(told: Message, key: Callable[[], RequestId]) -> list[Message]:
+    """What any agent says to a command."""
+    match told:
+        case Prepare():
+            return [Prepared(request=key(), channel=CHANNEL, epoch=told.epoch, seconds=0.001)]
+        case Pause():
+            return [Paused(request=key(), channel=CHANNEL, epoch=told.epoch, seconds=0.001)]
+        case Transfer():
+            common: Any = {"channel": CHANNEL, "epoch": told.epoch, "seconds": 0.001}
+            held = {"version": told.version, "table": told.table, "verified_by": "live-digest"}
+            return [
+                Transferred(request=key(), bytes=0, buckets=0, **common),
+                Verified(request=key(), **held, **common),  # type: ignore[arg-type]
+            ]
+        case Commit() | Abort():
+            version = told.version if isinstance(told, Commit) else None
+            served: Any = {"version": version, "seconds": 0.001, "paused_s": 0.01}
+            return [Serving(request=key(), channel=CHANNEL, epoch=told.epoch, **served)]
+        case _:
+            return []
 
 
 class Herd:
@@ -143,7 +137,9 @@ class Herd:
         self._context.set(zmq.MAX_SOCKETS, 4 * count + 64)
         self._sides: dict[str, list[zmq.Socket[bytes]]] = {"ours": [], "bare": []}
         self._pollers: dict[str, zmq.Poller] = {}
-        self._decoded: dict[bytes, Message] = {}
+        self._decoded: dict[bytes, tuple[Message, tuple[bytes, ...]]] = {}
+        """By payload: the command, and what is answered, but for the key."""
+        self._bare_answer = b""
         self._counts = dict.fromkeys(_COUNTED, 0)
 
     def connect(self, side: str, endpoint: str, keys: Path) -> dict[str, Any]:
@@ -179,8 +175,9 @@ class Herd:
                     answered.add(places[each])
         return {"seconds": time.monotonic() - began}
 
-    def serve(self, side: str) -> dict[str, Any]:
-        """Answer until the next line on stdin."""
+    def serve(self, side: str, size: int = 0) -> dict[str, Any]:
+        """Answer until the next line on stdin; to the bare socket with `size` bytes."""
+        self._bare_answer = bytes(size)
         sockets, poller = self._sides[side], self._pollers[side]
         places = {dealer: at for at, dealer in enumerate(sockets)}
         while True:
@@ -221,8 +218,8 @@ class Herd:
             some = True
             if side == "ours":
                 self._hear(self._agents[at], dealer, frames[1])
-            elif echo:
-                dealer.send_multipart(frames)
+            elif echo and frames[0][:1] == COMMAND:
+                dealer.send_multipart([self._bare_answer])
         return some
 
     def _hear(self, agent: Agent, dealer: zmq.Socket[bytes], payload: bytes) -> None:
@@ -234,13 +231,15 @@ class Herd:
         if tag == b"Refused" and b"unknown_agent" in payload:  # its connection broke and came back
             dealer.send_multipart([_HEADER, _ENCODE(agent.hello())])
             return
-        told = self._decoded.get(payload)
-        if told is None:
+        known = self._decoded.get(payload)
+        if known is None:
             if len(self._decoded) > 64:
                 self._decoded.clear()
-            told = self._decoded[payload] = _DECODE(payload)
-        for answer in agent.answers(told):
-            dealer.send_multipart([_HEADER, _ENCODE(answer)])
+            told = _DECODE(payload)
+            known = self._decoded[payload] = told, tuple(map(_ENCODE, answers(told, lambda: _ANY_KEY)))
+        agent.hear(known[0])
+        for answer in known[1]:
+            dealer.send_multipart([_HEADER, answer.replace(_ANY_KEY.encode(), agent.key().encode())])
 
 
 def _curve(folder: Path, name: str) -> CURVE_KEYS:
@@ -259,7 +258,7 @@ def main() -> None:
                 answer = herd.connect(asked["side"], asked["endpoint"], Path(asked["keys"]))
             case "serve":
                 _say({"serving": True})
-                answer = herd.serve(asked["side"])
+                answer = herd.serve(**asked)
             case "idle":
                 answer = {}
             case "beat":

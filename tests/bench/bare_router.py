@@ -1,4 +1,7 @@
-"""The yardstick: a ROUTER with CURVE and an allow-list, and nothing else. One payload to every peer, one echo of each.
+"""The yardstick: a ROUTER with CURVE and an allow-list, and nothing else.
+
+One payload to every peer, one answer of each, and one acknowledgement of every answer, where that is asked for: to be
+sure of an answer takes three messages, whoever sends them.
 
 python tests/bench/bare_router.py KEYS COUNT    prints its port, then carries out commands from stdin
 """
@@ -13,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from agents import COMMAND
 from zmq.auth.thread import ThreadAuthenticator
 
 from weightbus.control.keys import read_secret
+from weightbus.control.server import YIELD_S
 from weightbus.control.trust import TRUST_FILE, TrustList
 
 
@@ -56,7 +61,7 @@ def main() -> None:
         if asked["do"] == "accept":
             say(accept(router, peers, count))
         else:
-            say(barrier(router, peers, asked["bytes"]))
+            say(barrier(router, peers, bytes(asked["command"]), bytes(asked["ack"])))
     authenticator.stop()
     context.destroy(linger=0)
 
@@ -71,15 +76,45 @@ def accept(router: zmq.Socket[bytes], peers: list[bytes], count: int) -> dict[st
     return {"cpu_s": cpu_s() - used}
 
 
-def barrier(router: zmq.Socket[bytes], peers: list[bytes], size: int) -> dict[str, Any]:
-    """The same payload to all, one answer from each."""
-    payload = bytes(size)
+def barrier(router: zmq.Socket[bytes], peers: list[bytes], command: bytes, ack: bytes) -> dict[str, Any]:
+    """The same command to all, one answer from each.
+
+    With `ack` answers are acknowledged when nothing is left to be read, or after as long as the coordinator would wait;
+    the barrier ends with the last answer, as the coordinator's do.
+    """
+    payload = COMMAND + command[1:]
+    answered: list[bytes] = []
     used, began = cpu_s(), time.perf_counter()
     for peer in peers:
         router.send_multipart([peer, payload], zmq.NOBLOCK)
-    for _ in peers:
-        router.recv_multipart()
-    return {"seconds": time.perf_counter() - began, "cpu_s": cpu_s() - used}
+    left, ack_at = len(peers), 0.0
+    while left:
+        if ack:
+            try:
+                peer, _ = router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                acknowledge(router, answered, ack)
+                router.poll()
+                continue
+            now = time.perf_counter()
+            if not answered:
+                ack_at = now + YIELD_S
+            answered.append(peer)
+            if now >= ack_at:
+                acknowledge(router, answered, ack)
+        else:
+            router.recv_multipart()
+        left -= 1
+    seconds = time.perf_counter() - began
+    acknowledge(router, answered, ack)
+    return {"seconds": seconds, "cpu_s": cpu_s() - used}
+
+
+def acknowledge(router: zmq.Socket[bytes], answered: list[bytes], ack: bytes) -> None:
+    """One message to each that answered, and forget them."""
+    for peer in answered:
+        router.send_multipart([peer, ack], zmq.NOBLOCK)
+    answered.clear()
 
 
 def say(answer: dict[str, Any]) -> None:

@@ -3,11 +3,12 @@
 The real coordinator runs as a process of its own, with CURVE, its journal and its HTTP port. Agents are simulated in a
 few processes (agents.py) and do at once what they are told; they are not what is measured. In alternation with the
 coordinator's rounds, the same processes answer a bare pyzmq ROUTER (bare_router.py) that does nothing but send one
-payload to every agent and take one echo of each.
+payload to every agent, take one answer of each, and acknowledge it: as many messages as ours, as large.
 
 A barrier is one command to every agent and one answer from each. A round has three that wait for nothing else: prepare,
 pause and resume; the coordinator itself times them. `barrier_ratio` compares the slowest of the three with the bare
-barrier, best of all repetitions each.
+barrier, best of all repetitions each; `barrier_ratio_unacknowledged` with one of two messages for each agent, and not
+three.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from agents import CHANNEL, name_of
+from agents import CHANNEL, Agent, name_of
 
+from weightbus.control import codec
 from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.ids import AgentId, Incarnation, Version
+from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
 from weightbus.control.keys import CurveFiles
 from weightbus.control.messages import (
+    Ack,
     Acquire,
     Granted,
     Hello,
@@ -41,6 +44,8 @@ from weightbus.control.messages import (
     Offered,
     Outcome,
     Policy,
+    Prepare,
+    Prepared,
     Publish,
     Role,
     RoundDone,
@@ -55,8 +60,6 @@ HERE = Path(__file__).parent
 TRAINER = "trainer"
 BARRIERS = ("prepare", "pause", "resume")
 HEARTBEATS_S = 10.0
-PREPARE_BYTES = 330
-"""Of a `Prepare`, so that the bare barrier carries as much."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -215,10 +218,11 @@ class Bench:
             return None
         return {**done.seconds, "cpu": cpu}
 
-    def bare_barrier(self, size: int) -> dict[str, float]:
+    def bare_barrier(self, *, acknowledged: bool) -> dict[str, float]:
         """One barrier of the bare socket."""
-        with self._serving("bare"):
-            return self.bare.ask(do="barrier", bytes=size)
+        with self._serving("bare", size=SIZES["answer"]):
+            ack = SIZES["ack"] if acknowledged else 0
+            return self.bare.ask(do="barrier", command=SIZES["command"], ack=ack)
 
     def _publish(self, version: int) -> RoundDone:
         trainer = self.trainer
@@ -251,8 +255,8 @@ class Bench:
                 raise TimeoutError(f"round {version} did not end within 60 s")
 
     @contextmanager
-    def _serving(self, side: str) -> Iterator[None]:
-        self._all(do="serve", side=side)
+    def _serving(self, side: str, **more: Any) -> Iterator[None]:
+        self._all(do="serve", side=side, **more)
         try:
             yield
         finally:
@@ -288,21 +292,50 @@ def weightbus(*argv: str) -> None:
     subprocess.run([sys.executable, "-m", "weightbus.control.cli", *argv], check=True, stdout=subprocess.DEVNULL)
 
 
+def _sizes() -> dict[str, int]:
+    """Bytes of what a barrier of ours sends, so that the bare one sends as many."""
+    digest = Digest("0" * 64)
+    prepare = Prepare(
+        channel=CHANNEL,
+        epoch=Epoch(1000),
+        version=Version(1000),
+        manifest=digest,
+        table=digest,
+        transport=TransportKind.DISK,
+        policy=Policy(),
+        deadline_s=30.0,
+    )
+    request = Agent(0).key()
+    prepared = Prepared(request=request, channel=CHANNEL, epoch=Epoch(1000), seconds=0.001)
+    frames = {
+        "command": codec.TO_AGENT.encode(prepare),
+        "answer": codec.TO_COORDINATOR.encode(prepared),
+        "ack": codec.TO_AGENT.encode(Ack(request=request)),
+    }
+    return {what: sum(map(len, each)) for what, each in frames.items()}
+
+
+SIZES = _sizes()
+
+
 def barriers(bench: Bench, repetitions: int) -> dict[str, Any]:
     """Rounds and bare barriers in alternation; the first of each only warms up."""
     rounds: list[dict[str, float]] = []
     bare: list[dict[str, float]] = []
+    unacknowledged: list[dict[str, float]] = []
     disturbed = 0
     for version in range(1, 4 * repetitions):
         if (found := bench.round(version)) is not None:
             rounds.append(found)
         disturbed += found is None
-        bare.append(bench.bare_barrier(PREPARE_BYTES))
+        bare.append(bench.bare_barrier(acknowledged=True))
+        unacknowledged.append(bench.bare_barrier(acknowledged=False))
         if len(rounds) > repetitions:
             break
     else:
         raise RuntimeError(f"{disturbed} rounds were disturbed: this machine has too much else to do")
     best_bare = min(each["seconds"] for each in bare[1:])
+    best_unacknowledged = min(each["seconds"] for each in unacknowledged[1:])
     best = {phase: min(each[phase] for each in rounds[1:]) for phase in BARRIERS}
     return {
         "rounds_disturbed": disturbed,
@@ -310,11 +343,13 @@ def barriers(bench: Bench, repetitions: int) -> dict[str, Any]:
         "barrier_all_ms": {phase: [round(1000 * each[phase], 2) for each in rounds[1:]] for phase in BARRIERS},
         "bare_barrier_ms": 1000 * best_bare,
         "bare_barrier_all_ms": [round(1000 * each["seconds"], 2) for each in bare[1:]],
+        "bare_barrier_unacknowledged_ms": 1000 * best_unacknowledged,
         "bare_barrier_cpu_us_per_agent": 1e6 * min(each["cpu_s"] for each in bare[1:]) / bench.agents,
         "round_ms": 1000 * min(each["total"] for each in rounds[1:]),
         "round_cpu_us_per_agent": 1e6 * min(each["cpu"] for each in rounds[1:]) / bench.agents,
         "barrier_ratios": {phase: seconds / best_bare for phase, seconds in best.items()},
         "barrier_ratio": max(best.values()) / best_bare,
+        "barrier_ratio_unacknowledged": max(best.values()) / best_unacknowledged,
     }
 
 

@@ -326,6 +326,13 @@ def test_distrusted_listener_hears_no_more_hints(curve_bus: RouterBus, folder: P
         reader.close()
 
 
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sockets that give a handshake a second."""
+    monkeypatch.setattr(bus_module, "HANDSHAKE_MS", 1000)
+
+
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("who", ["unknown key", "no key", "no handshake", "other protocol"])
 def test_every_connection_that_is_turned_away_is_counted(curve_bus: RouterBus, folder: Path, who: str) -> None:
     """Nothing was said on it, so nobody but the sockets' monitor could know."""
@@ -396,7 +403,7 @@ COMMON = {
     zmq.ROUTING_ID: b"",
     zmq.MECHANISM: zmq.CURVE,
 }
-BOUND = {zmq.HANDSHAKE_IVL: 2000, zmq.BACKLOG: 4096, zmq.CURVE_SERVER: 1, zmq.ZAP_DOMAIN: b"weightbus"}
+BOUND = {zmq.HANDSHAKE_IVL: 10_000, zmq.BACKLOG: 4096, zmq.CURVE_SERVER: 1, zmq.ZAP_DOMAIN: b"weightbus"}
 CONNECTED = {zmq.CONNECT_TIMEOUT: 1000, zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.CURVE_SERVER: 0}
 
 

@@ -17,6 +17,7 @@ from weightbus.control.errors import (
     ClientClosed,
     CoordinatorUnreachable,
     Malformed,
+    NotWanted,
     RequestRefused,
 )
 from weightbus.control.events import Peer
@@ -375,6 +376,18 @@ def test_blobs_travel_in_pages(there: Coordinator, client: BusClient) -> None:
     assert there.count(GetBlob) == gets
     assert client.get_blob(client.put_blob(b"")) == b""
     assert client.status() == b"{}"
+
+
+def test_a_blob_is_given_up_when_nobody_wants_it(
+    there: Coordinator, client: BusClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before its deadline, also while a page does not come: nobody waits for what is not needed any more."""
+    monkeypatch.setattr("weightbus.control.client.PAGE_S", 0.2)
+    there.answer = lambda item: None if isinstance(item.message, GetBlob) else there.usual(item)
+    asked = iter([False, False, True])
+    with pytest.raises(NotWanted, match="called off after 0"):
+        client.get_blob(Digest("d" * 64), 600.0, lambda: next(asked))
+    assert next(asked, None) is None
 
 
 def test_changed_blob_is_refused(there: Coordinator, client: BusClient) -> None:

@@ -285,6 +285,7 @@ def test_mutated_messages_decode_or_are_refused(data: st.DataObject) -> None:
     value=st.recursive(
         st.none() | st.booleans() | st.integers(-5, 5) | st.text(),
         lambda s: st.lists(s) | st.dictionaries(st.text(), s),
+        max_leaves=8,
     )
 )
 def test_well_formed_msgpack_that_is_no_message(value: object) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from weightbus.dataplane import export_wire as wire
 from weightbus.dataplane.errors import NotExportable, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.host_export import HostExporter
+from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.transport import Address
 
@@ -23,11 +23,11 @@ OPEN_S = 10.0
 
 
 @pytest.fixture
-def exporter(tmp_path: Path) -> Iterator[HostExporter]:
+def exporter(tmp_path: Path) -> Iterator[RegionExporter]:
     """Of one rank."""
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
-    made = HostExporter(runtime, "c", 3)
+    made = RegionExporter(runtime, "c", 3)
     yield made
     made.close()
 
@@ -52,7 +52,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_reader_sees_what_the_trainer_writes(exporter: HostExporter, importer: RegionImporter) -> None:
+def test_a_reader_sees_what_the_trainer_writes(exporter: RegionExporter, importer: RegionImporter) -> None:
     """The very memory, not a copy: views and parameters keep it, and later writes are seen."""
     weight = torch.nn.Parameter(torch.arange(64, dtype=torch.float32).view(8, 8))
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -71,7 +71,7 @@ def test_a_reader_sees_what_the_trainer_writes(exporter: HostExporter, importer:
     assert view[0, 0] == 15
 
 
-def test_generations_change_with_the_memory_only(exporter: HostExporter, importer: RegionImporter) -> None:
+def test_generations_change_with_the_memory_only(exporter: RegionExporter, importer: RegionImporter) -> None:
     """The same storages again are the same generation; another is refused under the old number."""
     first, second = torch.zeros(8), torch.zeros(8)
 
@@ -90,7 +90,7 @@ def test_generations_change_with_the_memory_only(exporter: HostExporter, importe
     assert importer.region(3, 1).numel() == 32
 
 
-def test_memory_that_was_replaced_lives_while_it_is_read(exporter: HostExporter, importer: RegionImporter) -> None:
+def test_memory_that_was_replaced_lives_while_it_is_read(exporter: RegionExporter, importer: RegionImporter) -> None:
     """A trainer may free what it exported; a reader of that generation still has it."""
     exporter.export([torch.full((8,), 7.0)])
     importer.open(exporter.address(), 3, 1, [0], OPEN_S)
@@ -99,7 +99,7 @@ def test_memory_that_was_replaced_lives_while_it_is_read(exporter: HostExporter,
     assert importer.region(3, 0).view(torch.float32).tolist() == [7.0] * 8
 
 
-def test_many_regions_are_opened_in_batches(exporter: HostExporter, importer: RegionImporter) -> None:
+def test_many_regions_are_opened_in_batches(exporter: RegionExporter, importer: RegionImporter) -> None:
     """More than one packet can carry."""
     tensors = [torch.full((4,), float(number)) for number in range(300)]
     exporter.export(tensors)
@@ -111,7 +111,7 @@ def test_many_regions_are_opened_in_batches(exporter: HostExporter, importer: Re
 
 def test_an_exporter_that_closes_hangs_up(tmp_path: Path) -> None:
     """It waits for nobody; the reader notices, and what it has mapped stays valid."""
-    exporter, importer = HostExporter(tmp_path / "run", "c", 0), RegionImporter()
+    exporter, importer = RegionExporter(tmp_path / "run", "c", 0), RegionImporter()
     exporter.export([torch.full((8,), 3.0)])
     importer.open(exporter.address(), 0, 1, [0], OPEN_S)
     importer.check()
@@ -130,8 +130,8 @@ def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImport
     program = textwrap.dedent(f"""
         import sys, torch
         from pathlib import Path
-        from weightbus.dataplane.host_export import HostExporter
-        exporter = HostExporter(Path({str(tmp_path / "run")!r}), "c", 0)
+        from weightbus.dataplane.exporter import RegionExporter
+        exporter = RegionExporter(Path({str(tmp_path / "run")!r}), "c", 0)
         exporter.export([torch.full((8,), 5.0)])
         print(exporter.address().address, flush=True)
         sys.stdin.read()
@@ -162,7 +162,7 @@ def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImport
 
 def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
     """Its lease ends with it."""
-    exporter = HostExporter(tmp_path / "run", "c", 0)
+    exporter = RegionExporter(tmp_path / "run", "c", 0)
     exporter.export([torch.zeros(8)])
     program = textwrap.dedent(f"""
         import os, signal
@@ -174,11 +174,11 @@ def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
 
     subprocess.run([sys.executable, "-c", program], check=False)
 
-    wait_until(lambda: not exporter._readers)
+    wait_until(lambda: not exporter.readers)
     exporter.close()
 
 
-def test_memory_of_a_gpu_is_not_for_this_exporter(exporter: HostExporter) -> None:
+def test_memory_of_a_gpu_is_not_for_this_exporter(exporter: RegionExporter) -> None:
     """It says which memory it shares."""
     with pytest.raises(NotExportable, match="meta"):
         exporter.export([torch.empty(4, device="meta")])
@@ -210,7 +210,7 @@ def test_answers_survive_the_wire() -> None:
         wire.decode_answer(wire.encode_grant(wire.Grant(7, (wire.Granted(0, wire.HOST, 0),))))
 
 
-def test_descriptors_are_closed_behind_mappings(exporter: HostExporter, importer: RegionImporter) -> None:
+def test_descriptors_are_closed_behind_mappings(exporter: RegionExporter, importer: RegionImporter) -> None:
     """Opening and closing leaves no descriptor open in the reader."""
     exporter.export([torch.zeros(8)])
     importer.open(exporter.address(), 3, 1, [0], OPEN_S)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weightbus.control import messages as m
+from weightbus.control.errors import InvariantBroken
 from weightbus.control.messages import EngineHealth, Step
 from weightbus.engine_agent.events import ForgetAnswers, Receive, Record, Release, Remember, Run
 
@@ -31,7 +32,7 @@ def test_a_round_from_prepare_to_serving() -> None:
     serving = only(world.end())
     assert (serving.version, serving.paused_s) == (7, 1.5)
     view = world.machine.view()
-    assert (view.health, view.paused, view.stage.value) == (CLEAN, False, "idle")
+    assert (view.health, view.paused, view.reached) == (CLEAN, False, None)
     assert view.held == m.Held(version=7, manifest=MANIFEST, table=TABLE)  # type: ignore[arg-type]
 
 
@@ -166,6 +167,28 @@ def test_abort_ends_a_running_transfer_and_is_carried_out_after_it() -> None:
     failed, after = answers(world.fail(touched=True))
     assert (failed.step, failed.health) == (Step.TRANSFER, DIRTY)
     assert (after.step, after.health) == (Step.RESUME, DIRTY)
+
+
+def test_what_was_asked_to_end_is_asked_again_until_it_does() -> None:
+    """The first word may fall between two waits of the worker, where there is nothing to be taken away from it."""
+    world = World()
+    world.to_paused()
+    world.transfer()
+    assert not cancels(world.tick(1.0)), "what is wanted runs on"
+    world.abort()
+    assert cancels(world.tick(0.5))
+    assert cancels(world.tick(0.5))
+    world.fail(touched=False)
+    assert not cancels(world.tick(0.5))
+
+
+def test_an_error_tells_the_story() -> None:
+    """What a machine that contradicts itself raises says what it was told before."""
+    world = World()
+    world.to_loaded()
+    world.machine.weights.paused = False
+    with pytest.raises(InvariantBroken, match=r"(?s)weights in state loaded.*told Transfer of epoch 1.*Proved"):
+        world.machine.check()
 
 
 def test_abort_after_loading_keeps_the_server_paused() -> None:

@@ -22,8 +22,8 @@ from weightbus.dataplane.direct import DirectSender, Exposed
 from weightbus.dataplane.direct_receiver import DirectReceiver
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.errors import DigestMismatch, TransferFailed, Unsupported
+from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.frames import FrameListener
-from weightbus.dataplane.host_export import HostExporter
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Box, Piece, Pieces, View
 from weightbus.dataplane.plan import Plan
@@ -110,7 +110,7 @@ class Trainer:
 
     def __init__(self, runtime: Path) -> None:
         self.values: dict[str, torch.Tensor] = {}
-        self.exporters = [HostExporter(runtime, "c", rank) for rank in range(2)]
+        self.exporters = [RegionExporter(runtime, "c", rank) for rank in range(2)]
         self.shards: list[dict[str, torch.Tensor]] = [{}, {}]
         self.step(0)
         self.sender = DirectSender(runtime, "c", self.expose)

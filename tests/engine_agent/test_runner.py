@@ -33,7 +33,8 @@ from weightbus.engine_agent.events import Commanded, Release
 from weightbus.engine_agent.record_file import RecordFile
 from weightbus.engine_agent.runner import EngineAgent
 from weightbus.engine_agent.settings import EngineAgentSettings
-from weightbus.engine_agent.stages import Stage, View
+from weightbus.engine_agent.stages import View
+from weightbus.engine_agent.weights import WeightState
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.errors import RoundAborted
 
@@ -255,7 +256,18 @@ def test_ready_means_the_committed_version(
     """An engine that rounds have left behind is not ready, nor one that may have been, by the newest word heard."""
     agent = EngineAgent(EngineAgentSettings(name="e0", channel="c", state_dir=tmp_path))
     weights = None if held is None else Held(version=Version(held), manifest=Digest("a" * 64), table=Digest("b" * 64))
-    agent._view = View(True, EngineHealth.CLEAN, weights, False, Stage.IDLE, Epoch(1), "", "")
+    agent._view = View(
+        up=True,
+        health=EngineHealth.CLEAN,
+        held=weights,
+        paused=False,
+        weights=WeightState.SERVING,
+        version=weights and weights.version,
+        reached=None,
+        epoch=Epoch(1),
+        doing="",
+        reason="",
+    )
     bus = SimpleNamespace(
         committed=committed, heard_at=time.monotonic() - heard_s_ago, welcome=SimpleNamespace(silence_s=10.0)
     )

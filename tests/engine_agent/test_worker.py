@@ -1,5 +1,8 @@
 """What is asked of a server, and of whoever published, before its weights are touched."""
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,6 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from weightbus.control.errors import NotWanted
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
 from weightbus.control.messages import Offer, Policy, Prepare, Role, Seal, Transfer, TransportKind
 from weightbus.control.provision import Member, provision
@@ -17,6 +21,17 @@ from weightbus.engine_agent.events import Broken, Receive, Validate
 from weightbus.engine_agent.identity import facts_of
 from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.worker import Worker
+
+TRANSFER = Transfer(
+    channel=Channel("c"),
+    epoch=Epoch(1),
+    version=Version(1),
+    manifest=Digest("a" * 64),
+    table=Digest("b" * 64),
+    offer=Offer(transport=TransportKind.DISTRIBUTED, address="tcp://127.0.0.1:9"),
+    rank_offset=1,
+    deadline_s=600.0,
+)
 
 
 def worker(**server_info: Any) -> Worker:
@@ -95,19 +110,66 @@ def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
     def receiver(kind: str) -> Any:
         made.append(kind)
 
-    command = Transfer(
-        channel=Channel("c"),
-        epoch=Epoch(1),
-        version=Version(1),
-        manifest=Digest("a" * 64),
-        table=Digest("b" * 64),
-        offer=Offer(transport=TransportKind.DISTRIBUTED, address="tcp://127.0.0.1:9"),
-        rank_offset=1,
-        deadline_s=600.0,
-    )
     gone = Worker("e0", SGLangServer("http://127.0.0.1:9"), receiver, None, Meters(Side.ENGINE))
-    result = gone.perform(Receive(command, ""))
+    result = gone.perform(Receive(TRANSFER, ""))
     assert isinstance(result, Broken)
     assert "/model_info" in result.reason
     assert not result.touched
     assert not made
+
+
+def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
+    """Cancelled in mid-fetch, before any connection to the sender is there to be taken, it ends without one."""
+    made: list[str] = []
+    fetching, go_on = threading.Event(), threading.Event()
+
+    class SlowBlobs:
+        def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = bool) -> bytes:
+            assert deadline_s > 0
+            fetching.set()
+            assert go_on.wait(10.0)
+            if unwanted():
+                raise NotWanted(digest, 0)
+            return b""
+
+    def receiver(kind: str) -> Any:
+        made.append(kind)
+
+    server = cast(
+        "Any",
+        SimpleNamespace(
+            expect=lambda _identity: None, untouched=lambda: None, touched=False, label=lambda _deadline_s: "default"
+        ),
+    )
+    busy = Worker("e0", server, receiver, None, Meters(Side.ENGINE))
+    busy.blobs = SlowBlobs()
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(busy.perform, Receive(TRANSFER, ""), "", 7)
+        assert fetching.wait(10.0)
+        busy.cancel(6)  # of an operation that is over
+        busy.cancel(7)
+        go_on.set()
+        result = ended.result(10.0)
+    assert isinstance(result, Broken)
+    assert "called off" in result.reason
+    assert (result.touched, made) == (False, [])
+
+
+def test_an_operation_that_was_called_off_before_it_began_asks_nothing() -> None:
+    """The cancellation may overtake the operation on its way to the worker's thread."""
+    asked: list[str] = []
+    server = cast(
+        "Any",
+        SimpleNamespace(
+            expect=lambda _identity: None,
+            untouched=lambda: None,
+            touched=False,
+            label=lambda _deadline_s: asked.append("label"),
+        ),
+    )
+    late = Worker("e0", server, cast("Any", None), None, Meters(Side.ENGINE))
+    late.cancel(3)
+    result = late.perform(Receive(TRANSFER, ""), "", 3)
+    assert isinstance(result, Broken)
+    assert "called off" in result.reason
+    assert asked == ["label"], "one harmless question, and nothing after it"

@@ -84,7 +84,11 @@ class EngineProcess(Process):
         self.transports, self.live = transports, live
         self.machine: Application | None = None
         self.client: Client | None = None
-        self.cancelled = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Nobody wants the running operation any more."""
+        return self._called_off == self._number
 
     # -- life
 
@@ -102,7 +106,7 @@ class EngineProcess(Process):
         self._answers: deque[tuple[int, EngineMessage]] = deque()
         self._event_bell, self._work_bell, self._speech_bell = Bell(), Bell(), Bell()
         self._boot = 0
-        self._receiving = self.cancelled = False
+        self._number, self._called_off = 0, -1
         self.touched = False
         self._up, self._misses, self._last_label, self._launch = False, 0, "", 0
         self.client = None
@@ -180,8 +184,7 @@ class EngineProcess(Process):
                 self._operations.append(effect)
                 self._work_bell.ring()
             case Cancel():
-                if self._receiving:
-                    self.cancelled = True
+                self._called_off = effect.number
             case Note():
                 self.loop.note(self.name, f"{effect.event} {effect.detail}")
             case Remember():
@@ -242,7 +245,7 @@ class EngineProcess(Process):
                 yield self._work_bell
                 continue
             run = self._operations.popleft()
-            self._meant = run.identity
+            self._meant, self._number = run.identity, run.number
             result = yield from self._perform(run.operation)
             self._post(Operated(run.number, result))
 
@@ -252,7 +255,6 @@ class EngineProcess(Process):
             result: Result = yield from self._do(operation)
         except (CallFailed, TransferBroken, WeightbusError) as error:
             result = Broken(str(error) or type(error).__name__, self.touched)
-        self._receiving = False
         return result
 
     def _do(self, operation: Operation) -> Thread:
@@ -274,7 +276,6 @@ class EngineProcess(Process):
     def _receive(self, command: Transfer) -> Thread:
         deadline = self.clock() + command.deadline_s
         wanted = yield from self._table(command.table, command.deadline_s)
-        self._receiving, self.cancelled = True, False
         checked = yield from receive(self._world, self, command.offer.address, command.epoch, wanted, deadline)
         return Received(len(wanted), len(wanted), checked)
 
@@ -324,6 +325,8 @@ class EngineProcess(Process):
         client = self.client
         if client is None:
             raise CallFailed("no coordinator to ask for the manifest")
+        if self.cancelled:
+            raise TransferBroken("called off")
         return (yield from client.getting(Digest(digest), deadline_s))
 
     def _table(self, digest: str, deadline_s: float) -> Thread:

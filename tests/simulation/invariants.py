@@ -97,6 +97,7 @@ class Judge:
         assert invariant in INVARIANTS
         if self.violation is None:
             self.violation = Violation(invariant, what)
+            self._world.loop.halted = True
             self._world.loop.note("JUDGE", f"!! {invariant}: {what}")
 
     # -- servers

@@ -167,19 +167,19 @@ MUTATIONS: Final = (
     _m(
         "serves-partial-weights",
         APPLICATION,
-        "        if not self.up or self.health is not EngineHealth.CLEAN:\n            self.stage",
-        "        if not self.up:\n            self.stage",
+        "        if not self.up or self.health is not EngineHealth.CLEAN:\n            return self._fail(command",
+        "        if not self.up:\n            return self._fail(command",
     ),
     _m(
         "takes-a-broken-transfer-for-clean",
         APPLICATION,
-        "            if isinstance(result, Broken) and not result.touched:\n                self.health",
-        "            if isinstance(result, Broken):\n                self.health",
+        "            if isinstance(result, Broken) and not result.touched:\n                self.reason",
+        "            if isinstance(result, Broken):\n                self.reason",
     ),
     _m(
         "forgets-that-it-is-dirty",
         APPLICATION,
-        "return (self._remember(), *self._run(Receive(command, self._checkpoint), command, now))",
+        "return (*dirty, *self._run(Receive(command, self._checkpoint), command, now))",
         "return self._run(Receive(command, self._checkpoint), command, now)",
     ),
     _m(
@@ -191,8 +191,8 @@ MUTATIONS: Final = (
     _m(
         "skips-verification",
         APPLICATION,
-        "return (transferred, *self._run(Verify(command, result.checked), command, now))",
-        "return (transferred, *self._verifying_ended(command, Proven('trust me'), seconds))",
+        "return (*arrived, transferred, *self._run(Verify(command, result.checked), command, now))",
+        "return (transferred, *self._verifying_ended(command, Proven('trust me'), seconds, now))",
     ),
     _m(
         "lost-resume",

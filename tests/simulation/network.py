@@ -288,13 +288,19 @@ class Network:
 
 
 _TOLD = ("epoch", "version", "code", "outcome", "step", "health", "boot", "failed", "reason")
+_TOLD_OF: dict[type, tuple[str, ...]] = {}
+"""Which of them a message has, by its type."""
 
 
 def brief(message: msgspec.Struct) -> str:
     """One line about a message."""
-    words = [type(message).__name__]
-    for name in _TOLD:
-        value = getattr(message, name, None)
+    kind = type(message)
+    told = _TOLD_OF.get(kind)
+    if told is None:
+        told = _TOLD_OF[kind] = tuple(name for name in _TOLD if hasattr(message, name))
+    words = [kind.__name__]
+    for name in told:
+        value = getattr(message, name)
         if value not in (None, "", {}):  # a dict has no hash
             words.append(f"{name}={value}")
     return " ".join(words)

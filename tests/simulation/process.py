@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .loop import Loop
@@ -83,7 +84,7 @@ class Alarm:
         when = process.loop.now + process.seconds_until(local) + 1e-6
         if when < self._at:
             self._at = when
-            process.loop.at(when, lambda: self._off(when))
+            process.loop.at(when, partial(self._off, when))
 
     def _off(self, when: float) -> None:
         if when == self._at:
@@ -104,15 +105,17 @@ class Process:
         self.on_death: Callable[[], None] = lambda: None
         """A supervisor that starts it again."""
         self._rate = 1.0 + drift
+        self._booted = 1000.0 * self._rate
         self._backlog: list[Callable[[], None]] = []
 
     def clock(self) -> float:
         """`time.monotonic()` of this machine."""
-        return 1000.0 * self._rate + (self.loop.now + self.lag) * self._rate
+        return self._booted + (self.loop.now + self.lag) * self._rate
 
     def seconds_until(self, local: float) -> float:
         """How long the world has to wait until this machine's clock shows `local`."""
-        return max(0.0, (local - self.clock()) / self._rate)
+        left = local - self.clock()
+        return left / self._rate if left > 0.0 else 0.0
 
     # -- life and death
 
@@ -163,8 +166,7 @@ class Process:
 
     def soon(self, work: Callable[[], None], seconds: float = 0.0) -> None:
         """Do `work` in this life, in so many seconds of this machine's clock."""
-        life = self.life
-        self.loop.after(seconds / self._rate, lambda: self._enter(work, life))
+        self.loop.after(seconds / self._rate, partial(self._enter, work, self.life))
 
     def alarm(self, work: Callable[[], None]) -> Alarm:
         """A timer of this life."""
@@ -214,7 +216,7 @@ class Process:
         if isinstance(seconds, Bell):
             seconds, bell = None, seconds
         if bell is None:
-            self.soon(lambda: self._resume(generator, None), seconds)
+            self.soon(partial(self._resume, generator, None), seconds)
             return
         woken = False
 

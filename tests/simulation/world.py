@@ -14,7 +14,7 @@ from .coordinator_process import CoordinatorProcess
 from .disks import JournalDisk
 from .engine_process import EngineProcess
 from .invariants import Judge
-from .loop import Loop
+from .loop import MOST_STEPS, Loop
 from .network import Network, Weather
 from .process import Process, Trap
 from .scenario import Fault, Scenario
@@ -111,14 +111,16 @@ class World:
     def run(self) -> Ended:
         """The whole course: a storm, then calm."""
         self._begin()
-        loop, broken = self.loop, lambda: self.judge.violation is not None
-        loop.run(self.scenario.calm_from, broken)
+        loop = self.loop
+        loop.run(self.scenario.calm_from)
         self._calm()
         self._holding = True
         self._wait("ends every round and settles every engine", self._unsettled)
         self._holding = False
         self._commits_in_calm = 0
         self._wait("publishes a version that every engine serves", self._unserved)
+        if loop.steps >= MOST_STEPS:
+            self.judge.broken("every-wait-ends", f"{loop.steps} steps, and no end: somebody goes round in circles")
         violation = self.judge.violation
         return Ended(
             seed=self.scenario.seed,
@@ -148,11 +150,11 @@ class World:
         """Run until `unfinished` finds nothing more; that it does within `SETTLE_S` is the liveness promise."""
         assert callable(unfinished)
         until = self.loop.now + SETTLE_S
-        while self.judge.violation is None and (left := unfinished()):
+        while not self.loop.halted and (left := unfinished()):
             if self.loop.now >= until:
                 self.judge.broken("every-wait-ends", f"{SETTLE_S:.0f} s after the last fault nobody {what}: {left}")
                 return
-            self.loop.run(self.loop.now + 0.25, lambda: self.judge.violation is not None)
+            self.loop.run(self.loop.now + 0.25)
 
     # -- what is asked of the calm
 

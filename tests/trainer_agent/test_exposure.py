@@ -12,7 +12,7 @@ from weightbus.control.errors import ConfigurationError
 from weightbus.control.messages import TransportKind
 from weightbus.dataplane.cover import prove
 from weightbus.dataplane.errors import NotExportable
-from weightbus.dataplane.host_export import HostExporter
+from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.transport import Address
@@ -64,10 +64,10 @@ def test_memory_that_cannot_be_exported_is_found_at_the_start(
 ) -> None:
     """A trainer that allows nothing else does not start; it is told why, and what to allow."""
 
-    def refuse(_self: HostExporter, _tensors: object) -> object:
+    def refuse(_self: RegionExporter, _tensors: object) -> object:
         raise NotExportable("an expandable segment")
 
-    monkeypatch.setattr(HostExporter, "export", refuse)
+    monkeypatch.setattr(RegionExporter, "export", refuse)
     settings = TrainerSettings(
         channel="c",
         transport=(TransportKind.DIRECT,),

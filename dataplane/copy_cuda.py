@@ -1,0 +1,95 @@
+"""Copies and digests on a GPU: tables are cut into tiles once, and every round is one launch for each vector size.
+
+Rows that cast are done by torch, all in one call; few recordings have any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .boxes import Column
+from .copy_engine import Lanes
+from .copy_table import CopyTable
+from .copy_torch import TorchCopies
+from .digest_table import BoxTable
+from .tiles import copy_tiles, word_tiles
+
+
+class CudaEngine:
+    """Implements `CopyEngine` for one GPU. Sources may be a peer's memory that was opened for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def copies(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> CudaCopies:
+        """Bind a table."""
+        return CudaCopies(self._device, table, sources, targets)
+
+    def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> CudaDigest:
+        """Bind a table of boxes."""
+        return CudaDigest(self._device, table, regions)
+
+
+class CudaCopies:
+    """Implements `PreparedCopies`."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        table: CopyTable,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> None:
+        self._device = device
+        plain = table.take(np.flatnonzero(table.casts == 0))
+        self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)
+        tiles = copy_tiles(plain, _bases(sources), _bases(targets)) if len(plain) else []
+        self._tiles = [(each.vector, torch.from_numpy(each.packed()).to(device)) for each in tiles]
+        self._memory = (sources, targets)
+
+    def run(self) -> None:
+        """Copy every row."""
+        from .copy_triton import copy  # noqa: PLC0415  triton is not there without a GPU
+
+        with torch.cuda.device(self._device):
+            for vector, table in self._tiles:
+                copy(table, vector)
+            self._casts.run()
+            torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._tiles, self._memory = [], ((), ())
+        self._casts.close()
+
+
+class CudaDigest:
+    """Implements `PreparedDigest`."""
+
+    def __init__(self, device: torch.device, table: BoxTable, regions: Sequence[torch.Tensor]) -> None:
+        self._device = device
+        tiles = word_tiles(table, _bases(regions)) if len(table) else []
+        self._tiles = [(each.item, torch.from_numpy(each.packed()).to(device)) for each in tiles]
+        self._lanes = torch.zeros((table.groups, 2), dtype=torch.int64, device=device)
+        self._memory = regions
+
+    def run(self) -> Lanes:
+        """The sums of both lanes of every group."""
+        from .copy_triton import accumulate, as_lanes  # noqa: PLC0415  triton is not there without a GPU
+
+        with torch.cuda.device(self._device):
+            self._lanes.zero_()
+            for item, table in self._tiles:
+                accumulate(table, item, self._lanes)
+            return as_lanes(self._lanes)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._tiles, self._memory = [], ()
+
+
+def _bases(regions: Sequence[torch.Tensor]) -> Column:
+    return np.array([region.data_ptr() for region in regions], np.int64)

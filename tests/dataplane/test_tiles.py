@@ -1,0 +1,148 @@
+"""Tiles: what a GPU's blocks are told to do is what the tables say. Carried out here one vector at a time."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
+from weightbus.dataplane.copy_torch import TorchCopies, TorchDigest
+from weightbus.dataplane.digest_table import BoxTable
+from weightbus.dataplane.integrity import mix
+from weightbus.dataplane.pieces import DTYPES
+from weightbus.dataplane.tiles import TILE_VECTORS, TILE_WORDS, copy_tiles, reciprocal, word_tiles
+
+REGION = 1 << 18
+
+
+def memory(seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (REGION,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def column(*values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.array(values, np.int64)
+
+
+@st.composite
+def grids(draw: st.DrawFn, item: int, most: int) -> tuple[int, list[int], list[int], int]:
+    """A run, the extents of a grid, disjoint steps in bytes, and where it begins; in one region."""
+    run = draw(st.sampled_from([1, 2, 3, 8, 24, 96, most]))
+    extents = [draw(st.sampled_from([1, 1, 2, 3, 7, 40])) for _ in range(AXES)]
+    step, steps = run, [0] * AXES
+    for axis in draw(st.permutations(range(AXES))):
+        if extents[axis] == 1:
+            continue
+        step += draw(st.sampled_from([0, 0, 1, 4, 8]))
+        steps[axis] = step * item
+        step *= extents[axis]
+    begin = draw(st.integers(0, 40)) * item
+    return run, extents, steps, begin
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> CopyTable:
+    """One row of any shape that stays inside of the regions."""
+    dtype = draw(st.sampled_from([DTYPES.index(name) for name in ("uint8", "bfloat16", "float32", "int64")]))
+    item = int(ITEM_SIZES[dtype])
+    run, extents, source_steps, source = draw(grids(item, TILE_VECTORS * 3))
+    target_steps = [0] * AXES
+    step = run * item + draw(st.sampled_from([0, 0, 2, 16])) * item
+    for axis in range(AXES - 1, -1, -1):
+        if extents[axis] > 1:
+            target_steps[axis] = step
+            step *= extents[axis]
+    wide = (np.array([values], np.int64) for values in (extents, source_steps, target_steps))
+    return CopyTable(
+        column(0), column(0), column(source), column(draw(st.integers(0, 40)) * item), column(dtype), column(dtype),
+        column(run), *wide,
+    )  # fmt: skip
+
+
+def fits(table: CopyTable) -> bool:
+    reach = [(table.grid - 1) * step for step in (table.source_step, table.target_step)]
+    ends = [at + each.sum(axis=1) for at, each in zip((table.source_at, table.target_at), reach, strict=True)]
+    return all(int(end[0]) + int(table.target_bytes[0]) < REGION for end in ends)
+
+
+@given(copies())
+@settings(max_examples=150, deadline=None)
+def test_tiles_copy_what_the_table_says(table: CopyTable) -> None:
+    """Byte for byte, nothing else is written, and no tile is larger than a block can take."""
+    if not fits(table):
+        return
+    source, expected, found = memory(1), memory(2), memory(2)
+    TorchCopies(table, [source], [expected]).run()
+    bases = column(source.data_ptr()), column(found.data_ptr())
+
+    for tiles in copy_tiles(table, *bases):
+        assert int((tiles.rows * tiles.width).max()) <= TILE_VECTORS
+        for src, dst, src_step, dst_step, shape, magic in tiles.packed().tolist():
+            rows, width = shape >> 32, shape & 0xFFFFFFFF
+            for at in range(rows * width):
+                line = at if width == 1 else at * magic >> 32
+                place = at - line * width
+                ctypes.memmove(
+                    dst + line * dst_step + place * tiles.vector, src + line * src_step + place * tiles.vector,
+                    tiles.vector,
+                )  # fmt: skip
+
+    assert torch.equal(found, expected)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> BoxTable:
+    """One row of any shape."""
+    item = draw(st.sampled_from([1, 2, 4, 8]))
+    words, extents, steps, begin = draw(grids(8, TILE_WORDS + 6))
+    item_step = draw(st.sampled_from([item, item, item * 3]))
+    stretched = [step * (item_step // item) for step in steps]
+    shift = draw(st.sampled_from([0, 0, item]))
+    word_steps = [draw(st.integers(1, 5000)) if extent > 1 else 0 for extent in extents]
+    wide = (np.array([values], np.int64) for values in (extents, stretched, word_steps))
+    return BoxTable(
+        3, column(1), column(0), column(begin + shift), column(item), column(item_step), column(words), column(77),
+        *wide,
+    )  # fmt: skip
+
+
+@given(boxes())
+@settings(max_examples=100, deadline=None)
+def test_tiles_digest_what_the_table_says(table: BoxTable) -> None:
+    """The same words at the same places, whichever way they are read."""
+    end = int(table.at[0]) + int(((table.grid - 1) * table.step).sum())
+    if end + int(table.words[0]) * 8 // int(table.item[0]) * int(table.item_step[0]) >= REGION:
+        return
+    region = memory(3)
+    expected = TorchDigest(table, [region]).run()
+    data, base = region.numpy(), region.data_ptr()
+    lanes = np.zeros((2, 3), np.uint64)
+
+    for tiles in word_tiles(table, column(base)):
+        words = max(tiles.item // 8, 1)
+        assert int((tiles.rows * tiles.width).max()) * words <= TILE_WORDS
+        for address, step, item_step, word_at, word_step, group, shape, magic in tiles.packed().tolist():
+            rows, width = shape >> 32, shape & 0xFFFFFFFF
+            at = np.arange(rows * width)
+            line = at if width == 1 else at * magic >> 32
+            place = at - line * width
+            first = address - base + line * step + place * item_step * max(8 // tiles.item, 1)
+            parts = first[:, None] + np.arange(max(8 // tiles.item, 1)) * item_step
+            raw = data[(parts[:, :, None] + np.arange(tiles.item)).reshape(len(at), 8 * words)]
+            index = (word_at + line * word_step + place * words)[:, None] + np.arange(words)
+            lanes[:, group] += mix(np.ascontiguousarray(raw).view("<u8").reshape(-1), index.reshape(-1))
+
+    assert np.array_equal(lanes, expected)
+
+
+def test_one_multiplication_divides_every_place_of_a_tile() -> None:
+    """For every width that a tile of several rows can have."""
+    at = np.arange(TILE_WORDS, dtype=np.int64)
+    widths = np.arange(2, TILE_WORDS + 1, dtype=np.int64)
+
+    for width, magic in zip(widths.tolist(), reciprocal(widths).tolist(), strict=True):
+        assert 0 < magic < 1 << 32
+        assert np.array_equal(at * magic >> 32, at // width)
