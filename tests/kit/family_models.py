@@ -287,10 +287,14 @@ def _whole(family: str, hf: Mapping[str, Any], chunk: Any, local: str, tensors: 
 
 def _predicted(family: str, hf: Mapping[str, Any], rest: str, tensors: Tensors) -> torch.Tensor:
     inner = re.match(r"(?:mtp_model_layer|transformer_layer)\.(.*)", rest)
-    mimo = family == "mimo"
+    mimo, qwen = family == "mimo", family == "qwen3_next"
     prefix = "model.mtp_layers.0." if mimo else f"model.layers.{hf['num_hidden_layers']}."
     if inner:
-        return _in_layer(family, hf, inner[1], prefix, tensors)
+        return _in_layer(family, hf, inner[1], "mtp.layers.0." if qwen else prefix, tensors)
+    if qwen:
+        theirs = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "final_layernorm": "norm"}
+        part = rest.removesuffix(".weight")
+        return tensors[f"mtp.{theirs.get(part, 'fc')}.weight"]
     theirs = {
         "enorm.weight": "token_layernorm" if mimo else "enorm",
         "hnorm.weight": "hidden_layernorm" if mimo else "hnorm",

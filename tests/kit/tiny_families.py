@@ -174,7 +174,7 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "glm5": Tiny(
         "GlmMoeDsaForCausalLM",
-        {**_DEEPSEEK, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 4},
+        {**_DEEPSEEK, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 4, "num_nextn_predict_layers": 1},
         {
             **_SIGMOID,
             "experimental_attention_variant": "dsa",
@@ -182,6 +182,7 @@ FAMILIES: dict[str, Tiny] = {
             "dsa_indexer_rope_interleaved": True,
             "dsa_indexer_k_norm_epsilon": 1e-6,
         },
+        predictions=1,
         core_from=19,
     ),
     "mimo": Tiny(
@@ -218,6 +219,7 @@ FAMILIES: dict[str, Tiny] = {
             "layernorm_zero_centered_gamma": True,
             "deterministic_mode": True,
         },
+        predictions=1,
         core_from=19,
     ),
     "qwen3_vl": Tiny("Qwen3VLForConditionalGeneration", _SIZES),
@@ -230,6 +232,11 @@ def predicted_tensors(family: str, config: dict[str, Any]) -> dict[str, str]:
     Transformers has no module for them. An empty value stands for a norm, ``+`` for the projection of both inputs.
     """
     last = config["num_hidden_layers"] - 1
+    if family == "qwen3_next":
+        outside = {"pre_fc_norm_embedding": "", "pre_fc_norm_hidden": "", "norm": "", "fc": "+"}
+        return {f"mtp.{name}.weight": like for name, like in outside.items()} | {
+            "mtp.layers.0.": f"model.layers.{last}."
+        }
     if family == "mimo":
         names = {"token_layernorm": "", "hidden_layernorm": "", "final_layernorm": "", "input_proj": "+"}
         prefix = "model.mtp_layers.0."
