@@ -98,8 +98,9 @@ real: env ## Tests with real SGLang servers and real Megatron ranks
 
 # make fuzz N=100000000
 N ?= 1000000
-fuzz: env ## Hostile frames for the decoders, N of them, on every core (100 million take half an hour on two)
-	@exec $(BIN)/python -m tests.fuzz.decoder $(N)
+fuzz: env ## Hostile input: N frames for the bus (100 million take half an hour on two cores), N/10 for the data plane
+	@$(BIN)/python -m tests.fuzz.data_plane $$(( $(N) / 10 ))
+	exec $(BIN)/python -m tests.fuzz.decoder $(N)
 
 fuzz-live: env ## Attacks on a running coordinator's CURVE sockets, with N frames of garbage
 	@exec $(BIN)/python -m tests.fuzz.live $(N)

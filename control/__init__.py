@@ -1,6 +1,8 @@
 """weightbus.control: who may change which weights when, and how everybody hears of it. No tensors, no torch.
 
-messages  ids  codec  errors        the protocol, and what can be wrong with it (PROTOCOL.md)
+messages  codec  errors             the protocol, its frames, and what can be wrong with it (PROTOCOL.md)
+    from_agents  from_coordinator       who says what
+    fragments  terms  ids               what it is made of
 states                              legal moves, as tables
 events  effects                     what may happen to the coordinator, what it asks of the world
 coordinator                         the machine: handle(event, now) -> effects, made of

@@ -54,6 +54,8 @@ from .tenure import Answer, Tenure
 
 STORY: Final = 64
 """Recent events that an error carries."""
+HISTORY: Final = 64
+"""Committed versions that are remembered, so that people can see what a channel may go back to."""
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -63,6 +65,15 @@ class Tell(msgspec.Struct, frozen=True):
     message: ToAgent
 
 
+class Past(msgspec.Struct, frozen=True):
+    """A version that was committed, now or once."""
+
+    version: Version
+    epoch: Epoch
+    rollback: bool = False
+    """The channel went back to it, or took it again."""
+
+
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
     """What the journal knows of a channel."""
 
@@ -70,6 +81,14 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     committed: Held | None = None
     committed_epoch: Epoch = Epoch(0)
     answers: Mapping[RequestId, RoundDone] = {}
+    history: tuple[Past, ...] = ()
+    """What was committed, oldest first; the last `HISTORY`."""
+
+
+def remembered(history: tuple[Past, ...], commit: Committed | Past) -> tuple[Past, ...]:
+    """`history` with `commit`, which may be in it already: a record may be written twice."""
+    past = Past(commit.version, commit.epoch, commit.rollback)
+    return history if history[-1:] == (past,) else (*history, past)[-HISTORY:]
 
 
 ChannelRecord = EpochTaken | Committed | RoundClosed
@@ -85,6 +104,7 @@ class Channel:
         self.epoch: Epoch = restored.epoch
         self.committed: Held | None = restored.committed
         self.committed_epoch: Epoch = restored.committed_epoch
+        self.history: tuple[Past, ...] = restored.history
         self.round: Round | None = None
         self.out: list[Out] = []
         self.story: deque[str] = deque(maxlen=STORY)
@@ -287,6 +307,7 @@ class Channel:
                     )
                 self.committed = Held(version=record.version, manifest=record.manifest, table=record.table)
                 self.committed_epoch = record.epoch
+                self.history = remembered(self.history, record)
                 if self.round:
                     self.round.committed(now)
             case RoundClosed():
@@ -337,7 +358,8 @@ class Channel:
     def flush(self, now: float) -> list[Out]:
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
         if self.round:
-            self.out += self.round.take_notes()
+            if self.round.notes:
+                self.out += self.round.take_notes()
             self._fleet.touch(self.round.take_moved())
         before, self._outlook = self._outlook, (self.round, self.committed)
         if (before[0] is not None and before[0] is not self.round) or before[1] is not self.committed:

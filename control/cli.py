@@ -24,11 +24,17 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "version": "weightbus.control.commands:version",
     "engine-agent": "weightbus.engine_agent.commands:engine_agent",
     "trainer-agent": "weightbus.trainer_agent.commands:trainer_agent",
+    "rollback": "weightbus.trainer_agent.commands:rollback",
     "demo": "weightbus.trainer_agent.demo.commands:demo",
 }
 """The same table as in pyproject.toml: it holds when weightbus runs from a tree that is not installed."""
 
-EXTRAS: Final[Mapping[str, str]] = {"engine-agent": "engine", "trainer-agent": "trainer", "demo": "demo"}
+EXTRAS: Final[Mapping[str, str]] = {
+    "engine-agent": "engine",
+    "trainer-agent": "trainer",
+    "rollback": "trainer",
+    "demo": "demo",
+}
 """What to install for the commands that the bare distribution has no packages for."""
 
 

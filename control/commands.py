@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import platform
 import resource
@@ -11,6 +12,7 @@ import msgspec
 from msgspec import Meta
 from rich.console import Console
 
+from . import status as status_document
 from . import status_view
 from .candidate import Candidate
 from .coordinator_settings import CoordinatorSettings
@@ -32,6 +34,7 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
         """Serve until told to stop."""
         configure_logging(given.log_level.value, given.log_format.value)
         allow_connections()
+        collect_seldom()
         service = Candidate(given) if given.store else Service(given)
         on_signals(service.stop, service.look_again)
         service.run()
@@ -42,6 +45,11 @@ def allow_connections() -> None:
     """Use all the open files that this process may have: every agent is one, and the usual limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def collect_seldom() -> None:
+    """Look for cycles seldom: a step of two thousand engines makes tens of thousands of objects, and all are needed."""
+    gc.set_threshold(50_000, 20, 100)
 
 
 class StatusSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +78,7 @@ class StatusCommand(SettingsCommand[StatusSettings]):
         if given.json:
             print(document.decode())  # noqa: T201
             return 0
-        Console().print(status_view.render(status_view.parse(document)))
+        Console().print(status_view.render(status_document.parse(document)))
         return 0
 
 

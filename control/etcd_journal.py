@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from .channel import Restored
+from .channel import Past, Restored, remembered
 from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from .election import Term
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
@@ -45,6 +45,7 @@ class _Row(msgspec.Struct, frozen=True):
     epoch: Epoch = Epoch(0)
     committed: Held | None = None
     committed_epoch: Epoch = Epoch(0)
+    history: tuple[Past, ...] = ()
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -110,6 +111,7 @@ class EtcdJournal:
                 committed=row.committed,
                 committed_epoch=row.committed_epoch,
                 answers=self._answers.get(name, {}),
+                history=row.history,
             )
             for name, (row, _) in self._rows.items()
         }
@@ -140,7 +142,8 @@ class EtcdJournal:
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
             raise JournalCorrupt(self._where, problem, "this is a bug: keep the store and report it")
         held = Held(version=record.version, manifest=record.manifest, table=record.table)
-        return msgspec.structs.replace(row, committed=held, committed_epoch=record.epoch)
+        history = remembered(row.history, record)
+        return msgspec.structs.replace(row, committed=held, committed_epoch=record.epoch, history=history)
 
     def _write_reply(self, record: RoundClosed) -> None:
         key = self._key("reply", record.request)

@@ -100,7 +100,8 @@ class Fleet:
             return False
         if isinstance(message, Serving):
             engine.serving, engine.health, engine.reason = True, EngineHealth.CLEAN, ""
-            if isinstance(duty, Commit) and committed and message.version == committed.version:
+            named = (duty.version, duty.table) if isinstance(duty, Commit) else None
+            if committed and named == (message.version, committed.table):  # a number may stand for other weights by now
                 engine.held = committed
             self._duties.drop(engine.name)
         elif isinstance(message, Failed):

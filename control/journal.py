@@ -4,7 +4,8 @@ WAL with synchronous=FULL: one fsync per record, and a record is durable when `w
 else that can be asked again never come here. The file belongs on a local disk: SQLite's locks do not hold on NFS.
 
 Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (answers to finished rounds, kept
-for a while), `event` (append-only audit of grants, commits and ended rounds; read by people, never by us).
+for a while), `event` (append-only audit of grants, commits and ended rounds, for people; we read in it what was once
+committed, so that they need not).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from .answers import ANSWERS
-from .channel import Restored
+from .channel import Past, Restored, remembered
 from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
@@ -70,6 +71,20 @@ _DECODE_ANSWER: Final = msgspec.msgpack.Decoder(RoundDone)
 _ENCODE_EVENT: Final = msgspec.json.Encoder()
 
 
+class _Commit(msgspec.Struct):
+    """What we want to know of an audited `Committed`, without the names of two thousand engines."""
+
+    channel: Channel
+    version: Version
+    epoch: Epoch
+    rollback: bool = False
+
+
+_DECODE_COMMIT: Final = msgspec.json.Decoder(_Commit)
+_COMMITS_READ: Final = 2_000
+"""The newest ones of all channels, at a start."""
+
+
 class Journal(Protocol):
     """What the driver asks of a journal."""
 
@@ -110,6 +125,7 @@ class SqliteJournal:
         self._wall_clock = wall_clock
         self.boot = 0
         _look(path)
+        _keep_private(path)
         try:
             # one thread at a time uses it; which one is the driver's affair
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -202,7 +218,27 @@ class SqliteJournal:
         rows = self._db.execute(
             "SELECT name, epoch, committed_version, committed_epoch, manifest, digest_table FROM channel"
         )
-        return {Channel(row[0]): _restored(row, answers.get(row[0], {})) for row in rows}
+        past = self._history()
+        return {
+            Channel(row[0]): msgspec.structs.replace(
+                _restored(row, answers.get(row[0], {})), history=past.get(Channel(row[0]), ())
+            )
+            for row in rows
+        }
+
+    def _history(self) -> dict[Channel, tuple[Past, ...]]:
+        """What was committed, as far as the audit trail goes back. A line that is unreadable is only history."""
+        found: dict[Channel, tuple[Past, ...]] = {}
+        newest = self._db.execute(
+            'SELECT record FROM event WHERE record LIKE \'{"record":"Committed"%\' ORDER BY id DESC LIMIT ?',
+            (_COMMITS_READ,),
+        )
+        for (line,) in reversed(newest.fetchall()):
+            with contextlib.suppress(ValueError):
+                commit = _DECODE_COMMIT.decode(line)
+                past = Past(commit.version, commit.epoch, commit.rollback)
+                found[commit.channel] = remembered(found.get(commit.channel, ()), past)
+        return found
 
     def audit(self) -> list[dict[str, object]]:
         """The audit trail, oldest first."""
@@ -287,6 +323,19 @@ def _look(path: Path) -> None:
                 f" {stat.S_IMODE(found.st_mode):04o}"
             )
             raise JournalError(path, problem, f"give it to user {os.geteuid()}, {_ELSEWHERE}")
+
+
+def _keep_private(path: Path) -> None:
+    """Nobody else reads who publishes what, nor writes it. SQLite's other two files get the mode of this one."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(file).st_uid == os.geteuid():
+                os.fchmod(file, 0o600)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise JournalError(path, f"cannot be opened ({error.strerror})", f"free room there, {_ELSEWHERE}") from error
 
 
 def _advice(error: sqlite3.Error) -> str:

@@ -9,6 +9,7 @@ import msgspec
 
 from .channel import Channel
 from .engines import Engine, readiness
+from .errors import Malformed
 from .ids import AgentId
 from .membership import Membership
 from .messages import EngineHealth, Held, TransportKind
@@ -24,6 +25,15 @@ class HeldStatus(msgspec.Struct, frozen=True):
     manifest: str
     table: str
     epoch: int
+
+
+class PastStatus(msgspec.Struct, frozen=True):
+    """A version that was committed once."""
+
+    version: int
+    epoch: int
+    rollback: bool
+    """The channel went back to it."""
 
 
 class LeaseView(msgspec.Struct, frozen=True):
@@ -80,6 +90,8 @@ class ChannelView(msgspec.Struct, frozen=True):
     engines: dict[str, EngineView]
     ready: tuple[str, ...]
     """URLs that requests may be sent to."""
+    history: tuple[PastStatus, ...] = ()
+    """What was committed, oldest first, as far as it is remembered; the last one is served."""
 
 
 class StatusView(msgspec.Struct, frozen=True):
@@ -93,9 +105,20 @@ class StatusView(msgspec.Struct, frozen=True):
     channels: dict[str, ChannelView]
 
 
+_DECODER: Final = msgspec.json.Decoder(StatusView)
+
+
 def encode(view: StatusView) -> bytes:
     """JSON, keys in a fixed order."""
     return _ENCODER.encode(view)
+
+
+def parse(document: bytes) -> StatusView:
+    """The document, typed."""
+    try:
+        return _DECODER.decode(document)
+    except ValueError as problem:
+        raise Malformed(f"this is not the status of a coordinator of this version: {problem}") from problem
 
 
 def describe(channels: Iterable[Channel], members: Membership, lease_s: float, now: float) -> dict[str, ChannelView]:
@@ -124,6 +147,7 @@ def _channel(channel: Channel, members: Membership, lease_s: float, now: float) 
         else RoundView(RoundState.IDLE),
         engines=engines,
         ready=tuple(engine.url for engine in engines.values() if engine.ready),
+        history=tuple(PastStatus(each.version, each.epoch, each.rollback) for each in channel.history),
     )
 
 

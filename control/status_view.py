@@ -7,17 +7,15 @@ import urllib.request
 from http.client import HTTPException
 from typing import Final
 
-import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .errors import ConfigurationError, CoordinatorUnreachable, Malformed, WeightbusError
-from .status import ChannelView, EngineView, StatusView
+from .errors import ConfigurationError, CoordinatorUnreachable, WeightbusError
+from .status import ChannelView, EngineView, StatusView, parse
 
 _ADVICE: Final = "Check that `weightbus coordinator` runs there, and that --url names its HTTP port (--http-port)"
-_DECODER: Final = msgspec.json.Decoder(StatusView)
 # The port is on this host or this network: a proxy for the Internet has no business here.
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -34,14 +32,6 @@ def fetch(url: str, timeout_s: float) -> bytes:
         reason = getattr(problem, "reason", problem)  # urllib wraps what the socket said
         raise CoordinatorUnreachable(url, time.monotonic() - begun, "GET /status", str(reason), _ADVICE) from problem
     return body
-
-
-def parse(document: bytes) -> StatusView:
-    """The document, typed."""
-    try:
-        return _DECODER.decode(document)
-    except ValueError as problem:
-        raise Malformed(f"this is not the status of a coordinator of this version: {problem}") from problem
 
 
 def render(view: StatusView) -> RenderableType:

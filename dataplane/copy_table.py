@@ -137,6 +137,8 @@ class CopyTable:
             ("target", self.target, self.target_at, self.target_step, self.target_dtype, target_bytes),
         )
         for side, region, at, step, dtype, sizes in sides:
+            grids = ((self.grid[:, axis], step[:, axis]) for axis in range(AXES))
+            refuse_endless((at,), (self.run, ITEM_SIZES[dtype]), *grids)
             reach = (self.grid - 1) * step
             first = at + np.minimum(reach, 0).sum(axis=1)
             last = at + np.maximum(reach, 0).sum(axis=1) + self.run * ITEM_SIZES[dtype]
@@ -148,3 +150,16 @@ class CopyTable:
                     f"copy {row} reaches bytes {first[row]}..{last[row]} of {side} region {region[row]}, which has "
                     f"{sizes[region[row]] if known[row] else 'no such number'}: plan again with the current layout"
                 )
+
+
+def refuse_endless(*products: tuple[Column, ...]) -> None:
+    """Raise `ManifestError` when the sum of these products may leave 64 bits: a sum that wrapped looks harmless."""
+    far = np.zeros(len(products[0][0]))
+    for product in products:
+        far += np.prod([np.abs(factor.astype(np.float64)) for factor in product], axis=0)
+    if far.max() >= _ENDLESS:
+        raise ManifestError(f"row {far.argmax()} of a table reaches further than any memory: no plan made it")
+
+
+_ENDLESS: Final = 2.0**60
+"""Bytes. Above what memory there is, and far enough below 2**63 for what is added to it afterwards."""

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .boxes import Column
-from .copy_table import AXES, ITEM_SIZES
+from .copy_table import AXES, ITEM_SIZES, refuse_endless
 from .errors import ManifestError
 from .grids import Grids, collapse
 from .pieces import DTYPES, Pieces, contiguous_strides, side_by_side
@@ -101,6 +101,8 @@ class BoxTable:
         """Raise `ManifestError` unless every row stays inside of regions of these sizes."""
         if not len(self):
             return
+        grids = ((self.grid[:, axis], self.step[:, axis]) for axis in range(AXES))
+        refuse_endless((self.at,), (self.words, self.item_step, WORD_BYTES // self.item), *grids)
         reach = (self.grid - 1) * self.step
         run = (self.words * (WORD_BYTES // self.item) - 1) * self.item_step
         first = self.at + np.minimum(reach, 0).sum(axis=1) + np.minimum(run, 0)

@@ -117,7 +117,7 @@ def _granted(region: int, memory: int, nbytes: int, raw_uuid: bytes, handle: byt
     known = memory == HOST or (memory == CUDA and _UUID.match(uuid) is not None)
     if not known or not 0 < nbytes <= _MAX_BYTES:
         raise TransferFailed(f"region {region} of {nbytes} bytes, memory {memory} of {uuid!r}, is out of bounds")
-    return Granted(region, memory, nbytes, uuid, handle if memory == CUDA else b"")
+    return Granted(region, memory, nbytes, uuid, handle) if memory == CUDA else Granted(region, memory, nbytes)
 
 
 def peer_of(sock: socket.socket) -> int:

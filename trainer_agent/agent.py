@@ -21,6 +21,7 @@ from typing import Literal, Self, overload
 from weightbus.control import settings as settings_file
 from weightbus.control.log import get_log
 from weightbus.control.messages import Outcome, TransportKind
+from weightbus.control.status import PastStatus
 from weightbus.dataplane.manifest import Manifest
 
 from .background import End
@@ -102,6 +103,12 @@ class TrainerAgent:
     def committed(self) -> int | None:
         """The channel's committed version, as the coordinator said it last; None for none, and on other ranks."""
         return self._leader.committed if self._leader else None
+
+    def history(self) -> tuple[PastStatus, ...]:
+        """What was committed in the channel, oldest first, as far as the coordinator remembers. Root rank only."""
+        if self._leader is None:
+            raise AgentClosed("only the leading rank of an open agent can ask the coordinator")
+        return self._leader.history()
 
     @overload
     def publish(self, version: int, mode: Literal["live"] = "live", *, rollback: bool = False) -> PublishReport: ...

@@ -12,7 +12,9 @@ import torch
 
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 
+from . import checkpoint_folder as folders
 from .checkpoint_folder import Place
+from .errors import BadCheckpoint, UnfinishedCheckpoint
 from .source import AssemblyFailed, LayoutMismatch
 
 
@@ -73,6 +75,27 @@ class SafetensorsFiles:
     def close(self) -> None:
         """Close the files."""
         self._open.close()
+
+
+def open_checkpoint(folder: Path, marker: str, config_dir: Path | None, *, dcp: bool) -> Checkpoint:
+    """The finished checkpoint in `folder`. Raises `UnfinishedCheckpoint`, or `BadCheckpoint` for one that cannot be.
+
+    `marker` is a file that has to be there, `config_dir` has the config of those without one; `dcp` allows torch DCP.
+    """
+    if marker and not (folder / marker).exists():
+        raise UnfinishedCheckpoint(folder, f"there is no {marker}")
+    if (folder / folders.INDEX).is_file() or (folder / folders.SINGLE).is_file():
+        places = folders.safetensors(folder)
+        config = folders.read_config(folder, config_dir)
+        return SafetensorsFiles(folders.architecture(folder, config), config, places)
+    if dcp:
+        from .dcp_files import DcpFiles  # noqa: PLC0415  # torch's checkpointing, for those who read such folders
+
+        config = folders.read_config(folder, config_dir)
+        return DcpFiles(folder, folders.architecture(folder, config), config)
+    if any(folder.glob("*.distcp")):
+        raise BadCheckpoint(folder, "it is a torch DCP checkpoint, whose metadata is a pickle: allow it with --dcp")
+    raise UnfinishedCheckpoint(folder, f"there is no {folders.INDEX} and no {folders.SINGLE}")
 
 
 def _read_into(file: int, place: Place, memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The subcommand ``weightbus trainer-agent``: a sidecar for trainers that write checkpoints and may not be touched."""
+"""The subcommands that publish checkpoints: ``weightbus trainer-agent``, a sidecar for trainers, and ``rollback``."""
 
 import argparse
 import signal
@@ -10,6 +10,8 @@ from rich.console import Console
 from weightbus.control import settings
 from weightbus.control.telemetry import configure_logging
 
+from . import rollback_settings
+from .rollback_settings import RollbackSettings
 from .watch_settings import SECTION, WatchSettings
 
 
@@ -44,4 +46,39 @@ class TrainerAgentCommand:
         return 0
 
 
+class RollbackCommand:
+    """Takes a channel back to an older committed version, once, and says what came of it."""
+
+    help = "take a channel back to an older committed version, from the checkpoint that holds it"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """The version, and one flag for each setting."""
+        parser.add_argument("version", type=_version, metavar="VERSION", help="a version that was committed before")
+        settings.configure(parser, RollbackSettings)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Go back, or say why not. The committed version itself is done already: exit code 0."""
+        resolved = settings.from_args(RollbackSettings, rollback_settings.SECTION, args)
+        if args.check_config:
+            Console(highlight=False).print(resolved.render(), markup=False)
+            return 0
+        from .rollback import roll_back  # noqa: PLC0415  # torch, as above
+
+        given = resolved.value
+        configure_logging(given.log_level.value, given.log_format.value)
+        report = roll_back(given, args.version)
+        if report is None:
+            print(f"channel {given.channel} is at version {args.version} already")  # noqa: T201
+        else:
+            print(report.line())  # noqa: T201
+        return 0
+
+
+def _version(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version: a whole number is expected")
+    return int(text)
+
+
 trainer_agent = TrainerAgentCommand()
+rollback = RollbackCommand()

@@ -57,6 +57,10 @@ class Bus(Protocol):
         """The channel's committed version, as the coordinator said it last."""
         ...
 
+    def status(self, deadline_s: float = 10.0) -> bytes:
+        """The coordinator's status document."""
+        ...
+
     def new_request(self) -> RequestId:
         """A key for a request that is not a repetition."""
         ...

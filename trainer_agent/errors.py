@@ -11,6 +11,7 @@
             WeightsChanged      they were stepped while `publish` ran: publish again, and do not
             Superseded          a newer snapshot took this one's place, as the setting `overlap` allows: nothing to do
         AgentClosed             the agent was closed, or its source broke: connect a new one
+        RollbackRefused         the channel never had that version, or has none above it: nothing was changed
         BadCheckpoint           a folder is no checkpoint that can be published: the watcher goes on with the next
             UnfinishedCheckpoint    something of it is missing, and may still come
 
@@ -39,6 +40,15 @@ class ConnectFailed(TrainerError):
 
 class AgentClosed(TrainerError):
     """This agent publishes nothing any more."""
+
+
+class RollbackRefused(TrainerError):
+    """The channel cannot go back to that version. Nothing was changed."""
+
+    def __init__(self, channel: str, version: int, reason: str) -> None:
+        self.channel = channel
+        self.version = version
+        super().__init__(f"channel {channel!r} does not go back to version {version}: {reason}")
 
 
 class BadCheckpoint(TrainerError):

@@ -22,6 +22,7 @@ from weightbus.control.log import get_log
 from weightbus.control.messages import Held, Hello, Offer, Publish, Role, TrainerInfo, TransportKind
 from weightbus.control.seals import seal_offer, seal_publication
 from weightbus.control.security import curve_files
+from weightbus.control.status import PastStatus, parse
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import Manifest
@@ -69,6 +70,13 @@ class Leader:
     def committed(self) -> int | None:
         """The channel's committed version, as the coordinator said it last."""
         return self._outfit.bus.committed
+
+    def history(self) -> tuple[PastStatus, ...]:
+        """What was committed in the channel, oldest first, as far as the coordinator remembers."""
+        settings = self._outfit.settings
+        document = self._outfit.bus.status(settings.request_timeout_s)
+        known = parse(document).channels.get(settings.channel)
+        return known.history if known else ()
 
     def publish(self, version: int, *, rollback: bool = False) -> End:
         """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""

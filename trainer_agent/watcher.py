@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import assert_never
 
 import msgspec
@@ -20,7 +19,7 @@ from weightbus.control.telemetry import CHECKPOINTS, PUBLISH_SECONDS, PUBLISHED_
 
 from . import checkpoint_folder as folders
 from .agent import TrainerAgent
-from .checkpoint_source import Checkpoint, CheckpointSource, SafetensorsFiles
+from .checkpoint_source import Checkpoint, CheckpointSource, open_checkpoint
 from .errors import BadCheckpoint, ConnectFailed, PublishFailed, PublishRefused, UnfinishedCheckpoint
 from .source import SourceError
 from .watch_settings import WatchSettings
@@ -114,7 +113,9 @@ class Watcher:
 
     def _inspect(self, name: str) -> Inspected:
         try:
-            self._checkpoint = self._open(self.settings.watch / name / self.settings.subfolder)
+            settings = self.settings
+            folder = settings.watch / name / settings.subfolder
+            self._checkpoint = open_checkpoint(folder, settings.marker, settings.hf_config_dir, dcp=settings.dcp)
         except UnfinishedCheckpoint as error:
             self._log.debug("checkpoint_unfinished", folder=name, reason=error.reason)
             return Inspected(name, Verdict.UNFINISHED, str(error))
@@ -123,23 +124,6 @@ class Watcher:
         except OSError as error:  # it went while it was looked into
             return Inspected(name, Verdict.UNFINISHED, str(error))
         return Inspected(name, Verdict.FINISHED)
-
-    def _open(self, folder: Path) -> Checkpoint:
-        marker = self.settings.marker
-        if marker and not (folder / marker).exists():
-            raise UnfinishedCheckpoint(folder, f"there is no {marker}")
-        if (folder / folders.INDEX).is_file() or (folder / folders.SINGLE).is_file():
-            places = folders.safetensors(folder)
-            config = folders.read_config(folder, self.settings.hf_config_dir)
-            return SafetensorsFiles(folders.architecture(folder, config), config, places)
-        if self.settings.dcp:
-            from .dcp_files import DcpFiles  # noqa: PLC0415  # torch's checkpointing, for those who read such folders
-
-            config = folders.read_config(folder, self.settings.hf_config_dir)
-            return DcpFiles(folder, folders.architecture(folder, config), config)
-        if any(folder.glob("*.distcp")):
-            raise BadCheckpoint(folder, "it is a torch DCP checkpoint, whose metadata is a pickle: allow it with --dcp")
-        raise UnfinishedCheckpoint(folder, f"there is no {folders.INDEX} and no {folders.SINGLE}")
 
     def _publish(self, effect: Publish) -> Ended:
         self._publishing = effect.name

@@ -18,12 +18,14 @@ import datetime as dt
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -132,6 +134,12 @@ class Coordinator:
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(") ", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
+    def closed(self) -> int:
+        """Connections that broke so far, by its own metrics."""
+        with urllib.request.urlopen(f"{self.http}/metrics", timeout=30) as page:
+            found = re.search(r'^weightbus_connections_total{event="closed"} (\S+)', page.read().decode(), re.MULTILINE)
+        return int(float(found[1])) if found else 0
+
     def rss_bytes(self) -> int:
         """Resident memory."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * resource.getpagesize()
@@ -174,20 +182,22 @@ class Bench:
         undo.callback(self.trainer.close)
 
     def connect(self) -> dict[str, Any]:
-        """All agents at once, first to the coordinator, then to the bare socket."""
+        """All agents at once, first to the bare socket, then to the coordinator.
+
+        In this order, because a storm keeps the agents' threads from their heartbeats for seconds: connections to the
+        coordinator would be given up in the storm on the other.
+        """
+        self.bare.tell(do="accept")
+        bare = max(answer["seconds"] for answer in self._all(do="connect", side="bare", **self._at("bare")))
+        bare_cpu = self.bare.hear()["cpu_s"]
         rss, cpu = self.coordinator.rss_bytes(), self.coordinator.cpu_s()
         ours = max(answer["seconds"] for answer in self._all(do="connect", side="ours", **self._at("ours")))
-        found = {
+        return {
             "storm_s": ours,
             "storm_cpu_ms_per_agent": 1000 * (self.coordinator.cpu_s() - cpu) / self.agents,
             "rss_kib_per_agent": (self.coordinator.rss_bytes() - rss) / self.agents / 1024,
-        }
-        self.bare.tell(do="accept")
-        bare = max(answer["seconds"] for answer in self._all(do="connect", side="bare", **self._at("bare")))
-        return {
-            **found,
             "bare_storm_s": bare,
-            "bare_storm_cpu_ms_per_agent": 1000 * self.bare.hear()["cpu_s"] / self.agents,
+            "bare_storm_cpu_ms_per_agent": 1000 * bare_cpu / self.agents,
         }
 
     def heartbeats(self) -> dict[str, Any]:
@@ -214,7 +224,8 @@ class Bench:
             cpu = self.coordinator.cpu_s() - cpu
         committed = sum(engine.outcome is Outcome.COMMITTED for engine in done.engines)
         if done.outcome is not Outcome.COMMITTED or committed != self.agents:
-            say(f"round {version} does not count: {done.outcome}, {committed} of {self.agents} engines {done.reason}")
+            broke = f"{self.coordinator.closed()} connections broke so far"
+            say(f"round {version} does not count: {committed} of {self.agents} engines {done.outcome} it; {broke}")
             return None
         return {**done.seconds, "cpu": cpu}
 
@@ -381,6 +392,7 @@ def main() -> None:
         report |= barriers(bench, given.repetitions)
         say(f"barriers: {report['barrier_ms']}, bare {report['bare_barrier_ms']:.1f} ms")
         report |= bench.heartbeats()
+        report["connections_broken"] = bench.coordinator.closed()
         say(f"heartbeats: {report['heartbeats_per_s']:.0f} a second, {report['heartbeat_core_share']:.1%} of a core")
     text = json.dumps(report, indent=2)
     if given.save:

@@ -105,6 +105,7 @@ class JournalContract:
         restored = self._again(journal, opens)[POLICY]
         assert restored.committed
         assert (restored.epoch, restored.committed.version) == (3, 3)
+        assert [(past.version, past.epoch, past.rollback) for past in restored.history] == [(7, 1, False), (3, 2, True)]
 
     def test_answers_are_forgotten_after_a_day(self, opens: Callable[..., Journal]) -> None:
         """Old answers do not come back."""

@@ -19,7 +19,7 @@ import pytest
 import structlog
 from rich.console import Console
 
-from weightbus.control import cli, commands, settings, status_view
+from weightbus.control import cli, commands, settings, status, status_view
 from weightbus.control.cli import BUILT_IN, GROUP, main
 from weightbus.control.errors import WeightbusError
 from weightbus.control.keys import read_public
@@ -303,12 +303,12 @@ def test_status_for_people() -> None:
             "device":"cpu","transports":["local"]}},
         "ready":[]}}}"""
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(status_view.render(status_view.parse(document)))
+    console.print(status_view.render(status.parse(document)))
     text = console.export_text()
     for part in ("READ-ONLY", "version 41", "lease t0", "transferring version 42", "half loaded", "dirty", "tp2"):
         assert part in text
     with pytest.raises(WeightbusError, match="not the status"):
-        status_view.parse(b"{}")
+        status.parse(b"{}")
 
 
 def _get(url: str) -> bytes:

@@ -7,7 +7,9 @@ are misread by agents of yesterday.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -164,6 +166,29 @@ FUZZ = settings(deadline=None, max_examples=100)  # the machine may be busy
 BYE = codec.TO_COORDINATOR.encode(m.Bye())
 
 
+def frames_of(content: bytes) -> codec.Frames:
+    """The frames that `wire_bytes` put into one file."""
+    frames: codec.Frames = []
+    while content:
+        size = int.from_bytes(content[:4], "big")
+        frames.append(content[4 : 4 + size])
+        content = content[4 + size :]
+    return frames
+
+
+def defaults() -> str:
+    """Every field with a default, and what it is."""
+    lines = [
+        f"{each.__name__}.{field.name} = {field.default!r}"
+        if field.default is not msgspec.NODEFAULT
+        else f"{each.__name__}.{field.name} = {cast('Callable[[], object]', field.default_factory)()!r}"
+        for each in sorted((*m.Message.__subclasses__(), *m.Fragment.__subclasses__()), key=lambda kind: kind.__name__)
+        for field in msgspec.structs.fields(each)
+        if not field.required
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def wire_bytes(frames: codec.Frames) -> bytes:
     """Frames in one file: each behind its length, four bytes, big-endian."""
     return b"".join(len(frame).to_bytes(4, "big") + frame for frame in frames)
@@ -175,6 +200,44 @@ def test_golden(wire: Wire[m.Message], message: m.Message, blob: bytes | None) -
     frames = wire.encode(message, blob)
     assert wire_bytes(frames) == (GOLDEN / f"{type(message).__name__}.bin").read_bytes()
     assert wire.decode(frames) == (message, blob)
+
+
+@pytest.mark.parametrize(
+    ("wire", "message", "blob"),
+    [case for case in CASES if (GOLDEN / "full" / f"{type(case[1]).__name__}.bin").exists()],
+    ids=lambda each: type(each).__name__,
+)
+def test_defaults_may_be_written_out(wire: Wire[m.Message], message: m.Message, blob: bytes | None) -> None:
+    """What has its default is not sent, and a sender that does send it means the same."""
+    full = frames_of((GOLDEN / "full" / f"{type(message).__name__}.bin").read_bytes())
+    assert wire.decode(full) == (message, blob)
+    assert len(wire.encode(message, blob)[1]) < len(full[1])
+
+
+def test_no_default_ever_changes() -> None:
+    """It is what a reader takes for a field that was not sent. `--regen` writes the list for fields that are new."""
+    assert (GOLDEN / "defaults.txt").read_text(encoding="utf-8") == defaults()
+
+
+def test_a_reader_that_is_older_than_a_field() -> None:
+    """It understands what it could be asked before, and refuses what it is asked in the field it does not know."""
+    known = [(each.name, each.type) for each in msgspec.structs.fields(m.Acquire) if each.name != "rollback"]
+    older = msgspec.defstruct("Acquire", known, tag_field="type", tag="Acquire", forbid_unknown_fields=True)
+    reader = msgspec.msgpack.Decoder(older)
+    plain = m.Acquire(request=KEY, channel=CHANNEL, version=VERSION)
+    understood = reader.decode(codec.TO_COORDINATOR.encode(plain)[1])
+    assert msgspec.structs.asdict(understood) == {"request": KEY, "channel": CHANNEL, "version": VERSION}
+    going_back = codec.TO_COORDINATOR.encode(msgspec.structs.replace(plain, rollback=True))[1]
+    with pytest.raises(msgspec.ValidationError, match="unknown field `rollback`"):
+        reader.decode(going_back)
+
+
+def test_every_message_and_fragment_keeps_the_rule() -> None:
+    """No type is lax about fields it does not know, and none sends what nobody said."""
+    for each in (*m.Message.__subclasses__(), *m.Fragment.__subclasses__()):
+        config = each.__struct_config__
+        assert config.forbid_unknown_fields, each
+        assert config.omit_defaults, each
 
 
 def test_every_message_has_a_golden() -> None:
@@ -298,6 +361,7 @@ def _regenerate() -> None:
     GOLDEN.mkdir(exist_ok=True)
     for wire, message, blob in CASES:
         (GOLDEN / f"{type(message).__name__}.bin").write_bytes(wire_bytes(wire.encode(message, blob)))
+    (GOLDEN / "defaults.txt").write_text(defaults(), encoding="utf-8")
     print(f"{len(CASES)} files in {GOLDEN}")  # noqa: T201
 
 

@@ -36,15 +36,18 @@ from weightbus.control.messages import (
     Pause,
     PauseMode,
     Policy,
+    Prepare,
     Publish,
     Refused,
     RoundDone,
     Sent,
+    Serving,
     Transfer,
     Welcome,
 )
 from weightbus.control.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
 
+from . import world as world_module
 from .world import CHANNEL, MANIFEST, Engine, World, digest, table_of
 
 PROTOCOL = Path(states.__file__).with_name("PROTOCOL.md")
@@ -509,3 +512,33 @@ def test_a_hello_that_ends_a_round_is_answered_after_its_record() -> None:
     welcome = [message for message in late.inbox if isinstance(message, Welcome)][-1]
     assert welcome.committed is not None
     assert welcome.committed.version == 7
+
+
+def test_serving_an_older_commit_of_the_same_number_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer went back and trained version 7 anew. Who serves 7 as it was told before holds the other."""
+    world = World()
+    world.engine("e0")
+    late, trainer = world.engine("e1"), world.trainer()
+    world.publish(trainer, 7)
+    assert world.ready == ("e0", "e1")
+    monkeypatch.setattr(world_module, "table_of", lambda version: b"trained anew: %d" % version)
+    trainer.rollback = True
+    late.ignore(Prepare)
+    trainer.acquire(7)
+    world.settle()
+    late.die()
+    world.now += world.limits.takeover_s
+    asked: list[Commit] = []
+    late.script[Commit] = asked.append  # type: ignore[assignment]
+    late.live()
+    world.settle()
+    assert world.ready == ("e0",)
+    (told,) = asked
+    assert told.table == digest(table_of(7)), "the round was not over yet"
+    late.say(
+        Serving(request=late.key(), channel=CHANNEL, epoch=told.epoch, version=told.version, seconds=0.1, paused_s=0.0)
+    )
+    world.settle()
+    assert world.ready == ("e0",)
+    world.publish(trainer, 8)
+    assert world.ready == ("e0", "e1")

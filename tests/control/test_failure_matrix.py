@@ -8,11 +8,14 @@ watches all invariants on the way; what the row itself promises is asserted on t
 from __future__ import annotations
 
 import ast
+import itertools
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from weightbus.control.channel import HISTORY, Past, remembered
+from weightbus.control.ids import Epoch, Version
 from weightbus.control.messages import Code, Outcome, SlowEngines, TransportKind
 
 from ..simulation.network import Weather
@@ -231,6 +234,40 @@ def test_row_8_a_version_goes_back_only_by_an_explicit_rollback() -> None:
     assert world.committed == 3
     assert engine.label == 3
     assert world.ready == ("e0",)
+
+
+def test_row_8_a_trainer_that_lost_its_progress_goes_back_in_a_storm() -> None:
+    """Two trainers, one killed and behind when it returns: it is refused, says rollback, and that is on record."""
+    faults = (at("resuming", "kill", "t0", 2.0, after=9.0), at("resuming", "kill", "coordinator", 1.0, after=16.0))
+    world = storm(*faults, trainers=("t0", "t1"), rollback=1.0, think_s=0.5)
+    history = world.journal.channels[world.channel].history
+    back = [past for past in history if past.rollback]
+    assert back, "nobody went back"
+    assert [past.epoch for past in history] == sorted({past.epoch for past in history}), "every step is a new epoch"
+    for before, after in itertools.pairwise(history):
+        assert after.version > before.version or after.rollback
+    assert world.coordinator.server is not None
+    assert world.coordinator.server.machine.channels[world.channel].history[-len(history) :] == history
+
+
+def test_row_8_what_may_be_gone_back_to_is_known_after_a_restart() -> None:
+    """The channel's history comes from the journal, the step back in it, and is bounded."""
+    world = QuietWorld()
+    world.engine("e0")
+    trainer = world.trainer()
+    for version in (3, 7):
+        world.publish(trainer, version)
+    trainer.rollback = True
+    world.publish(trainer, 3)
+    told = world.machine.channels["policy"].history
+    assert [(past.version, past.rollback) for past in told] == [(3, False), (7, False), (3, True)]
+    world.restart()
+    assert world.machine.channels["policy"].history == told
+    assert world.machine.status(0.0).channels["policy"].history[-1].version == 3
+    many: tuple[Past, ...] = ()
+    for epoch in range(1, 2 * HISTORY):
+        many = remembered(remembered(many, Past(Version(1), Epoch(epoch))), Past(Version(1), Epoch(epoch)))
+    assert [past.epoch for past in many] == list(range(HISTORY, 2 * HISTORY)), "the newest, each once"
 
 
 def test_row_8_a_lease_without_rollback_does_not_go_back() -> None:

@@ -30,6 +30,26 @@ class TestSqliteJournal(JournalContract):
         return lambda **options: SqliteJournal(tmp_path / "j", **options)
 
 
+@pytest.mark.parametrize("found", [None, 0o644])
+def test_only_its_owner_reads_it(tmp_path: Path, found: int | None) -> None:
+    """File and folder are private from the first moment, whatever the umask; a file of an older release becomes so."""
+    path = tmp_path / "state" / "journal.sqlite"
+    before = os.umask(0)
+    try:
+        if found is not None:
+            path.parent.mkdir(mode=0o700)
+            path.touch()
+            path.chmod(found)
+        journal = SqliteJournal(path)
+        journal.write(taken(1))
+        assert {each.stat().st_mode & 0o777 for each in path.parent.iterdir()} == {0o600}
+        assert len(list(path.parent.iterdir())) > 1
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        journal.close()
+    finally:
+        os.umask(before)
+
+
 def test_survives_sigkill_after_write(tmp_path: Path) -> None:
     """What `write` returned for is there after SIGKILL; the boot is counted."""
     script = (

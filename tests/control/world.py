@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from weightbus.control.channel import Restored
+from weightbus.control.channel import Restored, remembered
 from weightbus.control.coordinator import Coordinator
 from weightbus.control.effects import (
     AnyEffect,
@@ -116,7 +116,9 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
             case Committed():
                 held = Held(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
                 known = channels[record.channel]
-                channels[record.channel] = msgspec.structs.replace(known, committed=held, committed_epoch=record.epoch)
+                channels[record.channel] = msgspec.structs.replace(
+                    known, committed=held, committed_epoch=record.epoch, history=remembered(known.history, record)
+                )
             case RoundClosed():
                 known = channels[record.done.channel]
                 answers = {**known.answers, record.request: record.done}

@@ -14,7 +14,7 @@ from weightbus.control import codec
 from weightbus.control.errors import Malformed
 
 from ..control.test_codec import TO_COORDINATOR
-from . import live
+from . import data_plane, live
 from .decoder import campaign
 from .hostile_agents import HostileAgents
 from .mutations import Mutator
@@ -34,6 +34,21 @@ def test_a_million_hostile_frames_crash_nothing() -> None:
     assert inputs == INPUTS == refused + accepted
     assert accepted > INPUTS / 100, "hardly anything comes through: the inputs are too wild to reach the types"
     assert refused > INPUTS / 2
+
+
+def test_hostile_bytes_crash_no_decoder_of_the_data_plane() -> None:
+    """Every decoder refuses with an error of its own, or accepts what can be sent again and stays inside of memory."""
+    tally = data_plane.campaign(1, 30_000)
+    assert not tally.crashes, "\n".join(tally.crashes[:5])
+    assert tally.inputs == 30_000 == tally.refused + tally.accepted
+    assert tally.accepted > 1000, "hardly anything comes through: the inputs are too wild to reach the types"
+
+
+def test_the_campaign_finds_a_table_that_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that leave 64 bits and come back inside of a region pass every comparison: found in our own code."""
+    monkeypatch.setattr("weightbus.dataplane.copy_table.refuse_endless", lambda *_: None)
+    crashes = data_plane.campaign(1, 30_000).crashes
+    assert any("copy table" in each and "reaches bytes" in each for each in crashes)
 
 
 def test_inputs_are_reproducible() -> None:

@@ -66,6 +66,10 @@ class FakeCoordinator:
             hooks.popleft()()
         return answer
 
+    def status(self, deadline_s: float = 10.0) -> bytes:
+        assert deadline_s > 0
+        return b"{}"
+
     def put_blob(self, blob: bytes, deadline_s: float = 60.0) -> Digest:
         assert deadline_s > 0
         name = blob_digest(blob)

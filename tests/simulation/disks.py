@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control.answers import ANSWERS
-from weightbus.control.channel import Restored
+from weightbus.control.channel import Restored, remembered
 from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, Epoch, RequestId
@@ -70,7 +70,9 @@ class JournalDisk:
         if record.epoch > known.epoch or not (newer or (held and held.table == record.table)):
             raise JournalCorrupt("journal", f"version {record.version} would go back", "this is a bug")
         now = Held(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
-        self.channels[record.channel] = msgspec.structs.replace(known, committed=now, committed_epoch=record.epoch)
+        self.channels[record.channel] = msgspec.structs.replace(
+            known, committed=now, committed_epoch=record.epoch, history=remembered(known.history, record)
+        )
 
     def refuse(self, record: AnyRecord) -> None:
         """The disk took nothing, it said."""

@@ -34,6 +34,12 @@ APPLICATION, PUBLICATION, SESSION = (
 
 MUTATIONS: Final = (
     _m(  # found by the simulation in our own code
+        "takes-a-number-for-the-weights",
+        FLEET,
+        "            if committed and named == (message.version, committed.table):",
+        "            if committed and named and message.version == committed.version:",
+    ),
+    _m(  # found by the simulation in our own code
         "welcomes-before-the-record",
         COORDINATOR,
         "            if self._writing:  # losing it moved its round on",

@@ -1,0 +1,223 @@
+"""What agents say: any agent, trainers, engine agents. messages.py shows when."""
+
+from __future__ import annotations
+
+from .fragments import (
+    EngineInfo,
+    Held,
+    Message,
+    Offer,
+    Policy,
+    Seal,
+    TrainerInfo,
+)
+from .ids import (
+    AgentName,
+    BlobDigest,
+    ChannelName,
+    Count,
+    EpochNumber,
+    IncarnationId,
+    RequestKey,
+    Seconds,
+    Text,
+    VersionNumber,
+)
+from .terms import (
+    PROTOCOL,
+    EngineHealth,
+    Role,
+    Step,
+)
+
+# -- any agent -> coordinator ----------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message of every connection, sent again after every reconnect. Answered by `Welcome` or `Refused`."""
+
+    request: RequestKey
+    agent: AgentName
+    role: Role
+    channel: ChannelName
+    incarnation: IncarnationId
+    protocol: Count = PROTOCOL
+    engine: EngineInfo | None = None
+    trainer: TrainerInfo | None = None
+
+
+class Heartbeat(Message, frozen=True):
+    """The application is alive (ZeroMQ's own heartbeats only prove that its I/O thread is). Answered by `Alive`."""
+
+    seq: Count
+    epoch: EpochNumber = 0  # type: ignore[assignment]  # a plain default for "no epoch seen"
+    health: EngineHealth | None = None
+    held: Held | None = None
+
+
+class Bye(Message, frozen=True):
+    """The agent leaves on purpose. Not answered."""
+
+    reason: Text = ""
+
+
+class GetBlob(Message, frozen=True):
+    """Ask for one page of a blob. Answered by `BlobPage` with a blob frame, or `Refused`."""
+
+    request: RequestKey
+    digest: BlobDigest
+    page: Count
+
+
+class GetStatus(Message, frozen=True):
+    """Ask for the status document. Answered by `Status` with a JSON blob frame."""
+
+    request: RequestKey
+
+
+# -- trainer -> coordinator ------------------------------------------------------------------------------------------
+
+
+class Acquire(Message, frozen=True):
+    """Take the channel's lease in order to publish `version`. Answered by `Granted` or `Refused`."""
+
+    request: RequestKey
+    channel: ChannelName
+    version: VersionNumber
+    rollback: bool = False
+    """The channel is to go back: `version` may be the committed one or below. Without it that is refused."""
+
+
+class Release(Message, frozen=True):
+    """Give the lease back without publishing. Answered by `Ack`."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+
+
+class PutBlob(Message, frozen=True):
+    """One page of a blob, with a blob frame. Answered by `Ack`; `Refused` when the whole does not hash to `digest`."""
+
+    request: RequestKey
+    digest: BlobDigest
+    page: Count
+    pages: Count
+
+
+class Publish(Message, frozen=True):
+    """Start the round. Manifest and table must be known. Answered by `Ack` or `Refused`, later by `RoundDone`."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    version: VersionNumber
+    manifest: BlobDigest
+    table: BlobDigest
+    bytes: Count
+    buckets: Count
+    policy: Policy = Policy()
+    mode: Text = "live"
+    """``live``: the trainer stands still until the round is over; ``snapshot``: it trains on. Shown in the status."""
+    rollback: bool = False
+    """As in the `Acquire` of this lease; without that it is refused."""
+    seal: Seal | None = None
+    """Null where no keys are used. Carried on in `Prepare`, as it is."""
+
+
+class Offered(Message, frozen=True):
+    """The tensors of `epoch` can be had: the trainer's half of every transport stands. Answered by `Ack`."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    offers: tuple[Offer, ...]
+    failed: dict[str, Text] = {}  # noqa: RUF012  # msgspec gives each its own
+    """Engines whose transport could not be opened, with the reason: nothing is offered to them."""
+
+
+class Sent(Message, frozen=True):
+    """The trainer's half of the transfer of `epoch` is over. Answered by `Ack`."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    failed: dict[str, Text] = {}  # noqa: RUF012  # msgspec gives each its own
+    """Engines the trainer could not serve, with the reason. All others took every bucket."""
+    spared: tuple[AgentName, ...] = ()
+    """Those of `failed` to which nothing was sent, only because another one failed: they are not at fault."""
+
+
+class Abandon(Message, frozen=True):
+    """The trainer cannot go on with its round. Answered by `Ack`, then `RoundDone`."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    reason: Text
+
+
+# -- engine agent -> coordinator (each repeated until answered by Ack) -----------------------------------------------
+
+
+class Prepared(Message, frozen=True):
+    """The manifest fits the server: names, shapes, dtypes, alignment, payload count. Nothing was changed yet."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    seconds: Seconds
+
+
+class Paused(Message, frozen=True):
+    """The server generates nothing until this agent resumes it."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    seconds: Seconds
+
+
+class Transferred(Message, frozen=True):
+    """Every bucket of the manifest has been loaded; not verified yet."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    bytes: Count
+    buckets: Count
+    seconds: Seconds
+
+
+class Verified(Message, frozen=True):
+    """The server's weights are those of `table`. Still paused, still labelled with the old version."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    version: VersionNumber
+    table: BlobDigest
+    verified_by: Text
+    seconds: Seconds
+
+
+class Serving(Message, frozen=True):
+    """The server is labelled with `version` (null: the weights of its launch) and generates again."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    version: VersionNumber | None
+    seconds: Seconds
+    paused_s: Seconds
+
+
+class Failed(Message, frozen=True):
+    """A step went wrong. `health` says what the server holds now: CLEAN engines resume, DIRTY ones are quarantined."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    step: Step
+    health: EngineHealth
+    reason: Text

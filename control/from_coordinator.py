@@ -1,0 +1,219 @@
+"""What the coordinator says: to any agent, trainers, engine agents, and whoever listens. messages.py shows when."""
+
+from __future__ import annotations
+
+from .fragments import (
+    EngineInfo,
+    EngineReport,
+    Held,
+    Message,
+    Offer,
+    Policy,
+    Receiver,
+    Seal,
+)
+from .ids import (
+    BlobDigest,
+    ChannelName,
+    Count,
+    EpochNumber,
+    RequestKey,
+    Seconds,
+    Text,
+    VersionNumber,
+)
+from .terms import (
+    Code,
+    Outcome,
+    PauseMode,
+    TransportKind,
+)
+
+# -- coordinator -> any agent ----------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Answer to `Hello`."""
+
+    request: RequestKey
+    boot: Count
+    """Grows by one with every start of the coordinator."""
+    epoch: EpochNumber
+    """Highest epoch granted so far in the channel."""
+    committed: Held | None
+    heartbeat_s: Seconds
+    silence_s: Seconds
+    """After this long without a message the other side is taken for dead."""
+
+
+class Alive(Message, frozen=True):
+    """Answer to `Heartbeat`."""
+
+    seq: Count
+    boot: Count
+    committed: VersionNumber | None = None
+    """Of the agent's channel, now: an engine that a round has left behind learns it from here."""
+
+
+class Ack(Message, frozen=True):
+    """The request was carried out and, where it had to be, made durable first."""
+
+    request: RequestKey
+
+
+class Refused(Message, frozen=True):
+    """The request changed nothing."""
+
+    request: RequestKey
+    code: Code
+    reason: Text
+    """What was found, what was expected, what to do."""
+    retry_after_s: Seconds = 0.0
+    leader: Text = ""
+    """Endpoint of the coordinator that leads. An agent goes there only if it was told of it by its own settings too."""
+
+
+class BlobPage(Message, frozen=True):
+    """One page, in the blob frame."""
+
+    request: RequestKey
+    digest: BlobDigest
+    page: Count
+    pages: Count
+
+
+class Status(Message, frozen=True):
+    """The status document, JSON, in the blob frame; the same text as the HTTP port's ``/status``."""
+
+    request: RequestKey
+
+
+# -- coordinator -> trainer ------------------------------------------------------------------------------------------
+
+
+class Granted(Message, frozen=True):
+    """The lease is the caller's until it is silent for `lease_s`, the round ends or it releases."""
+
+    request: RequestKey
+    channel: ChannelName
+    epoch: EpochNumber
+    lease_s: Seconds
+    committed: Held | None
+    engines: dict[str, EngineInfo]
+
+
+class Send(Message, frozen=True):
+    """Every receiver is paused: open the transports for them under `epoch` and answer `Offered`, then send.
+
+    A second `Send` of a round carries a new epoch and the engines that need everything again.
+    """
+
+    channel: ChannelName
+    epoch: EpochNumber
+    version: VersionNumber
+    receivers: tuple[Receiver, ...]
+    deadline_s: Seconds
+
+
+class Withdraw(Message, frozen=True):
+    """These receivers of the `Send` of `epoch` are out of it: wait for them no longer. Answered by `Sent`.
+
+    Names all that are out so far, so that a later one replaces an earlier one. Those that have confirmed every bucket
+    to the trainer are served, whatever became of them afterwards.
+    """
+
+    channel: ChannelName
+    epoch: EpochNumber
+    engines: dict[str, Text]
+    """With the reason."""
+
+
+class RoundDone(Message, frozen=True):
+    """The round is over and the lease is free. Repeated on every `Publish` of the same request."""
+
+    channel: ChannelName
+    epoch: EpochNumber
+    version: VersionNumber
+    outcome: Outcome
+    reason: Text
+    engines: tuple[EngineReport, ...]
+    seconds: dict[str, Seconds]
+    """By phase: prepare, pause, transfer, verify, commit, resume, total."""
+
+
+# -- coordinator -> engine agent (each repeated until its answer arrives) --------------------------------------------
+
+
+class Prepare(Message, frozen=True):
+    """Check the manifest against the server. Answered by `Prepared` or `Failed`."""
+
+    channel: ChannelName
+    epoch: EpochNumber
+    version: VersionNumber
+    manifest: BlobDigest
+    table: BlobDigest
+    transport: TransportKind
+    policy: Policy
+    deadline_s: Seconds
+    rollback: bool = False
+    """The channel goes back: this version may be at or below the one that is served."""
+    seal: Seal | None = None
+    """The trainer's, of the `Publish` that began the round: its epoch, version, manifest and table are signed."""
+
+
+class Pause(Message, frozen=True):
+    """Stop generating. Answered by `Paused` or `Failed`. Without news for `lease_s` a CLEAN engine resumes."""
+
+    channel: ChannelName
+    epoch: EpochNumber
+    mode: PauseMode
+    lease_s: Seconds
+    deadline_s: Seconds
+
+
+class Transfer(Message, frozen=True):
+    """Take the tensors from `offer`. Answered by `Transferred` then `Verified`, or `Failed`."""
+
+    channel: ChannelName
+    epoch: EpochNumber
+    version: VersionNumber
+    manifest: BlobDigest
+    table: BlobDigest
+    offer: Offer
+    rank_offset: Count
+    """Distributed: the collective rank of this engine's first worker."""
+    deadline_s: Seconds
+
+
+class Commit(Message, frozen=True):
+    """The version is durable. Label the server with it, flush as the policy says, resume. Answered by `Serving`."""
+
+    channel: ChannelName
+    epoch: EpochNumber
+    version: VersionNumber
+    table: BlobDigest
+    flush: bool
+    deadline_s: Seconds
+
+
+class Abort(Message, frozen=True):
+    """Stop what `epoch` began. A CLEAN engine resumes and says `Serving`; a DIRTY one stays paused, says `Failed`."""
+
+    channel: ChannelName
+    epoch: EpochNumber
+    reason: Text
+    deadline_s: Seconds
+
+
+# -- coordinator -> whoever listens on the PUB socket ----------------------------------------------------------------
+
+
+class Hint(Message, frozen=True):
+    """Something changed; lossy by nature. Readers pull the status to learn what."""
+
+    seq: Count
+    boot: Count
+    channel: ChannelName
+    event: Text
+    version: VersionNumber | None
+    epoch: EpochNumber

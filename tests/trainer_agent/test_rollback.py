@@ -1,0 +1,128 @@
+"""`weightbus rollback`: back to what the channel had, from its checkpoint, once; refused with a reason otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from weightbus.control.cli import main
+from weightbus.control.journal import SqliteJournal
+from weightbus.control.status import PastStatus
+from weightbus.trainer_agent.rollback import Answer, may_roll_back
+
+from .test_watcher import Scene, write
+
+
+@pytest.mark.parametrize(
+    ("version", "versions", "answer", "reason"),
+    [
+        (7, (7, 9), Answer.YES, ""),
+        (9, (7, 9), Answer.ALREADY, "version 9 is the committed one"),
+        (7, (7, 9, 7), Answer.ALREADY, "version 7 is the committed one"),
+        (9, (7, 9, 7), Answer.NO, "committed is 7, which is below: publish it"),
+        (8, (5, 7, 9), Answer.NO, "never committed there; below the committed 9 there were: 5, 7"),
+        (8, (9,), Answer.NO, "there were: none"),
+        (1, (), Answer.NO, "nothing was committed"),
+    ],
+)
+def test_only_to_what_was_there(version: int, versions: tuple[int, ...], answer: Answer, reason: str) -> None:
+    """The channel's own history decides: below the committed version, and committed before."""
+    verdict = may_roll_back(version, [PastStatus(each, epoch, rollback=False) for epoch, each in enumerate(versions)])
+    assert verdict.answer is answer
+    assert reason in verdict.reason
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    """Its coordinator and engine are threads of this process."""
+    made = Scene(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def command(
+    scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str]]:
+    """Runs the command as an operator would, under a name of its own; returns its exit code and what it said."""
+    # The coordinator of this process would go on logging to what the test's end closes.
+    monkeypatch.setattr("weightbus.trainer_agent.commands.configure_logging", lambda *_: None)
+
+    def run(version: int, folder: str, *more: str) -> tuple[int, str]:
+        fixed = {
+            "--channel": "c",
+            "--name": "operator",
+            "--coordinator": scene.deployment.coordinator,
+            "--runtime-dir": str(scene.deployment.root / "run"),
+            "--bucket-bytes": "4096",
+            "--transport": "local",
+            "--checkpoint": str(scene.folder / folder),
+            "--acquire-timeout-s": "10",
+        }
+        flags = [word for pair in fixed.items() for word in pair]
+        code = main(["rollback", str(version), *flags, "--insecure-loopback", *more])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def test_a_channel_goes_back_once_under_a_new_epoch_and_the_journal_says_so(
+    scene: Scene, command: Callable[..., tuple[int, str]]
+) -> None:
+    """The engine holds the old bits again, bit for bit; asked again, nothing moves; the step back is on record."""
+    old = write(scene.folder / "checkpoint-7", 1)
+    scene.until(lambda: scene.engine.label == 7)
+    write(scene.folder / "checkpoint-9", 2)
+    scene.until(lambda: scene.engine.label == 9)
+    code, said = command(7, "checkpoint-7")
+    assert (code, "version 7 committed" in said) == (0, True), said
+    assert scene.engine.label == 7
+    assert scene.holds(old)
+    moved = scene.transfers()
+    assert command(7, "checkpoint-7") == (0, "channel c is at version 7 already\n")
+    assert scene.transfers() == moved
+    code, said = command(8, "checkpoint-7")
+    assert (code, "does not go back to version 8: committed is 7" in said) == (1, True), said
+    write(scene.folder / "checkpoint-12", 3)
+    scene.until(lambda: scene.engine.label == 12)
+    scene.watcher._disconnect()
+    scene.deployment.stop_coordinator()
+    journal = SqliteJournal(scene.deployment.root / "journal.sqlite")
+    commits = [each for each in journal.audit() if each["record"] == "Committed"]
+    journal.close()
+    assert [(each["version"], each.get("rollback", False)) for each in commits] == [
+        (7, False),
+        (9, False),
+        (7, True),
+        (12, False),
+    ]
+    epochs = [int(str(each["epoch"])) for each in commits]
+    assert epochs == sorted(set(epochs))
+
+
+def test_what_is_not_held_or_not_known_is_refused_and_nothing_changes(
+    scene: Scene, command: Callable[..., tuple[int, str]]
+) -> None:
+    """A folder without a checkpoint, half of one, a version that never was: a line that says which, exit code 1."""
+    write(scene.folder / "checkpoint-7", 1)
+    scene.until(lambda: scene.engine.label == 7)
+    write(scene.folder / "half", 2, half=True)
+    moved = scene.transfers()
+    for version, folder, reason in (
+        (3, "nowhere", "there is no model.safetensors.index.json"),
+        (3, "half", "model-2.safetensors"),
+        (3, "checkpoint-7", "it was never committed there"),
+    ):
+        code, said = command(version, folder)
+        assert (code, reason in said) == (1, True), said
+    assert (scene.transfers(), scene.engine.label) == (moved, 7)
+
+
+def test_a_version_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong usage is told apart from a failure: exit code 2."""
+    with pytest.raises(SystemExit):
+        main(["rollback", "yesterday", "--channel", "c", "--checkpoint", "x"])
+    assert "'yesterday' is not a version" in capsys.readouterr().err

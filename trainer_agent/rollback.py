@@ -1,0 +1,71 @@
+"""Takes a channel back to a version that was committed in it before, from the checkpoint that holds it.
+
+The coordinator knows which versions there were and keeps none of their tensors, so whoever goes back brings them. From
+there on it is a round like any other: a lease, a new epoch, everything verified, and a record that says rollback.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from weightbus.control.status import PastStatus
+
+from .agent import TrainerAgent
+from .checkpoint_source import CheckpointSource, open_checkpoint
+from .errors import RollbackRefused
+from .report import PublishReport
+from .rollback_settings import RollbackSettings
+
+
+class Answer(enum.Enum):
+    """Whether a channel can go back to a version."""
+
+    YES = "yes"
+    ALREADY = "already"
+    """It is the committed one: nothing is to be done."""
+    NO = "no"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """An answer and its reason."""
+
+    answer: Answer
+    reason: str = ""
+
+
+def may_roll_back(version: int, history: Sequence[PastStatus]) -> Verdict:
+    """Whether `version` is one that the channel had, given what was committed in it, oldest first."""
+    if not history:
+        return Verdict(Answer.NO, "nothing was committed in it, as far as the coordinator remembers")
+    current = history[-1].version
+    if version == current:
+        return Verdict(Answer.ALREADY, f"version {version} is the committed one")
+    if version > current:
+        return Verdict(Answer.NO, f"committed is {current}, which is below: publish it, without going back")
+    known = sorted({past.version for past in history if past.version < current})
+    if version not in known:
+        names = ", ".join(map(str, known)) or "none"
+        return Verdict(Answer.NO, f"it was never committed there; below the committed {current} there were: {names}")
+    return Verdict(Answer.YES)
+
+
+def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
+    """Publish `version` again over a higher one; None when it is the committed one already.
+
+    Raises `BadCheckpoint` when the folder does not hold a finished checkpoint, `RollbackRefused`, and what connecting
+    and publishing raise. Asked again after it was done, it does nothing.
+    """
+    checkpoint = open_checkpoint(settings.checkpoint, settings.marker, settings.hf_config_dir, dcp=settings.dcp)
+    source = CheckpointSource(checkpoint, torch.device(settings.device))
+    try:
+        with TrainerAgent.connect(source, settings=settings.trainer()) as agent:
+            verdict = may_roll_back(version, agent.history())
+            if verdict.answer is Answer.NO:
+                raise RollbackRefused(settings.channel, version, verdict.reason)
+            return agent.publish(version, rollback=True) if verdict.answer is Answer.YES else None
+    finally:
+        source.close()
