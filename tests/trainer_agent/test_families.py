@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 KIT = Path(__file__).parent.parent / "kit"
 SHIM = Path(next(iter(engine_agent.__path__))) / "cpu_shim"
 SEED = os.environ.get("LAYOUTS_SEED", dt.datetime.now(tz=dt.UTC).date().isoformat())
-COUNT = os.environ.get("LAYOUTS", "40")
+COUNT = os.environ.get("LAYOUTS", "32")
 AT_ONCE = 40
 """Cases of one process; each begins and ends Megatron's groups for every rank."""
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -144,7 +144,8 @@ def bridged(world: int) -> list[str]:
 def _is_bridged(case: Case) -> bool:
     layout = case.layout
     placed = layout.uneven or (layout.vpp and FAMILIES[case.family].predictions)  # bridge_ranks.py places no layers
-    return layout.te and not layout.hybrid and not placed and case.family not in NOT_BRIDGED
+    padded = layout.tp > 2  # its providers pad no vocabulary of their own accord, and this one is even
+    return layout.te and not layout.hybrid and not placed and not padded and case.family not in NOT_BRIDGED
 
 
 @pytest.mark.parametrize("world", BRIDGED_AT_ONCE)
