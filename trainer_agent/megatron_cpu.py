@@ -59,7 +59,8 @@ def install() -> None:
     from megatron.core.transformer.moe import moe_utils  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
 
     # The router asks whether it is None; 0.16 defines it only where Transformer Engine is.
-    vars(moe_utils).setdefault("te_general_gemm", None)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        setattr(moe_utils, "te_general_gemm", None)  # noqa: B010  to a type checker it is always there
 
 
 class _Immediate:
