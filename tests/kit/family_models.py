@@ -119,6 +119,7 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
     if "index_n_heads" in hf:
         fields |= {
             "sequence_parallel": layout.tp > 1,
+            "cp_comm_type": "allgather",
             "dsa_indexer_n_heads": hf["index_n_heads"],
             "dsa_indexer_head_dim": hf["index_head_dim"],
             "dsa_indexer_topk": hf["index_topk"],
