@@ -15,6 +15,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
 journal  server  service            SQLite and the loop: the machine's hands; the process around them
 reporter  telemetry  http           what becomes of its observations: log, metrics, status
 bus  links  memory_bus  keys        sockets, their seam, their stand-in, CURVE key files
+    throttle                            how much one agent may say
 client  session                     an agent's end, and the machine in it
 settings  settings_fields           where a process's settings come from, and one of them
 coordinator_settings                those of the coordinator

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import struct
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,10 +38,12 @@ from zmq.backend import Socket
 from . import codec
 from .errors import ConfigurationError, Malformed, ProtocolError, WeightbusError
 from .events import Peer, Principal
+from .ids import AgentId
 from .keys import COORDINATOR, KeyPair, read_secret
-from .links import Delivery, Distrusted, Incoming, Received, Rejected, TurnedAway
+from .links import Delivery, Distrusted, Incoming, Received, Rejected, Throttled, TurnedAway
 from .messages import Hint, ToAgent
 from .sockets import MAX_BURST, Waker, burst, check_library, public_of, set_common
+from .throttle import PENANCE_S, RATE, Pace, Throttle
 from .trust import RELOAD_S, TRUST_FILE, TrustList, read_trust
 
 _FAILED_HANDSHAKES: Final = (
@@ -92,6 +95,9 @@ class RouterBus:
         self._trusted: Mapping[str, Principal] = keys.trust.principals() if keys else {}
         self.connections: Counter[str] = Counter(accepted=0, established=0, refused=0, closed=0)
         """What became of connections so far. One that libzmq drops without a word is accepted and closed, no more."""
+        self.throttled: Counter[AgentId] = Counter()
+        """Messages that were dropped because their agent said too much, by the name of its key."""
+        self._throttle = Throttle()
         self._queues: dict[Peer, deque[codec.Frames]] = {}
         self._user_ids: dict[Peer, str] = {}
         """The key of each connection. A key never changes under a connection, and the ROUTER uses no name twice."""
@@ -173,9 +179,9 @@ class RouterBus:
             incoming += self._burst()
         return incoming
 
-    def _burst(self) -> Iterator[Received | Rejected]:
+    def _burst(self) -> Iterator[Received | Rejected | Throttled]:
         """What has arrived, but not more than a poll may take."""
-        receive = self._router.recv
+        receive, now = self._router.recv, time.monotonic()
         for _ in range(MAX_BURST):
             try:
                 frame = receive(_NOBLOCK, copy=False)
@@ -188,7 +194,21 @@ class RouterBus:
                 frames.append(frame.bytes)
             if self._keys is not None and peer not in self._user_ids:
                 self._note_key(peer, frame)
-            yield self._read(peer, frames)
+            pace = self._throttle.pace(self._user_ids.get(peer, peer), now)
+            if pace is Pace.TAKEN:
+                yield self._read(peer, frames)
+            else:
+                yield from self._throttled(peer, pace)
+
+    def _throttled(self, peer: Peer, pace: Pace) -> Iterator[Throttled]:
+        """A message that is dropped unread: counted, and told of when it begins and when it gets worse."""
+        principal = self._trusted.get(self._user_ids.get(peer, ""))
+        agent = principal.name if principal else AgentId("?")
+        self.throttled[agent] += 1
+        if pace is Pace.SLOWED:
+            yield Throttled(agent, f"says more than {RATE:.0f} messages a second: what is above is dropped")
+        elif pace is Pace.CUT:
+            yield Throttled(agent, f"goes on flooding: not listened to before it was quiet for {PENANCE_S:.0f} s")
 
     def _note_key(self, peer: Peer, frame: zmq.Frame) -> None:
         """Of a connection's first message the key it came under is noted."""

@@ -111,7 +111,7 @@ class TrustCommand(SettingsCommand[TrustSettings]):
         return super().run(args)
 
     def do(self, given: TrustSettings) -> int:
-        """Change the list, or show it."""
+        """Change the list, or show it. Exit code 1: somebody to be removed was not there (a typing error, or done)."""
         folder = keys_folder(given.keys)
         path = folder / TRUST_FILE
         match self._action:
@@ -125,8 +125,10 @@ class TrustCommand(SettingsCommand[TrustSettings]):
                         agents[name] = entry
             case Action.REMOVE:
                 with edited(path) as agents:
-                    for name in self._named():
-                        print(f"{'removed' if agents.pop(name, None) else 'not there':<9} {name}")  # noqa: T201
+                    found = {name: agents.pop(name, None) is not None for name in self._named()}
+                for name, removed in found.items():
+                    print(f"{'removed' if removed else 'not there':<9} {name}")  # noqa: T201
+                return 0 if all(found.values()) else 1
         return 0
 
     def _named(self) -> tuple[str, ...]:

@@ -63,7 +63,14 @@ class TurnedAway(msgspec.Struct, frozen=True):
     reason: str
 
 
-Incoming = Received | Rejected | Distrusted | TurnedAway
+class Throttled(msgspec.Struct, frozen=True):
+    """An agent says too much: from now on some of it is dropped unread, or all. Told once for each."""
+
+    agent: AgentId
+    reason: str
+
+
+Incoming = Received | Rejected | Distrusted | TurnedAway | Throttled
 
 
 class CoordinatorBus(Protocol):

@@ -78,6 +78,7 @@ class Reporter:
         self._log = get_log(__name__)
         self._agents: dict[AgentId, tuple[Channel, Role]] = {}
         self._connections: Counter[str] = Counter()
+        self._throttled: Counter[AgentId] = Counter()
         self._refusals = Throttle(REFUSALS_LOGGED)
         meters.set(telemetry.JOURNAL_WRITABLE, 1)
 
@@ -114,6 +115,12 @@ class Reporter:
         for event, count in so_far.items():
             self._meters.add(telemetry.CONNECTIONS, count - self._connections[event], event=event)
             self._connections[event] = count
+
+    def count_throttled(self, so_far: Mapping[AgentId, int]) -> None:
+        """Likewise, by agent."""
+        for agent, count in list(so_far.items()):
+            self._meters.add(telemetry.THROTTLED, count - self._throttled[agent], agent=agent)
+            self._throttled[agent] = count
 
     def show(self, view: StatusView) -> None:
         """Set the gauges to what the status says."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Meta
 
@@ -38,6 +39,28 @@ def state_folder() -> Path:
 def keys_folder(keys: Path | None) -> Path:
     """Where the keys are."""
     return state_folder() / "keys" if keys is None else keys
+
+
+def check_endpoints(setting: str, text: str) -> None:
+    """Raise `ValueError` unless `text` is one bus endpoint, or several between commas."""
+    for each in text.split(","):
+        found = urlsplit(each.strip())
+        if found.scheme != "tcp" or not found.hostname or _port(found) is None or found.path:
+            raise ValueError(f"{setting} = {each.strip()!r}: expected tcp://HOST:PORT")
+
+
+def check_url(setting: str, text: str) -> None:
+    """Raise `ValueError` unless `text` is the address of an HTTP server."""
+    found = urlsplit(text)
+    if found.scheme not in {"http", "https"} or not found.hostname or _port(found) == 0:
+        raise ValueError(f"{setting} = {text!r}: expected http://HOST:PORT")
+
+
+def _port(found: SplitResult) -> int | None:
+    try:
+        return found.port
+    except ValueError:
+        return 0
 
 
 def check(keys: Path | None, *, insecure_loopback: bool) -> None:

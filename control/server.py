@@ -32,7 +32,7 @@ from .events import (
 from .ids import Channel, RequestId
 from .journal import Journal
 from .limits import Limits
-from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Received, Rejected, TurnedAway
+from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Received, Rejected, Throttled, TurnedAway
 from .messages import Ack, Code, Hint, Refused, ToAgent
 from .status_desk import StatusDesk
 
@@ -133,6 +133,8 @@ class Server:
                 self._reject(item)
             case Distrusted():
                 self._events.append(TrustLost(agent=item.agent, reason=item.reason))
+            case Throttled():
+                self._observe(Refusal(agent=item.agent, message="?", code=Code.NOT_ALLOWED, reason=item.reason))
             case TurnedAway():
                 self._observe(Refusal(agent="?", message="?", code=Code.NOT_ALLOWED, reason=item.reason))
             case _:

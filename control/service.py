@@ -41,6 +41,7 @@ class Service:
                 with showing:
                     reporter.show(view)
                     reporter.count_connections(bus.connections)
+                    reporter.count_throttled(bus.throttled)
 
             timed = TimedJournal(journal, meters)
             self.server = Server(bus, timed, settings.limits(), observe=reporter.observe)

@@ -22,6 +22,7 @@ from .errors import ConfigurationError
 _TRUE: Final = frozenset({"true", "yes", "on", "1"})
 _FALSE: Final = frozenset({"false", "no", "off", "0"})
 _NONE: Final = frozenset({"", "none"})
+_STARS: Final = "******"
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -46,16 +47,18 @@ class Field(msgspec.Struct, frozen=True):
     def parse(self, raw: object, where: str) -> Any:
         """The value of `raw`, which is text from a flag or a variable, or what TOML made of the file."""
         try:
+            if self.secret and raw == _STARS:
+                raise ValueError("this is what stands for a secret that is not shown: give the secret itself")  # noqa: TRY301
             plain = self._from_text(raw) if isinstance(raw, str) else raw
             return msgspec.convert(plain, self.annotation, dec_hook=_make_path)
         except ValueError as problem:
-            shown = "******" if self.secret else repr(raw)
+            shown = _STARS if self.secret else repr(raw)
             raise ConfigurationError(f"{self.name} = {shown} ({where}): {problem}") from problem
 
     def show(self, value: object) -> str:
         """`value` as TOML, or stars for a secret that is set; nothing at all is shown as ``"none"``."""
         if self.secret and value:
-            return '"******"'
+            return f'"{_STARS}"'
         return _toml("none" if value is None else value)
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
@@ -141,10 +144,17 @@ def _parse(text: str, kind: Any) -> object:
         member = get_args(kind)[0]
         return [_parse(part.strip(), member) for part in text.split(",") if part.strip()]
     if kind is int:
-        return int(text.replace("_", ""), 10)
+        return _parse_number(text, int, "a whole number")
     if kind is float:
-        return float(text)
+        return _parse_number(text, float, "a number")
     return text
+
+
+def _parse_number(text: str, kind: type[int | float], expected: str) -> int | float:
+    try:
+        return kind(text.replace("_", ""))
+    except ValueError:
+        raise ValueError(f"expected {expected}") from None
 
 
 def _parse_bool(text: str) -> bool:

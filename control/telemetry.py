@@ -14,7 +14,7 @@ from typing import Final, Never
 
 import msgspec
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from .errors import InvariantBroken
 
@@ -73,6 +73,7 @@ PAUSE_SECONDS = _declare(_C, _HISTOGRAM, "pause_seconds", "channel", "how long a
 TRANSFER_BYTES = _declare(_C, _COUNTER, "transfer_bytes_total", "channel transport", "bytes loaded into engines")
 TRANSFER_BUCKETS = _declare(_C, _COUNTER, "transfer_buckets_total", "channel transport", "buckets loaded into engines")
 REFUSED = _declare(_C, _COUNTER, "messages_refused_total", "code", "messages that changed nothing, by reason")
+THROTTLED = _declare(_C, _COUNTER, "messages_throttled_total", "agent", "messages dropped unread: their agent floods")
 CONNECTIONS = _declare(_C, _COUNTER, "connections_total", "event", "accepted, established, refused, closed")
 JOURNAL_WRITABLE = _declare(_C, _GAUGE, "journal_writable", "", "0 while nothing can be made durable")
 JOURNAL_SECONDS = _declare(_C, _HISTOGRAM, "journal_write_seconds", "", "time to make one record durable")
@@ -95,6 +96,10 @@ STEP_FAILURES = _declare(_E, _COUNTER, "sidecar_step_failures_total", "step", "s
 CHECKPOINTS = _declare(_T, _COUNTER, "watch_checkpoints_total", "outcome", "published, skipped, bad or failed")
 PUBLISHED_VERSION = _declare(_T, _GAUGE, "watch_published_version", "", "the last version published from a checkpoint")
 PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "watch_publish_seconds", "", "time to publish one checkpoint")
+
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client does not say that it returns nothing
+"""A series more for each counter and histogram, of when it was made, which nobody asked for."""
 
 
 class Meters:

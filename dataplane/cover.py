@@ -31,6 +31,21 @@ def once(pieces: Pieces) -> Pieces:
     return _cut(distinct, rows[earlier], others[earlier]) if earlier.any() else distinct
 
 
+def in_turn(pieces: Pieces, first: int = 0, distance: Column | None = None) -> Pieces:
+    """Every element from one holder: of what several hold, the nearest one's, equally near ones taking turns.
+
+    Turns go by tensor and begin with another holder for each `first`, so that neither one holder gives everything nor
+    all readers begin with the same one. `distance`, (holders,), is 0 everywhere unless it is given.
+    """
+    count = int(pieces.holder.max()) + 1 if len(pieces) else 1
+    if distance is not None:
+        count = max(count, len(distance))
+    turn = (pieces.holder + pieces.boxes.space + first) % count
+    far = np.zeros(len(pieces), np.int64) if distance is None else distance[pieces.holder]
+    best = once(replace(pieces, holder=(far * count + turn) * count + pieces.holder))
+    return replace(best, holder=best.holder % count)
+
+
 def merge(pieces: Pieces) -> Pieces:
     """Join neighbours that are neighbours in memory too, until none are left. Elements and their places stay."""
     before = -1

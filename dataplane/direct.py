@@ -11,6 +11,7 @@ import os
 import selectors
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -40,8 +41,9 @@ class Exposed:
     exports: tuple[ExportMap, ...]
     exporters: tuple[wire.Exporting, ...]
 
-    def digest(self) -> str:
-        """Names the layout: what a receiver keeps from round to round."""
+    @cached_property
+    def layout(self) -> str:
+        """Names what a receiver keeps from round to round, in whatever generation it lies."""
         parts = (self.pieces.encode(), *(export.encode() for export in self.exports))
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
@@ -86,7 +88,7 @@ class DirectSender:
         exposed = self._expose()
         if exposed.pieces.tensors != session.manifest.tensors:
             raise TransferFailed("the exported pieces are of other tensors than the manifest: expose what is published")
-        layout = exposed.digest()
+        layout = exposed.layout
         if layout != self._layout:
             self._agreed.clear()
         self._exposed, self._layout = exposed, layout

@@ -7,14 +7,17 @@ that with the digest table before it lets them return.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from . import direct_wire, worker_wire
@@ -81,8 +84,8 @@ class DirectReceiver:
         self._recordings: dict[str, Recording] = {}
         self._agreement: _Agreement | None = None
         self._caller: ThreadPoolExecutor | None = None
-        self.copy_s = self.verify_s = 0.0
-        """Of the slowest worker in the last round."""
+        self.seconds: dict[str, float] = {}
+        """Where the time of the last round went; `copy` and `verify` are of the slowest worker. Implements `Timed`."""
 
     @property
     def touched(self) -> bool:
@@ -96,12 +99,14 @@ class DirectReceiver:
         del rank_offset  # there is no group here
         self.close()
         self._touched = False
+        self.seconds = {}
         deadline = Deadline(deadline_s)
         connection = self._connection = Frames.connect(address.address, deadline)
         try:
             welcome = self._shake_hands(connection, session, engine, deadline)
             layout = self._layout_of(connection, welcome, session.manifest, deadline)
-            self._exchange(connection, session, welcome, layout, engine, server, deadline)
+            with self._timed("held"):
+                self._exchange(connection, session, welcome, layout, engine, server, deadline)
             direct_wire.say(connection, direct_wire.Finished(), deadline)
         except Exception as error:
             self._tell_sender(connection, f"{type(error).__name__}: {error}")
@@ -181,20 +186,32 @@ class DirectReceiver:
             self._caller = ThreadPoolExecutor(1, "weightbus-direct")
         call = self._caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
         try:
-            self._gather(listener, call, server.tp, deadline)
+            with self._timed("gather"):
+                self._gather(listener, call, server.tp, deadline)
             agreement = self._prepared(connection, session.manifest, layout, deadline)
             self._touched = True
-            replayed = self._replay(session, welcome, agreement, deadline)
+            with self._timed("replay"):
+                replayed = self._replay(session, welcome, agreement, deadline)
             lanes = [_lanes(each.lanes) for each in replayed]
-            agreement.proof.check(session.table, lanes, [each.odd for each in replayed])
+            with self._timed("compare"):
+                agreement.proof.check(session.table, lanes, [each.odd for each in replayed])
             self._let_go(worker_wire.Done())
         except Exception as error:
             self._let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
             raise
         finally:
             listener.close()
-            _wait(call, min(deadline.left(), _RETURN_S))
+            with self._timed("return"):
+                _wait(call, min(deadline.left(), _RETURN_S))
         _returned(call, deadline)
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Generator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[what] = time.monotonic() - began
 
     def _gather(self, listener: FrameListener, call: Future[None], count: int, deadline: Deadline) -> None:
         """Wait for the workers, in the order of their ranks. An answer of the server before they came is a failure."""
@@ -206,15 +223,13 @@ class DirectReceiver:
                 frames = listener.accept(Deadline(min(_LOOK_S, deadline.check("the server's workers"))), "a worker")
             except DeadlineExceeded:
                 continue
-            hello = worker_wire.hear_worker(frames, deadline, "a worker's first words")
-            if not isinstance(hello, worker_wire.Hello):
-                raise PeerLost(f"a worker began with {_said(hello)}")
-            self._workers.append(_Worker(frames, hello))
+            self._workers.append(_Worker(frames, _introduced(frames, deadline)))
         self._workers.sort(key=lambda worker: worker.hello.rank)
 
     def _prepared(self, connection: Frames, manifest: Manifest, layout: _Layout, deadline: Deadline) -> _Agreement:
         """Recordings and plans for this round; those of the last one if nothing changed."""
-        recordings = tuple(self._recorded(manifest, deadline))
+        with self._timed("record"):
+            recordings = tuple(self._recorded(manifest, deadline))
         readers = tuple(
             Reader(worker.hello.rank, host_identity(), worker.hello.device, worker.hello.peers)
             for worker in self._workers
@@ -222,14 +237,17 @@ class DirectReceiver:
         known = self._agreement
         if known is None or (known.layout, known.recordings, known.readers) != (layout.digest, recordings, readers):
             found = [self._recordings[digest] for digest in recordings]
-            plans = tuple(
-                make_plan(layout.pieces, layout.exports, recording, reader)
-                for recording, reader in zip(found, readers, strict=True)
-            )
-            known = _Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
-            self._agree(connection, known, deadline)
+            with self._timed("plan"):
+                plans = tuple(
+                    make_plan(layout.pieces, layout.exports, recording, reader)
+                    for recording, reader in zip(found, readers, strict=True)
+                )
+                known = _Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
+            with self._timed("agree"):
+                self._agree(connection, known, deadline)
             self._agreement = known
-        self._adopt(known, deadline)
+        with self._timed("adopt"):
+            self._adopt(known, deadline)
         return known
 
     def _recorded(self, manifest: Manifest, deadline: Deadline) -> Sequence[str]:
@@ -249,6 +267,8 @@ class DirectReceiver:
                 raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
             recording = provable(Recording.decode(reply.recording, manifest.tensors))
             made[worker.hello.rank] = digest = recording.digest()
+            # Whoever records has let go of its plan, also where the same one will be made again.
+            worker.hello = msgspec.structs.replace(worker.hello, plan="")
             self._recordings[digest] = recording
         kept = [made.get(worker.hello.rank, worker.hello.recording) for worker in self._workers]
         self._recordings = {digest: self._recordings[digest] for digest in kept}
@@ -296,14 +316,22 @@ class DirectReceiver:
                 epoch=session.epoch, version=session.version, exports=tuple(each for each in exports if each.regions)
             )
             worker_wire.say(worker.frames, replay, deadline)
-        replayed: list[worker_wire.Replayed] = []
-        for worker in self._workers:
-            reply = worker_wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy")
-            if not isinstance(reply, worker_wire.Replayed):
-                raise TransferFailed(f"worker {worker.hello.rank} could not copy: {_said(reply)}")
-            replayed.append(reply)
-        self.copy_s = max(each.copy_s for each in replayed)
-        self.verify_s = max(each.verify_s for each in replayed)
+        replies = [
+            worker_wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy")
+            for worker in self._workers
+        ]
+        replayed = [reply for reply in replies if isinstance(reply, worker_wire.Replayed)]
+        if len(replayed) < len(replies):
+            # Every worker has answered: if none of them began to write, the engine holds what it held.
+            self._touched = any(not isinstance(reply, worker_wire.Failed) or reply.touched for reply in replies)
+            reasons = "; ".join(
+                f"worker {worker.hello.rank} could not copy: {_said(reply)}"
+                for worker, reply in zip(self._workers, replies, strict=True)
+                if not isinstance(reply, worker_wire.Replayed)
+            )
+            raise TransferFailed(reasons)
+        self.seconds["copy"] = max(each.copy_s for each in replayed)
+        self.seconds["verify"] = max(each.verify_s for each in replayed)
         return replayed
 
     def _let_go(self, message: worker_wire.Done | worker_wire.Failed) -> None:
@@ -324,6 +352,19 @@ class DirectReceiver:
 def _lanes(blob: bytes) -> Lanes:
     found: Lanes = np.frombuffer(blob, "<u8").astype(np.uint64).reshape(2, -1)
     return found
+
+
+def _introduced(frames: Frames, deadline: Deadline) -> worker_wire.Hello:
+    """Who has connected. Hangs up on anybody who does not say so."""
+    try:
+        hello = worker_wire.hear_worker(frames, deadline, "a worker's first words")
+    except BaseException:
+        frames.close()
+        raise
+    if not isinstance(hello, worker_wire.Hello):
+        frames.close()
+        raise PeerLost(f"a worker began with {_said(hello)}")
+    return hello
 
 
 def _wait(call: Future[None], seconds: float) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from .boxes import Boxes, Column, intersect
 from .copy_rows import Side, joined, rows_of
 from .copy_table import CopyTable
-from .cover import once
+from .cover import in_turn
 from .errors import CoverageError, ManifestError
 from .exports import ExportMap
 from .manifest import TensorSpec
@@ -145,20 +145,12 @@ def staging_of(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Pi
 
 
 def _chosen(pieces: Pieces, exports: Sequence[ExportMap], reader: Reader) -> Pieces:
-    """Of what the reader can reach, every element once: from the nearest holder, equally near ones taking turns.
-
-    Turns go by tensor, and begin elsewhere for each reader, so that neither one holder serves all nor all read at once.
-    """
+    """Of what the reader can reach, every element once."""
     holders = int(pieces.holder.max()) + 1 if len(pieces) else 0
     far = np.full(max(holders, max((each.holder for each in exports), default=0) + 1), _UNREACHABLE, np.int64)
     for each in exports:
         far[each.holder] = _distance(each, reader)
-    near = pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE))
-    count = len(far)
-    turn = (near.holder + near.boxes.space + reader.rank) % count
-    preferred = replace(near, holder=(far[near.holder] * count + turn) * count + near.holder)
-    best = once(preferred)
-    return replace(best, holder=best.holder % count)
+    return in_turn(pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE)), reader.rank, far)
 
 
 def _distance(export: ExportMap, reader: Reader) -> int:

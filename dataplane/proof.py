@@ -19,16 +19,15 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from . import integrity
 from .boxes import Box, Boxes, Column, doubly_held, intersect, volumes
-from .copy_rows import Side, rows_of
-from .copy_table import ITEM_SIZES, CopyTable
+from .copy_table import CopyTable
 from .digest_table import BoxTable, Lanes, odd_boxes, table_of
 from .errors import DigestMismatch, Unsupported
 from .manifest import DigestTable, TensorSpec
-from .pieces import DTYPES, Pieces, contiguous_strides
+from .packing import digest_of, packed, parts_of, put_together
+from .pieces import DTYPES, Pieces
 from .plan import Plan, staging_of
 from .recording import Cause, LoadedTensor, Recording
 
@@ -88,8 +87,7 @@ class Proof:
         for at, index in enumerate(indexes):
             self._compare(table, index, digests[16 * at : 16 * at + 16])
         for index in self.odd:
-            packed = torch.from_numpy(self._assembled(index, odd))  # pyright: ignore[reportUnknownMemberType]
-            self._compare(table, index, integrity.digest_tensors(packed, (0, len(packed))))
+            self._compare(table, index, digest_of(self._assembled(index, odd)))
 
     def _disagree(self, rank: int, atom: int, found: Lanes, sums: Lanes) -> None:
         box = self.atoms.at(atom)
@@ -105,21 +103,12 @@ class Proof:
 
     def _assembled(self, index: int, odd: Sequence[bytes]) -> npt.NDArray[np.uint8]:
         """The packed bytes of a tensor from the boxes that workers read back; every place must agree."""
-        spec = self.tensors[index]
-        item = int(ITEM_SIZES[DTYPES.index(spec.dtype)])
-        whole = np.zeros((*spec.shape, item), np.uint8)
-        boxes: list[tuple[int, tuple[slice, ...], npt.NDArray[np.uint8]]] = []
-        for number, (rank, blob) in enumerate(zip(self.ranks, odd, strict=True)):
-            for row in np.flatnonzero(rank.odd_pieces.boxes.space == index).tolist():
-                piece = rank.odd_pieces.at(row)
-                cut = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-                data = np.frombuffer(blob, np.uint8, piece.box.size * item, piece.view.offset)
-                boxes.append((number, cut, data.reshape(*piece.box.shape, item)))
-                whole[cut] = boxes[-1][2]
-        for number, cut, data in boxes:
-            if not np.array_equal(whole[cut], data):
-                raise DigestMismatch(f"{spec.name}[{cut}] on worker {number}", "other bytes", "those of another place")
-        return whole.reshape(-1)
+        parts = [
+            part
+            for number, (rank, blob) in enumerate(zip(self.ranks, odd, strict=True))
+            for part in parts_of(rank.odd_pieces, index, blob, f"worker {number}")
+        ]
+        return put_together(self.tensors[index], parts)
 
 
 def provable(recording: Recording) -> Recording:
@@ -241,15 +230,5 @@ def _rank_proof(  # noqa: PLR0917 - everything that is known of one worker
     rows, which, common = intersect(pieces.boxes.take(even), atoms)
     instances = pieces.within(common, even[rows])
     table = table_of(instances, region[even[rows]], begin[even[rows]], np.arange(len(rows)), len(rows))
-    boxes = pieces.take(odd)
-    item = ITEM_SIZES[np.array([DTYPES.index(spec.dtype) for spec in pieces.tensors], np.int64)[boxes.boxes.space]]
-    nbytes = boxes.boxes.sizes * item
-    places = np.cumsum(-(-nbytes // 16) * 16) - (-(-nbytes // 16) * 16)
-    end = int((places + nbytes).max()) if len(odd) else 0
-    axes = boxes.boxes.start.shape[1]
-    strides = [contiguous_strides(tuple(extent)) for extent in boxes.boxes.extents.tolist()]
-    packed = np.array(strides, np.int64).reshape(-1, axes)
-    served = np.array([DTYPES.index(spec.dtype) for spec in pieces.tensors], np.int64)[boxes.boxes.space]
-    zeros = np.zeros(len(odd), np.int64)
-    read = rows_of(boxes.boxes.extents, Side.of(boxes, region[odd], begin[odd]), Side(zeros, places, served, packed))
-    return RankProof(table, which, read, replace(boxes, offset=places, dtype=served, stride=packed), end)
+    read = packed(pieces.take(odd), region[odd], begin[odd])
+    return RankProof(table, which, read.copies, read.boxes, read.nbytes)

@@ -18,8 +18,8 @@ then may the caller write to that slot again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -198,6 +198,16 @@ class Receipt(msgspec.Struct, frozen=True):
     buckets: int
     checked: bool
     """Every byte was compared with the digest table before the server saw it."""
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A receiver that knows where its last transfer's time went."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """By step. The server stands still during all of them."""
+        ...
 
 
 class Receiver(Protocol):

@@ -11,6 +11,7 @@ from weightbus.control import settings
 from weightbus.control.log import get_log
 from weightbus.control.telemetry import configure_logging
 
+from .key_files import read_keys
 from .settings import SECTION, EngineAgentSettings
 
 
@@ -26,6 +27,7 @@ class EngineAgentCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Serve, and leave the server as it is at the end."""
         resolved = settings.from_args(EngineAgentSettings, SECTION, args)
+        read_keys(resolved.value)  # a file that cannot be used is known before anything runs
         if args.check_config:
             Console(highlight=False).print(resolved.render(), markup=False)
             return 0

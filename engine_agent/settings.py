@@ -10,7 +10,14 @@ from msgspec import Meta
 from weightbus.control.coordinator_settings import LogFormat, LogLevel
 from weightbus.control.ids import NAME_PATTERN
 from weightbus.control.messages import TransportKind
-from weightbus.control.security import InsecureLoopback, KeysFolder, check, state_folder
+from weightbus.control.security import (
+    InsecureLoopback,
+    KeysFolder,
+    check,
+    check_endpoints,
+    check_url,
+    state_folder,
+)
 
 SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
@@ -77,6 +84,10 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check(self.keys, insecure_loopback=self.insecure_loopback)
+        check_endpoints("coordinator", self.coordinator)
+        check_url("server", self.server)
+        if self.url:
+            check_url("url", self.url)
         for name, key, file in (
             ("api_key", self.api_key, self.api_key_file),
             ("admin_api_key", self.admin_api_key, self.admin_api_key_file),

@@ -21,6 +21,7 @@ from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.pieces import DTYPES
 from weightbus.dataplane.recording import Constant, Recording
+from weightbus.dataplane.tensor_bytes import bytes_of, sizes_of
 from weightbus.dataplane.transport import Address
 
 from .model_tensors import ModelTensors
@@ -88,16 +89,16 @@ class WorkerState:
         """Take a plan. What it reads is opened at the first replay."""
         if not self._layout:
             raise TransferFailed("a plan came before a recording")
-        targets = [_bytes_of(tensor) for tensor in self._held.tensors]
+        targets = [bytes_of(tensor) for tensor in self._held.tensors]
         device = self._held.device
         self._unbind()
         self._buffer = torch.empty(message.staging_bytes, dtype=torch.uint8, device=device)
         self._odd_buffer = torch.empty(message.odd_bytes, dtype=torch.uint8, device=device)
         proof, odd = BoxTable.decode(message.proof, message.groups), CopyTable.decode(message.odd)
         held = [*targets, self._buffer]
-        sizes = _sizes(held)
+        sizes = sizes_of(held)
         proof.check(sizes)
-        odd.check(sizes, _sizes([self._odd_buffer]))
+        odd.check(sizes, sizes_of([self._odd_buffer]))
         self._tables = CopyTable.decode(message.copies), CopyTable.decode(message.staging)
         self._proof = self._engine.digest(proof, held)
         self._odd = self._engine.copies(odd, held, [self._odd_buffer])
@@ -149,10 +150,10 @@ class WorkerState:
         for each in exports:
             self._importer.open(Address(each.address), each.holder, each.generation, each.regions, _OPEN_S)
         sources = [self._importer.region(holder, region) for holder, region in plan.sources]
-        targets = [_bytes_of(tensor) for tensor in self._held.tensors]
+        targets = [bytes_of(tensor) for tensor in self._held.tensors]
         copies, staging = self._tables
-        copies.check(_sizes(sources), _sizes(targets))
-        staging.check(_sizes(sources), _sizes([self._buffer]))
+        copies.check(sizes_of(sources), sizes_of(targets))
+        staging.check(sizes_of(sources), sizes_of([self._buffer]))
         self._bound = _Bound(
             exports,
             self._engine.copies(copies, sources, targets),
@@ -188,18 +189,6 @@ class WorkerState:
         self._importer.close()
         self._layout, self._plan, self._proof, self._odd, self._casts = "", None, None, None, []
         self._held = ModelTensors(self._model)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """1-D uint8 over a tensor's memory, from its first element to its last one."""
-    item = tensor.element_size()
-    reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(tensor.untyped_storage(), int(tensor.storage_offset()) * item, (int(reach) * item,), (1,))
-
-
-def _sizes(regions: Sequence[torch.Tensor]) -> np.typing.NDArray[np.int64]:
-    return np.array([region.numel() for region in regions], np.int64)
 
 
 def _cast_checks(odd: CopyTable, regions: Sequence[torch.Tensor]) -> list[Callable[[], bool]]:

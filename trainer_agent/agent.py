@@ -22,14 +22,16 @@ from weightbus.control import settings as settings_file
 from weightbus.control.log import get_log
 from weightbus.control.messages import Outcome, TransportKind
 from weightbus.control.status import PastStatus
+from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.manifest import Manifest
 
 from .background import End
 from .drive import Progress
 from .errors import AgentClosed, ConnectFailed, raise_for
+from .exposure import Exposure
 from .handle import PublishHandle
-from .leader import Leader, lead
-from .orders import Assemble, Beat, Finish, NotReady, Ranks, Ready, Taken, unexpected
+from .leader import Leader, exposure_of, lead
+from .orders import Assemble, Beat, Expose, Finish, NotReady, Ranks, Ready, Taken, unexpected
 from .publication import Ending, Verdict
 from .report import Mode, PublishReport
 from .settings import SECTION, TrainerSettings
@@ -41,12 +43,20 @@ _log = get_log(__name__)
 class TrainerAgent:
     """Publishes the weights of one source on one channel. Made by `connect`; a context manager."""
 
-    def __init__(self, source: Source, settings: TrainerSettings, manifest: Manifest, leader: Leader | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        settings: TrainerSettings,
+        manifest: Manifest,
+        leader: Leader | None,
+        exposure: Exposure | None = None,
+    ) -> None:
         self.settings = settings
         self.manifest = manifest
         """What every version consists of."""
         self._source = source
         self._leader = leader
+        self._exposure = exposure
         self._ranks = Ranks(source)
         self._unusable = ""
 
@@ -92,7 +102,7 @@ class TrainerAgent:
             loaded = settings_file.load(TrainerSettings, SECTION, file=file, environ=environment, flags=given)
             settings = loaded.value
         manifest = Manifest.of(source.model, source.tensors(), settings.bucket_bytes)
-        return cls(source, settings, manifest, _start(source, settings, manifest, progress))
+        return cls(source, settings, manifest, *_start(source, settings, manifest, progress))
 
     @property
     def leading(self) -> bool:
@@ -145,8 +155,11 @@ class TrainerAgent:
         """Leave the channel and free the staging memory. Not collective; may be called twice. The source stays."""
         self._unusable = self._unusable or "was closed"
         leader, self._leader = self._leader, None
+        exposure, self._exposure = self._exposure, None
         if leader is not None:
             leader.close()
+        if exposure is not None:
+            exposure.close()
 
     def __enter__(self) -> Self:
         return self
@@ -185,13 +198,15 @@ class TrainerAgent:
                 match order:
                     case Assemble() if cause is None:
                         self._source.assemble(self.manifest, order.index, None)
+                    case Expose() if cause is None and self._exposure is not None:
+                        self._exposure.take_part(digests=order.digests)
                     case Beat():
                         pass
                     case Taken() if order.version == version and cause is None:
                         return None
                     case Finish() if order.report.version == version:
                         return order.verdict, order.report, cause
-                    case Assemble() | Taken() if cause is not None:
+                    case Assemble() | Expose() | Taken() if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
                         return self._alone(version, cause)
                     case _:
@@ -224,17 +239,11 @@ def _start(
     settings: TrainerSettings,
     manifest: Manifest,
     progress: Callable[[Progress], None] | None,
-) -> Leader | None:
-    """The leader on the root, None elsewhere; or `ConnectFailed` on every rank."""
+) -> tuple[Leader | None, Exposure | None]:
+    """The leader on the root, and each other rank's exposure; or `ConnectFailed` on every rank."""
     ranks = Ranks(source)
     if not source.root:
-        match ranks.hear():
-            case Ready():
-                return None
-            case NotReady(reason):
-                raise ConnectFailed(reason)
-            case order:
-                raise unexpected(order, "the leader to stand")
+        return None, _await_leader(ranks, exposure_of(source, settings, manifest))
     try:
         leader = lead(source, settings, manifest, progress)
     except BaseException as error:
@@ -247,4 +256,24 @@ def _start(
             raise ConnectFailed(reason) from error
         raise
     ranks.tell(Ready())
-    return leader
+    return leader, None
+
+
+def _await_leader(ranks: Ranks, exposure: Exposure | None) -> Exposure | None:
+    """Do what the leader says until it stands. None where the ranks' memory cannot be exposed."""
+    while True:
+        match ranks.hear():
+            case Ready():
+                return exposure
+            case Expose() if exposure is not None:
+                try:
+                    exposure.expose()
+                except NotExportable:  # the leader heard the same, says it, and goes on without
+                    exposure.close()
+                    exposure = None
+            case NotReady(reason):
+                if exposure is not None:
+                    exposure.close()
+                raise ConnectFailed(reason)
+            case order:
+                raise unexpected(order, "the leader to stand")

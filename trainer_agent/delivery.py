@@ -25,6 +25,9 @@ from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot
 _OFFER_S: Final = 30.0
 """Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""
 
+_IN_PLACE: Final = frozenset({TransportKind.DIRECT})
+"""Receivers read the ranks' memory: their lane waits for no bucket and holds no slot."""
+
 _log = get_log(__name__)
 
 
@@ -85,8 +88,8 @@ class Delivery:
         """The bucket that should be assembled now; None when its slot is still in use, or all are there."""
         with self._turn:
             index = self._filled
-            free = all(lane.over or lane.reclaimed > index - len(self._slots) for lane in self._lanes)
-            alive = any(not lane.over for lane in self._lanes)
+            alive = [lane for lane in self._lanes if not lane.over and lane.kind not in _IN_PLACE]
+            free = all(lane.reclaimed > index - len(self._slots) for lane in alive)
             return index if index < self._buckets and free and alive else None
 
     def slot_of(self, index: int) -> Slot:
@@ -212,6 +215,8 @@ class _Lane:
             self._turn.wait_for(lambda: self.told or self.stopped, self._left("the offer to be told"))
         self._sender.ready(self._left("the receivers"))
         count, depth = len(self._session.manifest.buckets), len(self._slots)
+        if self.kind in _IN_PLACE:
+            return self._sender.finish(self._left("the receivers to finish"))
         for index in range(count):
             self._await(index)
             self._sender.send(index, self._slots[index % depth], self._left(f"bucket {index} to be taken"))
@@ -219,6 +224,7 @@ class _Lane:
         self._sender.finish(self._left("the last bucket to be confirmed"))
         for index in range(max(0, count - depth + 1), count):
             self._reclaim(index)
+        return None
 
     def _reclaim(self, index: int) -> None:
         if index < 0:

@@ -97,6 +97,23 @@ class FSDPSource:
         """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
         return self._ranks.broadcast(blob)
 
+    @property
+    def rank(self) -> int:
+        """Of this process, in the group."""
+        return self._ranks.rank
+
+    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+        """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""
+        return self._held.pieces.ordered(tensors)
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        """This rank's shards as they are now."""
+        return [local(tensor) for tensor in self._held.storages]
+
+    def collect(self, blob: bytes) -> Sequence[bytes]:
+        """What every rank passed, by rank. Collective."""
+        return self._ranks.gather(blob)
+
     def close(self) -> None:
         """Let go of the groups. Collective; the parameters are the trainer's and stay."""
         self._ranks.close()

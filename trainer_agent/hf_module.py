@@ -64,9 +64,22 @@ class HFModuleSource:
             self._planned = (manifest, Assembler(buckets, self._held.storages, 0, 0, None))
         self._planned[1].run(index, out, self.device)
 
-    def local(self, tensors: Sequence[TensorSpec]) -> tuple[Sequence[torch.Tensor], Pieces]:
-        """The module's tensors, and all of each of `tensors`, where it lies."""
-        return self._held.storages, self._held.pieces.ordered(tensors)
+    @property
+    def rank(self) -> int:
+        """One process."""
+        return 0
+
+    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+        """All of each of `tensors`, where it lies."""
+        return self._held.pieces.ordered(tensors)
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The module's tensors."""
+        return self._held.storages
+
+    def collect(self, blob: bytes) -> Sequence[bytes]:
+        """There is nobody else."""
+        return (blob,)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Return `blob`: there is nobody else."""

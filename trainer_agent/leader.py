@@ -34,13 +34,13 @@ from .background import Background, End
 from .backlog import Claim
 from .drive import Drive, Outfit, Progress
 from .exposure import Exposable, Exposure
-from .orders import Assemble, Beat, Finish, Ranks, Taken
+from .orders import Assemble, Beat, Expose, Finish, Ranks, Taken
 from .publication import Ending, Verdict
 from .report import Mode, PublishReport, Stopwatch
 from .settings import TrainerSettings
 from .snapshot import Store, StoredWeights
 from .source import Source, SourceError
-from .staging import Pool, Staging
+from .staging import InPlace, Pool, Staging
 
 _log = get_log(__name__)
 
@@ -244,7 +244,7 @@ def lead(
     source: Source, settings: TrainerSettings, manifest: Manifest, progress: Callable[[Progress], None] | None = None
 ) -> Leader:
     """Connect to the coordinator and make the staging memory. Root only."""
-    exposure = _exposure(source, settings, manifest)
+    exposure = _tried(exposure_of(source, settings, manifest), source, settings)
     kinds = settings.transports()
     if exposure is None:
         kinds = tuple(kind for kind in kinds if kind is not TransportKind.DIRECT)
@@ -269,7 +269,14 @@ def lead(
             settings=settings,
             bus=bus,
             ranks=ranks,
-            staging=Staging(source, manifest, pool, ranks, source.head_dim if isinstance(source, KnowsHeads) else None),
+            staging=Staging(
+                source,
+                manifest,
+                pool,
+                ranks,
+                source.head_dim if isinstance(source, KnowsHeads) else None,
+                None if exposure is None else InPlace(exposure, _trainer_info(source, kinds)),
+            ),
             make_sender=_sender_maker(source, settings, exposure),
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
@@ -280,19 +287,22 @@ def lead(
     return Leader(outfit, pool, source, exposure)
 
 
-def _exposure(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:
-    """The means to let engines read this process, where that was asked for and can be.
+def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:
+    """The means to let engines read this rank, where that was asked for and can be. The same answer on every rank."""
+    if TransportKind.DIRECT not in settings.transport or not isinstance(source, Exposable):
+        return None
+    return Exposure(source, manifest, settings.runtime_dir or default_runtime_dir(), settings.channel)
 
-    It is tried at once: what cannot be exported goes through staging buckets, by the next transport.
-    """
-    if TransportKind.DIRECT not in settings.transport:
+
+def _tried(exposure: Exposure | None, source: Source, settings: TrainerSettings) -> Exposure | None:
+    """Expose once, at the start: what cannot be exported goes through staging buckets, by the next transport."""
+    if exposure is None:
+        if TransportKind.DIRECT in settings.transport:
+            _log.warning("not_direct", reason=f"{type(source).__name__} does not say where its tensors lie")
         return None
-    if not isinstance(source, Exposable):
-        _log.warning("not_direct", reason=f"{type(source).__name__} is spread over ranks that export nothing yet")
-        return None
-    exposure = Exposure(source, manifest, settings.runtime_dir or default_runtime_dir(), settings.channel)
+    Ranks(source).tell(Expose(digests=False))
     try:
-        exposure()
+        exposure.expose()
     except NotExportable as error:
         _log.warning("not_direct", reason=str(error))
         exposure.close()
@@ -318,8 +328,7 @@ class _Seal:
 
 def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:
     incarnation = Incarnation(os.urandom(8).hex())
-    trainer = TrainerInfo(host=host_identity(), device=source.device.type, ranks=0, transports=kinds)
-
+    trainer = _trainer_info(source, kinds)
     greetings = itertools.count(1)
 
     def hello() -> Hello:
@@ -335,9 +344,15 @@ def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind
     return hello
 
 
+def _trainer_info(source: Source, kinds: tuple[TransportKind, ...]) -> TrainerInfo:
+    return TrainerInfo(host=host_identity(), device=source.device.type, ranks=0, transports=kinds)
+
+
 def _sender_maker(
     source: Source, settings: TrainerSettings, exposure: Exposure | None
 ) -> Callable[[TransportKind], Sender]:
+    expose = None if exposure is None else exposure.standing
+
     def make(kind: TransportKind) -> Sender:
         return sender(
             kind.value,
@@ -347,7 +362,7 @@ def _sender_maker(
             host=settings.host,
             checkpoint_dir=settings.checkpoint_dir,
             hf_config_dir=settings.hf_config_dir,
-            expose=exposure,
+            expose=expose,
         )
 
     return make

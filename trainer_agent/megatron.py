@@ -119,6 +119,24 @@ class MegatronSource:
         """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
         return self._ranks.broadcast(blob)
 
+    @property
+    def rank(self) -> int:
+        """Of this process, in the group."""
+        return self._ranks.rank
+
+    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+        """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""
+        return self._own.pieces.ordered(tensors)
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        """This rank's parameters, once what the optimizer left to the next forward pass is done. Collective."""
+        self._settle_parameters()
+        return self._own.parameters
+
+    def collect(self, blob: bytes) -> Sequence[bytes]:
+        """What every rank passed, by rank. Collective."""
+        return self._ranks.gather(blob)
+
     def close(self) -> None:
         """Let go of the groups. Collective; the parameters are the trainer's and stay."""
         self._ranks.close()

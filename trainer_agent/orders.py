@@ -36,6 +36,12 @@ class Assemble(Order, frozen=True):
     index: int
 
 
+class Expose(Order, frozen=True):
+    """Make this rank's memory readable as it is now; digest its share of the model if `digests`."""
+
+    digests: bool
+
+
 class Beat(Order, frozen=True):
     """Nothing to do; the leader is alive."""
 
@@ -53,7 +59,7 @@ class Finish(Order, frozen=True):
     report: PublishReport
 
 
-AnyOrder = Ready | NotReady | Assemble | Beat | Taken | Finish
+AnyOrder = Ready | NotReady | Assemble | Expose | Beat | Taken | Finish
 
 _DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
 
@@ -80,6 +86,8 @@ def unexpected(order: AnyOrder, expected: str) -> RuntimeError:
             told = "that the leader stands"
         case Assemble():
             told = f"to assemble bucket {order.index}"
+        case Expose():
+            told = "to expose its memory"
         case Beat():
             told = "to wait"
         case Taken():

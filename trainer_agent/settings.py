@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from weightbus.control.ids import NAME_PATTERN
 from weightbus.control.messages import PauseMode, Policy, SlowEngines, TransportKind
-from weightbus.control.security import InsecureLoopback, KeysFolder, check
+from weightbus.control.security import InsecureLoopback, KeysFolder, check, check_endpoints
 from weightbus.dataplane.manifest import DEFAULT_BUCKET_BYTES
 
 from .backlog import Memory, Overlap
@@ -77,6 +77,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         check(self.keys, insecure_loopback=self.insecure_loopback)
+        check_endpoints("coordinator", self.coordinator)
         if self.pause is PauseMode.IN_PLACE and self.flush:
             raise ValueError(
                 "pause = in_place keeps the KV cache of running requests, so it cannot be flushed: set flush = false,"

@@ -10,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from weightbus.control.messages import EngineInfo
+from weightbus.control import routing
+from weightbus.control.log import get_log
+from weightbus.control.messages import EngineInfo, TrainerInfo, TransportKind
 from weightbus.dataplane import integrity
+from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.transport import Slot
 
 from . import orders
-from .live import LiveDigester, LivePlan, layouts_wanted
+from .exposure import Exposure
+from .live import LiveDigester, LivePlan, Want, layouts_wanted
 from .progress import Bar
 from .report import Stopwatch
-from .source import Source
+from .source import Source, SourceError
+
+_log = get_log(__name__)
 
 
 class Pool(Protocol):
@@ -33,6 +39,32 @@ class Pool(Protocol):
     def close(self) -> None:
         """Give them back."""
         ...
+
+
+class InPlace:
+    """The way without buckets: engines read what the ranks expose, and the ranks digest it where it lies."""
+
+    def __init__(self, exposure: Exposure, trainer: TrainerInfo) -> None:
+        self.exposure = exposure
+        self._trainer = trainer
+        self._said = ""
+
+    def reads(self, engine: EngineInfo) -> bool:
+        """The coordinator will let `engine` read the ranks' memory."""
+        return routing.choose(self._trainer, engine).transport is TransportKind.DIRECT
+
+    def digests(self, ranks: orders.Ranks, *, wanted: bool) -> bytes | None:
+        """Expose the memory as it is now, and digest it if that is `wanted` and possible. Collective."""
+        ranks.tell(orders.Expose(digests=wanted))
+        try:
+            self.exposure.expose()
+        except NotExportable as error:
+            raise SourceError(f"the memory could be exported before, and now cannot: {error}") from error
+        found = self.exposure.digests() if wanted else None
+        if wanted and found is None and self._said != self.exposure.unsummed:
+            self._said = self.exposure.unsummed
+            _log.warning("digested_by_buckets", reason=self._said)
+        return found
 
 
 class WeightsDiffer(Exception):
@@ -50,8 +82,14 @@ class WeightsDiffer(Exception):
 class Staging:
     """Assembles the buckets of one manifest on all ranks, into the slots of one pool."""
 
-    def __init__(
-        self, source: Source, manifest: Manifest, pool: Pool, ranks: orders.Ranks, head_dim: int | None = None
+    def __init__(  # noqa: PLR0917  made in one place
+        self,
+        source: Source,
+        manifest: Manifest,
+        pool: Pool,
+        ranks: orders.Ranks,
+        head_dim: int | None = None,
+        in_place: InPlace | None = None,
     ) -> None:
         self.manifest = manifest
         self.name = manifest.digest()
@@ -59,7 +97,10 @@ class Staging:
         self._source, self._pool, self._ranks = source, pool, ranks
         self._plan = LivePlan(manifest, (), head_dim)
         self.head_dim = head_dim
+        self._in_place = in_place
         self._table: DigestTable | None = None
+        self._filled = False
+        self._wanted: frozenset[Want] = frozenset()
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -68,8 +109,8 @@ class Staging:
 
     @property
     def whole(self) -> bool:
-        """All buckets fit the slots at once: after `digest` they are all there."""
-        return len(self.manifest.buckets) <= len(self.slots)
+        """All buckets of the publication that runs are there: they were assembled, and fit the slots at once."""
+        return self._filled and len(self.manifest.buckets) <= len(self.slots)
 
     @property
     def table(self) -> DigestTable:
@@ -80,13 +121,32 @@ class Staging:
 
     def begin(self) -> None:
         """A new publication: what was read for an earlier one no longer counts."""
-        self._table = None
+        self._table, self._filled = None, False
 
     def digest(self, version: int, engines: Mapping[str, EngineInfo], watch: Stopwatch) -> DigestTable:
-        """Read every bucket and digest it, for `engines`. Collective. Within one publication it is read only once."""
-        wanted = layouts_wanted(engines)
-        if self._table is not None and wanted <= self._plan.wanted:
+        """The digests of every tensor, and of what `engines` can report. Collective. Nothing is read a second time.
+
+        Where every engine reads the ranks' memory, the ranks digest it themselves, and no bucket is assembled. A table
+        that was made so serves engines that come later, by another transport, too: unless they can report digests.
+        """
+        others = {
+            name: info for name, info in engines.items() if self._in_place is None or not self._in_place.reads(info)
+        }
+        wanted = layouts_wanted(others)
+        if self._table is not None and wanted <= self._wanted:
             return self._table
+        if self._in_place is not None and len(others) < len(engines):
+            with watch.phase("digest"):
+                digests = self._in_place.digests(self._ranks, wanted=not others)
+            if digests is not None:
+                self._wanted = frozenset[Want]()
+                self._table = DigestTable(self.name, version, integrity.ALGORITHM, digests)
+                return self._table
+        self._wanted = wanted
+        return self._read(version, wanted, watch)
+
+    def _read(self, version: int, wanted: frozenset[Want], watch: Stopwatch) -> DigestTable:
+        """Assemble every bucket, and digest it."""
         if self._plan.wanted != wanted:
             self._plan = LivePlan(self.manifest, wanted, self.head_dim)
         live = LiveDigester(self._plan)
@@ -98,6 +158,7 @@ class Staging:
                 with watch.phase("digest"):
                     live.feed(index, slot.memory)
                 bar.advance(bucket.nbytes)
+        self._filled = True
         self._table = DigestTable(self.name, version, integrity.ALGORITHM, b"".join(digests), live.result())
         return self._table
 

@@ -19,10 +19,11 @@ from weightbus.control.errors import ConfigurationError, Malformed, WeightbusErr
 from weightbus.control.events import Peer, Principal
 from weightbus.control.ids import AgentId, Channel, Epoch, RequestId
 from weightbus.control.keys import COORDINATOR, CurveFiles, write_pair
-from weightbus.control.links import Delivery, Distrusted, Received, Rejected, TurnedAway
+from weightbus.control.links import Delivery, Distrusted, Received, Rejected, Throttled, TurnedAway
 from weightbus.control.messages import Ack, Bye, GetStatus, Hint, Role
 from weightbus.control.provision import Member, provision
 from weightbus.control.sockets import new_keypair, public_of
+from weightbus.control.throttle import Throttle
 from weightbus.control.trust import TRUST_FILE, edited
 
 DEADLINE_S = 10.0
@@ -124,6 +125,32 @@ def test_slow_peer_is_queued_then_gone(bus: RouterBus, monkeypatch: pytest.Monke
     until(lambda: got.extend(link.poll(0.5)) or len(got) == 3)
     assert got == [(each, None) for each in answers[:3]]
     link.close()
+
+
+def test_a_flood_is_dropped_and_its_neighbour_heard(bus: RouterBus) -> None:
+    """Above its rate a peer's messages are dropped unread, counted, and told of once; another's come through."""
+    bus._throttle = Throttle(rate=0.001, burst=20)
+    flood, neighbour = link_to(bus), link_to(bus)
+    say(bus, flood)
+    sent, found = 0, list[object]()
+    until(lambda: flood.send(GetStatus(request=RequestId("f"))))
+
+    def flooded() -> bool:
+        nonlocal sent
+        sent += flood.send(GetStatus(request=RequestId("f")))
+        found.extend(bus.poll(0.0))
+        return bus.throttled.total() >= 50
+
+    until(flooded)
+    assert sum(isinstance(item, Received) for item in found) == 20
+    assert [item.reason for item in found if isinstance(item, Throttled)] == [
+        "says more than 2000 messages a second: what is above is dropped"
+    ]
+    while bus.poll(0.05):
+        pass
+    assert isinstance(say(bus, neighbour, "well"), Received)
+    flood.close()
+    neighbour.close()
 
 
 def test_queue_of_a_peer_that_left_is_dropped(bus: RouterBus, monkeypatch: pytest.MonkeyPatch) -> None:

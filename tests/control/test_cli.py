@@ -235,7 +235,7 @@ def test_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["t0", "trainer", "policy,"],
     ]
     assert read_public(folder / "agents/t0.pub") in rows[3]
-    assert main(["trust", *where, "remove", "e1", "e7"]) == 0
+    assert main(["trust", *where, "remove", "e1", "e7"]) == 1
     assert capsys.readouterr().out.split("\n")[:2] == ["removed   e1", "not there e7"]
     assert set(read_trust(folder / "trust.toml").agents) == {"e0", "t0"}
     before = (folder / "trust.toml").read_bytes()

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from itertools import product
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -251,6 +252,15 @@ def test_a_hole_is_named() -> None:
 
     with pytest.raises(CoverageError, match="'b'"):
         make_plan(joined(holes), exported(replicas), recording_of(engine, 4000), READER)
+
+
+def test_what_is_served_with_something_added_is_not_copied_as_it_lies() -> None:
+    """A norm that a trainer keeps around zero must be mirrored before it is exposed: bytes cannot be added to."""
+    replicas, engine = two_replicas()
+    shifted = [[msgspec.structs.replace(piece, shift=int(piece.tensor == "c")) for piece in mine] for mine in replicas]
+
+    with pytest.raises(ManifestError, match="'c' is held as bfloat16 with shift 1"):
+        make_plan(joined(shifted), exported(replicas), recording_of(engine, 4000), READER)
 
 
 def test_a_row_outside_of_its_region_is_refused() -> None:

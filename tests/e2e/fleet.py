@@ -248,6 +248,11 @@ class Fleet:
         urls = sorted(self.engines[name].url for name in names)
         poll(f"{names} to be ready", lambda: sorted(self.channel()["ready"]) == urls)
 
+    def checksums(self, name: str) -> list[dict[str, str]]:
+        """What SGLang itself finds in the live weights of one server, by rank."""
+        found = self.http.post(f"{self.engines[name].url}/weights_checker", json={"action": "checksum"})
+        return [rank["checksums"] for rank in found.raise_for_status().json()["ranks"]]
+
     def generate(self, name: str, prompt: list[int], tokens: int) -> tuple[list[int], str]:
         """Greedy tokens of one server, and the version that wrote them."""
         sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}

@@ -1,8 +1,8 @@
 """One of two FSDP2 ranks: publishes two checkpoints and saves a third, `python fsdp_rank.py FOLDER COORDINATOR KEYS`.
 
-The weights of seed 3 are published live as version 101, those of seed 4 from a snapshot as version 102, during which
-the weights become those of seed 5; these are saved as a torch DCP checkpoint in ``FOLDER/watched/step-103``. Rank 0
-prints both reports, one line of JSON each.
+The weights of seed 3 are published live as version 101, straight from the shards, those of seed 4 from a snapshot as
+version 102, during which the weights become those of seed 5; these are saved as a torch DCP checkpoint in
+``FOLDER/watched/step-103``. Rank 0 prints both reports, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def main() -> None:
         fully_shard(layer)
     fully_shard(module)
     source = FSDPSource(module, dtype=torch.bfloat16, timeout_s=180)
+    with TrainerAgent.connect(source, channel="e2e", coordinator=coordinator, keys=keys, transport="direct") as agent:
+        say(agent.publish(101))
     with TrainerAgent.connect(
         source, channel="e2e", coordinator=coordinator, keys=keys, transport="local", bucket_bytes=50_000
     ) as agent:
-        say(agent.publish(101))
         become(module, folder / "seed4")
         handle = agent.publish(102, mode="snapshot")
         become(module, folder / "seed5")

@@ -225,9 +225,26 @@ class TestDirect:
             _serves(fleet, name, expected[seed], str(version))
 
 
+def test_megatron_ranks_are_read_where_they_are(fleet: Fleet, expected: dict[int, Answers]) -> None:
+    """No bucket is made; SGLang's own checksums are those that the stock path gave for the same weights."""
+    fleet.publish(10, 5, "local")
+    assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
+    stock = {name: fleet.checksums(name) for name in ("one", "two")}
+
+    for version, seed in ((11, 6), (12, 5)):
+        fleet.publish(version, seed, "direct")
+        report = fleet.answer()
+        assert _outcomes(report) == {"one": "committed", "two": "committed"}
+        assert {(each["transport"], each["verified_by"]) for each in report["engines"]} == {("direct", "live-digest")}
+        assert "assemble" not in report["seconds"]
+        for name in ("one", "two"):
+            _serves(fleet, name, expected[seed], str(version))
+        assert ({name: fleet.checksums(name) for name in ("one", "two")} == stock) is (seed == 5)
+
+
 @pytest.mark.parametrize(
     ("version", "victim", "transport"),
-    [(10, "sidecar", "local"), (12, "sidecar", "distributed")],
+    [(15, "sidecar", "local"), (17, "sidecar", "distributed")],
 )
 def test_an_engine_lost_before_it_connects_is_not_waited_for(
     fleet: Fleet, expected: dict[int, Answers], version: int, victim: str, transport: str
@@ -262,11 +279,12 @@ def test_an_engine_lost_before_it_connects_is_not_waited_for(
 def test_fsdp2_ranks_publish_live_and_from_a_snapshot_and_their_checkpoints_follow(
     fleet: Fleet, expected: dict[int, Answers]
 ) -> None:
-    """Two ranks of fully_shard reach the same servers, and so does what they save for a watcher to find."""
+    """Two ranks of fully_shard reach the same servers, read in place and from a snapshot; their checkpoints do too."""
     (fleet.folder / "watched").mkdir()
     reports = fleet.run_fsdp_ranks()
     for report, (version, mode) in zip(reports, [(101, "live"), (102, "snapshot")], strict=True):
         assert (report["version"], report["mode"]) == (version, mode)
+        assert {each["transport"] for each in report["engines"]} == {"direct" if mode == "live" else "local"}
         assert _outcomes(report) == {"one": "committed", "two": "committed"}
     fleet.wait_ready("one", "two")
     for name in ("one", "two"):

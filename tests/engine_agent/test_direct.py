@@ -6,8 +6,7 @@ The workers are threads of this process; everything else is what runs in product
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,186 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import direct, integrity, worker_wire
+from weightbus.dataplane import direct, worker_wire
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.direct import DirectSender, Exposed
-from weightbus.dataplane.direct_receiver import DirectReceiver
+from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
-from weightbus.dataplane.errors import DigestMismatch, TransferFailed, Unsupported
-from weightbus.dataplane.exporter import RegionExporter
-from weightbus.dataplane.frames import FrameListener
-from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.pieces import Box, Piece, Pieces, View
+from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
+from weightbus.dataplane.frames import FrameListener, Frames
+from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.plan import Plan
-from weightbus.dataplane.transport import Peer, Receipt, Session
+from weightbus.dataplane.transport import Peer, Receipt
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
 
-WAIT_S = 120.0
-"""The first recording of a process imports parts of torch, for seconds, and minutes on a busy machine."""
-SPECS = (
-    TensorSpec("embed", "bfloat16", (16, 8)),
-    TensorSpec("up", "bfloat16", (8, 8)),
-    TensorSpec("down", "bfloat16", (8, 8)),
-    TensorSpec("norm", "bfloat16", (8,)),
-    TensorSpec("odd", "bfloat16", (6,)),
-    TensorSpec("wide", "bfloat16", (8,)),
-    TensorSpec("scaled", "float32", (4,)),
-)
-
-
-class Shard(torch.nn.Module):
-    """One of `tp` ranks: rows, columns, a whole tensor, an odd one, a cast, and a calculation."""
-
-    def __init__(self, rank: int, tp: int) -> None:
-        super().__init__()
-        self.rank, self.tp = rank, tp
-
-        def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
-
-        self.embed = parameter(24 // tp, 8)
-        self.up = parameter(8 // tp, 8)
-        self.down = parameter(8, 8 // tp)
-        self.norm = parameter(8)
-        self.odd = parameter(6)
-        self.wide = parameter(8, dtype=torch.float32)
-        self.scaled = parameter(4, dtype=torch.float32)
-
-    def load_weights(self, weights: NamedTensors) -> None:
-        """As SGLang's layers do it."""
-        for name, tensor in weights:
-            target = getattr(self, name).data
-            if name == "scaled":
-                target.copy_(tensor * 2)
-                continue
-            cut = tensor
-            if name in ("embed", "up"):
-                rows = tensor.shape[0] // self.tp
-                cut = tensor.narrow(0, rows * self.rank, rows)
-            if name == "down":
-                cut = tensor.narrow(1, 8 // self.tp * self.rank, 8 // self.tp)
-            if name == "embed":
-                target[cut.shape[0] :].zero_()
-                target = target[: cut.shape[0]]
-            target.copy_(cut)
-
-
-class Server:
-    """Stands for SGLang: calls the loader in every worker, and returns when all have."""
-
-    def __init__(self, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.tp = tp
-        self.models = [Shard(rank, tp) for rank in range(tp)]
-        self.before_load: Callable[[], None] = lambda: None
-        self._rank = threading.local()
-        monkeypatch.setattr(worker_loader, "_rank", lambda: self._rank.value)
-
-    def load_direct(self, socket: str, deadline_s: float) -> None:
-        self.before_load()
-        workers = [threading.Thread(target=self._work, args=(rank, socket)) for rank in range(self.tp)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(deadline_s)
-
-    def _work(self, rank: int, socket: str) -> None:
-        self._rank.value = rank
-        worker_loader.load(self.models[rank], [(f"weightbus:{socket}", torch.empty(0))])
-
-
-class Trainer:
-    """Two ranks, each with half of every tensor's rows; the odd ones are whole on both."""
-
-    def __init__(self, runtime: Path) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-        self.exporters = [RegionExporter(runtime, "c", rank) for rank in range(2)]
-        self.shards: list[dict[str, torch.Tensor]] = [{}, {}]
-        self.step(0)
-        self.sender = DirectSender(runtime, "c", self.expose)
-
-    def step(self, seed: int) -> None:
-        """New values, in the memory that is there."""
-        torch.manual_seed(seed)
-        for spec in SPECS:
-            value = torch.randn(spec.shape).to(getattr(torch, spec.dtype))
-            self.values[spec.name] = value
-            for rank, shard in enumerate(self.shards):
-                mine = self._rows(value, rank)
-                shard.setdefault(spec.name, torch.empty_like(mine)).copy_(mine)
-
-    @staticmethod
-    def _rows(value: torch.Tensor, rank: int) -> torch.Tensor:
-        half = value.shape[0] // 2
-        return value[half * rank : half * (rank + 1)].clone() if value.dim() == 2 else value.clone()
-
-    def expose(self) -> Exposed:
-        parts, maps, addresses = [], [], []
-        for rank, (exporter, shard) in enumerate(zip(self.exporters, self.shards, strict=True)):
-            maps.append(exporter.export(list(shard.values())))
-            pieces: list[Piece] = []
-            for number, (name, tensor) in enumerate(shard.items()):
-                first = tensor.shape[0] * rank if tensor.dim() == 2 else 0
-                start = (first,) + (0,) * (tensor.dim() - 1)
-                stop = (first + tensor.shape[0], *tensor.shape[1:])
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                pieces.append(Piece(name, Box(start, stop), dtype, View(number, 0, tuple(tensor.stride()))))
-            parts.append(Pieces.of(self.manifest.tensors, pieces, rank))
-            addresses.append(Exporting(holder=rank, address=exporter.address().address, generation=exporter.generation))
-        return Exposed(Pieces.join(parts), tuple(maps), tuple(addresses))
-
-    @property
-    def manifest(self) -> Manifest:
-        return Manifest.of("toy", SPECS)
-
-    def session(self, epoch: int) -> Session:
-        digests = []
-        for spec in self.manifest.tensors:
-            packed = self.values[spec.name].contiguous().view(torch.uint8).reshape(-1)
-            digests.append(integrity.digest_tensors(packed, (0, spec.nbytes)))
-        table = DigestTable(self.manifest.digest(), epoch, integrity.ALGORITHM, b"".join(digests))
-        return Session("c", epoch, epoch, self.manifest, table)
-
-    def close(self) -> None:
-        self.sender.close()
-        for exporter in self.exporters:
-            exporter.close()
-
-
-class World:
-    """A trainer and an engine, and a round between them."""
-
-    def __init__(self, runtime: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.trainer = Trainer(runtime)
-        self.server = Server(tp, monkeypatch)
-        self.receiver = DirectReceiver(runtime)
-        self.epoch = 0
-        self._pool = ThreadPoolExecutor(1)
-
-    def round(self, session: Session | None = None) -> Receipt:
-        """One transfer; raises what the receiver raises."""
-        self.epoch += 1
-        sent = session or self.trainer.session(self.epoch)
-        address = self.trainer.sender.offer(sent, [Peer("e", self.server.tp)])
-        received: Future[Receipt] = self._pool.submit(
-            self.receiver.receive,
-            sent,
-            address,
-            "e",
-            1,
-            self.server,
-            WAIT_S,  # type: ignore[arg-type]
-        )
-        self.trainer.sender.ready(WAIT_S)
-        self.trainer.sender.finish(WAIT_S)
-        return received.result(WAIT_S)
-
-    def close(self) -> None:
-        self.receiver.shutdown()
-        worker_loader.forget()
-        self._pool.shutdown()
-        self.trainer.close()
+from ..kit.toy_direct import SPECS, WAIT_S, Shard, World, holds
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
@@ -203,17 +36,6 @@ def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     made = World(tmp_path / "r", request.param, monkeypatch)
     yield made
     made.close()
-
-
-def holds(server: Server, values: Mapping[str, torch.Tensor]) -> bool:
-    """Every worker holds what its own loader makes of `values`."""
-    for model in server.models:
-        oracle = Shard(model.rank, model.tp)
-        oracle.load_weights(iter(values.items()))
-        pairs = zip(ModelTensors(model).tensors, ModelTensors(oracle).tensors, strict=True)
-        if not all(torch.equal(a, b) for a, b in pairs):
-            return False
-    return True
 
 
 def test_a_round_brings_the_live_weights(world: World) -> None:
@@ -424,3 +246,126 @@ def test_loaders_are_called_with_what_they_know() -> None:
     worker_loader.load(model, [("weightbus:/nowhere/socket", torch.ones(2))])
 
     assert not np.any([bool(tensor.any()) for tensor in ModelTensors(model).tensors])
+
+
+class Larger(Shard):
+    """The same, with a hundred tensors more."""
+
+    def __init__(self, rank: int, tp: int) -> None:
+        super().__init__(rank, tp)
+        for number in range(100):
+            more = torch.nn.Parameter(torch.zeros(8, 4, dtype=torch.bfloat16), requires_grad=False)
+            self.register_parameter(f"more{number}", more)
+
+
+def test_messages_do_not_grow_with_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A steady round is one call of the server, and the same few messages with a hundred tensors more."""
+    more = tuple(TensorSpec(f"more{number}", "bfloat16", (8, 4)) for number in range(100))
+    counts: dict[int, tuple[int, int]] = {}
+    sent: list[int] = []
+    send = Frames.send
+
+    def counted(frames: Frames, message: bytes, deadline: Deadline) -> None:
+        sent.append(len(message))
+        send(frames, message, deadline)
+
+    monkeypatch.setattr(Frames, "send", counted)
+    for specs, shard in ((SPECS, Shard), (SPECS + more, Larger)):
+        world = World(tmp_path / f"{len(specs)}", 2, monkeypatch, specs, shard)
+        world.round()
+        world.trainer.step(1)
+        sent.clear()
+        calls = world.server.calls
+        world.round()
+        counts[len(specs)] = len(sent), world.server.calls - calls
+        assert holds(world.server, world.trainer.values)
+        world.close()
+
+    assert set(counts.values()) == {(3 + 4 * 2, 1)}
+
+
+def test_a_round_says_where_its_time_went(world: World) -> None:
+    """Every step that holds the server, and together about as long as it was held."""
+    world.round()
+    first = dict(world.receiver.seconds)
+    world.trainer.step(1)
+    world.round()
+    steady = world.receiver.seconds
+
+    assert {
+        "gather",
+        "record",
+        "plan",
+        "agree",
+        "adopt",
+        "replay",
+        "copy",
+        "verify",
+        "compare",
+        "return",
+    } <= first.keys()
+    assert steady.keys() == first.keys() - {"plan", "agree"}
+    assert steady["held"] == pytest.approx(
+        sum(steady[step] for step in ("gather", "record", "adopt", "replay", "compare", "return")), abs=0.1
+    )
+
+
+@pytest.mark.parametrize("told", [4, 6])
+def test_another_epoch_is_refused(world: World, told: int) -> None:
+    """A receiver of an older or newer epoch gets nothing, and its server is not called."""
+    world.trainer.sender.offer(world.trainer.session(5), [Peer("e", world.server.tp)])
+
+    taken = world.receive(world.trainer.session(told), "e", world.trainer.sender.address)
+    with pytest.raises(TransferFailed):
+        world.trainer.sender.ready(0.5)
+
+    assert isinstance(taken.exception(WAIT_S), StaleSession)
+    assert world.server.calls == 0
+    assert not world.receiver.touched
+    assert set(world.trainer.sender.failed) == {"e"}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["absent", "withdrawn"])
+def test_whoever_does_not_come_is_named_and_the_others_are_served(world: World, *, known: bool) -> None:
+    """It costs `join_s`, or nothing where somebody knows that it will not come."""
+    sender, session = world.trainer.sender, world.trainer.session(1)
+    sender.offer(session, [Peer("e", world.server.tp), Peer("absent", 1)])
+    taken = world.receive(session, "e", sender.address)
+    if known:
+        sender.withdraw("absent", "its agent died")
+
+    sender.ready(WAIT_S, join_s=WAIT_S if known else 1.0)
+    sender.finish(WAIT_S)
+
+    assert sender.failed == {"absent": "its agent died" if known else "did not come within 1.0 s"}
+    assert isinstance(taken.result(WAIT_S), Receipt)
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_trainer_that_stands_still_costs_the_deadline(world: World) -> None:
+    """It has offered and says nothing more: the receiver gives up in time, and nothing was touched."""
+    session = world.trainer.session(1)
+    world.trainer.sender.offer(session, [Peer("e", world.server.tp)])
+
+    taken = world.receive(session, "e", world.trainer.sender.address, deadline_s=1.0)
+
+    assert isinstance(taken.exception(WAIT_S), DeadlineExceeded)
+    assert not world.receiver.touched
+
+
+def test_an_engine_that_stands_still_is_dropped_at_the_deadline(world: World) -> None:
+    """The trainer goes on with its work; what the engine does later is of no concern."""
+    sender, session = world.trainer.sender, world.trainer.session(1)
+    stuck = threading.Event()
+    world.server.before_load = lambda: stuck.wait(WAIT_S) and None
+    sender.offer(session, [Peer("e", world.server.tp)])
+    taken = world.receive(session, "e", sender.address)
+    sender.ready(WAIT_S)
+
+    sender.finish(1.0)
+    sender.close()
+    stuck.set()
+
+    assert sender.failed == {"e": "had not finished within 1.0 s"}
+    assert isinstance(taken.exception(WAIT_S), TransferFailed)
+    assert not world.receiver.touched

@@ -16,6 +16,7 @@ from weightbus.engine_agent import cpu_server
 pytestmark = pytest.mark.real
 
 KIT = Path(__file__).parents[1] / "kit" / "sglang_models.py"
+DRAFT = "deepseek-v3-draft:tp2:ep1:rank1"
 CASES = (
     "llama-tied:tp2:ep1:rank0",
     "llama:tp1:ep1:rank0",
@@ -24,9 +25,11 @@ CASES = (
     "qwen3:tp2:ep1:rank1",
     "qwen3-moe:tp2:ep1:rank1",
     "qwen3-moe:tp2:ep2:rank1",
+    "qwen3-moe-fp8:tp2:ep1:rank1",
     "glm4-moe:tp2:ep1:rank0",
     "deepseek-v3:tp1:ep1:rank0",
     "deepseek-v3:tp2:ep1:rank1",
+    DRAFT,
 )
 
 
@@ -58,10 +61,14 @@ def test_a_replay_gives_what_the_loader_gives(found: Mapping[str, dict[str, obje
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_parameter_is_covered(found: Mapping[str, dict[str, object]], case: str) -> None:
-    """Nothing is left as it was, and the only constants are the rows that pad the vocabulary."""
+    """Nothing is left as it was, and the only constants are the rows that pad the vocabulary.
+
+    A draft model has two parameters of its own that SGLang gives it from the served model, in the same memory.
+    """
     report = found[case]
 
-    assert report["unwritten"] == []
+    shared = ["model.embed_tokens.weight(0, 0)", "lm_head.weight(0, 0)"] if case == DRAFT else []
+    assert report["unwritten"] == shared
     assert set(report["constants"]) <= {"model.embed_tokens.weight", "lm_head.weight"}  # type: ignore[call-overload]
 
 
@@ -72,6 +79,29 @@ def test_an_expert_parallel_rank_asks_for_its_experts_only(found: Mapping[str, d
     assert isinstance(unread, list)
     assert len(unread) == 2 * 4 * 3
     assert all(f".experts.{expert}." in name for name in unread for expert in [int(name.split(".")[5])] if expert < 4)
+
+
+def test_scales_of_quantised_weights_are_copied_like_weights(found: Mapping[str, dict[str, object]]) -> None:
+    """FP8 in blocks of 128 x 128, gate and up fused and experts stacked: no computation, scales included."""
+    report = found["qwen3-moe-fp8:tp2:ep1:rank1"]
+    targets = report["targets"]
+
+    assert isinstance(targets, list)
+    assert "model.layers.1.mlp.experts.w13_weight_scale_inv" in targets
+    assert "model.layers.1.self_attn.qkv_proj.weight_scale_inv" in targets
+
+
+def test_a_draft_model_takes_the_prediction_layer_of_the_same_checkpoint(
+    found: Mapping[str, dict[str, object]],
+) -> None:
+    """Its loader asks for that layer alone, and keeps it by copies; the served model's asks for all the others."""
+    draft, served = found[DRAFT], found["deepseek-v3:tp2:ep1:rank1"]
+
+    assert isinstance(draft["unread"], list)
+    assert isinstance(served["unread"], list)
+    assert not any(name.startswith("model.layers.2.self_attn") for name in draft["unread"])
+    assert all(name.startswith("model.layers.2.") for name in served["unread"])
+    assert len(served["unread"]) > 20
 
 
 def test_derived_weights_of_latent_attention_are_copies(found: Mapping[str, dict[str, object]]) -> None:

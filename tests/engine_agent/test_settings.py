@@ -124,3 +124,41 @@ def test_settings_come_from_environment_and_file(tmp_path: Path) -> None:
     environ = {"WEIGHTBUS_ENGINE_AGENT_API_KEY": SECRET}
     found = load(EngineAgentSettings, SECTION, file=file, environ=environ).value
     assert (found.name, found.channel, found.api_key) == ("e0", "c", SECRET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"server": "foo"}, "server = 'foo': expected http://HOST:PORT"),
+        ({"server": "http://h:port"}, "expected http://HOST:PORT"),
+        ({"url": "10.0.0.7:30000"}, "url = '10.0.0.7:30000': expected http://HOST:PORT"),
+        ({"coordinator": "10.0.0.5:5750"}, "coordinator = '10.0.0.5:5750': expected tcp://HOST:PORT"),
+        ({"coordinator": "tcp://10.0.0.5:5750,tcp://10.0.0.6"}, "'tcp://10.0.0.6': expected tcp://HOST:PORT"),
+        ({"poll_s": "soon"}, "poll_s = 'soon' (flag --poll-s): expected a number"),
+        ({"http_port": "1.5"}, "http_port = '1.5' (flag --http-port): expected a whole number"),
+    ],
+)
+def test_what_can_only_fail_later_fails_at_once(changes: dict[str, str], said: str) -> None:
+    """`--check-config` and a start refuse alike, in words of settings and not of Python."""
+    with pytest.raises(ConfigurationError) as refused:
+        settings(**changes)
+    assert said in str(refused.value)
+
+
+def test_check_config_reads_the_key_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is not there is found before anything is started."""
+    flag = f"--admin-api-key-file={tmp_path / 'nowhere'}"
+    assert main(["engine-agent", "--name=e0", "--channel=c", flag, "--check-config"]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+@KEYS
+def test_a_mask_is_no_secret(key: str) -> None:
+    """Settings that were shown, and read back, do not open a server with stars."""
+    with pytest.raises(ConfigurationError, match="give the secret itself"):
+        load(
+            EngineAgentSettings,
+            SECTION,
+            environ={f"WEIGHTBUS_ENGINE_AGENT_{key.upper()}": "******"},
+            flags={"name": "e0", "channel": "c"},
+        )

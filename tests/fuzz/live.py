@@ -105,7 +105,8 @@ class Target:
     def refused(self) -> int:
         registry: CollectorRegistry = self.service.http._registry
         samples = [s for family in registry.collect() for s in family.samples]
-        return int(sum(s.value for s in samples if s.name == "weightbus_messages_refused_total"))
+        dropped = self.service.server._bus.throttled.total()  # type: ignore[attr-defined]  # it is a RouterBus
+        return dropped + int(sum(s.value for s in samples if s.name == "weightbus_messages_refused_total"))
 
     def wait_for(self, what: Callable[[], bool]) -> None:
         until = time.monotonic() + DEADLINE_S

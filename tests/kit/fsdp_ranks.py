@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from exporting import export
+from exposing import wrongly_exposed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -137,6 +138,7 @@ def run_case(build: Make, shard: Shard) -> dict[str, Any]:
     optimizer.step()
     stepped = export(source, 4000)
     told["unchanged"] = sorted(name for name in found if torch.equal(found[name], stepped[name]))
+    told["wrongly exposed"] = wrongly_exposed(source, stepped)
     whole = FullTensorSource(module, dtype=torch.bfloat16, timeout_s=60.0)
     assert {spec.name for spec in whole.tensors()} == {spec.name for spec in source.tensors()}
     told["differs from full_tensor"] = differing(stepped, export(whole, 4000))

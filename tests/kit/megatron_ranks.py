@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from exposing import wrongly_exposed
 from megatron_cases import CASES, CONTENTS, TOKENS, Case, Layout
 from megatron_models import build, fill, logits, start
 from safetensors.torch import save_file
@@ -55,6 +56,7 @@ def run_case(name: str, case: Case, out: Path) -> None:
     assert isinstance(source, KnowsHeads), "the leader would not ask it"
     assert source.head_dim == hf["head_dim"]
     tensors = export(source, case.bucket_bytes)
+    assert wrongly_exposed(source, tensors) == []
     if source.root:
         save_file(tensors, out / f"{name}.safetensors")
     found = logits(chunks, torch.tensor(TOKENS))

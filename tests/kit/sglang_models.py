@@ -46,6 +46,16 @@ _COMMON: Config = {
 _MOE: Config = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
 
+_DEEPSEEK: Config = dict(
+    **_MOE, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1,
+    first_k_dense_replace=1, routed_scaling_factor=1.0, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16,
+    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, topk_method="noaux_tc", scoring_func="sigmoid",
+    moe_layer_freq=1, num_nextn_predict_layers=1,
+    rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32,
+                  "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
+)  # fmt: skip
+
+
 def _config(architecture: str, model_type: str, **fields: object) -> Config:
     return {**_COMMON, "architectures": [architecture], "model_type": model_type, **fields}
 
@@ -58,19 +68,19 @@ CONFIGS: dict[str, Config] = {
     "qwen3-moe": _config(
         "Qwen3MoeForCausalLM", "qwen3_moe", **_MOE, num_experts=8, decoder_sparse_step=1, mlp_only_layers=[]
     ),
+    "qwen3-moe-fp8": _config(
+        "Qwen3MoeForCausalLM", "qwen3_moe", **{**_MOE, "moe_intermediate_size": 256}, hidden_size=256, head_dim=128,
+        num_experts=8, decoder_sparse_step=1, mlp_only_layers=[],
+        quantization_config={"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                             "weight_block_size": [128, 128]},
+    ),
     "glm4-moe": _config(
         "Glm4MoeForCausalLM", "glm4_moe", **_MOE, n_routed_experts=8, n_shared_experts=1, n_group=1, topk_group=1,
         first_k_dense_replace=1, routed_scaling_factor=1.0, use_qk_norm=True, attention_bias=True,
         partial_rotary_factor=0.5,
     ),
-    "deepseek-v3": _config(
-        "DeepseekV3ForCausalLM", "deepseek_v3", **_MOE, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1,
-        first_k_dense_replace=1, routed_scaling_factor=1.0, num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16,
-        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, topk_method="noaux_tc", scoring_func="sigmoid",
-        moe_layer_freq=1, num_nextn_predict_layers=0,
-        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32,
-                      "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0},
-    ),
+    "deepseek-v3": _config("DeepseekV3ForCausalLM", "deepseek_v3", **_DEEPSEEK),
+    "deepseek-v3-draft": _config("DeepseekV3ForCausalLMNextN", "deepseek_v3", **_DEEPSEEK),
 }  # fmt: skip
 
 
@@ -85,9 +95,31 @@ def shapes(config: Config) -> Shapes:
         found |= (
             _experts(config, at) if _sparse(config, layer) else _mlp(f"{at}.mlp", hidden, config["intermediate_size"])
         )
+    if config.get("num_nextn_predict_layers"):
+        found |= _prediction(config, f"model.layers.{config['num_hidden_layers']}")
     found["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (vocabulary, hidden)
+    return _scaled(found) if "quantization_config" in config else found
+
+
+def _prediction(config: Config, at: str) -> Shapes:
+    """The layer that predicts a token more, which is the whole of a draft model."""
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    found: Shapes = {f"{at}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    found |= {f"{at}.eh_proj.weight": (hidden, 2 * hidden)}
+    found |= {f"{at}.{name}.weight": (vocabulary, hidden) for name in ("embed_tokens", "shared_head.head")}
+    found |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return found | _latent(config, at) | _experts(config, at)
+
+
+def _scaled(shapes: Shapes) -> Shapes:
+    """Linear weights by blocks of 128 x 128, each with a scale."""
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        found[name] = shape
+        if name.endswith("_proj.weight"):
+            found[f"{name}_scale_inv"] = (-(-shape[0] // 128), -(-shape[1] // 128))
     return found
 
 
@@ -143,15 +175,16 @@ def _latent(config: Config, at: str) -> Shapes:
     }
 
 
-def dtype_of(name: str) -> str:
+def dtype_of(name: str, config: Config) -> str:
     """As checkpoints store it."""
-    return "float32" if name.endswith("e_score_correction_bias") else "bfloat16"
+    if name.endswith(("e_score_correction_bias", "_scale_inv")):
+        return "float32"
+    return "float8_e4m3fn" if "quantization_config" in config and name.endswith("_proj.weight") else "bfloat16"
 
 
 def build(config: Config, folder: str, *, tp: int, ep: int, rank: int) -> Any:
     """The model of one rank, with the weights of SGLang's ``dummy`` format."""
     import torch.distributed as dist
-    from sglang.srt import runtime_context
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -168,21 +201,48 @@ def build(config: Config, folder: str, *, tp: int, ep: int, rank: int) -> Any:
         model_path=folder, device="cpu", tp_size=tp, ep_size=ep, load_format="dummy",
         attention_backend="torch_native", disable_custom_all_reduce=True, skip_tokenizer_init=True,
     )  # fmt: skip
-    runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
+    older = _publish(arguments, rank)
+    if "quantization_config" in config:
+        _leave_blocks_as_they_are()
     new_group = dist.new_group
     dist.new_group = lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "fake"})
     MessageQueue.create_from_process_group = staticmethod(lambda *_args, **_kwargs: None)
     parallel_state._ENABLE_CUSTOM_ALL_REDUCE = False
     dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=tp)
     parallel_state.init_distributed_environment(world_size=tp, rank=rank, local_rank=rank, backend="fake")
-    parallel_state.initialize_model_parallel(backend="fake")
-    initialize_dp_attention(arguments)
-    initialize_moe_config()
+    model_config = ModelConfig.from_server_args(arguments)
+    if older:
+        parallel_state.initialize_model_parallel(tp, expert_model_parallel_size=ep, backend="fake")
+        initialize_dp_attention(arguments, model_config)
+        initialize_moe_config(arguments)
+    else:
+        parallel_state.initialize_model_parallel(backend="fake")
+        initialize_dp_attention(arguments)
+        initialize_moe_config()
     return get_model(
-        model_config=ModelConfig.from_server_args(arguments),
+        model_config=model_config,
         load_config=LoadConfig(load_format="dummy"),
         device_config=DeviceConfig("cpu"),
     )
+
+
+def _leave_blocks_as_they_are() -> None:
+    """On a CPU SGLang repacks FP8 for instructions that few have; on GPUs block-quantised weights stay as loaded."""
+    from sglang.srt.layers.quantization import fp8
+
+    for method in (fp8.Fp8LinearMethod, fp8.Fp8MoEMethod):
+        method.process_weights_after_loading = lambda *_arguments: None
+
+
+def _publish(arguments: Any, rank: int) -> bool:
+    """Make the settings known in this process; whether this SGLang is one that takes the ranks separately (0.5.17)."""
+    from sglang.srt import runtime_context
+
+    if hasattr(runtime_context, "SpawnRanks"):
+        runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
+        return False
+    runtime_context.publish(arguments, role="scheduler")
+    return True
 
 
 def case(name: str) -> dict[str, object]:
@@ -197,7 +257,7 @@ def case(name: str) -> dict[str, object]:
     config = CONFIGS[kind]
     with tempfile.TemporaryDirectory() as folder:
         model = build(config, folder, tp=int(tp[2:]), ep=int(ep[2:]), rank=int(rank[4:]))
-    specs = [TensorSpec(each, dtype_of(each), shape) for each, shape in shapes(config).items()]
+    specs = [TensorSpec(each, dtype_of(each, config), shape) for each, shape in shapes(config).items()]
 
     def weights(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)

@@ -19,6 +19,7 @@ from weightbus.control.messages import (
     EngineInfo,
     EngineMessage,
     Heartbeat,
+    Held,
     Hello,
     Pause,
     Prepare,
@@ -27,6 +28,7 @@ from weightbus.control.messages import (
     TransportKind,
     Welcome,
 )
+from weightbus.control.seals import Doubt, doubt, doubt_offer
 from weightbus.engine_agent.application import Application
 from weightbus.engine_agent.dispatch import Dispatcher
 from weightbus.engine_agent.events import (
@@ -107,6 +109,7 @@ class EngineProcess(Process):
         self._event_bell, self._work_bell, self._speech_bell = Bell(), Bell(), Bell()
         self._boot = 0
         self._number, self._called_off = 0, -1
+        self._signer: AgentId | None = None
         self.touched = False
         self._up, self._misses, self._last_label, self._launch = False, 0, "", 0
         self.client = None
@@ -259,7 +262,8 @@ class EngineProcess(Process):
 
     def _do(self, operation: Operation) -> Thread:
         match operation:
-            case Validate(command):
+            case Validate(command, _, serving):
+                self._believe(command, serving)
                 yield from self._blob(command.manifest, command.deadline_s)
                 yield from self._blob(command.table, command.deadline_s)
                 yield 0.02 + 0.3 * self._world.data_rng.random()
@@ -275,9 +279,22 @@ class EngineProcess(Process):
 
     def _receive(self, command: Transfer) -> Thread:
         deadline = self.clock() + command.deadline_s
+        if self._world.trust is not None:
+            self._object(doubt_offer(command, self._signer, self._world.trust))
         wanted = yield from self._table(command.table, command.deadline_s)
         checked = yield from receive(self._world, self, command.offer.address, command.epoch, wanted, deadline)
         return Received(len(wanted), len(wanted), checked)
+
+    def _believe(self, command: Prepare, serving: Held | None) -> None:
+        if self._world.trust is not None:
+            self._object(doubt(command, serving, self._world.trust))
+            self._signer = command.seal.signer if command.seal else None
+
+    def _object(self, objection: Doubt | None) -> None:
+        """No fault of a simulated network makes an honest trainer's version unbelievable."""
+        if objection is not None:
+            self._world.judge.broken("believed", f"{self.name} does not believe: {objection.reason}")
+            raise TransferBroken(objection.reason)
 
     def _verify(self, command: Transfer, *, checked: bool) -> Thread:
         wanted = yield from self._table(command.table, 10.0)

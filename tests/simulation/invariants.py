@@ -46,6 +46,7 @@ INVARIANTS: Final = {
     "one-holder": "an epoch is granted to one trainer, and epochs only grow",
     "durable-before-said": "a Commit or a committed RoundDone leaves only when its version is on disk",
     "never-back": "the committed version of a channel never goes back, unless a trainer said so",
+    "believed": "what an honest trainer signed is believed, whatever was lost, repeated or restarted in between",
     "one-table": "a committed version has one digest table",
     "nothing-lost": "what a trainer was told to be committed is committed on disk, with that trainer's own table",
     "same-answer": "the same request gets the same answer",

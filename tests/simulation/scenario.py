@@ -72,6 +72,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     calm_from: float
     """From here on nothing goes wrong any more."""
+    sealed: bool = False
+    """Trainers sign, engines believe nothing else. Real Ed25519, so not everywhere."""
 
 
 def draw(seed: int) -> Scenario:
@@ -92,7 +94,7 @@ def draw(seed: int) -> Scenario:
         (_fault(rng, names, trainers, rng.uniform(1.0, calm_from - 1.0), calm_from) for _ in range(count)),
         key=lambda fault: fault.at,
     )
-    return Scenario(
+    drawn = Scenario(
         seed=seed,
         engines=engines,
         trainers=trainers,
@@ -109,6 +111,24 @@ def draw(seed: int) -> Scenario:
         faults=tuple(faults),
         calm_from=calm_from,
     )
+    return _with_data_plane(drawn)
+
+
+def _with_data_plane(drawn: Scenario) -> Scenario:
+    """Seals, and cuts of the data plane, by dice of their own: what was drawn before stays as it was.
+
+    An engine that missed a rollback believes nothing before it is launched anew, so seals and rollbacks do not meet.
+    """
+    rng = random.Random(f"weightbus-data-{drawn.seed}")
+    sealed = rng.random() < 0.3 and not drawn.rollback
+    faults = list(drawn.faults)
+    if rng.random() < 0.3:
+        at = rng.uniform(1.0, drawn.calm_from - 1.0)
+        lasts = min(drawn.calm_from - at, rng.choice((1.0, 8.0, 30.0)))
+        moment = rng.choice(("", "transferring", "offering"))
+        engine = rng.choice(drawn.engines).name
+        faults.append(Fault(at=at, kind="data-cut", who=engine, lasts=lasts, moment=moment))
+    return msgspec.structs.replace(drawn, sealed=sealed, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def _engine(rng: random.Random, name: str) -> EngineSpec:

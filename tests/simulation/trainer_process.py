@@ -16,10 +16,12 @@ import msgspec
 from weightbus.control import messages as m
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import AgentId, Epoch, Incarnation, RequestId, Version
+from weightbus.control.seals import seal_offer, seal_publication
 from weightbus.trainer_agent import publication as p
 
 from .client import Client
 from .process import Process, Thread
+from .seals import secret_of
 from .transfer_model import Outlet
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class TrainerProcess(Process):
         self._incarnation = Incarnation(f"{self.name}.{self.life}")
         self._outlets: list[Outlet] = []
         self._told_boot = 0
+        self._committed: m.Held | None = None
         self.busy = False
         self.client = Client(self, self._world.network, self._hello, None)
         self.thread(self._train(self.client))
@@ -190,6 +193,7 @@ class TrainerProcess(Process):
         )
         answer, _ = yield from client.asking(message, deadline_s=REQUEST_S)
         assert isinstance(answer, m.Granted)
+        self._committed = answer.committed
         return p.LeaseGranted(answer.epoch, answer.committed)
 
     def _announce(self, client: Client, version: int, epoch: int) -> Thread:
@@ -208,6 +212,8 @@ class TrainerProcess(Process):
             policy=self._world.policy(),
             rollback=self._going_back,
         )
+        if self._world.trust is not None:
+            message = seal_publication(message, AgentId(self.name), secret_of(self.name), self._committed)
         self._world.publishes(self.name, epoch, message.request, table, self._blob_tags(version)[0])
         yield from client.asking(message, deadline_s=REQUEST_S)
         return p.Accepted()
@@ -218,6 +224,9 @@ class TrainerProcess(Process):
         for outlet in delivery.outlets:
             self._world.opened(outlet)
         offers = tuple(m.Offer(transport=each.kind, address=self._world.address(each)) for each in delivery.outlets)
+        if self._world.trust is not None:
+            secret, channel, at = secret_of(self.name), self._world.channel, Epoch(effect.epoch)
+            offers = tuple(seal_offer(offer, channel, at, secret) for offer in offers)
         offered = m.Offered(
             request=client.new_request(), channel=self._world.channel, epoch=Epoch(effect.epoch), offers=offers
         )

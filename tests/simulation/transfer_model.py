@@ -98,12 +98,13 @@ def receive(  # noqa: PLR0917
     name = engine.name
     if name in outlet.done:
         raise TransferBroken(outlet.done[name] or "this engine is through already")
-    outlet.came[name] = 0
     try:
+        yield from _through(world, outlet, engine, deadline)
+        outlet.came[name] = 0
         yield from _join(outlet, engine, deadline)
         for bucket, tag in enumerate(wanted):
             yield STEP_S * (0.5 + world.data_rng.random())
-            _still(outlet, engine, deadline)
+            yield from _through(world, outlet, engine, deadline)
             found = outlet.content(bucket)
             if not outlet.collective and found != tag:
                 raise TransferBroken(f"bucket {bucket} is not what the table says")  # noqa: TRY301
@@ -130,6 +131,14 @@ def _still(outlet: Outlet, engine: EngineProcess, deadline: float) -> None:
         raise TransferBroken(outlet.done[engine.name])
     if engine.clock() >= deadline:
         raise TransferBroken("too late")
+
+
+def _through(world: World, outlet: Outlet, engine: EngineProcess, deadline: float) -> Thread:
+    """Nothing comes through a cut, and neither end is told: both wait, up to their deadlines."""
+    _still(outlet, engine, deadline)
+    while engine.name in world.cut_off:
+        yield 0.2
+        _still(outlet, engine, deadline)
 
 
 def _join(outlet: Outlet, engine: EngineProcess, deadline: float) -> Thread:

@@ -18,6 +18,7 @@ from .loop import MOST_STEPS, Loop
 from .network import Network, Weather
 from .process import Process, Trap
 from .scenario import Fault, Scenario
+from .seals import trust_of
 from .server_model import ServerModel
 from .trainer_process import TrainerProcess
 from .transfer_model import Outlet
@@ -87,6 +88,10 @@ class World:
             name: TrainerProcess(self, name, drift.uniform(-0.01, 0.01), kinds) for name in scenario.trainers
         }
         self.outlets: dict[str, Outlet] = {}
+        self.cut_off: set[str] = set()
+        """Engines whose data plane is parted from every trainer's."""
+        self.trust = trust_of(scenario.trainers) if scenario.sealed else None
+        """The allow-list on every engine's host; null where no keys are used."""
         self.faults = 0
         self._corrupt_next: int | None = None
         self._awaited: list[Fault] = []
@@ -348,7 +353,7 @@ class World:
         if self.loop.now < self.scenario.calm_from:
             self._befalls(fault)
 
-    def _befalls(self, fault: Fault) -> None:  # noqa: C901, PLR0912  # one case per kind
+    def _befalls(self, fault: Fault) -> None:  # noqa: C901, PLR0912, PLR0915  # one case per kind
         self.faults += 1
         who, lasts = fault.who, fault.lasts
         match fault.kind:
@@ -366,6 +371,10 @@ class World:
             case "cut" | "cut-up" | "cut-down":
                 self.network.cut(who, up=fault.kind != "cut-down", down=fault.kind != "cut-up")
                 self.loop.after(lasts, lambda: self.network.heal(who))
+            case "data-cut":
+                self.loop.note(who, "** its data plane is cut off")
+                self.cut_off.add(who)
+                self.loop.after(lasts, lambda: self.cut_off.discard(who))
             case "disconnect":
                 self.loop.note(who, "** its connection breaks")
                 self.network.disconnect(who)
@@ -403,6 +412,7 @@ class World:
     def _calm(self) -> None:
         """Everything works again."""
         self._awaited.clear()
+        self.cut_off.clear()
         self.network.weather = Weather()
         self.loop.note("world", "-- from here on nothing goes wrong any more")
         for process in self.processes:

@@ -1,0 +1,156 @@
+"""Digests from where the ranks' pieces lie, against the digests of the packed tensors."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane import integrity
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.copy_torch import TorchEngine
+from weightbus.dataplane.errors import CoverageError, DigestMismatch, ManifestError, Unsupported
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.share_digest import ShareDigest
+from weightbus.dataplane.shares import Division, divide
+
+TENSORS = (
+    TensorSpec("even", "bfloat16", (12, 16)),
+    TensorSpec("odd", "bfloat16", (6, 5)),
+    TensorSpec("long", "float32", (24,)),
+    TensorSpec("deep", "bfloat16", (2, 6, 8)),
+    TensorSpec("scalar", "float32", ()),
+)
+RANKS = 3
+
+
+def cuts(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
+    """Equal parts along each axis."""
+    sizes = [extent // count for extent, count in zip(shape, parts, strict=True)]
+    return [
+        Box(
+            tuple(i * s for i, s in zip(at, sizes, strict=True)),
+            tuple((i + 1) * s for i, s in zip(at, sizes, strict=True)),
+        )
+        for at in product(*(range(count) for count in parts))
+    ]
+
+
+class Ranks:
+    """Every tensor cut somehow; its parts on one rank or several, some transposed, some kept in float32."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        torch.manual_seed(data.draw(st.integers(0, 99)))
+        self.values = {spec.name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for spec in TENSORS}
+        self.memories: list[list[torch.Tensor]] = [[] for _ in range(RANKS)]
+        pieces: list[list[Piece]] = [[] for _ in range(RANKS)]
+        for spec in TENSORS:
+            parts = tuple(data.draw(st.sampled_from([n for n in (1, 2, 3) if e % n == 0])) for e in spec.shape)
+            for box in cuts(spec.shape, parts):
+                for rank in data.draw(st.permutations(range(RANKS)))[: data.draw(st.integers(1, RANKS))]:
+                    dtype = data.draw(st.sampled_from([spec.dtype, "float32"]))
+                    value = self.values[spec.name][tuple(map(slice, box.start, box.stop))].to(getattr(torch, dtype))
+                    if len(box.shape) == 2 and data.draw(st.booleans()):
+                        value = value.t().contiguous().t()
+                    else:
+                        value = value.contiguous()
+                    view = View(len(self.memories[rank]), 0, tuple(value.stride()))
+                    pieces[rank].append(Piece(spec.name, box, dtype, view))
+                    self.memories[rank].append(value)
+        self.pieces = Pieces.join([Pieces.of(TENSORS, mine, rank) for rank, mine in enumerate(pieces)])
+
+    def reports(self, division: Division, pass_bytes: int) -> tuple[list[np.ndarray], list[bytes]]:
+        """What each rank says."""
+        found = [
+            ShareDigest(division.share(rank, pass_bytes), memory, torch.device("cpu"), TorchEngine()).run()
+            for rank, memory in enumerate(self.memories)
+        ]
+        return [lanes for lanes, _ in found], [odd for _, odd in found]
+
+    def expected(self) -> bytes:
+        return b"".join(
+            integrity.digest_tensors(self.values[spec.name].contiguous().view(-1).view(torch.uint8), (0, spec.nbytes))
+            for spec in TENSORS
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_ranks_sums_are_the_digests_of_the_packed_tensors(data: st.DataObject) -> None:
+    """However a model is cut, replicated and laid out, and also where masters of another dtype are cast."""
+    ranks = Ranks(data)
+    division = divide(ranks.pieces)
+
+    lanes, odd = ranks.reports(division, data.draw(st.sampled_from([1, 64, 1 << 20])))
+
+    assert division.digests(lanes, odd) == ranks.expected()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_every_element_is_read_once(data: st.DataObject) -> None:
+    """Replicas share the reading: the ranks' tables hold each tensor's words exactly once."""
+    ranks = Ranks(data)
+    division = divide(ranks.pieces)
+    shares = [division.share(rank, 64) for rank in range(RANKS)]
+    apart = sum(TENSORS[index].nbytes for index in division.odd.tolist())
+
+    read = sum(share.in_place.nbytes + sum(each.boxes.nbytes for each in share.passes) for share in shares)
+
+    assert read == sum(spec.nbytes for spec in TENSORS) - apart
+    assert sum(int(share.odd.copies.target_bytes.sum()) for share in shares) == apart
+
+
+def whole(tensor: TensorSpec, storage: int) -> Piece:
+    return Piece(tensor.name, Box.whole(tensor.shape), tensor.dtype, View(storage, 0, contiguous_strides(tensor.shape)))
+
+
+def test_replicas_take_turns() -> None:
+    """Two ranks that hold everything read about half of it each."""
+    tensors = tuple(TensorSpec(f"t{n}", "bfloat16", (8, 8)) for n in range(10))
+    pieces = Pieces.join([Pieces.of(tensors, [whole(t, n) for n, t in enumerate(tensors)], rank) for rank in range(2)])
+
+    division = divide(pieces)
+
+    assert [division.share(rank, 64).in_place.nbytes for rank in range(2)] == [640, 640]
+
+
+def test_a_model_of_odd_boxes_is_left_to_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks would have to send each other is bounded."""
+    monkeypatch.setattr("weightbus.dataplane.shares.MOST_ODD_BYTES", 59)
+    tensors = TENSORS[1:2]
+
+    with pytest.raises(Unsupported, match="odd"):
+        divide(Pieces.of(tensors, [whole(tensors[0], 0)]))
+
+
+def test_a_hole_is_named() -> None:
+    """No digest is made of a part of a model."""
+    half = Piece("even", Box((0, 0), (6, 16)), "bfloat16", View(0, 0, (16, 1)))
+
+    with pytest.raises(CoverageError, match="even"):
+        divide(Pieces.of(TENSORS[:1], [half]))
+
+
+def test_sums_of_other_tensors_are_refused() -> None:
+    """A rank that counts otherwise than the root runs another version."""
+    division = divide(Pieces.of(TENSORS[:1], [whole(TENSORS[0], 0)]))
+
+    with pytest.raises(ManifestError, match="rank 0 gave sums of 2 tensors, 1 fell"):
+        division.digests([np.zeros((2, 2), np.uint64)], [b""])
+
+
+def test_masters_that_differ_are_noticed() -> None:
+    """Odd boxes that overlap must agree: two ranks cannot both be right."""
+    tensors = TENSORS[1:2]
+    pieces = Pieces.of(tensors, [whole(tensors[0], 0)])
+    division = divide(pieces)
+    twice = Division(Pieces.join([pieces, Pieces.of(tensors, [whole(tensors[0], 0)], 1)]), division.odd)
+
+    with pytest.raises(DigestMismatch, match="trainer rank 0"):
+        twice.digests([np.zeros((2, 0), np.uint64)] * 2, [bytes(60), bytes(59) + b"x"])

@@ -1,0 +1,113 @@
+"""Ends of direct rounds in processes of their own: reads jobs, a JSON object a line, and forks a process for each.
+
+    {"half": "trainer", "root": .., "epoch": 1, "seed": 3}     offers a version, says where, and stays
+    {"half": "workers", "socket": .., "tp": 2, "die": "Replay"}  is a server's workers for one call of the loader
+
+A process may be told to kill itself at a point: before it obeys a message of that name, when it has ``copied``, or when
+it has answered (``after Replay``). Answers are JSON lines too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.kit.toy_direct import SPECS, WAIT_S, Shard, Trainer
+from weightbus.dataplane.transport import Peer
+from weightbus.engine_agent import worker_loader
+from weightbus.engine_agent.recorder import record
+from weightbus.engine_agent.worker_state import WorkerState
+
+
+def say(**answer: object) -> None:
+    """One line."""
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def trainer(job: dict[str, Any]) -> None:
+    """Offer one version to ``e``."""
+    made = Trainer(Path(job["root"]))
+    made.step(job["seed"])
+    address = made.sender.offer(made.session(job["epoch"]), [Peer("e", job["tp"])])
+    say(address=address.address)
+    made.sender.ready(WAIT_S)
+    made.sender.finish(WAIT_S)
+    signal.pause()
+
+
+def workers(job: dict[str, Any]) -> None:
+    """Take part in one exchange, all ranks in threads; exit when they have returned."""
+    point = job.get("die", "")
+    obey = worker_loader._obey
+
+    def watched(state: WorkerState, message: Any) -> Any:
+        name = type(message).__name__
+        if name == "Replay" and point == "copied":
+            bound = state._importer
+
+            class Dies:
+                """Stands for the importer when the copy has been made."""
+
+                def __getattr__(self, asked: str) -> Any:
+                    if asked == "check" and state.touched:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return getattr(bound, asked)
+
+            state._importer = Dies()  # type: ignore[assignment]
+        if name == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        answer = obey(state, message)
+        if point == f"after {name}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    worker_loader._obey = watched
+    rank_of = threading.local()
+    worker_loader._rank = lambda: rank_of.rank
+
+    def run(rank: int) -> None:
+        rank_of.rank = rank
+        worker_loader.load(Shard(rank, job["tp"]), [(f"weightbus:{job['socket']}", torch.empty(0))])
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(job["tp"])]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+    say(returned=True)
+
+
+def main() -> None:
+    """Fork a process for each job until the jobs end, then see that none is left."""
+    children: list[int] = []
+    model = Shard(0, 1)
+    record(model, model.load_weights, SPECS, 0)  # imports what every child would import for itself, for seconds
+    say(up=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            job = json.loads(line)
+            try:
+                {"trainer": trainer, "workers": workers}[job["half"]](job)
+            except Exception as error:  # noqa: BLE001  told to the test
+                say(error=f"{type(error).__name__}: {error}")
+            os._exit(0)
+        children.append(pid)
+        say(pid=pid)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,76 @@
+"""What the ranks of a source expose, read and digested as an engine would, on real ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from weightbus.dataplane import integrity
+from weightbus.dataplane.copy_torch import TorchEngine
+from weightbus.dataplane.direct import Exposed
+from weightbus.dataplane.host import host_identity
+from weightbus.dataplane.importer import RegionImporter
+from weightbus.dataplane.manifest import Manifest
+from weightbus.dataplane.pieces import Pieces
+from weightbus.dataplane.plan import Reader, make_plan, staging_of
+from weightbus.dataplane.recording import Cause, LoadedTensor, Recording
+from weightbus.dataplane.transport import Address
+from weightbus.trainer_agent.exposure import Exposable, Exposure
+from weightbus.trainer_agent.source import Source
+
+
+def exposed_digests_and_tensors(source: Source) -> tuple[list[bytes], dict[str, torch.Tensor]]:
+    """On the root: the ranks' digests by tensor, and every tensor out of their memories. Collective."""
+    assert isinstance(source, Exposable)
+    manifest = Manifest.of(source.model, source.tensors())
+    with tempfile.TemporaryDirectory(prefix="wb-x") as folder:
+        exposure = Exposure(source, manifest, Path(folder), "x")
+        exposure.expose()
+        digests = exposure.digests()
+        assert digests is not None, exposure.unsummed
+        found = read(exposure.current, manifest) if source.root else {}
+        source.collect(b"read")  # until then nobody closes
+        exposure.close()
+    return [digests[at : at + 16] for at in range(0, len(digests), 16)], found
+
+
+def read(exposed: Exposed, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Every tensor, packed, by a plan over what is exposed."""
+    everything = tuple(LoadedTensor(index, Cause.COMPUTED) for index in range(len(manifest.tensors)))
+    recording = Recording(0, (), Pieces.of(manifest.tensors, []), loaded=everything)
+    plan = make_plan(exposed.pieces, exposed.exports, recording, Reader(0, host_identity(), "cpu"))
+    importer = RegionImporter()
+    for each in exposed.exporters:
+        regions = [source.region for source in plan.sources if source.holder == each.holder]
+        if regions:
+            importer.open(Address(each.address), each.holder, each.generation, regions, 30.0)
+    buffer = torch.zeros(plan.staging_bytes, dtype=torch.uint8)
+    sources = [importer.region(source.holder, source.region) for source in plan.sources]
+    TorchEngine().copies(plan.staging, sources, [buffer]).run()
+    importer.check()
+    importer.close()
+    places, _ = staging_of(manifest.tensors, plan.staged)
+    found: dict[str, torch.Tensor] = {}
+    for spec, at in zip(manifest.tensors, places.storage.tolist(), strict=True):
+        found[spec.name] = buffer[at : at + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape).clone()
+    return found
+
+
+def wrongly_exposed(source: Source, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of what is not bit for bit as `expected`, the tensors that were assembled, or digested otherwise.
+
+    Collective; nothing to say but on the root.
+    """
+    digests, found = exposed_digests_and_tensors(source)
+    if not source.root:
+        return []
+    wrong = {name for name in found.keys() | expected.keys() if name not in found or name not in expected}
+    for spec, digest in zip(source.tensors(), digests, strict=True):
+        packed = expected[spec.name].contiguous().view(-1).view(torch.uint8)
+        if not torch.equal(packed, found[spec.name].view(-1).view(torch.uint8)):
+            wrong.add(spec.name)
+        if integrity.digest_tensors(packed, (0, spec.nbytes)) != digest:
+            wrong.add(f"digest of {spec.name}")
+    return sorted(wrong)

@@ -1,0 +1,219 @@
+"""A trainer of two ranks and an engine of toy workers: both halves of direct rounds without a server.
+
+The workers are threads of this process; sockets, memory and everything else are what runs in production.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightbus.dataplane import integrity
+from weightbus.dataplane.direct import DirectSender, Exposed
+from weightbus.dataplane.direct_receiver import DirectReceiver
+from weightbus.dataplane.direct_wire import Exporting
+from weightbus.dataplane.exporter import RegionExporter
+from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.pieces import Box, Piece, Pieces, View
+from weightbus.dataplane.transport import Address, Peer, Receipt, Session
+from weightbus.engine_agent import worker_loader
+from weightbus.engine_agent.model_tensors import ModelTensors
+from weightbus.engine_agent.recorder import NamedTensors
+
+WAIT_S = 120.0
+"""The first recording of a process imports parts of torch, for seconds, and minutes on a busy machine."""
+SPECS = (
+    TensorSpec("embed", "bfloat16", (16, 8)),
+    TensorSpec("up", "bfloat16", (8, 8)),
+    TensorSpec("down", "bfloat16", (8, 8)),
+    TensorSpec("norm", "bfloat16", (8,)),
+    TensorSpec("odd", "bfloat16", (6,)),
+    TensorSpec("wide", "bfloat16", (8,)),
+    TensorSpec("scaled", "float32", (4,)),
+)
+
+
+class Shard(torch.nn.Module):
+    """One of `tp` ranks: rows, columns, a whole tensor, an odd one, a cast, and a calculation."""
+
+    def __init__(self, rank: int, tp: int) -> None:
+        super().__init__()
+        self.rank, self.tp = rank, tp
+
+        def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+
+        self.embed = parameter(24 // tp, 8)
+        self.up = parameter(8 // tp, 8)
+        self.down = parameter(8, 8 // tp)
+        self.norm = parameter(8)
+        self.odd = parameter(6)
+        self.wide = parameter(8, dtype=torch.float32)
+        self.scaled = parameter(4, dtype=torch.float32)
+
+    def load_weights(self, weights: NamedTensors) -> None:
+        """As SGLang's layers do it."""
+        for name, tensor in weights:
+            target = getattr(self, name).data
+            if name == "scaled":
+                target.copy_(tensor * 2)
+                continue
+            cut = tensor
+            if name in ("embed", "up"):
+                rows = tensor.shape[0] // self.tp
+                cut = tensor.narrow(0, rows * self.rank, rows)
+            if name == "down":
+                cut = tensor.narrow(1, 8 // self.tp * self.rank, 8 // self.tp)
+            if name == "embed":
+                target[cut.shape[0] :].zero_()
+                target = target[: cut.shape[0]]
+            target.copy_(cut)
+
+
+class Server:
+    """Stands for SGLang: calls the loader in every worker, and returns when all have."""
+
+    def __init__(self, tp: int, monkeypatch: pytest.MonkeyPatch, shard: type[Shard] = Shard) -> None:
+        self.tp = tp
+        self.models = [shard(rank, tp) for rank in range(tp)]
+        self.calls = 0
+        self.before_load: Callable[[], None] = lambda: None
+        self._rank = threading.local()
+        monkeypatch.setattr(worker_loader, "_rank", lambda: self._rank.value)
+
+    def load_direct(self, socket: str, deadline_s: float) -> None:
+        self.calls += 1
+        self.before_load()
+        workers = [threading.Thread(target=self._work, args=(rank, socket)) for rank in range(self.tp)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(deadline_s)
+
+    def _work(self, rank: int, socket: str) -> None:
+        self._rank.value = rank
+        worker_loader.load(self.models[rank], [(f"weightbus:{socket}", torch.empty(0))])
+
+
+class Offering(DirectSender):
+    """Remembers where it said that it is."""
+
+    address = Address("")
+
+    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+        self.address = super().offer(session, peers)
+        return self.address
+
+
+class Trainer:
+    """Two ranks, each with half of every tensor's rows; the odd ones are whole on both."""
+
+    def __init__(self, runtime: Path, specs: tuple[TensorSpec, ...] = SPECS) -> None:
+        self.specs = specs
+        self.values: dict[str, torch.Tensor] = {}
+        self.exporters = [RegionExporter(runtime, "c", rank) for rank in range(2)]
+        self.shards: list[dict[str, torch.Tensor]] = [{}, {}]
+        self.step(0)
+        self.sender = Offering(runtime, "c", self.expose)
+
+    def step(self, seed: int) -> None:
+        """New values, in the memory that is there."""
+        torch.manual_seed(seed)
+        for spec in self.specs:
+            value = torch.randn(spec.shape).to(getattr(torch, spec.dtype))
+            self.values[spec.name] = value
+            for rank, shard in enumerate(self.shards):
+                mine = self._rows(value, rank)
+                shard.setdefault(spec.name, torch.empty_like(mine)).copy_(mine)
+
+    @staticmethod
+    def _rows(value: torch.Tensor, rank: int) -> torch.Tensor:
+        half = value.shape[0] // 2
+        return value[half * rank : half * (rank + 1)].clone() if value.dim() == 2 else value.clone()
+
+    def expose(self) -> Exposed:
+        parts, maps, addresses = [], [], []
+        for rank, (exporter, shard) in enumerate(zip(self.exporters, self.shards, strict=True)):
+            maps.append(exporter.export(list(shard.values())))
+            pieces: list[Piece] = []
+            for number, (name, tensor) in enumerate(shard.items()):
+                first = tensor.shape[0] * rank if tensor.dim() == 2 else 0
+                start = (first,) + (0,) * (tensor.dim() - 1)
+                stop = (first + tensor.shape[0], *tensor.shape[1:])
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                pieces.append(Piece(name, Box(start, stop), dtype, View(number, 0, tuple(tensor.stride()))))
+            parts.append(Pieces.of(self.manifest.tensors, pieces, rank))
+            addresses.append(Exporting(holder=rank, address=exporter.address().address, generation=exporter.generation))
+        return Exposed(Pieces.join(parts), tuple(maps), tuple(addresses))
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest.of("toy", self.specs)
+
+    def session(self, epoch: int) -> Session:
+        digests = []
+        for spec in self.manifest.tensors:
+            packed = self.values[spec.name].contiguous().view(torch.uint8).reshape(-1)
+            digests.append(integrity.digest_tensors(packed, (0, spec.nbytes)))
+        table = DigestTable(self.manifest.digest(), epoch, integrity.ALGORITHM, b"".join(digests))
+        return Session("c", epoch, epoch, self.manifest, table)
+
+    def close(self) -> None:
+        self.sender.close()
+        for exporter in self.exporters:
+            exporter.close()
+
+
+class World:
+    """A trainer and an engine, and a round between them."""
+
+    def __init__(
+        self,
+        runtime: Path,
+        tp: int,
+        monkeypatch: pytest.MonkeyPatch,
+        specs: tuple[TensorSpec, ...] = SPECS,
+        shard: type[Shard] = Shard,
+    ) -> None:
+        self.runtime = runtime
+        self.trainer = Trainer(runtime, specs)
+        self.server = Server(tp, monkeypatch, shard)
+        self.receiver = DirectReceiver(runtime)
+        self.epoch = 0
+        self._pool = ThreadPoolExecutor(1)
+
+    def round(self, session: Session | None = None) -> Receipt:
+        """One transfer; raises what the receiver raises."""
+        self.epoch += 1
+        sent = session or self.trainer.session(self.epoch)
+        self.trainer.sender.offer(sent, [Peer("e", self.server.tp)])
+        received = self.receive(sent, "e", self.trainer.sender.address)
+        self.trainer.sender.ready(WAIT_S)
+        self.trainer.sender.finish(WAIT_S)
+        return received.result(WAIT_S)
+
+    def receive(self, session: Session, engine: str, address: Address, deadline_s: float = WAIT_S) -> Future[Receipt]:
+        """The engine's half, in a thread of its own."""
+        return self._pool.submit(self.receiver.receive, session, address, engine, 1, self.server, deadline_s)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.receiver.shutdown()
+        worker_loader.forget()
+        self._pool.shutdown()
+        self.trainer.close()
+
+
+def holds(server: Server, values: Mapping[str, torch.Tensor]) -> bool:
+    """Every worker holds what its own loader makes of `values`."""
+    for model in server.models:
+        oracle = type(model)(model.rank, model.tp)
+        oracle.load_weights(iter(values.items()))
+        pairs = zip(ModelTensors(model).tensors, ModelTensors(oracle).tensors, strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs):
+            return False
+    return True

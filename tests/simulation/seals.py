@@ -1,0 +1,28 @@
+"""Keys of the simulated trainers, and the allow-list that knows them. The arithmetic is the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from weightbus.control.events import ANY_CHANNEL
+from weightbus.control.ids import AgentId
+from weightbus.control.messages import Role
+from weightbus.control.signing import signing_key_of
+from weightbus.control.trust import Entry
+
+
+def secret_of(trainer: str) -> str:
+    """The same in every life and every run."""
+    return f"the secret of {trainer}"
+
+
+@cache
+def _entry(trainer: str) -> Entry:
+    key = trainer.ljust(40, "0")
+    return Entry(role=Role.TRAINER, channels=(ANY_CHANNEL,), key=key, signing_key=signing_key_of(secret_of(trainer)))
+
+
+def trust_of(trainers: tuple[str, ...]) -> Mapping[AgentId, Entry]:
+    """What every engine's host has been told."""
+    return {AgentId(name): _entry(name) for name in trainers}
