@@ -35,6 +35,11 @@ ROWS: dict[str, tuple[str, str, str]] = {
     "2": ("trainer dies in mid-transfer", "the round ends in bounded time, another trainer goes on", HERE),
     "3": ("engine dies half-loaded", "it serves nothing before all of a version is proven; the others commit", HERE),
     "4": ("slow engine", "wait-all, quorum or evict-after, as the channel's policy says", HERE),
+    "5": (
+        "a member of a collective hangs (gloo stands in for NCCL)",
+        "noticed at the deadline, named; the group is formed again at the next epoch",
+        "../dataplane/transport_contract.py::test_receiver_stopped",
+    ),
     "6": ("doubled, late and reordered messages", "no effect", HERE),
     "7a": ("control cut, data well", "nothing is served without a Commit; in bounded time nobody is paused", HERE),
     "7b": ("data cut, control well", "failed at its deadline; the others commit", HERE),
@@ -42,6 +47,26 @@ ROWS: dict[str, tuple[str, str, str]] = {
     "8": ("version goes back", "refused, unless the trainer says rollback: durable, under a new epoch", HERE),
     "9": ("two trainers believe in their lease", "receivers refuse the older epoch", HERE),
     "10": ("engine restarts with launch weights", "not listed before it holds the committed version", HERE),
+    "11": (
+        "exported memory is replaced while it is read (host memory)",
+        "it lives as long as a reader's connection",
+        "../dataplane/test_exports.py::test_memory_that_was_replaced_lives_while_it_is_read",
+    ),
+    "12": (
+        "exporter dies while it is read (host memory)",
+        "noticed; the engine fails before a byte moves",
+        "../dataplane/test_exports.py::test_an_exporter_that_died_is_noticed",
+    ),
+    "13": (
+        "reader dies",
+        "its lease ends with its connection, and holds nothing up",
+        "../dataplane/test_exports.py::test_a_reader_that_died_holds_nothing_up",
+    ),
+    "14": (
+        "memory that cannot be exported",
+        "found at the start, with advice",
+        "../trainer_agent/test_exposure.py::test_memory_that_cannot_be_exported_is_found_at_the_start",
+    ),
     "16": ("corrupted bucket", "never served; driven again, or the version is not committed", HERE),
     "17": (
         "incomplete update",
@@ -51,6 +76,11 @@ ROWS: dict[str, tuple[str, str, str]] = {
     "18": ("disk full", "read-only with an alarm (journal_writable), and well again by itself", HERE),
     "19": ("wall clock jumps", "nothing", HERE),
     "20": ("malformed message", "refused and counted", "test_codec.py::test_any_bytes_are_refused_with_a_typed_error"),
+    "20, again and again": (
+        "a flood",
+        "slowed, then cut off; its neighbours are heard",
+        "test_bus.py::test_a_flood_is_dropped_and_its_neighbour_heard",
+    ),
     "21": (
         "caches survive the update",
         "flushed before anything generates",
@@ -63,7 +93,7 @@ ROWS: dict[str, tuple[str, str, str]] = {
     ),
     "23": ("overload", "room is bounded", "test_membership.py::test_room_for_agents_and_channels_is_bounded"),
 }
-"""Row -> fault, behaviour, file (and test) that shows it."""
+"""Row -> fault, behaviour, file (and test) that shows it. Row 15, device memory that runs out, needs a GPU."""
 
 
 def storm(*faults: Fault, **changes: object) -> World:
