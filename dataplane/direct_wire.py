@@ -12,21 +12,17 @@ receiver                     sender
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
 from .deadline import Deadline
-from .errors import PeerLost
 from .frames import Frames
 from .plan import Reader
+from .wire_message import WireMessage, decode
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    pass
-
-
-class Hello(_Message, frozen=True, tag=True):
+class Hello(WireMessage, frozen=True, tag=True):
     """Receiver, first."""
 
     channel: str
@@ -34,7 +30,7 @@ class Hello(_Message, frozen=True, tag=True):
     engine: str
 
 
-class Exporting(_Message, frozen=True, tag=True):
+class Exporting(WireMessage, frozen=True, tag=True):
     """One trainer rank: where its exporter listens, and which generation of its memory is current."""
 
     holder: int
@@ -42,7 +38,7 @@ class Exporting(_Message, frozen=True, tag=True):
     generation: int
 
 
-class Welcome(_Message, frozen=True, tag=True):
+class Welcome(WireMessage, frozen=True, tag=True):
     """Sender: the receiver takes part."""
 
     epoch: int
@@ -51,18 +47,18 @@ class Welcome(_Message, frozen=True, tag=True):
     exporters: tuple[Exporting, ...]
 
 
-class Refused(_Message, frozen=True, tag=True):
+class Refused(WireMessage, frozen=True, tag=True):
     """Sender: the receiver does not take part."""
 
     epoch: int
     reason: str
 
 
-class GiveLayout(_Message, frozen=True, tag=True):
+class GiveLayout(WireMessage, frozen=True, tag=True):
     """Receiver: it does not know that layout yet."""
 
 
-class Layout(_Message, frozen=True, tag=True):
+class Layout(WireMessage, frozen=True, tag=True):
     """Sender: what every rank holds and exports."""
 
     pieces: bytes
@@ -71,7 +67,7 @@ class Layout(_Message, frozen=True, tag=True):
     """`ExportMap.encode`."""
 
 
-class Proposal(_Message, frozen=True, tag=True):
+class Proposal(WireMessage, frozen=True, tag=True):
     """One worker's plan, and what it was made from."""
 
     reader: Reader
@@ -79,21 +75,21 @@ class Proposal(_Message, frozen=True, tag=True):
     plan: str
 
 
-class Propose(_Message, frozen=True, tag=True):
+class Propose(WireMessage, frozen=True, tag=True):
     """Receiver: what its workers will do. Nothing is read before the sender has agreed."""
 
     plans: tuple[Proposal, ...]
 
 
-class Agreed(_Message, frozen=True, tag=True):
+class Agreed(WireMessage, frozen=True, tag=True):
     """Sender: it made the same plans."""
 
 
-class Finished(_Message, frozen=True, tag=True):
+class Finished(WireMessage, frozen=True, tag=True):
     """Receiver: the engine holds the version, and has proven it."""
 
 
-class Failed(_Message, frozen=True, tag=True):
+class Failed(WireMessage, frozen=True, tag=True):
     """Either side: it gives up."""
 
     reason: str
@@ -105,7 +101,6 @@ ToSender = Hello | GiveLayout | Propose | Finished | Failed
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_RECEIVER: Final[msgspec.msgpack.Decoder[ToReceiver]] = msgspec.msgpack.Decoder(ToReceiver)
 _TO_SENDER: Final[msgspec.msgpack.Decoder[ToSender]] = msgspec.msgpack.Decoder(ToSender)
-_T = TypeVar("_T")
 
 
 def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> None:
@@ -115,17 +110,9 @@ def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> N
 
 def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:
     """For receivers. Raises `PeerLost`, `DeadlineExceeded`."""
-    return _decode(_TO_RECEIVER, frames.receive(deadline, waiting_for))
+    return decode(_TO_RECEIVER, frames.receive(deadline, waiting_for))
 
 
 def hear_receiver(frames: Frames, deadline: Deadline) -> ToSender:
     """For senders. Raises `PeerLost`, `DeadlineExceeded`."""
-    return _decode(_TO_SENDER, frames.receive(deadline, "a receiver"))
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
-    try:
-        message: _T = decoder.decode(frame)
-    except (ValueError, RecursionError) as error:
-        raise PeerLost(f"the other end sent what is not a message: {error}") from error
-    return message
+    return decode(_TO_SENDER, frames.receive(deadline, "a receiver"))

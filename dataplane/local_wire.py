@@ -10,25 +10,22 @@ import contextlib
 import os
 import socket
 import stat
-import struct
 from pathlib import Path
-from typing import Annotated, Final, Self, TypeVar
+from typing import Annotated, Final, Self
 
 import msgspec
 
 from .deadline import Deadline
 from .errors import DeadlineExceeded, PeerLost
+from .export_wire import peer_of
+from .wire_message import WireMessage, decode
 
 MAX_PACKET: Final = 16 * 1024
 _Text = Annotated[str, msgspec.Meta(max_length=2048)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    pass
-
-
-class Hello(_Message, frozen=True, tag=True):
+class Hello(WireMessage, frozen=True, tag=True):
     """Receiver, first: who it is and which epoch it was told to take."""
 
     channel: _Text
@@ -36,20 +33,20 @@ class Hello(_Message, frozen=True, tag=True):
     engine: _Text
 
 
-class Welcome(_Message, frozen=True, tag=True):
+class Welcome(WireMessage, frozen=True, tag=True):
     """Sender: the receiver takes part."""
 
     epoch: _Count
 
 
-class Refused(_Message, frozen=True, tag=True):
+class Refused(WireMessage, frozen=True, tag=True):
     """Sender: the receiver does not take part. `epoch` is the sender's."""
 
     epoch: _Count
     reason: _Text
 
 
-class BucketReady(_Message, frozen=True, tag=True):
+class BucketReady(WireMessage, frozen=True, tag=True):
     """Sender: bucket `index` lies in `handle` (handles.py) until the receiver is done with it."""
 
     index: _Count
@@ -58,18 +55,18 @@ class BucketReady(_Message, frozen=True, tag=True):
     handle: bytes
 
 
-class BucketDone(_Message, frozen=True, tag=True):
+class BucketDone(WireMessage, frozen=True, tag=True):
     """Receiver: it will not read the memory of bucket `index` any more."""
 
     index: _Count
     generation: _Count
 
 
-class Finished(_Message, frozen=True, tag=True):
+class Finished(WireMessage, frozen=True, tag=True):
     """Receiver: every bucket was loaded."""
 
 
-class Failed(_Message, frozen=True, tag=True):
+class Failed(WireMessage, frozen=True, tag=True):
     """Either side: it gives up."""
 
     reason: _Text
@@ -124,11 +121,7 @@ class Connection:
 
     def check_user(self) -> int:
         """The peer's PID. Raises `PeerLost` when it belongs to another user."""
-        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, _ = struct.unpack("3i", raw)
-        if uid != os.getuid():
-            raise PeerLost(f"process {pid} belongs to user {uid}, expected {os.getuid()}: run both sides as one user")
-        return int(pid)
+        return peer_of(self._socket)
 
     def send(self, message: ToReceiver | ToSender) -> None:
         """Raises `PeerLost` when the peer is gone or has stopped reading."""
@@ -140,7 +133,7 @@ class Connection:
     def from_receiver(self) -> ToSender | None:
         """The next message, or None when there is none yet. Raises `PeerLost`."""
         packet = self._packet()
-        return None if packet is None else _decode(_TO_SENDER, packet)
+        return None if packet is None else decode(_TO_SENDER, packet)
 
     def from_sender(self, deadline: Deadline, waiting_for: str) -> ToReceiver:
         """Wait for the next message. Raises `PeerLost`, `DeadlineExceeded`."""
@@ -151,7 +144,7 @@ class Connection:
             self._socket.setblocking(False)
         if packet is None:
             raise DeadlineExceeded(waiting_for, deadline.seconds)
-        return _decode(_TO_RECEIVER, packet)
+        return decode(_TO_RECEIVER, packet)
 
     def _packet(self) -> bytes | None:
         try:
@@ -197,14 +190,3 @@ def not_private(path: Path, kind: int) -> str:
             f"expected user {os.getuid()} and no rights for others"
         )
     return ""
-
-
-_T = TypeVar("_T")
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], packet: bytes) -> _T:
-    try:
-        message: _T = decoder.decode(packet)
-    except (ValueError, RecursionError) as error:
-        raise PeerLost(f"the peer sent what is not a message: {error}") from error
-    return message

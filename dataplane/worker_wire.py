@@ -16,21 +16,17 @@ from the call at `Done`. Only what a worker does not know yet is sent: a steady 
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
 from .deadline import Deadline
-from .errors import PeerLost
 from .frames import Frames
 from .manifest import TensorSpec
+from .wire_message import WireMessage, decode
 
 
-class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    pass
-
-
-class Hello(_Message, frozen=True, tag=True):
+class Hello(WireMessage, frozen=True, tag=True):
     """Worker, first: who it is, and what it has from earlier rounds."""
 
     rank: int
@@ -43,21 +39,21 @@ class Hello(_Message, frozen=True, tag=True):
     plan: str = ""
 
 
-class Record(_Message, frozen=True, tag=True):
+class Record(WireMessage, frozen=True, tag=True):
     """Sidecar: run the loader once on these tensors, and say what it does."""
 
     layout: str
     tensors: tuple[TensorSpec, ...]
 
 
-class Recorded(_Message, frozen=True, tag=True):
+class Recorded(WireMessage, frozen=True, tag=True):
     """Worker: `Recording.encode`."""
 
     recording: bytes
     seconds: float
 
 
-class Exports(_Message, frozen=True, tag=True):
+class Exports(WireMessage, frozen=True, tag=True):
     """Where one trainer rank's memory is had, and which regions of it."""
 
     holder: int
@@ -66,7 +62,7 @@ class Exports(_Message, frozen=True, tag=True):
     regions: tuple[int, ...]
 
 
-class Adopt(_Message, frozen=True, tag=True):
+class Adopt(WireMessage, frozen=True, tag=True):
     """Sidecar: what to do in every round from now on. The tables are those of plan.py and proof.py, encoded."""
 
     plan: str
@@ -86,13 +82,13 @@ class Adopt(_Message, frozen=True, tag=True):
     odd_bytes: int
 
 
-class Adopted(_Message, frozen=True, tag=True):
+class Adopted(WireMessage, frozen=True, tag=True):
     """Worker: everything is bound."""
 
     seconds: float
 
 
-class Replay(_Message, frozen=True, tag=True):
+class Replay(WireMessage, frozen=True, tag=True):
     """Sidecar: copy, then say what the engine holds."""
 
     epoch: int
@@ -100,7 +96,7 @@ class Replay(_Message, frozen=True, tag=True):
     exports: tuple[Exports, ...]
 
 
-class Replayed(_Message, frozen=True, tag=True):
+class Replayed(WireMessage, frozen=True, tag=True):
     """Worker: done. Lanes are of its groups, as little-endian uint64; `odd` are the bytes that were read back."""
 
     lanes: bytes
@@ -109,11 +105,11 @@ class Replayed(_Message, frozen=True, tag=True):
     verify_s: float
 
 
-class Done(_Message, frozen=True, tag=True):
+class Done(WireMessage, frozen=True, tag=True):
     """Sidecar: return to the server."""
 
 
-class Failed(_Message, frozen=True, tag=True):
+class Failed(WireMessage, frozen=True, tag=True):
     """Either side: it gives up. The worker has changed weights if `touched`."""
 
     reason: str
@@ -127,8 +123,6 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_WORKER: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)
 _TO_SIDECAR: Final[msgspec.msgpack.Decoder[ToSidecar]] = msgspec.msgpack.Decoder(ToSidecar)
 
-_T = TypeVar("_T")
-
 
 def say(frames: Frames, message: ToWorker | ToSidecar, deadline: Deadline) -> None:
     """Raises `PeerLost`, `DeadlineExceeded`."""
@@ -137,17 +131,9 @@ def say(frames: Frames, message: ToWorker | ToSidecar, deadline: Deadline) -> No
 
 def hear_sidecar(frames: Frames, deadline: Deadline) -> ToWorker:
     """For workers. Raises `PeerLost`, `DeadlineExceeded`."""
-    return _decode(_TO_WORKER, frames.receive(deadline, "the sidecar"))
+    return decode(_TO_WORKER, frames.receive(deadline, "the sidecar"))
 
 
 def hear_worker(frames: Frames, deadline: Deadline, waiting_for: str) -> ToSidecar:
     """For the sidecar. Raises `PeerLost`, `DeadlineExceeded`."""
-    return _decode(_TO_SIDECAR, frames.receive(deadline, waiting_for))
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[_T], frame: bytes) -> _T:
-    try:
-        message: _T = decoder.decode(frame)
-    except (ValueError, RecursionError) as error:
-        raise PeerLost(f"the other end sent what is not a message: {error}") from error
-    return message
+    return decode(_TO_SIDECAR, frames.receive(deadline, waiting_for))

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import msgspec
 import numpy as np
 
-from weightbus.dataplane import direct_wire, export_wire, handles, local_wire, worker_wire
+from weightbus.dataplane import direct_wire, export_wire, handles, local_wire, wire_message, worker_wire
 from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.errors import DataplaneError
@@ -60,7 +60,7 @@ def _messages(name: str, module: Any, decoder: str, *good: Any) -> Target:
     found = getattr(module, decoder)
     return Target(
         name,
-        lambda data: module._decode(found, data),
+        lambda data: wire_message.decode(found, data),
         tuple(map(msgspec.msgpack.encode, good)),
         msgspec.msgpack.encode,
         tagged=True,
