@@ -14,7 +14,7 @@ PINS := $(wildcard requirements/*.txt)
 INSTALLED := $(VENV)/.installed
 LINKED := $(VENV)/.linked
 
-# make demo SYNC=off TRANSPORT=disk ROUNDS=15 TRAINER=fsdp2
+# make demo SYNC=off TRANSPORT=disk ROUNDS=15 TRAINER=fsdp2 (or megatron-moe)
 TRAINER ?= megatron
 SYNC ?= on
 TRANSPORT ?= local
@@ -47,7 +47,7 @@ export OMP_NUM_THREADS ?= 1
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
-demo: env ## Train a toy policy with real ranks (TRAINER=fsdp2) and two real SGLang servers (SYNC=off to compare)
+demo: env ## Train a toy policy with real ranks (TRAINER=fsdp2, megatron-moe) and two real SGLang servers (SYNC=off to compare)
 	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) $(DEMO_ARGS)
 
 env: $(INSTALLED) ## Install the pinned environment and the project into .venv

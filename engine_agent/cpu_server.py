@@ -1,9 +1,9 @@
 """Runs the unmodified SGLang HTTP server on a machine without a GPU: `python -m weightbus.engine_agent.cpu_server`.
 
-For demos and tests. Dense bf16 models (Qwen3, Llama) only. This process becomes the server (exec), so its process id
-is the server's; start it in a process group of its own and end the group, because the server's workers are children
-that rename themselves. When it leads its group, the group ends with it, however it ends. Ready when
-``GET /health_generate`` answers 200, 20 to 60 seconds later.
+For demos and tests: bf16 models (Qwen3, Llama; Qwen3-MoE with SGLang 0.5.23). This process becomes the server (exec),
+so its process id is the server's; start it in a process group of its own and end the group, because the server's
+workers are children that rename themselves. When it leads its group, the group ends with it, however it ends. Ready
+when ``GET /health_generate`` answers 200, 20 to 60 seconds later.
 """
 
 import argparse

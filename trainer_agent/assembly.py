@@ -28,6 +28,21 @@ DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in 
 """The dtypes that may travel, by the names that manifests use."""
 
 
+_ROUNDED: Final = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+def objection(tensor: torch.Tensor, *, rounded: bool) -> str:
+    """What to do about a tensor whose memory is not its values; nothing for one that can be read.
+
+    `rounded`: it is served in another dtype, perhaps. Values that have a scale beside them would lose it.
+    """
+    if tensor.is_meta:
+        return "it has no values yet: build the source after the model was loaded"
+    if rounded and tensor.dtype not in _ROUNDED:
+        return "its scale would be lost: train without quantised parameters"
+    return ""
+
+
 def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:
     """Raise `LayoutMismatch` unless `manifest` holds exactly the tensors of `served`, in whatever order."""
     if len(manifest.tensors) == len(served) and set(manifest.tensors) == set(served):

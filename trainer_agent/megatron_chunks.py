@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .assembly import objection
 from .megatron_checks import check_axes, check_config, check_tied
 from .megatron_names import TRAINING_ONLY, Found, advice_for, place_of
 from .rules import Share
@@ -98,6 +99,8 @@ class Chunk:
                 advice = "only plain tensors are read: train without FSDP and without quantised parameters"
                 kind = f"a {type(parameter).__name__}, {_attributes(parameter)}"
                 raise UnknownParameter(found.name, parameter.shape, kind, advice)
+            if advice := objection(parameter, rounded=True):
+                raise UnknownParameter(found.name, parameter.shape, _attributes(parameter), advice)
             yield found, parameter
         persistent = self._module.state_dict(keep_vars=True)
         for name, buffer in self._module.named_buffers():

@@ -56,6 +56,11 @@ def install() -> None:
     # Its only doors to CUDA's generator.
     random._get_cuda_rng_state = _rng_state  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     random._set_cuda_rng_state = _set_rng_state  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    from megatron.core.transformer.moe import moe_utils  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
+    # The router asks whether it is None; 0.16 defines it only where Transformer Engine is.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        setattr(moe_utils, "te_general_gemm", None)  # noqa: B010  to a type checker it is always there
 
 
 class _Immediate:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from weightbus.dataplane.manifest import ITEM_BYTES, TensorSpec
 from weightbus.dataplane.pieces import Piece, Pieces
 
+from .assembly import objection
 from .checkpoint_form import Slice, architecture, head_dim, slices, stored_tensors, unwrapped
 from .shards import Cut, Local, pieces_of, runs_of
 from .source import LayoutMismatch, UnknownParameter, UnsupportedModel
@@ -126,6 +127,8 @@ def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: 
     for name, tensor in stored.items():
         cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         wanted = dtype if cast and not any(part in name for part in kept) else tensor.dtype
+        if advice := objection(local(tensor), rounded=wanted != tensor.dtype):
+            raise UnknownParameter(name, tensor.shape, str(tensor.dtype), advice)
         served[name] = str(wanted).removeprefix("torch.")
         if served[name] not in ITEM_BYTES:
             detail, advice = f"{wanted}", f"these dtypes can travel: {', '.join(ITEM_BYTES)}"

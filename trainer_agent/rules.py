@@ -6,7 +6,7 @@ never needs more than its own part.
 
 A parameter's rows are *sections*, one after another. Tensor parallelism cuts each section by itself, so that a rank
 holds its share of the first, then its share of the second: gate and up of a gated MLP are two sections, a fused QKV is
-one. A section consists of *runs*: rows that follow each other in a served tensor, too.
+one. A section consists of runs: rows that follow each other in a served tensor, too.
 
 Two facts that this rests on: Megatron interleaves QKV by KV group (``[q .. q, k, v]`` per group) and cuts the result
 into equal rows, inside a group when there are fewer groups than ranks; gate and up are cut separately, so that a rank
@@ -25,6 +25,7 @@ from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.pieces import Piece, View
 
+from .runs import Run, extent, in_sequence, stretch
 from .source import LayoutMismatch
 
 
@@ -125,15 +126,9 @@ class Local(msgspec.Struct, frozen=True):
     dtype: str
 
 
-class _Run(msgspec.Struct):
-    """Rows that follow each other in served tensor `part`, from `row` on."""
-
-    part: int
-    row: int
-    rows: int
-
-
-_Section = list[_Run]
+_Section = tuple[Run, ...]
+_PADDING: Final = -1
+"""The tensor of rows that belong to none."""
 
 
 def pieces_of(
@@ -146,26 +141,26 @@ def pieces_of(
     """
     rows = [spec.shape[0] for spec in served]
     sections = _sections(rule.fusion, rows, heads)
-    full = sum(run.rows for section in sections for run in section)
+    full = sum(map(extent, sections))
     if rule.fusion is Fusion.VOCABULARY:
         full = max(full, local.shape[0] * share.ranks)
-        sections = [[*sections[0], _Run(-1, 0, full - rows[0])]]
+        sections = [in_sequence([*sections[0], Run(0, full - rows[0], tensor=_PADDING)])]
     share = _share_of(rule.cut, local, full, share)
     _check_shape(rule.cut, local, (full, *served[0].shape[1:]), share)
     by_rows = Share(0, 1) if rule.cut is Cut.COLUMNS else share
     width = served[0].shape[1] if len(served[0].shape) > 1 else 0
     columns = list(_columns(rule, width, share))
     for at, run in _held(sections, by_rows):
-        if run.part >= 0:
+        if run.tensor != _PADDING:
             for column_at, column, count in columns:
-                yield _piece(local, served[run.part], (at, run), (column_at, column, count), shifts[run.part])
+                yield _piece(local, served[run.tensor], (at, run), (column_at, column, count), shifts[run.tensor])
 
 
-def _piece(local: Local, spec: TensorSpec, rows: tuple[int, _Run], columns: tuple[int, int, int], shift: int) -> Piece:
+def _piece(local: Local, spec: TensorSpec, rows: tuple[int, Run], columns: tuple[int, int, int], shift: int) -> Piece:
     at, run = rows
     column_at, column, count = columns
     start, stop = [0] * len(spec.shape), list(spec.shape)
-    start[0], stop[0] = run.row, run.row + run.rows
+    start[0], stop[0] = run.start, run.start + run.length
     offset = at * local.strides[0]
     if len(spec.shape) > 1:
         start[1], stop[1] = column, column + count
@@ -207,49 +202,44 @@ def _check_shape(cut: Cut, local: Local, full: tuple[int, ...], share: Share) ->
         )
 
 
-def _held(sections: Sequence[_Section], share: Share) -> Iterator[tuple[int, _Run]]:
+def _held(sections: Sequence[_Section], share: Share) -> Iterator[tuple[int, Run]]:
     """The runs of a shard, each with the local row at which it begins."""
     at = 0
     for section in sections:
-        size = sum(run.rows for run in section) // share.ranks
-        first, last = share.rank * size, (share.rank + 1) * size
-        begin = 0
-        for run in section:
-            low, high = max(first, begin), min(last, begin + run.rows)
-            if low < high:
-                yield at + low - first, _Run(run.part, run.row + low - begin, high - low)
-            begin += run.rows
+        size = extent(section) // share.ranks
+        for run in stretch(section, share.rank * size, size):
+            yield at + run.at, run
         at += size
 
 
 def _sections(fusion: Fusion, rows: Sequence[int], heads: Heads) -> list[_Section]:
     if fusion in {Fusion.QKV, Fusion.GATED_QKV}:
-        return [list(_qkv(heads, gated=fusion is Fusion.GATED_QKV))]
+        return [in_sequence(_qkv(heads, gated=fusion is Fusion.GATED_QKV))]
     if fusion is Fusion.DELTA_IN:
         return list(_delta_in(heads))
     if fusion is Fusion.DELTA_CONVOLUTION:
         key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
-        return [[_Run(0, 0, key)], [_Run(0, key, key)], [_Run(0, 2 * key, value)]]
+        return [(Run(0, key),), (Run(key, key),), (Run(2 * key, value),)]
     if fusion is Fusion.GATED:
         if len(rows) == 1:
             half = rows[0] // 2
-            return [[_Run(0, 0, half)], [_Run(0, half, half)]]
-        return [[_Run(part, 0, size)] for part, size in enumerate(rows)]
-    return [[_Run(0, 0, rows[0])]]
+            return [(Run(0, half),), (Run(half, half),)]
+        return [(Run(0, size, tensor=tensor),) for tensor, size in enumerate(rows)]
+    return [(Run(0, rows[0]),)]
 
 
-def _qkv(heads: Heads, *, gated: bool) -> Iterator[_Run]:
+def _qkv(heads: Heads, *, gated: bool) -> Iterator[Run]:
     size, each = heads.head_dim, heads.heads // heads.groups
     for group in range(heads.groups):
         if gated:
             first = group * each
             # q is served head by head, each with its query rows and then its gate rows.
             for half in range(2):
-                yield from (_Run(0, (2 * head + half) * size, size) for head in range(first, first + each))
+                yield from (Run((2 * head + half) * size, size) for head in range(first, first + each))
         else:
-            yield _Run(0, group * each * size, each * size)
-        yield _Run(1, group * size, size)
-        yield _Run(2, group * size, size)
+            yield Run(group * each * size, each * size)
+        yield Run(group * size, size, tensor=1)
+        yield Run(group * size, size, tensor=2)
 
 
 def _delta_in(heads: Heads) -> Iterator[_Section]:
@@ -257,10 +247,10 @@ def _delta_in(heads: Heads) -> Iterator[_Section]:
     widths: Final = (heads.key_dim, heads.key_dim, values * heads.value_dim, values * heads.value_dim)
     at = 0
     for width in widths:
-        yield [_Run(0, head * sum(widths) + at, width) for head in range(heads.key_heads)]
+        yield in_sequence(Run(head * sum(widths) + at, width) for head in range(heads.key_heads))
         at += width
     for half in range(2):
-        yield [_Run(1, (2 * head + half) * values, values) for head in range(heads.key_heads)]
+        yield in_sequence(Run((2 * head + half) * values, values, tensor=1) for head in range(heads.key_heads))
 
 
 def by_name(rules: Sequence[Rule]) -> Mapping[str, Rule]:

@@ -351,7 +351,7 @@ def _architecture(config: Mapping[str, object]) -> str:
     if not isinstance(first, str) or first not in FAMILIES:
         raise UnsupportedModel(
             f"the Hugging Face config names {first!r}; these are served: {', '.join(FAMILIES)}. "
-            f"Others need a table in families.py, or BridgeSource where Megatron-Bridge knows them"
+            f"Others need a table in families.py, or ExportedSource where Megatron-Bridge knows them"
         )
     return first
 

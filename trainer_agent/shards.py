@@ -1,6 +1,6 @@
 """Which part of a tensor one rank holds, as DTensor cuts it, and which pieces of checkpoint tensors that is. Pure.
 
-Along each dimension a rank holds *runs* of consecutive indexes, one after another: one run for a plain shard, several
+Along each dimension a rank holds runs of consecutive indexes, one after another: one run for a plain shard, several
 where FSDP cut what tensor parallelism had cut before. Cuts are `torch.chunk`'s: equal parts but for the last ones,
 which may be smaller or empty.
 """
@@ -17,15 +17,8 @@ from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.pieces import Piece, View
 
 from .checkpoint_form import Axis, Slice
+from .runs import Run, extent, stretch
 from .source import UnsupportedModel
-
-
-class Run(msgspec.Struct, frozen=True):
-    """`length` indexes from `start` on, which the rank holds from its own index `at` on."""
-
-    start: int
-    length: int
-    at: int = 0
 
 
 class Cut(msgspec.Struct, frozen=True):
@@ -52,7 +45,7 @@ class Local(msgspec.Struct, frozen=True):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the local tensor."""
-        return tuple(sum(run.length for run in runs) for runs in self.runs)
+        return tuple(extent(runs) for runs in self.runs)
 
 
 def runs_of(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[tuple[Run, ...], ...]:
@@ -60,14 +53,14 @@ def runs_of(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[tuple[Run, ...],
 
     Raises `UnsupportedModel` for a split factor that the later cuts do not explain.
     """
-    return tuple(_cut_dim(extent, [cut for cut in cuts if cut.dim == dim], shape) for dim, extent in enumerate(shape))
+    return tuple(_cut_dim(size, [cut for cut in cuts if cut.dim == dim], shape) for dim, size in enumerate(shape))
 
 
-def _cut_dim(extent: int, cuts: Sequence[Cut], shape: Sequence[int]) -> tuple[Run, ...]:
-    runs: tuple[Run, ...] = (Run(0, extent),) if extent else ()
+def _cut_dim(size: int, cuts: Sequence[Cut], shape: Sequence[int]) -> tuple[Run, ...]:
+    runs: tuple[Run, ...] = (Run(0, size),) if size else ()
     for cut in _in_order(cuts, shape):
-        share = -(-sum(run.length for run in runs) // cut.parts)
-        runs = _part(runs, cut.index * share, share)
+        share = -(-extent(runs) // cut.parts)
+        runs = stretch(runs, cut.index * share, share)
     return runs
 
 
@@ -88,21 +81,10 @@ def _in_order(cuts: Sequence[Cut], shape: Sequence[int]) -> list[Cut]:
     return done
 
 
-def _part(runs: Sequence[Run], start: int, length: int) -> tuple[Run, ...]:
-    """`length` indexes of `runs`, from the one at `start` on, renumbered from 0."""
-    found: list[Run] = []
-    for run in runs:
-        first = max(run.at, start)
-        last = min(run.at + run.length, start + length)
-        if first < last:
-            found.append(Run(run.start + first - run.at, last - first, first - start))
-    return tuple(found)
-
-
 def pieces_of(piece: Slice, local: Local) -> Iterator[Piece]:
     """The pieces of a checkpoint tensor that a rank holds through `local`, which is of the slice's source."""
     held = [[_fixed(runs, at)] for runs, at in zip(local.runs, piece.origin, strict=True)]
-    free = {axis.source for axis, extent in zip(piece.axes, piece.shape, strict=True) if extent > 1}
+    free = {axis.source for axis, size in zip(piece.axes, piece.shape, strict=True) if size > 1}
     if any(at == [None] for dim, at in enumerate(held) if dim not in free):
         return
     fixed = sum(
@@ -111,8 +93,8 @@ def pieces_of(piece: Slice, local: Local) -> Iterator[Piece]:
         if dim not in free
     )
     choices = [
-        _along(axis, extent, piece, local) if extent > 1 else ((0, 1, 0, 0),)
-        for axis, extent in zip(piece.axes, piece.shape, strict=True)
+        _along(axis, size, piece, local) if size > 1 else ((0, 1, 0, 0),)
+        for axis, size in zip(piece.axes, piece.shape, strict=True)
     ]
     for chosen in product(*choices):
         box = Box(tuple(each[0] for each in chosen), tuple(each[1] for each in chosen))
@@ -125,13 +107,13 @@ def _fixed(runs: Sequence[Run], index: int) -> int | None:
     return next((run.at + index - run.start for run in runs if run.start <= index < run.start + run.length), None)
 
 
-def _along(axis: Axis, extent: int, piece: Slice, local: Local) -> tuple[tuple[int, int, int, int], ...]:
+def _along(axis: Axis, size: int, piece: Slice, local: Local) -> tuple[tuple[int, int, int, int], ...]:
     """Intervals of an axis that a rank holds: first and last index, offset of the first in its memory, stride."""
     origin, step, stride = piece.origin[axis.source], axis.step, local.strides[axis.source]
     found: list[tuple[int, int, int, int]] = []
     for run in local.runs[axis.source]:
         first = max(0, -(-(run.start - origin) // step))
-        last = min(extent, (run.start + run.length - 1 - origin) // step + 1)
+        last = min(size, (run.start + run.length - 1 - origin) // step + 1)
         if first < last:
             found.append((first, last, (run.at + origin + first * step - run.start) * stride, step * stride))
     return tuple(found)

@@ -1,6 +1,7 @@
 """How fast buckets are assembled from training ranks: ours beside the published procedures, on the same parameters.
 
-    python3 tests/bench/gather.py                                        two gloo ranks on the CPU, a tiny model
+    python3 tests/bench/gather.py                                        two gloo ranks on the CPU, a tiny model that
+                                                                         Megatron-core built
     python3 tests/bench/gather.py --backend nccl --shape qwen3-30b-a3b   two GPUs, Qwen3-30B-A3B, TP2 and EP2, 61 GB
     ... --layers 24                                                      half of it, where memory is short
 
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+KIT = HERE.parent / "kit"
 ROOT = HERE.parents[1]
 PACKAGES = ("control", "dataplane", "trainer_agent", "engine_agent")
 WAYS = ("sync", "async", "ours")
@@ -55,7 +57,7 @@ def start(args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    paths = [str(importable(folder)), os.environ.get("PYTHONPATH", "")]
+    paths = [str(importable(folder)), str(KIT), str(KIT / "te_stub"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "WORLD_SIZE": str(args.ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -65,7 +67,7 @@ def start(args: argparse.Namespace, folder: Path) -> list[subprocess.Popen[bytes
     }
     argv = [sys.executable, str(HERE / "gather_rank.py"), "--shape", args.shape, "--layers", str(args.layers)]
     argv += ["--bucket-bytes", str(int(args.bucket_mb * 2**20)), "--repetitions", str(args.repetitions)]
-    argv += ["--backend", args.backend, "--out", str(folder)]
+    argv += ["--backend", args.backend, "--model", args.model, "--out", str(folder)]
     ranks = []
     for rank in range(args.ranks):
         with (folder / f"rank{rank}.log").open("wb") as log:
@@ -108,6 +110,7 @@ def verdict(args: argparse.Namespace, folder: Path, error: str) -> dict[str, Any
     said = [_lines(folder / f"rank{rank}.jsonl") for rank in range(args.ranks)]
     model = next((line for line in said[0] if line["what"] == "model"), {})
     equal = next((line for line in said[0] if line["what"] == "equal"), {})
+    layout = next((line for line in said[0] if line["what"] == "layout"), {})
     bucket = int(args.bucket_mb * 2**20)
     ways = {way: _way([_passes(rank, way) for rank in said], bucket) for way in WAYS}
     ours, best = ways["ours"], {way: each.get("seconds") for way, each in ways.items()}
@@ -120,7 +123,9 @@ def verdict(args: argparse.Namespace, folder: Path, error: str) -> dict[str, Any
         "shape": args.shape,
         **{key: model.get(key) for key in ("layers", "model_bytes", "tensors", "buckets", "plan_s")},
         "bucket_bytes": bucket,
+        "model": args.model,
         "equal": equal.get("equal"),
+        "as_laid_out": layout.get("equal"),
         **ways,
     }
     for way in ("sync", "async"):
@@ -129,6 +134,8 @@ def verdict(args: argparse.Namespace, folder: Path, error: str) -> dict[str, Any
     result["peak_extra_buckets"] = ours.get("peak_extra_buckets")
     if not error and equal.get("equal") is not True:
         error = f"the ways differ in {equal.get('odd')}"
+    if not error and layout.get("equal") is False:
+        error = f"Megatron-core's model is not as it is laid out by hand: {layout.get('odd')}"
     return {"error": error, **result} if error else result
 
 
@@ -166,6 +173,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl: one GPU for each rank")
     parser.add_argument("--shape", choices=("tiny", "qwen3-30b-a3b"), default="tiny")
+    parser.add_argument(
+        "--model",
+        choices=("megatron", "laid-out"),
+        help="whose parameters: Megatron-core's, through MegatronSource (default on gloo), or of the same layout",
+    )
     parser.add_argument("--layers", type=int, default=0, help="0: as many as the shape has")
     parser.add_argument("--ranks", type=int, default=2, help="tensor and expert parallel over all of them")
     parser.add_argument("--bucket-mb", type=float, default=0, help="default: 512, and 1/16 for the tiny shape")
@@ -175,6 +187,7 @@ def main() -> int:
     parser.add_argument("--save", type=Path, help="write the last line here too")
     args = parser.parse_args()
     args.bucket_mb = args.bucket_mb or (0.0625 if args.shape == "tiny" else 512)
+    args.model = args.model or ("megatron" if args.backend == "gloo" and args.shape == "tiny" else "laid-out")
     folder = args.out or Path(tempfile.mkdtemp(prefix="weightbus-gather-"))
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("rank*.jsonl"):  # of an earlier run: its passes are not ours

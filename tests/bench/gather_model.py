@@ -32,7 +32,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "tiny": Shape(layers=2, hidden=64, heads=8, groups=4, head_dim=16, experts=8, ffn=48, vocab=512),
+    "tiny": Shape(layers=2, hidden=64, heads=8, groups=4, head_dim=16, experts=8, ffn=48, vocab=256),
     "qwen3-30b-a3b": Shape(
         layers=48, hidden=2048, heads=32, groups=4, head_dim=128, experts=128, ffn=768, vocab=151936
     ),
@@ -57,14 +57,28 @@ class Param(NamedTuple):
     rule: Rule
 
 
+_RULES = {
+    "word_embeddings": Rule.ROWS,
+    "output_layer": Rule.ROWS,
+    "linear_qkv.weight": Rule.ROWS,
+    "linear_proj.weight": Rule.COLUMNS,
+    ".mlp.experts.": Rule.EXPERT,
+}
+
+
+def rule_of(name: str) -> Rule:
+    """How a parameter is cut, by its Megatron name."""
+    return next((rule for part, rule in _RULES.items() if part in name), Rule.COPY)
+
+
 def params(shape: Shape, rank: int, ranks: int, device: torch.device) -> list[Param]:
     """Random weights, made on the device. Copies are the same on every rank; so is nothing else."""
     generator = torch.Generator(device).manual_seed(1000 + rank)
     shared = torch.Generator(device).manual_seed(1)
     found: list[Param] = []
 
-    def add(name: str, full: tuple[int, ...], rule: Rule) -> None:
-        local = list(full)
+    def add(name: str, full: tuple[int, ...]) -> None:
+        local, rule = list(full), rule_of(name)
         if rule in (Rule.ROWS, Rule.COLUMNS):
             local[rule is Rule.COLUMNS] //= ranks
         source = shared if rule is Rule.COPY else generator
@@ -72,21 +86,21 @@ def params(shape: Shape, rank: int, ranks: int, device: torch.device) -> list[Pa
 
     fused = (shape.heads + 2 * shape.groups) * shape.head_dim
     mine = range(rank * shape.experts // ranks, (rank + 1) * shape.experts // ranks)
-    add("embedding.word_embeddings.weight", (shape.vocab, shape.hidden), Rule.ROWS)
+    add("embedding.word_embeddings.weight", (shape.vocab, shape.hidden))
     for index in range(shape.layers):
         at = f"decoder.layers.{index}."
-        add(at + "self_attention.linear_qkv.layer_norm_weight", (shape.hidden,), Rule.COPY)
-        add(at + "self_attention.linear_qkv.weight", (fused, shape.hidden), Rule.ROWS)
-        add(at + "self_attention.q_layernorm.weight", (shape.head_dim,), Rule.COPY)
-        add(at + "self_attention.k_layernorm.weight", (shape.head_dim,), Rule.COPY)
-        add(at + "self_attention.linear_proj.weight", (shape.hidden, shape.heads * shape.head_dim), Rule.COLUMNS)
-        add(at + "pre_mlp_layernorm.weight", (shape.hidden,), Rule.COPY)
-        add(at + "mlp.router.weight", (shape.experts, shape.hidden), Rule.COPY)
+        add(at + "self_attention.linear_qkv.layer_norm_weight", (shape.hidden,))
+        add(at + "self_attention.linear_qkv.weight", (fused, shape.hidden))
+        add(at + "self_attention.q_layernorm.weight", (shape.head_dim,))
+        add(at + "self_attention.k_layernorm.weight", (shape.head_dim,))
+        add(at + "self_attention.linear_proj.weight", (shape.hidden, shape.heads * shape.head_dim))
+        add(at + "pre_mlp_layernorm.weight", (shape.hidden,))
+        add(at + "mlp.router.weight", (shape.experts, shape.hidden))
         for expert in mine:
-            add(at + f"mlp.experts.linear_fc1.weight{expert}", (2 * shape.ffn, shape.hidden), Rule.EXPERT)
-            add(at + f"mlp.experts.linear_fc2.weight{expert}", (shape.hidden, shape.ffn), Rule.EXPERT)
-    add("decoder.final_layernorm.weight", (shape.hidden,), Rule.COPY)
-    add("output_layer.weight", (shape.vocab, shape.hidden), Rule.ROWS)
+            add(at + f"mlp.experts.linear_fc1.weight{expert}", (2 * shape.ffn, shape.hidden))
+            add(at + f"mlp.experts.linear_fc2.weight{expert}", (shape.hidden, shape.ffn))
+    add("decoder.final_layernorm.weight", (shape.hidden,))
+    add("output_layer.weight", (shape.vocab, shape.hidden))
     return found
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from weightbus.dataplane import cover
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.pieces import Pieces
 from weightbus.trainer_agent.assembly import DTYPES, Assembler, Exchange
-from weightbus.trainer_agent.parcels import plan
+from weightbus.trainer_agent.megatron import MegatronSource
+from weightbus.trainer_agent.parcels import BucketPlan, plan
 
 
 class Meter:
@@ -68,25 +69,44 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def from_pieces(held: list[Any], shape: Shape, rank: int, ranks: int, bucket_bytes: int) -> Ours:
+    """Parameters that were laid out by hand, assembled by their pieces as a source does it."""
+    specs = served(shape)
+    own = Pieces.of(specs, pieces(held, shape, rank, ranks), rank)
+    everybody: list[Any] = [None] * ranks
+    dist.all_gather_object(everybody, own)
+    together = cover.once(Pieces.join(everybody))
+    cover.prove(together)
+    manifest = Manifest.of("Qwen3MoeForCausalLM", specs, bucket_bytes)
+    buckets = plan(manifest, together, rank=rank)
+    device = held[0].data.device
+    exchange = Exchange(dist.group.WORLD, range(ranks), 0)
+    assembler = Assembler(buckets, [param.data for param in held], rank, 0, exchange)
+    return Ours(manifest, buckets, device, lambda index, out: assembler.run(index, out, device))
+
+
+def from_source(source: MegatronSource, rank: int, bucket_bytes: int) -> Ours:
+    """The parameters of a real model, by the source that a trainer uses."""
+    manifest = Manifest.of(source.model, source.tensors(), bucket_bytes)
+    buckets = plan(manifest, source._pieces, rank=rank)
+    return Ours(manifest, buckets, source.device, lambda index, out: source.assemble(manifest, index, out))
+
+
 class Ours:
     """Pieces, planned once; one bucket after another on the root."""
 
-    def __init__(self, held: list[Any], shape: Shape, rank: int, ranks: int, bucket_bytes: int) -> None:
-        began = time.monotonic()
-        specs = served(shape)
-        own = Pieces.of(specs, pieces(held, shape, rank, ranks), rank)
-        everybody: list[Any] = [None] * ranks
-        dist.all_gather_object(everybody, own)
-        together = cover.once(Pieces.join(everybody))
-        cover.prove(together)
-        self.manifest = Manifest.of("Qwen3MoeForCausalLM", specs, bucket_bytes)
-        self._plan = plan(self.manifest, together, rank=rank)
-        exchange = Exchange(dist.group.WORLD, range(ranks), 0)
-        self._device = held[0].data.device
-        self._root = rank == 0
-        storages = [param.data for param in held]
-        self._assembler = Assembler(self._plan, storages, rank, 0, exchange)
-        self.plan_s = time.monotonic() - began
+    def __init__(
+        self,
+        manifest: Manifest,
+        buckets: Sequence[BucketPlan],
+        device: torch.device,
+        assemble: Callable[[int, torch.Tensor | None], None],
+    ) -> None:
+        self.manifest = manifest
+        self._plan = buckets
+        self._device = device
+        self._assemble = assemble
+        self._root = dist.get_rank() == 0
 
     @property
     def calls(self) -> int:
@@ -101,7 +121,7 @@ class Ours:
     def run(self, take: Callable[[int, torch.Tensor], None]) -> None:
         out = torch.empty(self.manifest.largest_bucket, dtype=torch.uint8, device=self._device) if self._root else None
         for index in range(len(self.manifest.buckets)):
-            self._assembler.run(index, out, self._device)
+            self._assemble(index, out)
             if out is not None:
                 take(index, out)
 
@@ -129,13 +149,24 @@ class Bench:
         self._args, self._rank, self._device = args, rank, device
         ranks = dist.get_world_size()
         self._shape = SHAPES[args.shape]._replace(**({"layers": args.layers} if args.layers else {}))
-        self._held = params(self._shape, rank, ranks, device)
         self._log = (Path(args.out) / f"rank{rank}.jsonl").open("a")
-        groups = Groups(rank, ranks)
         limit = args.bucket_bytes
+        if args.model == "megatron":
+            from gather_megatron import Trained
+
+            trained = Trained(self._shape, rank, ranks)
+            self._held = trained.params
+            self.compare_layouts(trained.odd())
+            began = time.monotonic()
+            self._ours = from_source(trained.source, rank, limit)
+        else:
+            self._held = params(self._shape, rank, ranks, device)
+            began = time.monotonic()
+            self._ours = from_pieces(self._held, self._shape, rank, ranks, limit)
+        plan_s = time.monotonic() - began
+        groups = Groups(rank, ranks)
         self._sync = Synchronous(self._held, self._shape, groups, limit)
         self._batched = Batched(self._held, self._shape, groups, limit)
-        self._ours = Ours(self._held, self._shape, rank, ranks, limit)
         own = sum(param.data.numel() * 2 for param in self._held)
         self.say(
             what="model",
@@ -144,12 +175,18 @@ class Bench:
             local_bytes=own,
             tensors=len(self._ours.manifest.tensors),
             buckets=len(self._ours.manifest.buckets),
-            plan_s=self._ours.plan_s,
+            plan_s=plan_s,
         )
 
     def say(self, **what: object) -> None:
         self._log.write(json.dumps(what) + "\n")
         self._log.flush()
+
+    def compare_layouts(self, odd: list[str]) -> None:
+        """Every rank's pieces of the real model lie where those that are laid out by hand lie."""
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, odd)
+        self.say(what="layout", equal=not any(everybody), odd=[each for rank in everybody for each in rank][:5])
 
     def compare(self) -> None:
         """Every way gives the same tensors, bit for bit, as far as checksums tell."""
@@ -197,6 +234,7 @@ def main() -> None:
     """Join, compare, measure, leave."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--model", choices=("megatron", "laid-out"))
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--bucket-bytes", type=int)
     parser.add_argument("--repetitions", type=int)

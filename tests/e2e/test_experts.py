@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from weightbus import engine_agent
 from weightbus.control.coordinator_settings import CoordinatorSettings
 from weightbus.control.messages import TransportKind
 from weightbus.control.service import Service
+from weightbus.trainer_agent.served import Model, served_tensors
 
 from ..kit.loopback_engine import LoopbackEngine
+from ..kit.tiny_families import FAMILIES
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -69,10 +72,23 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
+def write(folder: Path) -> Path:
+    """A tiny Qwen3-MoE with random weights. By hand: transformers is imported once, at the end."""
+    folder.mkdir()
+    config = FAMILIES["qwen3_moe"].config | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    (folder / "config.json").write_text(json.dumps(config))
+    chance = torch.Generator().manual_seed(0)
+    weights = {
+        spec.name: torch.randn(spec.shape, generator=chance) * 0.05 + (len(spec.shape) == 1)
+        for spec in served_tensors(Model.parse(config), "float32")
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def test_experts_that_were_trained_are_what_files_hold(coordinator: str, tmp_path: Path) -> None:
     """Two steps, two versions: the second's files load without a name too many or too few, and give the same logits."""
-    finish(run("hf_checkpoints.py", tmp_path / "hf", "qwen3_moe"))
-    checkpoint = tmp_path / "hf" / "qwen3_moe"
+    checkpoint = write(tmp_path / "hf")
     (tmp_path / "config").mkdir()
     shutil.copy(checkpoint / "config.json", tmp_path / "config")
     ranks = [
@@ -89,9 +105,11 @@ def test_experts_that_were_trained_are_what_files_hold(coordinator: str, tmp_pat
     reports = json.loads((tmp_path / "reports.json").read_text())
     assert [engine["version"] for report in reports for engine in report["engines"]] == [1, 2]
     (published,) = (tmp_path / "checkpoints" / "moe").glob("v2-e*[0-9]")
-    assert json.loads(finish(run("hf_folder.py", published, tmp_path / "loaded.safetensors"))) == {}
-    loaded = load_file(tmp_path / "loaded.safetensors")["logits"]
+    before, after = tmp_path / "before.safetensors", tmp_path / "loaded.safetensors"
+    assert json.loads(finish(run("hf_folder.py", checkpoint, before, published, after))) == [{}, {}]
+    loaded = load_file(after)["logits"]
     trained = load_file(tmp_path / "trained.safetensors")["logits"]
-    before = load_file(checkpoint / "logits.safetensors")["logits"]
     assert (loaded - trained).abs().max() < 1e-4 * trained.abs().max()
-    assert (before - trained).abs().max() > 0.05 * trained.abs().max(), "nothing was learned: the test proves nothing"
+    assert (load_file(before)["logits"] - trained).abs().max() > 0.05 * trained.abs().max(), (
+        "nothing was learned: the test proves nothing"
+    )

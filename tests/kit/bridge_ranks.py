@@ -65,6 +65,7 @@ def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp or layout.tp,
         "sequence_parallel": layout.tp > 1,

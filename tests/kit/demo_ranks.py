@@ -1,7 +1,8 @@
-"""One rank of the demo's learner, judged by itself: `python demo_ranks.py CHECKPOINT`, with torch's usual environment.
+"""One rank of the demo's learners, judged by themselves: `python demo_ranks.py CHECKPOINTS`, with torch's environment.
 
-Rank 0 prints one line of JSON: whether the ranks together hold the checkpoint bit for bit, the share of probability
-that the policy gives to wanted tokens before and after some steps, and whether anything changed.
+Rank 0 prints one line of JSON, for each trainer of ``CHECKPOINTS/<trainer>``: whether the ranks together hold the
+checkpoint bit for bit, the share of probability that the policy gives to wanted tokens before and after some steps,
+and what did not change.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
 from megatron_ranks import export
 
 from weightbus.trainer_agent.demo import checkpoint, task
 from weightbus.trainer_agent.demo.learner import Learner, join
+from weightbus.trainer_agent.demo.settings import Trainer
 from weightbus.trainer_agent.megatron import MegatronSource
 from weightbus.trainer_agent.megatron_cpu import install
 
 STEPS = 10
+MEGATRONS = (Trainer.MEGATRON, Trainer.MEGATRON_MOE)
 
 
 def rows() -> torch.Tensor:
@@ -40,12 +44,9 @@ def wanted(learner: Learner, tokens: torch.Tensor) -> float:
     return float(logits.softmax(-1)[..., : task.WANTED].sum(-1).mean())
 
 
-def main(folder: Path) -> None:
-    """Load, compare, learn, compare."""
-    torch.set_num_threads(1)
-    install()
-    join(60.0)
-    learner = Learner(folder, 1)
+def judge(folder: Path, trainer: Trainer) -> dict[str, object]:
+    """Load, compare, learn, compare. On the root, the verdict."""
+    learner = Learner(folder, 1, checkpoint.policy_of(trainer))
     source = MegatronSource(learner.model, hf_config=folder, timeout_s=60.0)
     before = export(source, 1 << 16)
     tokens = rows()
@@ -54,11 +55,24 @@ def main(folder: Path) -> None:
         learner.learn(tokens)
     later = wanted(learner, tokens)
     after = export(source, 1 << 16)
-    if source.root:
-        given = checkpoint.read(folder)
-        same = before.keys() == given.keys() and all(torch.equal(before[name], given[name]) for name in given)
-        unchanged = [name for name in before if torch.equal(before[name], after[name])]
-        sys.stdout.write(json.dumps({"same": same, "before": odds, "after": later, "unchanged": unchanged}) + "\n")
+    source.close()
+    given = checkpoint.read(folder)
+    same = before.keys() == given.keys() and all(torch.equal(before[name], given[name]) for name in given)
+    unchanged = [name for name in before if torch.equal(before[name], after[name])]
+    return {"same": same, "before": odds, "after": later, "unchanged": unchanged}
+
+
+def main(folder: Path) -> None:
+    """One trainer after another: importing Megatron takes longer than all of them."""
+    torch.set_num_threads(1)
+    install()
+    join(60.0)
+    found: dict[str, object] = {}
+    for trainer in MEGATRONS:
+        found[trainer] = judge(folder / trainer, trainer)
+        parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(found) + "\n")
     dist.destroy_process_group()
 
 

@@ -91,6 +91,12 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
         }
     if tiny.predictions:
         fields["mtp_num_layers"] = tiny.predictions
+    if layout.uneven:
+        fields["num_layers_in_first_pipeline_stage"] = 1
+    if layout.vpp and tiny.predictions:
+        # Without one Megatron-core has no place for the prediction layer; and stages need not be of one size.
+        stages = [["embedding"], ["decoder"], ["decoder"], ["decoder", "decoder", "mtp", "loss"]]
+        fields["pipeline_model_parallel_layout"] = stages
     kind = TransformerConfig
     if "kv_lora_rank" in hf:
         kind = MLATransformerConfig
@@ -113,6 +119,7 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
     if "index_n_heads" in hf:
         fields |= {
             "sequence_parallel": layout.tp > 1,
+            "cp_comm_type": "allgather",
             "dsa_indexer_n_heads": hf["index_n_heads"],
             "dsa_indexer_head_dim": hf["index_head_dim"],
             "dsa_indexer_topk": hf["index_topk"],
@@ -191,17 +198,32 @@ def _hybrid(family: str, hf: Mapping[str, Any], layout: Layout) -> nn.Module:
     ).eval()
 
 
+class _WideNorm(nn.RMSNorm):
+    """Over all heads at once, as MiniMax-M2 has it. Of heads that are spread over ranks only the weights are right."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(-2)).view_as(x)
+
+
 def _complete(family: str, hf: Mapping[str, Any], layout: Layout, chunk: Any) -> None:
     """Modules that Megatron-core gets from a trainer's own specs: GLM4's further norms, MiniMax's wide ones."""
+    eps = hf["rms_norm_eps"]
     for layer in chunk.decoder.layers:
         if family == "glm4":
-            layer.post_self_attn_layernorm = nn.RMSNorm(hf["hidden_size"])
-            layer.post_mlp_layernorm = nn.RMSNorm(hf["hidden_size"])
+            layer.post_self_attn_layernorm = nn.RMSNorm(hf["hidden_size"], eps)
+            layer.post_mlp_layernorm = nn.RMSNorm(hf["hidden_size"], eps)
+            layer.self_attention.register_forward_hook(_then(layer.post_self_attn_layernorm))
+            layer.mlp.register_forward_hook(_then(layer.post_mlp_layernorm))
         if family == "minimax_m2":
             heads = hf["num_attention_heads"] // layout.tp
             groups = max(1, hf["num_key_value_heads"] // layout.tp)
-            layer.self_attention.q_layernorm = nn.RMSNorm(heads * hf["head_dim"])
-            layer.self_attention.k_layernorm = nn.RMSNorm(groups * hf["head_dim"])
+            layer.self_attention.q_layernorm = _WideNorm(heads * hf["head_dim"], eps)
+            layer.self_attention.k_layernorm = _WideNorm(groups * hf["head_dim"], eps)
+
+
+def _then(norm: nn.Module) -> Any:
+    """A hook that puts `norm` behind a block, whose output comes with a bias."""
+    return lambda _module, _inputs, output: (norm(output[0]), *output[1:])
 
 
 @torch.no_grad()
@@ -266,10 +288,14 @@ def _whole(family: str, hf: Mapping[str, Any], chunk: Any, local: str, tensors: 
 
 def _predicted(family: str, hf: Mapping[str, Any], rest: str, tensors: Tensors) -> torch.Tensor:
     inner = re.match(r"(?:mtp_model_layer|transformer_layer)\.(.*)", rest)
-    mimo = family == "mimo"
+    mimo, qwen = family == "mimo", family == "qwen3_next"
     prefix = "model.mtp_layers.0." if mimo else f"model.layers.{hf['num_hidden_layers']}."
     if inner:
-        return _in_layer(family, hf, inner[1], prefix, tensors)
+        return _in_layer(family, hf, inner[1], "mtp.layers.0." if qwen else prefix, tensors)
+    if qwen:
+        theirs = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "final_layernorm": "norm"}
+        part = rest.removesuffix(".weight")
+        return tensors[f"mtp.{theirs.get(part, 'fc')}.weight"]
     theirs = {
         "enorm.weight": "token_layernorm" if mimo else "enorm",
         "hnorm.weight": "hidden_layernorm" if mimo else "hnorm",

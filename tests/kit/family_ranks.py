@@ -3,7 +3,7 @@
     python tests/kit/family_ranks.py RANK WORLD RENDEZVOUS_FILE CHECKPOINTS OUT CASE...
 
 A case is FAMILY:LAYOUT as `family_cases` writes it. The root writes ``OUT/<case>.json``: what differs, bit for bit, and
-how far the logits of the Megatron ranks are from those of transformers, where Megatron-core computes the family here.
+how far the logits of the Megatron ranks are from those of transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from family_models import build, load, start  # noqa: E402
 from megatron_models import logits  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from tiny_families import FAMILIES, TOKENS, Case, parse  # noqa: E402
+from tiny_families import TOKENS, Case, parse  # noqa: E402
 
 from weightbus.dataplane.manifest import Manifest  # noqa: E402
 from weightbus.trainer_agent import megatron_cpu  # noqa: E402
@@ -70,20 +70,14 @@ def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
     odd = compare(source, expected, random.Random(str(case)).choice([1, 5000, 40_000, 1 << 30]))
     source.close()
     verdict: dict[str, Any] = {"odd": odd[:5], "count": len(odd), "tensors": len(expected)}
-    if computes(case):
-        for chunk in chunks:
-            chunk.mtp_process, chunk.config.mtp_num_layers = False, None  # it wants labels, and changes no logits
-        found = logits(chunks, torch.tensor(TOKENS))
-        if dist.get_rank() == dist.get_world_size() - 1:
-            reference = load_file(folder / "logits.safetensors")["logits"]
-            verdict["difference"] = float((found - reference).abs().max() / reference.abs().max())
+    for chunk in chunks:
+        chunk.mtp_process, chunk.config.mtp_num_layers = False, None  # it wants labels, and changes no logits
+    found = logits(chunks, torch.tensor(TOKENS))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        reference = load_file(folder / "logits.safetensors")["logits"]
+        verdict["difference"] = float((found - reference).abs().max() / reference.abs().max())
     verdict["seconds"] = round(time.perf_counter() - began, 2)
     return verdict
-
-
-def computes(case: Case) -> bool:
-    """Megatron-core runs this on a CPU."""
-    return FAMILIES[case.family].logits
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Writes a tiny checkpoint of every family with transformers, and the logits that it computes from each.
+"""Writes a tiny checkpoint of every family with transformers, and the logits that it computes of what it loads again.
 
     python tests/kit/hf_checkpoints.py OUT [family ...]
 
@@ -36,8 +36,11 @@ def make(name: str, tiny: Tiny, folder: Path) -> None:
         for key, buffer in model.named_buffers():
             if "correction_bias" in key:
                 buffer.add_(torch.randn_like(buffer) * 0.01)
-        logits = model(torch.tensor(TOKENS)).logits
     model.save_pretrained(folder)
+    loaded, problems = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(problems.values()), problems
+    with torch.no_grad():
+        logits = loaded.eval()(torch.tensor(TOKENS)).logits
     save_file({"logits": logits.contiguous()}, folder / "logits.safetensors")
     written: dict[str, Any] = json.loads((folder / "config.json").read_text())
     written |= {"architectures": [tiny.architecture], "dtype": "float32", "num_nextn_predict_layers": tiny.predictions}

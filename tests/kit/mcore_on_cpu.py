@@ -8,6 +8,7 @@ from __future__ import annotations
 import builtins
 import copy
 import importlib
+import os
 import sys
 import types
 import typing
@@ -22,6 +23,8 @@ import typing_extensions
 
 def prepare() -> None:
     """Let Megatron-core 0.19 be imported on Python 3.11 and without triton, where it wants both newer."""
+    # Asked for where gated delta nets are computed by torch.
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     if not hasattr(typing, "override"):
         typing.override = typing_extensions.override  # type: ignore[attr-defined]
     try:
@@ -37,10 +40,6 @@ def patch() -> None:
     _local_attention()
     _local_norms()
     _delta_net()
-    import megatron.core.transformer.moe.moe_utils as moe
-
-    if not hasattr(moe, "te_general_gemm"):
-        moe.te_general_gemm = None  # 0.16 names it without defining it where Transformer Engine is absent
 
 
 def _lend_triton() -> None:
@@ -167,12 +166,17 @@ def _local_norms() -> None:
 
 
 def _delta_net() -> None:
-    """Gated delta nets are built without their kernels; nothing here runs one."""
+    """Gated delta nets are built without their kernels, and with `deterministic_mode` computed by torch."""
     for name in ("common", "gdn"):
         module = _try(lambda name=name: importlib.import_module(f"megatron.core.ssm.gated_delta_net.{name}"))
         if module is not None:
             module.HAVE_FLA = True
             module.chunk_gated_delta_rule = _no_kernel
+            module.l2norm = _l2norm
+
+
+def _l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def _no_kernel(*_: Any, **__: Any) -> Any:

@@ -102,6 +102,12 @@ def refusals() -> dict[str, str]:
     if dist.get_rank() == 1:
         chunks[0].decoder.layers[1].mlp.adapter = nn.Linear(4, 4)
     attempt("an adapter on rank 1", chunks, hf)
+    chunks = build(hf, layout)
+    if dist.get_rank() == 1:
+        norm = chunks[0].decoder.layers[1].input_layernorm
+        norm.weight = nn.Parameter(norm.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    attempt("a quantised norm on rank 1", chunks, hf)
+    attempt("a model without values", [chunk.to_empty(device="meta") for chunk in build(hf, layout)], hf)
     chunks = build(hf, layout, num_moe_experts=2, moe_router_topk=2, moe_ffn_hidden_size=96)
     attempt("experts", chunks, hf)
     return told

@@ -1,5 +1,7 @@
 """A plain module as a source."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 from weightbus.dataplane.manifest import Manifest
 from weightbus.trainer_agent.assembly import DTYPES
 from weightbus.trainer_agent.hf_module import HFModuleSource
-from weightbus.trainer_agent.source import LayoutMismatch, Source, UnsupportedModel
+from weightbus.trainer_agent.source import LayoutMismatch, Source, UnknownParameter, UnsupportedModel
 
 
 class Tiny(nn.Module):
@@ -72,6 +74,21 @@ def test_a_manifest_of_another_module_is_refused() -> None:
     source = HFModuleSource(Tiny())
     with pytest.raises(LayoutMismatch):
         source.assemble(Manifest.of("Tiny", source.tensors()[:2]), 0, torch.empty(1000, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("change", "served", "advice"),
+    [
+        (lambda module: module.to_empty(device="meta"), None, "no values yet"),
+        (lambda module: module.to(torch.float8_e4m3fn), torch.bfloat16, "scale would be lost"),
+    ],
+)
+def test_memory_that_is_not_the_values_is_refused(
+    change: Callable[[nn.Module], nn.Module], served: torch.dtype | None, advice: str
+) -> None:
+    """Named with its shape and dtype; quantised values would be served without what scales them."""
+    with pytest.raises(UnknownParameter, match=rf"'scale' \(\) .*{advice}"):
+        HFModuleSource(change(nn.ParameterDict({"scale": torch.tensor(0.5)})), dtype=served)
 
 
 def test_fused_experts_are_refused() -> None:

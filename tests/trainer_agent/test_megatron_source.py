@@ -31,6 +31,8 @@ REFUSALS = {
     "one stage missing": ("RanksDisagree", "rank 1 cannot serve its part: UnsupportedModel"),
     "a buffer on rank 1": ("RanksDisagree", "'decoder.counts' (3,) (a persistent buffer)"),
     "an adapter on rank 1": ("RanksDisagree", "'decoder.layers.3.mlp.adapter.weight' (4, 4)"),
+    "a quantised norm on rank 1": ("RanksDisagree", "its scale would be lost"),
+    "a model without values": ("UnknownParameter", "it has no values yet: build the source after"),
     "experts": ("LayoutMismatch", "num_moe_experts=2"),
 }
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from weightbus.trainer_agent.checkpoint_form import Axis, Slice
-from weightbus.trainer_agent.shards import Cut, Local, Run, pieces_of, runs_of
+from weightbus.trainer_agent.runs import Run
+from weightbus.trainer_agent.shards import Cut, Local, pieces_of, runs_of
 from weightbus.trainer_agent.source import UnsupportedModel
 
 SIZES = st.integers(1, 17)

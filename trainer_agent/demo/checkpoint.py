@@ -1,6 +1,7 @@
-"""The policy before training: a tiny Qwen3 with random weights, as the Hugging Face folder that both sides start from.
+"""The policy before training, with random weights, as the Hugging Face folder that both sides start from.
 
-Nothing is downloaded, and no tokenizer is written: the demo speaks to its engines in token ids.
+It is a tiny Qwen3, with experts a tiny Qwen3-MoE. Nothing is downloaded, and no tokenizer is written: the
+demo speaks to its engines in token ids.
 """
 
 import json
@@ -11,6 +12,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  # a bare PathLike
 
+from .settings import Trainer
 from .task import PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY
 
 
@@ -27,6 +29,10 @@ class Shape(msgspec.Struct, frozen=True):
     positions: int = 128
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
+    experts: int = 0
+    """None: every layer has an MLP of `ffn`."""
+    experts_per_token: int = 2
+    expert_ffn: int = 64
 
     @property
     def q_rows(self) -> int:
@@ -40,15 +46,31 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 TINY: Final = Shape()
+TINY_EXPERTS: Final = Shape(experts=4)
 INITIAL_SPREAD: Final = 0.02
 """Small weights give nearly even odds to every token, so the first reward is the share of wanted tokens."""
 
 
+def policy_of(trainer: Trainer) -> Shape:
+    """What `trainer` trains."""
+    return TINY_EXPERTS if trainer is Trainer.MEGATRON_MOE else TINY
+
+
 def config(shape: Shape) -> dict[str, object]:
     """What ``config.json`` says of a Qwen3 of this shape."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+    kind: dict[str, object] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if shape.experts:
+        kind = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.expert_ffn,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return kind | {
         "torch_dtype": "bfloat16",
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
@@ -85,14 +107,25 @@ def tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
             layer + "self_attn.q_norm.weight": (shape.head_dim,),
             layer + "self_attn.k_norm.weight": (shape.head_dim,),
             layer + "post_attention_layernorm.weight": (shape.hidden,),
-            layer + "mlp.gate_proj.weight": (shape.ffn, shape.hidden),
-            layer + "mlp.up_proj.weight": (shape.ffn, shape.hidden),
-            layer + "mlp.down_proj.weight": (shape.hidden, shape.ffn),
+            **_mlps(layer + "mlp.", shape),
         }
     return table | {
         "model.norm.weight": (shape.hidden,),
         "lm_head.weight": (shape.vocabulary, shape.hidden),
     }
+
+
+def _mlps(prefix: str, shape: Shape) -> dict[str, tuple[int, ...]]:
+    """The MLP of a layer, or its experts and what routes tokens to them."""
+    sizes = {f"{prefix}experts.{expert}.": shape.expert_ffn for expert in range(shape.experts)} or {prefix: shape.ffn}
+    table: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (shape.experts, shape.hidden)} if shape.experts else {}
+    for at, inner in sizes.items():
+        table |= {
+            at + "gate_proj.weight": (inner, shape.hidden),
+            at + "up_proj.weight": (inner, shape.hidden),
+            at + "down_proj.weight": (shape.hidden, inner),
+        }
+    return table
 
 
 def write(folder: Path, seed: int, shape: Shape = TINY) -> Path:

@@ -1,7 +1,8 @@
 """One policy-gradient step on real Megatron ranks: forward, backward, gradient reduction, clipping, Adam.
 
-Every rank of the group calls the same methods in the same order with the same tokens; Megatron does the rest. Import
-after `megatron_cpu.install()`.
+Every rank calls the same methods in the same order with the same tokens; Megatron does the rest. A dense policy is
+spread by tensor parallelism. Experts are spread by expert parallelism, and all else is the same on every rank, each of
+which learns from its share of the responses. Import after `megatron_cpu.install()`.
 """
 
 # Megatron is typed in part, and generously: what it returns is unknown to a strict reader.
@@ -25,18 +26,22 @@ from megatron.core.transformer.module import Float16Module
 
 from ..megatron import MegatronSource
 from . import checkpoint
+from .checkpoint import TINY, Shape
 from .model import build, load
 from .task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
 
 
 class Learner:
-    """The policy, its optimizer and this rank's place in the tensor-parallel group."""
+    """The policy, its optimizer and this rank's place in the group."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+    def __init__(self, folder: Path, seed: int, shape: Shape = TINY) -> None:
+        ranks = dist.get_world_size()
+        if shape.experts:
+            parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+        else:
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
         model_parallel_cuda_manual_seed(seed)
         self._folder = folder
-        shape = checkpoint.TINY
         policy = build(shape)
         load(policy, checkpoint.read(folder), shape)
         config = policy.config
@@ -66,7 +71,8 @@ class Learner:
         `tokens` holds a prompt and its response in each row, groups together.
         """
         rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
-        weights = torch.tensor(advantages(rewards))
+        share = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
+        weights, tokens = torch.tensor(advantages(rewards))[share], tokens[share]
         self.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._run(

@@ -1,4 +1,4 @@
-"""The policy as Megatron-core trains it: built for a tensor-parallel group, loaded from the Hugging Face folder.
+"""The policy as Megatron-core trains it: built for the groups that are set up, loaded from the Hugging Face folder.
 
 The only code of the demo that knows Megatron's model; `learner.py` trains it. Import after `megatron_cpu.install()`.
 """
@@ -42,7 +42,7 @@ def build(shape: Shape) -> GPTModel:
         pipeline_dtype=torch.bfloat16,
         autocast_dtype=torch.bfloat16,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        **cast("dict[str, Any]", CONFIG),
+        **cast("dict[str, Any]", {**CONFIG, **(_experts(shape) if shape.experts else {})}),
     )
     return GPTModel(
         config=config,
@@ -53,6 +53,18 @@ def build(shape: Shape) -> GPTModel:
         rotary_base=int(shape.rope_theta),
         share_embeddings_and_output_weights=False,
     )
+
+
+def _experts(shape: Shape) -> dict[str, object]:
+    """What a TransformerConfig says of experts, which are modules of their own: grouped ones need a GPU."""
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.expert_ffn,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
 
 
 def load(model: GPTModel, weights: Mapping[str, torch.Tensor], shape: Shape) -> None:
@@ -76,13 +88,24 @@ def from_hf(name: str, weights: Mapping[str, torch.Tensor], shape: Shape) -> tup
         return (weights[_WHOLE[name]],)
     _, _, index, local = name.split(".", 3)
     layer = f"model.layers.{index}."
-    match local:
-        case "self_attention.linear_qkv.weight":
-            return (_interleave(weights, layer + "self_attn.", shape),)
-        case "mlp.linear_fc1.weight":
-            return weights[layer + "mlp.gate_proj.weight"], weights[layer + "mlp.up_proj.weight"]
-        case _:
-            return (weights[layer + _IN_LAYER[local]],)
+    if local == "self_attention.linear_qkv.weight":
+        return (_interleave(weights, layer + "self_attn.", shape),)
+    if local in _IN_LAYER:
+        return (weights[layer + _IN_LAYER[local]],)
+    mlp, _, kind = local.rpartition(".linear_")
+    prefix = layer + _served_mlp(mlp, shape)
+    if kind == "fc1.weight":
+        return weights[prefix + "gate_proj.weight"], weights[prefix + "up_proj.weight"]
+    return (weights[{"fc2.weight": prefix + "down_proj.weight"}[kind]],)
+
+
+def _served_mlp(local: str, shape: Shape) -> str:
+    """The MLP of a layer, or the expert that this rank counts as its n-th."""
+    outer, _, number = local.partition(".local_experts.")
+    if not number:
+        return "mlp."
+    here = shape.experts // parallel_state.get_expert_model_parallel_world_size()
+    return f"{outer}.{parallel_state.get_expert_model_parallel_rank() * here + int(number)}."
 
 
 def _interleave(weights: Mapping[str, torch.Tensor], prefix: str, shape: Shape) -> torch.Tensor:
@@ -102,5 +125,5 @@ _IN_LAYER = {
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
 }

@@ -24,6 +24,7 @@ from ..agent import TrainerAgent
 from ..report import PublishReport
 from ..source import Source
 from . import records, task
+from .checkpoint import policy_of
 from .engines import LAUNCH_LABEL, Fleet, Response
 from .settings import Trainer
 
@@ -76,7 +77,7 @@ def start(plan: Plan) -> Learner:
     from .learner import Learner as MegatronLearner  # noqa: PLC0415
 
     dist.init_process_group("gloo", timeout=deadline)
-    return MegatronLearner(Path(plan.checkpoint), plan.seed)
+    return MegatronLearner(Path(plan.checkpoint), plan.seed, policy_of(plan.trainer))
 
 
 class Stopwatch:

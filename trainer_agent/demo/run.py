@@ -26,6 +26,7 @@ from weightbus.control.messages import Role
 from weightbus.control.provision import Member, provision
 
 from . import checkpoint
+from .checkpoint import policy_of
 from .processes import Program, ProgramEnded, Programs
 from .records import Follower, Round, verdict
 from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, Sync
@@ -91,7 +92,7 @@ class Demo:
 
     def run(self) -> bool:
         """Everything from the first process to the last line. True when all went well."""
-        weights = checkpoint.write(self._folder / "checkpoint", self._settings.seed)
+        weights = checkpoint.write(self._folder / "checkpoint", self._settings.seed, policy_of(self._settings.trainer))
         self._start_services(weights)
         rounds = self._follow(self._start_ranks(weights))
         result = verdict(

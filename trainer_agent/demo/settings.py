@@ -25,6 +25,8 @@ class Trainer(enum.StrEnum):
 
     MEGATRON = "megatron"
     """Megatron-core, tensor parallel."""
+    MEGATRON_MOE = "megatron-moe"
+    """Megatron-core, a policy of experts, expert parallel."""
     FSDP2 = "fsdp2"
     """transformers and torch's fully_shard, with float32 masters; needs transformers."""
 

@@ -1,7 +1,7 @@
 """Stands for the CPU build of SGLang's kernels, of which PyPI has no wheel. On PYTHONPATH of CPU servers only.
 
-SGLang imports many names from here. The plain path (dense bf16 model, ``torch_native`` attention, no speculation) calls
-one of them, which is implemented; every other name imports and raises when it is called.
+SGLang imports many names from here. The plain path (bf16 model, dense or of experts, ``torch_native`` attention, no
+speculation) calls one of them, which is implemented; every other name imports and raises when it is called.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(name)
 
     def missing(*_args: object, **_kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in: only dense bf16 models run without a GPU")
+        raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in: only plain bf16 models run without a GPU")
 
     missing.__name__ = name
     return missing

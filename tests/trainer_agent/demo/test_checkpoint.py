@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from weightbus.trainer_agent.demo import checkpoint
+from weightbus.trainer_agent.served import Model, served_tensors
 
 
 def test_a_seed_names_the_bits(tmp_path: Path) -> None:
@@ -17,10 +19,14 @@ def test_a_seed_names_the_bits(tmp_path: Path) -> None:
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_it_is_complete_and_bfloat16(tmp_path: Path) -> None:
-    """Every tensor that the config implies is there, in the dtype that is served."""
-    weights = checkpoint.read(checkpoint.write(tmp_path, 1))
-    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == checkpoint.tensors(checkpoint.TINY)
+@pytest.mark.parametrize("shape", [checkpoint.TINY, checkpoint.TINY_EXPERTS])
+def test_it_is_complete_and_bfloat16(shape: checkpoint.Shape, tmp_path: Path) -> None:
+    """Every tensor that the config implies, as the family's table has it, is there, in the dtype that is served."""
+    weights = checkpoint.read(checkpoint.write(tmp_path, 1, shape))
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    model = Model.parse(json.loads((tmp_path / "config.json").read_text()))
+    assert found == checkpoint.tensors(shape)
+    assert found == {spec.name: spec.shape for spec in served_tensors(model, "bfloat16")}
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 

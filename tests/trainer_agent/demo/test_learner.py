@@ -10,16 +10,21 @@ import pytest
 
 from weightbus.trainer_agent.demo import checkpoint
 from weightbus.trainer_agent.demo.processes import Programs
+from weightbus.trainer_agent.demo.settings import Trainer
 
 PROGRAM = Path(__file__).parents[2] / "kit" / "demo_ranks.py"
 RANKS = 2
 
 
+MEGATRONS = (Trainer.MEGATRON, Trainer.MEGATRON_MOE)
+
+
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two tensor-parallel ranks said of themselves."""
+def judged_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What two ranks said of themselves, by trainer."""
     folder = tmp_path_factory.mktemp("learner")
-    checkpoint.write(folder / "checkpoint", 1)
+    for trainer in MEGATRONS:
+        checkpoint.write(folder / trainer, 1, checkpoint.policy_of(trainer))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -27,7 +32,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ranks = [
             programs.start(
                 f"rank{rank}",
-                [sys.executable, "-W", "ignore", str(PROGRAM), str(folder / "checkpoint")],
+                [sys.executable, "-W", "ignore", str(PROGRAM), str(folder)],
                 {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(RANKS),
@@ -42,7 +47,14 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for rank in ranks:
             rank.process.wait(120)
         programs.check(may_end=ranks)
-    return json.loads(ranks[0].log.read_text().splitlines()[-1])
+    found: dict[str, dict[str, Any]] = json.loads(ranks[0].log.read_text().splitlines()[-1])
+    return found
+
+
+@pytest.fixture(params=MEGATRONS, ids=str)
+def judged(request: pytest.FixtureRequest, judged_all: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Tensor parallel, and with experts spread over the ranks."""
+    return judged_all[request.param]
 
 
 @pytest.mark.real
@@ -53,7 +65,7 @@ def test_the_ranks_hold_the_checkpoint_bit_for_bit(judged: dict[str, Any]) -> No
 
 @pytest.mark.real
 def test_a_few_steps_favour_wanted_tokens(judged: dict[str, Any]) -> None:
-    """The policy gradient points at the reward, on every tensor-parallel rank."""
+    """The policy gradient points at the reward, on every rank."""
     assert judged["before"] == pytest.approx(0.25, abs=0.02)
     assert judged["after"] > judged["before"] + 0.005
 
