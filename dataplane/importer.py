@@ -50,6 +50,10 @@ class RegionImporter:
             if exporter.dead():
                 raise PeerLost(f"trainer rank {holder}, whose memory is being read, is gone")
 
+    def alive(self) -> bool:
+        """Every process behind an open region still exports it."""
+        return not any(exporter.dead() for exporter in self._exporters.values())
+
     def close(self) -> None:
         """Let go of everything."""
         for exporter in self._exporters.values():

@@ -143,8 +143,8 @@ class WorkerState:
 
     def _bind(self, plan: wire.Adopt, exports: tuple[wire.Exports, ...]) -> _Bound:
         """Open what the plan reads, unless it is open. A generation that has grown is opened anew."""
-        if self._bound is not None and self._bound.exports == exports:
-            self._importer.check()
+        # A trainer that began anew may have the address and the generation of the one before it: its memory is another.
+        if self._bound is not None and self._bound.exports == exports and self._importer.alive():
             return self._bound
         self._unbind()
         for each in exports:
