@@ -67,7 +67,7 @@ class Server:
         self._observe = observe
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
-        self._acks: list[tuple[Peer, Ack]] = []
+        self._acks: dict[Peer, list[Ack]] = {}
         self._hints: dict[tuple[Channel, str], Hint] = {}
         self._yield_until = clock()
         self._stop = threading.Event()
@@ -154,8 +154,10 @@ class Server:
             case SendTo():
                 if isinstance(effect.message, Ack):
                     self._yield()
-                    self._acks.append((effect.peer, effect.message))
+                    self._acks.setdefault(effect.peer, []).append(effect.message)
                 else:
+                    for ack in self._acks.pop(effect.peer, ()):  # one packet for both
+                        self._send(effect.peer, ack)
                     self._send(effect.peer, effect.message, effect.blob)
             case PublishHint():
                 self._yield()
@@ -189,7 +191,10 @@ class Server:
 
     @property
     def yields(self) -> bool:
-        """Nobody goes on because of an `Ack` or a `Hint`: they wait until nothing is there to be read, for a moment."""
+        """Nobody goes on because of an `Ack` or a `Hint`: they wait until nothing is there to be read, for a moment.
+
+        An `Ack` leaves before whatever else its agent is told.
+        """
         return bool(self._acks or self._hints)
 
     def _yield(self) -> None:
@@ -197,9 +202,10 @@ class Server:
             self._yield_until = self._clock() + YIELD_S
 
     def _say_the_rest(self) -> None:
-        acks, self._acks = self._acks, []
-        for peer, ack in acks:
-            self._send(peer, ack)
+        waiting, self._acks = self._acks, {}
+        for peer, acks in waiting.items():
+            for ack in acks:
+                self._send(peer, ack)
         hints, self._hints = self._hints, {}
         for hint in hints.values():
             self._bus.hint(hint)

@@ -409,6 +409,7 @@ def machine() -> dict[str, Any]:
         "cpu": model.partition(":")[2].strip(),
         "python": python,
         "libzmq": libzmq_version(),
+        "load_before": round(os.getloadavg()[0], 1),
     }
 
 

@@ -12,18 +12,22 @@ import pytest
 
 from weightbus.control.bus import RouterBus
 from weightbus.control.dealer import DealerLink
-from weightbus.control.effects import AnyObservation, AnyRecord, Refusal
+from weightbus.control.effects import AnyObservation, AnyRecord, PublishHint, Refusal, SendTo
 from weightbus.control.errors import JournalUnwritable
-from weightbus.control.ids import Version
+from weightbus.control.events import Peer
+from weightbus.control.ids import Epoch, RequestId, Version
 from weightbus.control.journal import SqliteJournal
 from weightbus.control.limits import Limits
-from weightbus.control.links import AgentLink
+from weightbus.control.links import AgentLink, Delivery
 from weightbus.control.memory_bus import MemoryBus
 from weightbus.control.messages import (
+    Ack,
     Acquire,
+    Alive,
     Code,
     Granted,
     Hello,
+    Hint,
     Message,
     Refused,
     Role,
@@ -261,3 +265,29 @@ def test_broken_machine_ends_the_loop(start: Callable[..., Running]) -> None:
     link.send(hello)
     running.thread.join(5)
     assert isinstance(running.error, AssertionError)
+
+
+def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> None:
+    """Acknowledgements and hints wait for a quiet moment, but not when their agent is told something anyway."""
+    bus = MemoryBus()
+    sent: list[tuple[Peer, Message]] = []
+    bus.send = lambda peer, message, _blob=None: (sent.append((peer, message)), Delivery.SENT)[1]  # type: ignore[method-assign,assignment]
+    journal = SqliteJournal(tmp_path / "journal")
+    server = Server(bus, journal, LIMITS, observe=lambda _what: None)
+    one, two = Peer(b"one"), Peer(b"two")
+    acks = [Ack(request=RequestId(f"k{number}")) for number in range(2)]
+    hints = [Hint(seq=n, boot=1, channel=CHANNEL, event="ready", version=None, epoch=Epoch(1)) for n in (1, 2)]
+    for effect in (
+        SendTo(peer=one, message=acks[0]),
+        SendTo(peer=two, message=acks[1]),
+        *(PublishHint(hint=hint) for hint in hints),
+    ):
+        server._perform(effect)
+    assert (sent, bus.hints) == ([], [])
+    alive = Alive(seq=1, boot=1, committed=None)
+    server._perform(SendTo(peer=two, message=alive))
+    assert sent == [(two, acks[1]), (two, alive)]
+    server.step(0.0)
+    assert sent[2:] == [(one, acks[0])]
+    assert bus.hints == hints[1:], "of two that say the same, the last"
+    journal.close()

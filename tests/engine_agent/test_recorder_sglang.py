@@ -36,7 +36,9 @@ CASES = (
 @pytest.fixture(scope="module")
 def found() -> Mapping[str, dict[str, object]]:
     """All cases, by one process: importing SGLang takes longer than all of them."""
-    environment = cpu_server.environment(os.environ, 1, [0])
+    paths = [os.environ.get("WEIGHTBUS_SGLANG_OVERLAY", ""), os.environ.get("PYTHONPATH", "")]
+    overlaid = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = cpu_server.environment(overlaid, 1, [0])
     done = subprocess.run(
         [sys.executable, KIT, *CASES], env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -43,7 +43,7 @@ INVARIANTS: Final = {
     "true-labels": "a server that generates is labelled with the version of its buckets",
     "fresh-caches": "after a round with flush on, nothing is answered from the cache of other weights",
     "fenced-bytes": "bytes of an epoch never land on a server after bytes of a newer epoch",
-    "one-holder": "an epoch is granted to one trainer, and epochs only grow",
+    "one-holder": "an epoch is granted to one trainer, epochs only grow, and only the newest commits",
     "durable-before-said": "a Commit or a committed RoundDone leaves only when its version is on disk",
     "never-back": "the committed version of a channel never goes back, unless a trainer said so",
     "believed": "what an honest trainer signed is believed, whatever was lost, repeated or restarted in between",
@@ -56,6 +56,7 @@ INVARIANTS: Final = {
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
     "memory-bounded": "nothing grows with time",
     "every-wait-ends": "once faults stop, rounds end, engines serve or say why not, and a publication commits",
+    "no-needless-wait": "in calm weather, once all is settled, a round waits for no deadline",
     "nothing-raises": "no machine contradicts itself, whatever it is told",
 }
 READY_GRACE_S: Final = 25.0
@@ -147,6 +148,10 @@ class Judge:
         known = self._tables.setdefault(record.version, record.table)
         if known != record.table:
             self.broken("one-table", f"version {record.version} has two tables")
+        highest = self._world.journal.channels[record.channel].epoch
+        if record.epoch != highest:
+            what = f"version {record.version} is committed under epoch {record.epoch}; {highest} was taken since"
+            self.broken("one-holder", what)
         if len(record.engines) < self._world.scenario.min_engines:
             self.broken("enough-engines", f"version {record.version} is committed with {len(record.engines)} engines")
         if record.engines and self._world.tag_of(record.table) not in self._held:

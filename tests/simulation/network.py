@@ -47,11 +47,17 @@ class Connection:
 
     def __init__(self, line: Line, peer: Peer, life: int) -> None:
         self.line, self.peer, self.life = line, peer, life
+        self._opened = line.opened
         self.agent_open = True
         self.coordinator_open = True
         self.up_until = self.down_until = 0.0
         self.held_up: list[tuple[ToCoordinator, bytes | None]] = []
         self.held_down: list[tuple[ToAgent, bytes | None]] = []
+
+    @property
+    def reads(self) -> bool:
+        """What was sent on it still arrives, also after it broke, until the agent opens another socket."""
+        return self.line.opened == self._opened
 
 
 class Line:
@@ -203,7 +209,7 @@ class Network:
         return Delivery.SENT
 
     def _arrive_down(self, connection: Connection, message: ToAgent, blob: bytes | None) -> None:
-        if not connection.agent_open or not connection.line.owner.alive:
+        if not connection.reads or not connection.line.owner.alive:
             return
         if self._cut.get(connection.line.name, (False, False))[1] or connection.held_down:
             connection.held_down.append((message, blob))

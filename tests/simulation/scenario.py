@@ -90,10 +90,12 @@ def draw(seed: int) -> Scenario:
     )
     names = tuple(engine.name for engine in engines)
     count = rng.randrange(2, 16)
-    faults = sorted(
-        (_fault(rng, names, trainers, rng.uniform(1.0, calm_from - 1.0), calm_from) for _ in range(count)),
-        key=lambda fault: fault.at,
-    )
+    faults = [_fault(rng, names, trainers, rng.uniform(1.0, calm_from - 1.0), calm_from) for _ in range(count)]
+    if rng.random() < 0.25:
+        plot = _plot(rng, rng.choice(names))
+        calm_from = max(calm_from, *(fault.at + fault.lasts for fault in plot))
+        faults += plot
+    faults.sort(key=lambda fault: fault.at)
     drawn = Scenario(
         seed=seed,
         engines=engines,
@@ -145,6 +147,24 @@ def _fault(
     if rng.random() < 0.4:
         return msgspec.structs.replace(fault, moment=rng.choice(MOMENTS))
     return fault
+
+
+def _plot(rng: random.Random, engine: str) -> list[Fault]:
+    """Faults that only matter together, or only in their place, and would seldom be drawn so."""
+    at = rng.uniform(1.0, 8.0)
+    match rng.choice(("left alone", "unrecorded", "held back", "relaunched")):
+        case "left alone":  # in the middle of a pause: until its lease is over, and longer
+            moment = rng.choice(("pausing", "offering", "verifying"))
+            return [Fault(at=at, kind="cut", who=engine, lasts=rng.uniform(30.0, 45.0), moment=moment)]
+        case "unrecorded":  # what it began cannot be written, and then it is not there to remember it
+            full = Fault(at=at, kind="disk-full", who=engine, lasts=25.0, moment=rng.choice(MOMENTS[:3]))
+            return [full, Fault(at=at, kind="kill", who=engine, lasts=0.5, moment="transferring")]
+        case "held back":  # what it is told next arrives when it has given up waiting
+            moment = rng.choice(("pausing", "offering"))
+            return [Fault(at=at, kind="cut-down", who=engine, lasts=rng.uniform(9.0, 16.0), moment=moment)]
+        case _:  # the server begins anew under whatever its agent is about
+            moment = rng.choice(("offering", "transferring", "verifying", "resuming"))
+            return [Fault(at=at, kind="server-kill", who=engine, lasts=0.1, moment=moment)]
 
 
 def _befalls(  # noqa: PLR0911  # one case per kind

@@ -41,10 +41,12 @@ LIMITS = Limits(
 """Waits as in a deployment, shortened where a deployment waits for gigabytes. The ratios are what matters."""
 SETTLE_S = 240.0
 """Within so long after the last fault every wait has ended: the longest round, a silent trainer, and a re-drive."""
+QUIET_ROUND_S = 15.0
+"""Of a round that nothing disturbs; most take two."""
 TRANSFER_S = 20.0
 RESTART_S = 1.0
 LOOK_S = 1.0
-LEASE_SLACK_S = 25.0
+LEASE_SLACK_S = 13.0
 INBOX = 256
 """More unread messages than any agent may gather."""
 
@@ -103,6 +105,8 @@ class World:
         self._holding = False
         """Trainers begin nothing new."""
         self._commits_in_calm = 0
+        self._quiet = False
+        """All has settled after the storm: from here on nobody has a reason to wait for a deadline."""
         self.rounds: list[RoundDone] = []
         """Every round that was closed."""
         self._paused_since: dict[str, float] = {}
@@ -122,7 +126,7 @@ class World:
         self._holding = True
         self._wait("ends every round and settles every engine", self._unsettled)
         self._holding = False
-        self._commits_in_calm = 0
+        self._commits_in_calm, self._quiet = 0, True
         self._wait("publishes a version that every engine serves", self._unserved)
         if loop.steps >= MOST_STEPS:
             self.judge.broken("every-wait-ends", f"{loop.steps} steps, and no end: somebody goes round in circles")
@@ -281,6 +285,9 @@ class World:
         """The coordinator closed a round."""
         self.rounds.append(done)
         self._commits_in_calm += done.outcome is Outcome.COMMITTED
+        if self._quiet and (took := done.seconds["total"]) > QUIET_ROUND_S:
+            what = f"the round of version {done.version} took {took:.1f} s in calm weather: {done.seconds}"
+            self.judge.broken("no-needless-wait", what)
 
     # -- looking around
 
