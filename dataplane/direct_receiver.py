@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -59,7 +60,7 @@ class _Agreement:
     plans: tuple[Plan, ...]
     proof: Proof
 
-    @property
+    @cached_property
     def digests(self) -> tuple[str, ...]:
         """Of the plans."""
         return tuple(plan.digest() for plan in self.plans)

@@ -12,6 +12,7 @@ ordered by item size, largest first, inside a bucket, so that every tensor start
 import hashlib
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import accumulate
 from typing import Final, Self, TypeVar
 
@@ -65,7 +66,7 @@ class BucketSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """The layout of every version of one model: what travels, in what order, in which buckets."""
 
     model: str
@@ -167,7 +168,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return manifest
 
     def digest(self) -> str:
-        """SHA-256 of the canonical bytes, hexadecimal: the name of this layout."""
+        """SHA-256 of the canonical bytes, hexadecimal: the name of this layout. Computed once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return blob_digest(self.encode())
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import Final
@@ -68,6 +69,18 @@ class Proof:
     odd: tuple[int, ...]
     """Tensors that are put together from what was read back."""
 
+    @cached_property
+    def _groups(self) -> tuple[Column, Column]:
+        """(proven,): the tensors that atoms are of; (atoms,): which of them each atom is a part of."""
+        proven, group = np.unique(self.atoms.space, return_inverse=True)
+        return proven, group
+
+    @cached_property
+    def _sizes(self) -> Column:
+        """(proven,): bytes."""
+        indexes: list[int] = self._groups[0].tolist()
+        return np.array([self.tensors[index].nbytes for index in indexes], np.int64)
+
     def check(self, table: DigestTable, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> None:
         """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere."""
         found = np.zeros((2, len(self.atoms)), np.uint64)
@@ -77,15 +90,15 @@ class Proof:
             differs = np.flatnonzero((found[:, rank.atom] != sums).any(axis=0))
             if len(differs):
                 self._disagree(number, int(rank.atom[differs[0]]), found, sums[:, differs[0]])
-        totals = np.zeros((2, len(self.tensors)), np.uint64)
+        proven, group = self._groups
+        totals = np.zeros((2, len(proven)), np.uint64)
         for lane in (0, 1):
-            np.add.at(totals[lane], self.atoms.space, found[lane])
-        proven = np.unique(self.atoms.space)
-        indexes: list[int] = proven.tolist()
-        sizes = np.array([self.tensors[index].nbytes for index in indexes], np.int64)
-        digests = integrity.finish(totals[:, proven], sizes)
-        for at, index in enumerate(indexes):
-            self._compare(table, index, digests[16 * at : 16 * at + 16])
+            np.add.at(totals[lane], group, found[lane])
+        digests = np.frombuffer(integrity.finish(totals, self._sizes), np.uint8).reshape(-1, integrity.DIGEST_BYTES)
+        expected = np.frombuffer(table.tensors, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[proven]
+        wrong = np.flatnonzero((digests != expected).any(axis=1))
+        if len(wrong):
+            self._compare(table, int(proven[wrong[0]]), digests[wrong[0]].tobytes())
         for index in self.odd:
             self._compare(table, index, digest_of(self._assembled(index, odd)))
 

@@ -115,9 +115,10 @@ class SGLangServer:
         """pause_generation: when it returns, whatever is asked next finds the server paused."""
         self._wire.admin("/pause_generation", {"mode": mode}, deadline_s)
 
-    def resume(self, deadline_s: float = CALL_S) -> None:
-        """continue_generation. Harmless when nothing is paused."""
-        self._check_launch("/continue_generation", deadline_s)
+    def resume(self, deadline_s: float = CALL_S, *, looked: bool = False) -> None:
+        """continue_generation. Harmless when nothing is paused. `looked`: the launch was checked a moment ago."""
+        if not looked:
+            self._check_launch("/continue_generation", deadline_s)
         self._wire.admin("/continue_generation", {"torch_empty_cache": False}, deadline_s)
 
     def flush(self, deadline_s: float = CALL_S) -> None:

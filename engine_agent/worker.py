@@ -96,6 +96,8 @@ class Worker:
         self._signer: AgentId | None = None
         """Of the publication that was believed last."""
         self._layouts: dict[str, Manifest] = {}
+        self._table: tuple[str, DigestTable] | None = None
+        """The last one that was read, by its digest: the steps of a round read it again."""
         self._fits: set[tuple[str, str, str]] = set()
 
     def perform(self, operation: Operation, identity: str = "", number: int = 0) -> Result:
@@ -203,8 +205,9 @@ class Worker:
         self._server.untouched()
         if self._trust is not None:
             self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
-        # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
-        self._server.label(min(command.deadline_s, _ALIVE_S))
+        if command.offer.transport is TransportKind.DISTRIBUTED:
+            # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
+            self._server.label(min(command.deadline_s, _ALIVE_S))
         self._go_on()
         layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
         offer = command.offer
@@ -222,7 +225,8 @@ class Worker:
             raise
         self._server.end_update()
         if isinstance(receiver, Timed):
-            _log.info("transfer_steps", **{step: round(seconds, 4) for step, seconds in receiver.seconds.items()})
+            for step, seconds in receiver.seconds.items():
+                self._meters.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
         return Received(receipt.bytes, receipt.buckets, receipt.checked)
 
     def _end_update_quietly(self) -> None:
@@ -275,7 +279,7 @@ class Worker:
             self._server.set_label(str(version), min(deadline_s, CALL_S))
         if flush:
             self._server.flush(max(until - time.monotonic(), 0.001))
-        self._server.resume(min(deadline_s, CALL_S))
+        self._server.resume(min(deadline_s, CALL_S), looked=version is not None and not flush)
 
     def called(self, call: str, seconds: float, *, failed: bool) -> None:
         """One HTTP call to the server was made."""

@@ -11,6 +11,7 @@ broke, and keeps the server paused. Imports torch and nothing of SGLang.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -29,8 +30,12 @@ PREFIX: Final = "weightbus:"
 _PATIENCE_S: Final = 120.0
 """How long the server is held for a sidecar that says nothing: it may be planning, for the first time."""
 
+_LOOK_S: Final = 2.0
+"""How soon it is noticed, between rounds, that a trainer is gone."""
+
 _log = logging.getLogger(__name__)
 _states: Final[dict[torch.nn.Module, WorkerState]] = {}
+_watch: threading.Thread | None = None
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -46,18 +51,43 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 def forget() -> None:
     """Let go of all memory of trainers; what is needed again is opened and recorded again."""
     for state in _states.values():
-        state.close()
+        with state.busy:
+            state.close()
     _states.clear()
+
+
+def _keep_watch() -> None:
+    """Between rounds: nobody else would notice that a trainer's memory need not be held any more."""
+    while True:
+        time.sleep(_LOOK_S)
+        for state in tuple(_states.values()):
+            if state.busy.acquire(blocking=False):
+                try:
+                    state.release()
+                except Exception:  # noqa: BLE001 - the server goes on without this
+                    _log.exception("weightbus: memory of a trainer that is gone could not be released")
+                finally:
+                    state.busy.release()
 
 
 def _exchange(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     names = [name for name, _ in named_tensors]
     if len(names) != 1 or not names[0].startswith(PREFIX):
         raise PeerLost(f"the loader was called with {names[:2]}, expected one name that begins with {PREFIX!r}")
+    global _watch  # noqa: PLW0603 - one for the process
+    if _watch is None:
+        _watch = threading.Thread(target=_keep_watch, name="weightbus-leases", daemon=True)
+        _watch.start()
     state = _states.get(model)
     if state is None:
         state = _states[model] = WorkerState(model)
-    frames = Frames.connect(names[0].removeprefix(PREFIX), Deadline(_PATIENCE_S))
+    with state.busy:
+        _follow(state, names[0].removeprefix(PREFIX))
+
+
+def _follow(state: WorkerState, path: str) -> None:
+    """Do what the sidecar says until it lets go."""
+    frames = Frames.connect(path, Deadline(_PATIENCE_S))
     try:
         wire.say(frames, state.hello(_rank()), Deadline(_PATIENCE_S))
         while True:

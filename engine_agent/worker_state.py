@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,9 +42,11 @@ class _Bound:
 
 
 class WorkerState:
-    """Used by the worker's scheduler thread only."""
+    """Used by one thread at a time."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        self.busy = threading.Lock()
+        """Held during a round."""
         self.touched = False
         """The last replay began to write."""
         self._model = model
@@ -134,6 +137,12 @@ class WorkerState:
             copy_s=copied - began,
             verify_s=time.perf_counter() - copied,
         )
+
+    def release(self) -> None:
+        """Let go of the memory of a trainer that is gone: a GPU's is not free again before that."""
+        if not self._importer.alive():
+            self._unbind()
+            self._importer.close()
 
     def close(self) -> None:
         """Let go of the trainer's memory, and of every plan."""

@@ -21,6 +21,7 @@ from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
 from weightbus.dataplane.frames import FrameListener, Frames
+from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.plan import Plan
 from weightbus.dataplane.transport import Peer, Receipt
@@ -28,7 +29,7 @@ from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
 
-from ..kit.toy_direct import SPECS, WAIT_S, Shard, World, holds
+from ..kit.toy_direct import SPECS, WAIT_S, Shard, Trainer, World, holds
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
@@ -76,6 +77,36 @@ def test_memory_that_was_replaced_is_opened_anew(world: World) -> None:
 
     assert [exporter.generation for exporter in world.trainer.exporters] == [2, 2]
     assert holds(world.server, world.trainer.values)
+
+
+def test_a_trainer_that_began_anew_is_opened_anew(world: World) -> None:
+    """Same process number, address and generation, as containers have them: only the connection tells them apart."""
+    world.round()
+    runtime = world.trainer.exporters[0].address().address.rsplit("/", 1)[0]
+    world.trainer.close()
+    world.trainer = Trainer(Path(runtime))
+    world.trainer.step(9)
+
+    world.round()
+
+    assert holds(world.server, world.trainer.values)
+
+
+def test_memory_of_a_trainer_that_is_gone_is_let_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between rounds, by itself: a GPU's memory is not free before its last reader has closed it."""
+    released = threading.Event()
+    close = RegionImporter.close
+
+    def note(importer: RegionImporter) -> None:
+        close(importer)
+        released.set()
+
+    world.round()
+    monkeypatch.setattr(RegionImporter, "close", note)
+
+    world.trainer.close()
+
+    assert released.wait(WAIT_S)
 
 
 def test_a_model_whose_tensors_moved_is_recorded_again(world: World) -> None:
