@@ -21,6 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import rig
+
 from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.digest_table import BoxTable
@@ -177,7 +181,7 @@ def main() -> int:
     result: dict[str, Any] = {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "device": ", ".join(torch.cuda.get_device_name(device) for device in devices),
-        "command": "python3 " + " ".join(["tests/gpu/copies.py", *sys.argv[1:]]),
+        "command": rig.command("copies.py"),
         "software": {"torch": torch.__version__, "cuda": torch.version.cuda},
         "same_gpu": measure(nbytes, devices[0], noise(nbytes, devices[0])),
     }

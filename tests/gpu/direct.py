@@ -1,0 +1,419 @@
+"""Proof and figures for direct transfers: out of a Megatron-core trainer's memory into the parameters of a real SGLang.
+
+Starts a coordinator, SGLang servers with their sidecars, and a trainer with random weights. Each version is published
+by the direct transport, and, for comparison and as the oracle, by SGLang's own flattened buckets (the local transport)
+into the same server. Afterwards the server's own checksums of its live parameters must be the same, and other ones
+after they were overwritten with noise in between.
+
+    python3 tests/gpu/direct.py                       one CUDA device: trainer and engine share it. With two, an engine
+                                                      on the other one as well. Qwen3-30B-A3B shapes, 24 layers, 31 GB
+    python3 tests/gpu/direct.py --tp 2                two devices: trainer ranks and engine workers, crosswise
+    python3 tests/gpu/direct.py --config FILE         another model, by its config.json
+    python3 tests/gpu/direct.py --device cpu          the same steps with a tiny model and shared memory
+
+Prints one JSON object; `--out FOLDER` writes colocated.json, peer.json and crosswise.json there. Exits with 1 unless
+everything was equal. While versions are published a client generates; `pause_gap_s` is the longest gap between two of
+its tokens, less the usual one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import rig
+
+LAYOUTS: dict[str, dict[str, int | None]] = {"ep2": {"ep": 2, "etp": 1, "dp": 2}, "tp2": {"tp": 2}}
+"""Of a trainer's two ranks: experts apart; or every matrix cut, half of them by columns."""
+BUCKET_BYTES = 512 * 1024 * 1024
+STEADY = 4
+"""Versions that are published one after another while a client generates; the best counts, all are listed."""
+
+
+# -- the orchestrating process -----------------------------------------------------------------------------------------
+
+
+def orchestrate(args: argparse.Namespace) -> int:
+    """Start everything, run the trainer, print what it measured."""
+    from weightbus.trainer_agent.demo.processes import Programs
+
+    work = Path(tempfile.mkdtemp(prefix="wb-direct-"))
+    hf = json.loads(Path(args.config).read_text()) if args.config else dict(rig.QWEN3_30B_A3B)
+    if args.device == "cpu" and not args.config:
+        hf = dict(rig.TINY_MOE)
+    if not args.config:
+        hf["num_hidden_layers"] = args.layers
+    rig.write_model(work / "model", hf)
+    with Programs(work) as programs:
+        layout = rig.start_coordinator(programs, work)
+        for engine in engines(args):
+            rig.start_engine(programs, args.device, work, engine, layout)
+        (work / "layout.json").write_text(json.dumps(layout))
+        arguments = ["--trainer-of", str(work), *rig.arguments()]
+        command = [sys.executable, __file__, *arguments]
+        if args.tp > 1:
+            command = rig.ranks_command(__file__, args.tp, arguments)
+        trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
+        rig.wait(
+            "the trainer", lambda: trainer.process.poll() is not None, args.deadline, lambda: programs.check([trainer])
+        )
+        programs.check([trainer])
+        measured = json.loads((work / "result.json").read_text())
+    results = {}
+    for place, found in measured.items():
+        results[place] = {**rig.describe("direct.py", args.device, hf), **found}
+        if args.out:
+            (Path(args.out) / f"{place}.json").write_text(json.dumps(results[place], indent=1) + "\n")
+    sys.stdout.write(json.dumps(results) + "\n")
+    return 0 if all(each["equal"] for each in results.values()) else 1
+
+
+def engines(args: argparse.Namespace) -> list[rig.Engine]:
+    """One for each place, named after it.
+
+    They take versions that cannot be proven: nobody predicts the checksums that a server makes of experts, and the
+    oracle's way is to be compared by the server's own checksums afterwards. Direct transfers prove themselves.
+    """
+    flags: tuple[str, ...] = (rig.LOADER,)
+    if args.device == "cuda":
+        flags += (f"--mem-fraction-static={args.memory}", "--cuda-graph-max-bs=4")
+    if args.tp > 1:
+        return [rig.Engine("crosswise", 0, args.tp, flags, "available")]
+    found = [rig.Engine("colocated", 0, 1, flags, "available")]
+    if args.device == "cpu" or _gpus() > 1:
+        found.append(rig.Engine("peer", 1, 1, flags, "available"))
+    return found
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+# -- the trainer -------------------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """Publish each way, let the servers say what they hold, write down what it took."""
+    import torch.distributed as dist
+
+    work = Path(args.trainer_of)
+    layout = rig.read_layout(work)
+    hf = rig.read_config(work)
+    if args.device == "cpu":
+        from weightbus.trainer_agent import megatron_cpu
+
+        megatron_cpu.install()
+    fleet = rig.Fleet(layout, hf["max_position_embeddings"])
+    spread = args.tp > 1
+    measured = train_ranks(args, work, layout, fleet) if spread else train_shards(args, hf, layout, fleet)
+    for place, found in measured.items():
+        found.update(plain_copies(args, place, found["layouts"]))
+    if not spread or dist.get_rank() == 0:
+        for found in measured.values():
+            found.update(summary(found))
+        (work / "result.json").write_text(json.dumps(measured))
+
+
+def train_ranks(args: argparse.Namespace, work: Path, layout: dict[str, Any], fleet: rig.Fleet) -> dict[str, Any]:
+    """Real ranks, each on a GPU of its own: not the one of the engine's worker that has the same rank."""
+    import torch
+    import torch.distributed as dist
+
+    from weightbus.trainer_agent.megatron import MegatronSource
+
+    if args.device == "cuda":
+        torch.cuda.set_device(args.tp - 1 - int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=dt.timedelta(seconds=300))
+    chunks = rig.build(rig.read_config(work), args.device, tp=args.tp)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    source: Any = MegatronSource(chunks, hf_config=work / "model", dtype=torch.bfloat16)
+    source.refill = lambda seed: rig.refill(parameters, seed)
+    if source.root:
+        fleet.wait_ready(args.deadline)
+    dist.barrier()
+    return {"crosswise": {"layouts": {"tp2": publish(source, layout, fleet, "crosswise")}}}
+
+
+def train_shards(
+    args: argparse.Namespace, hf: dict[str, Any], layout: dict[str, Any], fleet: rig.Fleet
+) -> dict[str, Any]:
+    """Two ranks in this process, in one layout after the other."""
+    import torch
+    from shards import Shards
+
+    measured: dict[str, Any] = {place: {"layouts": {}} for place in layout["engines"]}
+    versions = {place: itertools.count(1) for place in layout["engines"]}
+    for name, shape in LAYOUTS.items():
+        if name == "ep2" and not hf.get("num_experts") and not hf.get("n_routed_experts"):
+            continue
+        source = Shards(hf, torch.device(args.device, 0), 2, **shape)
+        rig.log(f"{name}: {sum(each.nbytes for each in source.parameters) / 1e9:.1f} GB of parameters")
+        fleet.wait_ready(args.deadline)
+        for place, numbers in versions.items():
+            measured[place]["layouts"][name] = publish(source, layout, fleet, place, numbers)
+        source.close()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    return measured
+
+
+def publish(
+    source: Any, layout: dict[str, Any], fleet: rig.Fleet, place: str,
+    numbers: Iterator[int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """All rounds of one layout into one engine."""
+    numbers = numbers or itertools.count(1)
+    found: dict[str, Any] = {}
+    first, oracle = next(numbers), next(numbers)
+    source.refill(first)
+    with rounds(source, layout, place, "direct") as (publish_one, agent):
+        found["bytes"] = agent.manifest.nbytes
+        found["tensors"] = len(agent.manifest.tensors)
+        found["first"] = publish_one(first, fleet)
+    ours = fleet.checksum(place) if source.root else []
+    if source.root:
+        fleet.overwrite(place)
+    noise = fleet.checksum(place) if source.root else []
+    with rounds(source, layout, place, "local") as (publish_one, _):
+        found["flattened_bucket"] = publish_one(oracle, fleet)
+    stock = fleet.checksum(place) if source.root else []
+    found["equal"] = ours == stock != noise
+    found["parameters_compared"] = sum(map(len, stock))
+    steady = []
+    with rounds(source, layout, place, "direct") as (publish_one, _):
+        again, *others = [next(numbers) for _ in range(STEADY + 1)]
+        source.refill(again)
+        publish_one(again, fleet)  # what the way of the oracle made forgotten is opened again
+        for version in others:
+            source.refill(version)
+            with generating(fleet, place, active=source.root) as client:
+                report = publish_one(version, fleet)
+            steady.append({**report, **client.gaps()})
+    ours = fleet.checksum(place) if source.root else []
+    with rounds(source, layout, place, "local") as (publish_one, _):
+        publish_one(next(numbers), fleet)
+    found["equal"] &= ours == (fleet.checksum(place) if source.root else [])
+    found["steady"] = steady
+    rig.log(f"{place}: {json.dumps(found)}")
+    return found
+
+
+@contextlib.contextmanager
+def rounds(source: Any, layout: dict[str, Any], place: str, transport: str) -> Iterator[Any]:
+    """An agent, and how it publishes one version."""
+    import torch
+
+    from weightbus.trainer_agent import TrainerAgent
+
+    with TrainerAgent.connect(
+        source, channel=place, name=f"trainer-{place}", coordinator=f"tcp://127.0.0.1:{layout['bus']}",
+        transport=(transport,), bucket_bytes=BUCKET_BYTES, insecure_loopback=True, pause="in_place", flush=False,
+    ) as agent:  # fmt: skip
+
+        def publish_one(version: int, fleet: rig.Fleet) -> dict[str, Any]:
+            if source.device.type == "cuda":
+                torch.cuda.synchronize()
+            before = fleet.seconds(place)
+            began = time.perf_counter()
+            report = agent.publish(version)
+            took = time.perf_counter() - began
+            after = fleet.seconds(place)
+            spent = {key: after[key] - before.get(key, 0.0) for key in after if after[key] > before.get(key, 0.0)}
+            engine = report.engines[0] if report.engines else None
+            return {
+                "publish_s": took,
+                "trainer_s": report.seconds,
+                "engine_s": engine.seconds if engine else {},
+                "sidecar_s": {key: value for key, value in spent.items() if not key.endswith("#")},
+                "http_calls": sum(
+                    value for key, value in spent.items() if key.startswith("call:") and key.endswith("#")
+                ),
+                "verified_by": engine.verified_by if engine else "",
+                "outcome": f"{report.outcome}" if not engine else f"{engine.outcome}",
+                "reason": engine.reason if engine else report.reason,
+            }
+
+        yield publish_one, agent
+
+
+class Client:
+    """One request that generates for as long as it is told to."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        self._url = url
+        self._tokens = tokens
+        self._stop = threading.Event()
+        self._times: list[float] = []
+        self._problem = ""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Returns when some tokens have come."""
+        self._thread.start()
+        rig.wait("tokens", lambda: len(self._times) > 30 or bool(self._problem), 60, lambda: None)
+
+    def stop(self) -> None:
+        """After some more tokens."""
+        more = len(self._times) + 30
+        rig.wait("tokens", lambda: len(self._times) > more or not self._thread.is_alive(), 60, lambda: None)
+        self._stop.set()
+        self._thread.join()
+
+    def gaps(self) -> dict[str, Any]:
+        """The longest pause between two tokens, less the usual one."""
+        steps = [after - before for before, after in itertools.pairwise(self._times)]
+        if len(steps) < 10:
+            return {"client": self._problem or "too few tokens"}
+        usual = statistics.median(steps)
+        return {"pause_gap_s": max(steps) - usual, "token_s": usual, "tokens": len(steps), "client": self._problem}
+
+    def _run(self) -> None:
+        body = {
+            "input_ids": [5, 17, 33, 64],
+            "stream": True,
+            "sampling_params": {"max_new_tokens": self._tokens, "ignore_eos": True, "temperature": 0.0},
+        }
+        try:
+            with httpx.stream("POST", self._url + "/generate", json=body, timeout=60, trust_env=False) as answer:
+                if answer.is_error:
+                    self._problem = f"{answer.status_code}: {answer.read().decode()[:300]}"
+                    return
+                for line in answer.iter_lines():
+                    if line.startswith("data:"):
+                        self._times.append(time.perf_counter())
+                    if self._stop.is_set():
+                        return
+        except httpx.HTTPError as error:
+            self._problem = f"{type(error).__name__}: {error}"
+
+
+class _Idle:
+    def gaps(self) -> dict[str, Any]:
+        return {}
+
+
+@contextlib.contextmanager
+def generating(fleet: rig.Fleet, place: str, *, active: bool) -> Iterator[Client | _Idle]:
+    """A client at work meanwhile."""
+    if not active:
+        yield _Idle()
+        return
+    client = Client(fleet.url(place), fleet.context - 64)
+    client.start()
+    yield client
+    client.stop()
+
+
+def plain_copies(args: argparse.Namespace, place: str, layouts: dict[str, Any]) -> dict[str, Any]:
+    """How long plain copies of as many bytes take: 4 GB at a time, as often as it takes."""
+    import torch
+
+    nbytes = max(each["bytes"] for each in layouts.values())
+    if place == "crosswise":
+        nbytes //= args.tp  # each worker takes its part, all at a time
+    chunk = min(nbytes, 4 * 10**9)
+    if args.device == "cpu":
+        source, target = torch.ones(chunk, dtype=torch.uint8), torch.zeros(chunk, dtype=torch.uint8)
+        began = time.perf_counter()
+        target.copy_(source)
+        return {"device_copy_s" if place == "colocated" else "peer_copy_s": time.perf_counter() - began}
+    here = torch.device("cuda", torch.cuda.current_device())
+    there = here if place == "colocated" else torch.device("cuda", 1 - here.index)
+    source, target = (
+        torch.ones(chunk, dtype=torch.uint8, device=here),
+        torch.zeros(chunk, dtype=torch.uint8, device=there),
+    )
+    times = []
+    for _ in range(6):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1000)
+    del source, target
+    torch.cuda.empty_cache()
+    return {"device_copy_s" if place == "colocated" else "peer_copy_s": min(times[1:]) * nbytes / chunk}
+
+
+def summary(found: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the slower layout, and whether all were right."""
+    worst: dict[str, Any] = {}
+    for name, each in found["layouts"].items():
+        steady = [one["sidecar_s"] for one in each["steady"]]
+        step = {key: min(one.get(f"step:transfer_{key}", 0.0) for one in steady) for key in ("copy", "verify")}
+        first = each["first"]["sidecar_s"]
+        gaps = [one["pause_gap_s"] for one in each["steady"] if "pause_gap_s" in one]
+        figures = {
+            "layout": name,
+            "bytes": each["bytes"],
+            "replay_s": step["copy"],
+            "verify_s": step["verify"],
+            "sglang_bucket_s": sum(
+                seconds
+                for key, seconds in each["flattened_bucket"]["sidecar_s"].items()
+                if key.startswith("call:update_weights")
+            ),
+            "record_s": first.get("step:transfer_record", 0.0),
+            "plan_s": sum(
+                each["first"]["sidecar_s"].get(f"step:transfer_{key}", 0.0) for key in ("plan", "agree", "adopt")
+            ),
+            "pause_gap_s": min(gaps, default=None),
+            "http_calls": max(one["http_calls"] for one in each["steady"]),
+        }
+        each["figures"] = figures
+        if not worst or figures["replay_s"] > worst["replay_s"]:
+            worst = figures
+    figures = [each["figures"] for each in found["layouts"].values()]
+    worst |= {key: max(each[key] for each in figures) for key in ("record_s", "plan_s")}  # the second layout is known
+    plain = found.get("device_copy_s") or found["peer_copy_s"]
+    sound = all(
+        one["outcome"].endswith("committed")
+        for each in found["layouts"].values()
+        for one in (each["first"], each["flattened_bucket"], *each["steady"])
+    )
+    return {
+        **worst,
+        "of_plain_copy": plain / worst["replay_s"] if worst["replay_s"] else None,
+        "over_sglang_bucket": worst["sglang_bucket_s"] / worst["replay_s"] if worst["replay_s"] else None,
+        "equal": sound and all(each["equal"] for each in found["layouts"].values()),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of trainer and engine, on as many GPUs")
+    parser.add_argument("--config", help="config.json of another model")
+    parser.add_argument("--memory", type=float, default=0.4, help="the server's --mem-fraction-static")
+    parser.add_argument("--deadline", type=float, default=400.0, help="seconds that any one wait may take")
+    parser.add_argument("--out", help="folder for the JSON files")
+    parser.add_argument("--trainer-of", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trainer_of:
+        train(args)
+        return 0
+    return orchestrate(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,368 @@
+"""What the programs of this folder share: coordinator, servers with sidecars, Megatron-core models, and figures."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+_SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+TINY = {**QWEN3_8B, **_SMALL}
+TINY_MOE = {**QWEN3_30B_A3B, **_SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+CUDA_FLAGS = (
+    "--load-format=dummy",
+    "--skip-tokenizer-init",
+    "--attention-backend=triton",
+    "--sampling-backend=pytorch",
+    "--grammar-backend=none",
+    "--max-total-tokens=20000",
+    "--skip-server-warmup",
+)
+TP_FLAGS = ("--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-all-reduce")
+"""Without them a server of several GPUs did not come up: it would use NVLink multicast, or wait for it."""
+CPU_FLAGS = ("--load-format=dummy", "--skip-tokenizer-init")
+LOADER = "--custom-weight-loader=weightbus.engine_agent.worker_loader.load"
+
+
+def log(text: str) -> None:
+    """To stderr: stdout is for the JSON object."""
+    sys.stderr.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
+    sys.stderr.flush()
+
+
+def free_port() -> int:
+    """Free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait(what: str, done: Callable[[], bool], deadline_s: float, check: Callable[[], None]) -> None:
+    """Poll until `done`; raises what `check` raises, or TimeoutError."""
+    until = time.monotonic() + deadline_s
+    while True:
+        check()
+        with contextlib.suppress(httpx.HTTPError):
+            if done():
+                return
+        if time.monotonic() > until:
+            raise TimeoutError(f"waited {deadline_s:.0f} s for {what}")
+        time.sleep(0.2)
+
+
+def arguments() -> list[str]:
+    """Of this run, but for where its result goes."""
+    found: list[str] = []
+    words = iter(sys.argv[1:])
+    for word in words:
+        if word == "--out":
+            next(words)
+        elif not word.startswith("--out="):
+            found.append(word)
+    return found
+
+
+def command(program: str) -> str:
+    """How this run is repeated."""
+    return " ".join([f"python3 tests/gpu/{program}", *arguments()])
+
+
+def describe(program: str, device: str, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured, where and how."""
+    name = "CPU"
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        name = ", ".join(subprocess.run(query, check=True, capture_output=True, text=True).stdout.split("\n")[:-1])
+    return {
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "device": name,
+        "command": command(program),
+        "software": software(),
+        "model": f"{hf['architectures'][0]}, {hf['num_hidden_layers']} layers, hidden {hf['hidden_size']}",
+    }
+
+
+def software() -> dict[str, str]:
+    """Versions of what was measured with."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"python": sys.version.split()[0]}
+    for package in ("torch", "sglang", "megatron-core", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A server and its sidecar."""
+
+    channel: str
+    gpu: int
+    tp: int = 1
+    flags: tuple[str, ...] = ()
+    verify: str = "required"
+
+
+def start_coordinator(programs: Any, work: Path) -> dict[str, Any]:
+    """The layout of what runs, to be completed by `start_engine`."""
+    bus, hints, status = free_port(), free_port(), free_port()
+    programs.start(
+        "coordinator",
+        [
+            sys.executable,
+            "-m",
+            "weightbus.control.cli",
+            "coordinator",
+            f"--router-port={bus}",
+            f"--pub-port={hints}",
+            f"--http-port={status}",
+            f"--journal={work / 'journal.sqlite'}",
+            "--insecure-loopback",
+        ],
+    )
+    return {"bus": bus, "status": status, "engines": {}, "checkpoints": str(work / "checkpoints")}
+
+
+def start_engine(programs: Any, device: str, work: Path, engine: Engine, layout: dict[str, Any]) -> None:
+    """One server and its sidecar, named after its channel."""
+    port, side = free_port(), free_port()
+    head = [f"--model-path={work / 'model'}", f"--port={port}", f"--tp-size={engine.tp}", *engine.flags]
+    if device == "cuda":
+        more = TP_FLAGS if engine.tp > 1 else ()
+        argv = ["-m", "sglang.launch_server", "--host=127.0.0.1", f"--base-gpu-id={engine.gpu}", *CUDA_FLAGS, *more]
+    else:
+        argv = ["-m", "weightbus.engine_agent.cpu_server", *CPU_FLAGS]
+    environment = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
+    programs.start(f"server-{engine.channel}", [sys.executable, *argv, *head], env=environment)
+    programs.start(
+        f"sidecar-{engine.channel}",
+        [
+            sys.executable,
+            "-m",
+            "weightbus.control.cli",
+            "engine-agent",
+            f"--name={engine.channel}0",
+            f"--channel={engine.channel}",
+            f"--server=http://127.0.0.1:{port}",
+            f"--coordinator=tcp://127.0.0.1:{layout['bus']}",
+            f"--http-port={side}",
+            f"--state-dir={work / 'state'}",
+            "--insecure-loopback",
+            f"--verify={engine.verify}",
+        ],
+    )
+    layout["engines"][engine.channel] = {"server": port, "sidecar": side}
+
+
+def ranks_command(program: str, ranks: int, arguments: list[str]) -> list[str]:
+    """`program` on every rank."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}", program, *arguments,
+    ]  # fmt: skip
+
+
+def ranks_environment(device: str) -> dict[str, str]:
+    """What trainer ranks want to find."""
+    if device == "cuda":
+        # SGLang sets the same in its workers; one end with and one without hangs in the first broadcast.
+        return {"NCCL_CUMEM_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    return {"OMP_NUM_THREADS": "1"}
+
+
+def write_model(folder: Path, hf: dict[str, Any]) -> None:
+    """A checkpoint that says what the model is made of, and holds nothing: its tensors are a hole in the file.
+
+    Servers are started with random weights; sidecars want to know which tensors make up a complete version.
+    """
+    from weightbus.trainer_agent.served import Model, served_tensors
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf))
+    header: dict[str, Any] = {}
+    end = 0
+    for spec in served_tensors(Model.parse(hf), "bfloat16"):
+        dtype = {"bfloat16": "BF16", "float32": "F32"}[spec.dtype]
+        header[spec.name] = {"dtype": dtype, "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}
+        end += spec.nbytes
+    head = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        file.truncate(8 + len(head) + end)
+
+
+class Fleet:
+    """The servers, asked directly: only to check what they hold, and to measure."""
+
+    def __init__(self, layout: dict[str, Any], context: int = 512) -> None:
+        self.context = context
+        """Tokens that a request may have."""
+        self._layout = layout
+        self._http = httpx.Client(timeout=120, trust_env=False)
+
+    def url(self, channel: str, which: str = "server") -> str:
+        """Of a server or a sidecar."""
+        return f"http://127.0.0.1:{self._layout['engines'][channel][which]}"
+
+    def wait_ready(self, deadline_s: float) -> None:
+        """Until every sidecar says ready, and every server has generated something."""
+        for channel in self._layout["engines"]:
+            for url in (self.url(channel, "sidecar") + "/readyz", self.url(channel) + "/health_generate"):
+                wait(url, lambda url=url: self._http.get(url).status_code == 200, deadline_s, lambda: None)
+            log(f"engine {channel} is ready")
+
+    def checksum(self, channel: str) -> list[dict[str, str]]:
+        """Digest of every live parameter on every rank, by the server itself."""
+        sums = [dict(each) for each in dig(self._ask(channel, {"action": "checksum"}), "checksums")]
+        if not sums:
+            raise RuntimeError(f"the server of {channel} reports no checksums")
+        return sums
+
+    def overwrite(self, channel: str) -> None:
+        """Replace every live parameter by noise."""
+        self._ask(channel, {"action": "reset_tensors"})
+
+    def seconds(self, channel: str) -> dict[str, float]:
+        """What the sidecar has counted so far: seconds by step and by call, ``step:copy`` and ``call:..``."""
+        found: dict[str, float] = {}
+        for line in self._http.get(self.url(channel, "sidecar") + "/metrics").text.splitlines():
+            for kind in ("step", "call"):
+                head = f"weightbus_sidecar_{kind}_seconds_"
+                if line.startswith((head + "sum{", head + "count{")):
+                    key, value = line.rsplit(" ", 1)
+                    name = key.split(f'{kind}="')[1].split('"')[0]
+                    suffix = "#" if line.startswith(head + "count{") else ""
+                    found[f"{kind}:{name}{suffix}"] = float(value)
+        return found
+
+    def _ask(self, channel: str, body: dict[str, str]) -> Any:
+        return self._http.post(self.url(channel) + "/weights_checker", json=body).raise_for_status().json()
+
+
+def dig(value: Any, key: str) -> Iterator[Any]:
+    """Every value under `key`, at any depth."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key:
+                yield inner
+            else:
+                yield from dig(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from dig(inner, key)
+
+
+# -- trainers ----------------------------------------------------------------------------------------------------------
+
+
+def build(hf: Mapping[str, Any], device: str, **layout: int | None) -> list[Any]:
+    """This rank's part of a Megatron-core model with parameters of any content; `layout` as tiny_families.Layout."""
+    import torch
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kit"))
+    import family_models
+    import mcore_on_cpu
+    from tiny_families import FAMILIES, Layout
+
+    mcore_on_cpu.patch()
+    family = next(name for name, each in FAMILIES.items() if each.architecture == hf["architectures"][0])
+    family_models.PADDED_VOCABULARY = hf["vocab_size"]
+    shape = Layout(**layout)  # type: ignore[arg-type]
+    family_models.start(shape)
+    chunks = family_models.build(
+        family, hf, shape, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, bf16=True,
+        use_cpu_initialization=device == "cpu", perform_initialization=False,
+    )  # fmt: skip
+    return [chunk.to(torch.bfloat16).to(device) for chunk in chunks]
+
+
+def refill(parameters: Any, seed: int) -> None:
+    """New weights, other for every seed; cut parameters are other on every rank, the rest alike."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    device = next(iter(parameters)).device
+    generator = torch.Generator(device).manual_seed(1000 * seed + rank)
+    whole = torch.Generator(device).manual_seed(1000 * seed + 999)
+    with torch.no_grad():
+        for parameter in parameters:
+            cut = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
+            parameter.normal_(0.0 if cut else 1.0, 0.02, generator=generator if cut else whole)
+
+
+def environment_of_one(port: int) -> None:
+    """Let torch.distributed begin in a process that nobody launched."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+
+
+def read_layout(work: Path) -> dict[str, Any]:
+    """What `orchestrate` has written."""
+    found: dict[str, Any] = json.loads((work / "layout.json").read_text())
+    return found
+
+
+def read_config(work: Path) -> dict[str, Any]:
+    """Of the model that is served."""
+    found: dict[str, Any] = json.loads((work / "model" / "config.json").read_text())
+    return found

@@ -1,0 +1,116 @@
+"""A trainer whose ranks share one process: their Megatron-core models stand side by side on one GPU.
+
+NCCL gives a GPU to one rank only. Where trainer and engine are to share a single GPU, the ranks of a layout are built
+one after another under torch's fake process group; what they hold, how it is cut and how it is read is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.pieces import Pieces
+from weightbus.trainer_agent.assembly import Assembler, check_manifest
+from weightbus.trainer_agent.megatron_description import Description, describe
+from weightbus.trainer_agent.parcels import plan
+from weightbus.trainer_agent.roster import Roster, check, encode, settle
+
+import rig  # isort: skip
+
+
+class Shards:
+    """Satisfies `Source` and `Exposable` for all ranks of a layout at once."""
+
+    def __init__(self, hf: Mapping[str, Any], device: torch.device, world: int, **layout: int | None) -> None:
+        self._cut = (layout.get("tp") or 1) > 1
+        self._ranks = [self._describe(hf, device, rank, world, layout) for rank in range(world)]
+        rosters = check([encode(Roster(each.facts, each.pieces.encode())) for each in self._ranks])
+        first = np.cumsum([0, *(len(each.parameters) for each in self._ranks)])
+        self._first = {rank: int(first[rank]) for rank in range(world)}
+        self._pieces = self._together(settle(rosters, self._ranks[0].tensors))
+        self._held = self._together(Pieces.join([each.pieces for each in self._ranks]))
+        self.parameters = [parameter.detach() for each in self._ranks for parameter in each.parameters]
+        self._device = device
+        self._planned: tuple[Manifest, Assembler] | None = None
+
+    @staticmethod
+    def _describe(
+        hf: Mapping[str, Any], device: torch.device, rank: int, world: int, layout: Mapping[str, int | None]
+    ) -> Description:
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend "fake"
+        from megatron.core import parallel_state
+
+        dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
+        try:
+            return describe(rig.build(hf, device.type, **layout), hf, None, rank)
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+    def _together(self, pieces: Pieces) -> Pieces:
+        """The pieces of all ranks as those of one holder."""
+        first = np.array([self._first[rank] for rank in sorted(self._first)], np.int64)
+        return replace(pieces, storage=pieces.storage + first[pieces.holder], holder=pieces.holder * 0)
+
+    @property
+    def model(self) -> str:
+        return self._ranks[0].model.architecture
+
+    @property
+    def root(self) -> bool:
+        return True
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def head_dim(self) -> int:
+        return self._ranks[0].model.sizes["head_dim"]
+
+    def tensors(self) -> Sequence[TensorSpec]:
+        return self._ranks[0].tensors
+
+    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
+        if self._planned is None or self._planned[0] != manifest:
+            check_manifest(manifest, self.tensors())
+            self._planned = manifest, Assembler(plan(manifest, self._pieces, rank=0), self.parameters, 0, 0, None)
+        self._planned[1].run(index, out, self._device)
+
+    def agree(self, blob: bytes | None) -> bytes:
+        assert blob is not None
+        return blob
+
+    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+        return self._held.ordered(tensors)
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        return self.parameters
+
+    def collect(self, blob: bytes) -> Sequence[bytes]:
+        return [blob]
+
+    def refill(self, seed: int) -> None:
+        """New weights: of copies, all alike; of shards, each its own."""
+        generator = torch.Generator(self._device).manual_seed(seed)
+        for rank, each in enumerate(self._ranks):
+            copied = torch.Generator(self._device).manual_seed(1000 * seed + 999)
+            generator.manual_seed(1000 * seed + rank)
+            for parameter in each.parameters:
+                cut = self._cut and getattr(parameter, "tensor_model_parallel", False)
+                cut = cut or not getattr(parameter, "allreduce", True)
+                parameter.detach().normal_(0.0 if cut else 1.0, 0.02, generator=generator if cut else copied)
+
+    def close(self) -> None:
+        """Free the weights."""
+        self._ranks, self.parameters, self._planned = [], [], None
