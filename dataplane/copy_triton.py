@@ -105,7 +105,7 @@ def _sum_words(table, lanes, ITEM: tl.constexpr, BLOCK: tl.constexpr):
             else:
                 address = first + line * step + column * (item_step * (8 // ITEM))
                 word = tl.zeros((BLOCK,), dtype=tl.uint64)
-                for part in tl.static_range(8 // ITEM):
+                for part in tl.static_range(8 // ITEM):  # pyright: ignore[reportGeneralTypeIssues]
                     at = address + part * item_step
                     if ITEM == 4:
                         element = tl.load(at.to(tl.pointer_type(tl.uint32)), mask=inside, other=0)
