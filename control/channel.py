@@ -310,6 +310,7 @@ class Channel:
                 self.history = remembered(self.history, record)
                 if self.round:
                     self.round.committed(now)
+                self._fleet.overtaken(self.epoch, self.committed, now)
             case RoundClosed():
                 self._close(record, now)
 

@@ -93,6 +93,13 @@ class Fleet:
             if idle and _holds(engine, committed):
                 self.settle(engine, epoch, committed, now)
 
+    def overtaken(self, epoch: Epoch, committed: Held, now: float) -> None:
+        """Another version was committed: nobody outside of its round is told any more to serve the one before it."""
+        for engine in self.engines.values():
+            duty = self._duties.get(engine.name)
+            if isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table):
+                self.settle(engine, epoch, committed, now)
+
     def answered(self, engine: Engine, message: EngineMessage, committed: Held | None) -> bool:
         """Take an answer to what `settle` or a closed round asked. Returns whether it was one."""
         duty = self._duties.get(engine.name)

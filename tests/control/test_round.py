@@ -382,6 +382,34 @@ def test_silent_step_is_left_out_at_its_deadline() -> None:
     assert len(victim.got(Pause)) > 3
 
 
+def test_a_version_that_was_replaced_is_not_said_any_more() -> None:
+    """An engine that comes back during a round is told to serve what was committed until then, and not afterwards."""
+    world, victim, other, trainer = fleet()
+    world.publish(trainer, 1)
+    victim.die()
+    world.advance(200)
+    said: list[int | None] = []
+
+    def comes_back(message: Message) -> ToCoordinator:
+        victim.connect()
+        return other.answers(message)[0]
+
+    def lose(message: Message) -> bool:
+        old = isinstance(message, Commit) and message.version == 1
+        if old:
+            said.append(world.committed)
+        return old
+
+    other.script[Prepare] = comes_back
+    world.lose = lose
+
+    assert world.publish(trainer, 2).outcome is Outcome.COMMITTED
+    world.advance(60)
+
+    assert said
+    assert set(said) == {1}
+
+
 def test_commit_is_repeated_after_the_round_until_the_engine_serves() -> None:
     """What is durable rolls forward: an engine that misses every `Commit` of the round gets it afterwards."""
     world, victim, _, trainer = fleet()
