@@ -37,7 +37,7 @@ from weightbus.dataplane.manifest import Manifest
 from weightbus.trainer_agent.checkpoint_form import revert, stored_tensors
 from weightbus.trainer_agent.fsdp import FSDPSource
 from weightbus.trainer_agent.full_tensor import FullTensorSource
-from weightbus.trainer_agent.module_pieces import local
+from weightbus.trainer_agent.kept import local
 from weightbus.trainer_agent.source import SourceError
 
 EVEN = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 64}
