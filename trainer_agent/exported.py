@@ -19,10 +19,12 @@ from torch import nn
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 
+from .agreement import together
 from .assembly import DTYPES, check_manifest
+from .exported_passes import Listing, Pass, guarded, listed
 from .ranks import Ranks
-from .roster import Refusal, Roster, check, encode
-from .source import AssemblyFailed, LayoutMismatch, SourceError, UnsupportedModel
+from .roster import Roster
+from .source import SourceError
 
 Exporter = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Yields (Hugging Face name, whole tensor)."""
@@ -79,12 +81,12 @@ class ExportedSource:
         self._export = export
         self.model: str = model
         try:
-            self._tensors, found = self._learn(dtype)
+            self._listing = self._learn(dtype)
         except SourceError:
             self._ranks.close()
             raise
-        self._device = device or found
-        self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._device = device or self._listing.device
+        self._pass = Pass((), self._listing)
         self._next = 0
         self._early: dict[str, torch.Tensor] = {}
 
@@ -100,18 +102,18 @@ class ExportedSource:
 
     def tensors(self) -> Sequence[TensorSpec]:
         """What is served, in the exporter's order."""
-        return self._tensors
+        return self._listing.tensors
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
         """Pack bucket `index` into `out` on the root. Collective; see `Source.assemble`.
 
         Buckets taken in order share one pass of the exporter; any other order starts another.
         """
-        check_manifest(manifest, self._tensors)
+        check_manifest(manifest, self._listing.tensors)
         if (out is not None) != self.root:
             raise ValueError(f"rank {self._ranks.rank}: the root, and only the root, gives a buffer")
         if index != self._next or index == 0:
-            self._pass, self._early = iter(self._export()), {}
+            self._pass, self._early = Pass(guarded(self._export), self._listing), {}
         wanted = dict(zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False))
         by_name = {spec.name: (spec, at) for spec, at in wanted.items()}
         missing = set(by_name)
@@ -119,7 +121,7 @@ class ExportedSource:
             missing.remove(name)
             _place(by_name[name], self._early.pop(name), out)
         while missing:
-            name, tensor = self._following(missing)
+            name, tensor = self._pass.following(missing)
             if name in missing:
                 missing.remove(name)
                 _place(by_name[name], tensor, out)
@@ -127,8 +129,7 @@ class ExportedSource:
                 self._early[name] = tensor  # of the next bucket: a bucket's order is not quite the exporter's
         self._next = index + 1
         if self._next == len(manifest.buckets):
-            for _ in self._pass:  # its last collectives
-                pass
+            self._pass.finish()
             self._next = 0
 
     def agree(self, blob: bytes | None) -> bytes:
@@ -137,52 +138,21 @@ class ExportedSource:
 
     def close(self) -> None:
         """Let go of the groups. Collective."""
-        self._pass, self._early = iter(()), {}
+        self._pass, self._early = Pass((), self._listing), {}
         self._ranks.close()
 
-    def _following(self, missing: set[str]) -> tuple[str, torch.Tensor]:
-        try:
-            found = next(self._pass, None)
-        except RuntimeError as error:
-            raise AssemblyFailed(f"the exporter failed ({error}): find the rank that failed first") from error
-        if found is None:
-            raise LayoutMismatch(
-                f"the exporter ended without {sorted(missing)[:5]}, which it exported before: "
-                f"it must yield the same tensors in the same order every time"
-            )
-        return found
-
-    def _learn(self, dtype: torch.dtype | None) -> tuple[tuple[TensorSpec, ...], torch.device]:
+    def _learn(self, dtype: torch.dtype | None) -> Listing:
         """What this rank exports, and that all ranks export the same."""
-        try:
-            tensors, device = _listed(self._export(), dtype)
-        except SourceError as error:
-            self._ranks.gather(encode(Refusal(f"{type(error).__name__}: {error}")))
-            raise
-        facts = {"model": repr(self.model), "tensors": str(len(tensors)), "layout": Pieces.of(tensors, []).digest()}
-        check(self._ranks.gather(encode(Roster(facts, b""))))
-        return tensors, device
 
+        def attempt() -> tuple[Roster, Listing]:
+            found = listed(self._export(), dtype)
+            layout = Pieces.of(found.tensors, []).digest()
+            return Roster({"model": repr(self.model), "tensors": str(len(found.tensors)), "layout": layout}, b""), found
 
-def _listed(
-    exported: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype | None
-) -> tuple[tuple[TensorSpec, ...], torch.device]:
-    tensors: list[TensorSpec] = []
-    device = torch.device("cpu")
-    for name, tensor in exported:
-        served = str(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype).removeprefix("torch.")
-        if served not in DTYPES:
-            raise UnsupportedModel(f"{name!r} is exported as {served}; these can travel: {', '.join(DTYPES)}")
-        device = device if tensors else tensor.device
-        tensors.append(TensorSpec(name, served, tuple(tensor.shape)))
-    if not tensors:
-        raise UnsupportedModel("the exporter yields no tensors: give it the model of this rank")
-    return tuple(tensors), device
+        return together(self._ranks, attempt)[1]
 
 
 def _place(where: tuple[TensorSpec, int], tensor: torch.Tensor, out: torch.Tensor | None) -> None:
     spec, at = where
-    if tuple(tensor.shape) != spec.shape:
-        raise LayoutMismatch(f"{spec.name!r} was exported with shape {spec.shape}, and now with {tuple(tensor.shape)}")
     if out is not None:
         out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape).copy_(tensor.detach())

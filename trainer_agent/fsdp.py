@@ -16,16 +16,21 @@ from torch import nn
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 
+from .agreement import together, together_check
 from .assembly import Assembler, Exchange, check_manifest
-from .module_pieces import Held, describe, device_of, local
+from .kept import local
+from .module_pieces import Held, describe, device_of
 from .parcels import BucketPlan, plan
 from .ranks import DEFAULT_TIMEOUT_S, Ranks
-from .roster import Refusal, Roster, check, encode, settle
+from .roster import Roster, settle
 from .source import SourceError
 
 
 class FSDPSource:
-    """The live weights of one sharded Hugging Face module. Satisfies `Source`."""
+    """The live weights of one sharded Hugging Face module. Satisfies `Source`.
+
+    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused.
+    """
 
     def __init__(
         self,
@@ -87,6 +92,8 @@ class FSDPSource:
         """Pack bucket `index` into `out` on the root. Collective; see `Source.assemble`."""
         if (out is not None) != self.root:
             raise ValueError(f"rank {self._ranks.rank}: the root, and only the root, gives a buffer")
+        if index == 0:
+            together_check(self._ranks, self._held.kept.check)
         if self._planned is None or (self._planned[0] is not manifest and self._planned[0] != manifest):
             check_manifest(manifest, self._held.tensors)
             self._planned = (manifest, plan(manifest, self._pieces, rank=self._ranks.rank))
@@ -107,7 +114,8 @@ class FSDPSource:
         return self._held.pieces.ordered(tensors)
 
     def memory(self) -> Sequence[torch.Tensor]:
-        """This rank's shards as they are now."""
+        """This rank's shards as they are now. Collective: raises on every rank when one's were replaced."""
+        together_check(self._ranks, self._held.kept.check)
         return [local(tensor) for tensor in self._held.storages]
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
@@ -127,13 +135,12 @@ class FSDPSource:
 
     def _settle(self, module: nn.Module, dtype: torch.dtype | None, model: str | None) -> tuple[Held, Pieces]:
         """What is served, and from where. A rank that cannot serve says so before it raises: the others wait for it."""
-        try:
+
+        def attempt() -> tuple[Roster, Held]:
             own = describe(module, dtype, self._ranks.rank, model)
-        except SourceError as error:
-            self._ranks.gather(encode(Refusal(f"{type(error).__name__}: {error}")))
-            raise
-        facts = {"model": own.model, **own.facts}
-        rosters = check(self._ranks.gather(encode(Roster(facts, own.pieces.encode()))))
+            return Roster({"model": own.model, **own.facts}, own.pieces.encode()), own
+
+        rosters, own = together(self._ranks, attempt)
         return own, settle(rosters, own.tensors)
 
     def _open_exchange(self) -> Exchange | None:

@@ -19,7 +19,10 @@ from .parcels import plan
 
 
 class HFModuleSource:
-    """The live weights of one module. Satisfies `Source`."""
+    """The live weights of one module. Satisfies `Source`.
+
+    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused.
+    """
 
     def __init__(self, module: nn.Module, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
         """`model` is the architecture, by default the module's class; `dtype` what parameters are served in.
@@ -58,6 +61,8 @@ class HFModuleSource:
         """Pack bucket `index` into `out`."""
         if out is None:
             raise ValueError("the root gives a buffer")
+        if index == 0:
+            self._held.kept.check()
         if self._planned is None or self._planned[0] is not manifest:
             check_manifest(manifest, self._held.tensors)
             buckets = plan(manifest, self._held.pieces, rank=0)
@@ -74,7 +79,8 @@ class HFModuleSource:
         return self._held.pieces.ordered(tensors)
 
     def memory(self) -> Sequence[torch.Tensor]:
-        """The module's tensors."""
+        """The module's tensors. Raises `LayoutMismatch` when they were replaced since the source was built."""
+        self._held.kept.check()
         return self._held.storages
 
     def collect(self, blob: bytes) -> Sequence[bytes]:

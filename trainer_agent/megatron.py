@@ -26,12 +26,13 @@ from torch import nn
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 
+from .agreement import together, together_check
 from .assembly import Assembler, Exchange, check_manifest
 from .megatron_chunks import chunks_of, lagging_wrappers
 from .megatron_description import Description, describe
 from .parcels import plan
 from .ranks import Ranks
-from .roster import Refusal, Roster, check, encode, settle
+from .roster import Roster, settle
 from .source import SourceError
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
@@ -39,7 +40,10 @@ DEFAULT_TIMEOUT_S: Final = 1800.0
 
 
 class MegatronSource:
-    """The live weights of one Megatron-core model. Satisfies `Source`."""
+    """The live weights of one Megatron-core model. Satisfies `Source`.
+
+    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused.
+    """
 
     def __init__(
         self,
@@ -67,12 +71,12 @@ class MegatronSource:
             SourceError: on every rank when any rank cannot serve; the first by rank is named on the others.
         """
         self._ranks = Ranks(group, timeout_s)
-        self._lagging = [lagging for chunk in chunks_of(model_chunks) for lagging in lagging_wrappers(chunk)]
         try:
             self._own, self._pieces = self._settle(model_chunks, hf_config, dtype)
         except SourceError:
             self._ranks.close()  # every rank raises, so every rank comes here
             raise
+        self._lagging = [lagging for chunk in chunks_of(model_chunks) for lagging in lagging_wrappers(chunk)]
         self._device = device or self._own.parameters[0].device
         self._exchange = self._open_exchange()
         self._planned: tuple[Manifest, Assembler] | None = None
@@ -142,10 +146,12 @@ class MegatronSource:
         self._ranks.close()
 
     def _settle_parameters(self) -> None:
-        """Finish what the optimizer left to the next forward pass. Collective over the replicas.
+        """Finish what the optimizer left to the next forward pass, of the parameters that were there. Collective.
 
-        With overlapped parameter gathers a replica holds, after a step, only its own share of the new parameters.
+        Raises a `SourceError` on every rank when one's parameters were replaced since the source was built. With
+        overlapped parameter gathers a replica holds, after a step, only its own share of the new parameters.
         """
+        together_check(self._ranks, self._own.kept.check)
         for wrapper in self._lagging:
             wrapper.start_param_sync(force_sync=True)
 
@@ -171,10 +177,10 @@ class MegatronSource:
         dtype: torch.dtype | None,
     ) -> tuple[Description, Pieces]:
         """What is served, and from where. A rank that cannot serve says so before it raises: the others wait for it."""
-        try:
+
+        def attempt() -> tuple[Roster, Description]:
             own = describe(chunks, hf_config, dtype, self._ranks.rank)
-        except SourceError as error:
-            self._ranks.gather(encode(Refusal(f"{type(error).__name__}: {error}")))
-            raise
-        rosters = check(self._ranks.gather(encode(Roster(own.facts, own.pieces.encode()))))
+            return Roster(own.facts, own.pieces.encode()), own
+
+        rosters, own = together(self._ranks, attempt)
         return own, settle(rosters, own.tensors)

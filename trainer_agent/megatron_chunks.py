@@ -81,6 +81,7 @@ class Chunk:
         self._served_layers = self._layers(config)
         self.zero_centred = bool(getattr(config, "layernorm_zero_centered_gamma", False))
         self.groups = _groups(self._module, model)
+        self._buffers: set[str] = set()
 
     @property
     def model(self) -> Model:
@@ -90,10 +91,7 @@ class Chunk:
     def parameters(self) -> Iterator[tuple[Found, torch.Tensor]]:
         """Every parameter and buffer that is served, with its rule. Raises `UnknownParameter` for any other."""
         self._check_left_out()
-        tied = "tied" in self._model.switches
-        for name, parameter in self._module.named_parameters():
-            if tied and name == "output_layer.weight":
-                continue  # the last stage's duplicate of the embedding, kept equal by megatron's own all-reduce
+        for name, parameter in self._trained():
             found = self._find(name, parameter, _attributes(parameter))
             if type(parameter) is not nn.Parameter:
                 advice = "only plain tensors are read: train without FSDP and without quantised parameters"
@@ -105,7 +103,20 @@ class Chunk:
         persistent = self._module.state_dict(keep_vars=True)
         for name, buffer in self._module.named_buffers():
             if name in persistent and not name.endswith(TRAINING_ONLY):
+                self._buffers.add(name)
                 yield self._find(name, buffer, "a persistent buffer"), buffer
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `parameters` gave when it was asked, as it is now, with any parameter that has come since. No checks."""
+        yield from self._trained()
+        yield from ((name, buffer) for name, buffer in self._module.named_buffers() if name in self._buffers)
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        tied = "tied" in self._model.switches
+        for name, parameter in self._module.named_parameters():
+            if tied and name == "output_layer.weight":
+                continue  # the last stage's duplicate of the embedding, kept equal by megatron's own all-reduce
+            yield name, parameter
 
     def _find(self, name: str, tensor: torch.Tensor, detail: str) -> Found:
         found = place_of(name, self._model, self._layer, self._expert)

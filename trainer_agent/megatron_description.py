@@ -14,12 +14,12 @@ from torch import nn
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.pieces import Piece, Pieces
 
-from .assembly import DTYPES
+from .kept import Kept
 from .megatron_chunks import Chunk, chunks_of
 from .megatron_names import Found
 from .rules import Local, pieces_of
 from .served import Model, served_tensors
-from .source import LayoutMismatch, UnsupportedModel
+from .source import LayoutMismatch, UnsupportedModel, check_served
 
 
 class Description(NamedTuple):
@@ -33,6 +33,8 @@ class Description(NamedTuple):
     parameters: tuple[torch.Tensor, ...]
     facts: dict[str, str]
     """What must be the same on every rank."""
+    kept: Kept
+    """Whether the chunks still hold `parameters`."""
 
 
 def describe(
@@ -63,7 +65,18 @@ def describe(
         "ep": groups.expert.ranks,
     }
     described_facts = {key: repr(value) for key, value in facts.items()}
-    return Description(model, tensors, Pieces.of(tensors, rows, holder), parameters, described_facts)
+    pieces = Pieces.of(tensors, rows, holder)
+    return Description(model, tensors, pieces, parameters, described_facts, Kept(lambda: _now(chunks)))
+
+
+def _now(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
+    """What `Description.parameters` are now, by Megatron's names; chunks of one rank have the same ones."""
+    several = len(chunks) > 1
+    return {
+        f"chunk {index}: {name}" if several else name: tensor
+        for index, chunk in enumerate(chunks)
+        for name, tensor in chunk.read()
+    }
 
 
 def _pieces(chunk: Chunk, place: Found, local: Local, dtype: str) -> list[Piece]:
@@ -84,8 +97,7 @@ def _local(name: str, storage: int, parameter: torch.Tensor) -> Local:
 def _served_dtype(wanted: torch.dtype | None, model: Model, parameters: Sequence[torch.Tensor]) -> str:
     if wanted is not None:
         name = str(wanted).removeprefix("torch.")
-        if name not in DTYPES:
-            raise UnsupportedModel(f"dtype {wanted} cannot travel; these can: {', '.join(DTYPES)}")
+        check_served(name, "dtype=")
         return name
     if model.dtype is not None:
         return model.dtype

@@ -15,8 +15,9 @@ from weightbus.dataplane.pieces import Piece, Pieces
 
 from .assembly import objection
 from .checkpoint_form import Slice, architecture, head_dim, slices, stored_tensors, unwrapped
+from .kept import Kept, local
 from .shards import Cut, Local, pieces_of, runs_of
-from .source import LayoutMismatch, UnknownParameter, UnsupportedModel
+from .source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_served
 
 # torch leaves parts of DTensor untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -34,6 +35,8 @@ class Held(msgspec.Struct, frozen=True):
     head_dim: int | None
     facts: dict[str, str]
     """What must be the same on every rank."""
+    kept: Kept
+    """Whether the module still holds `storages`."""
 
 
 def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None) -> Held:
@@ -57,13 +60,8 @@ def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str
         pieces=pieces,
         head_dim=head_dim(module),
         facts=dict(_facts(stored, tensors)),
+        kept=Kept(lambda: stored_tensors(module)),
     )
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `tensor`, not copied: all of it when it is not sharded."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
@@ -121,7 +119,9 @@ def _cuts(name: str, tensor: torch.Tensor) -> list[Cut]:
 
 
 def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, str]:
-    """In which dtype each tensor is served, by its name in memory."""
+    """In which dtype each tensor is served, by its name in memory. Raises `UnsupportedModel` for an unfit `dtype`."""
+    if dtype is not None:
+        check_served(str(dtype).removeprefix("torch."), "dtype=")
     kept = tuple(getattr(unwrapped(module), "_keep_in_fp32_modules_strict", None) or ())
     served: dict[str, str] = {}
     for name, tensor in stored.items():

@@ -10,12 +10,12 @@ from typing import Final, NamedTuple, cast
 
 import msgspec
 
-from weightbus.dataplane.manifest import ITEM_BYTES, TensorSpec
+from weightbus.dataplane.manifest import TensorSpec
 
 from .blocks import EMBEDDING, FINAL_NORM, OUTPUT, Rules
 from .families import FAMILIES, Family, Prediction
 from .rules import Cut, Fusion, Heads, Norm, Rule, Target
-from .source import LayoutMismatch, UnsupportedModel
+from .source import SERVED, LayoutMismatch, UnsupportedModel
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -274,8 +274,16 @@ class _Fields:
         return cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else None
 
 
+class _Sizes(dict[str, int]):
+    """Sizes by name. One that a rule needs and the config does not give is the config's fault, not a KeyError."""
+
+    def __missing__(self, name: str) -> int:
+        known = " or ".join(_USUAL_KEYS.get(name, (name,)))
+        raise LayoutMismatch(f"the Hugging Face config says nothing of {known}, which its model needs")
+
+
 def _sizes(fields: _Fields, family: Family) -> dict[str, int]:
-    size = {"one": 1}
+    size = _Sizes(one=1)
     for name, keys in _USUAL_KEYS.items():
         known = (family.keys[name],) if name in family.keys else keys
         present = [key for key in known if fields.get(key) is not None]
@@ -361,8 +369,8 @@ def _dtype(fields: _Fields) -> str | None:
     value = fields.top("dtype", fields.top("torch_dtype", None))
     if value is None:
         return None
-    if not isinstance(value, str) or value.removeprefix("torch.") not in ITEM_BYTES:
+    if not isinstance(value, str) or value.removeprefix("torch.") not in SERVED:
         raise UnsupportedModel(
-            f"the Hugging Face config says dtype={value!r}: one of {', '.join(ITEM_BYTES)} can be served"
+            f"the Hugging Face config says dtype={value!r}: parameters can be served in {', '.join(SERVED)}"
         )
     return value.removeprefix("torch.")

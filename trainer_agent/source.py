@@ -12,7 +12,7 @@ of a manifest. It decides nothing about versions, engines or transports, and nev
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -46,6 +46,16 @@ class RanksDisagree(SourceError):
 
 class AssemblyFailed(SourceError):
     """A collective broke off. Its group may still hold half of a message, so the source cannot be used again."""
+
+
+SERVED: Final = ("bfloat16", "float16", "float32", "float64")
+"""What parameters may be cast to, by torch's names. Integers lose fractions, eight bits lack a scale."""
+
+
+def check_served(dtype: str, where: str) -> None:
+    """Raise `UnsupportedModel` when parameters are to be served in what is not one of `SERVED`; `where` says so."""
+    if dtype not in SERVED:
+        raise UnsupportedModel(f"{where} asks for {dtype!r}: parameters can be served in {', '.join(SERVED)}")
 
 
 class Source(Protocol):

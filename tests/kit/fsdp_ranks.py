@@ -37,7 +37,7 @@ from weightbus.dataplane.manifest import Manifest
 from weightbus.trainer_agent.checkpoint_form import revert, stored_tensors
 from weightbus.trainer_agent.fsdp import FSDPSource
 from weightbus.trainer_agent.full_tensor import FullTensorSource
-from weightbus.trainer_agent.module_pieces import local
+from weightbus.trainer_agent.kept import local
 from weightbus.trainer_agent.source import SourceError
 
 EVEN = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 64}
@@ -164,7 +164,7 @@ def refusals() -> dict[str, str]:
     """What every rank is told when the module on one of them, or on all, cannot be served."""
     told: dict[str, str] = {}
 
-    def attempt(what: str, module: nn.Module, **given: Any) -> None:
+    def attempt(what: str, module: nn.Module | None, **given: Any) -> None:
         try:
             FSDPSource(module, timeout_s=60.0, **given).close()
         except SourceError as error:
@@ -195,6 +195,18 @@ def refusals() -> dict[str, str]:
     partial = DTensor.from_local(weight.to_local().detach(), weight.device_mesh, [Partial()], run_check=False)
     module.lm_head.register_parameter("weight", nn.Parameter(partial))
     attempt("a sum that was not made", module)
+    module = make("qwen3", EVEN)()
+    by_layer()(module)
+    attempt("no module on rank 1", None if rank else module)
+    source = FSDPSource(module, timeout_s=60.0)
+    if rank:
+        module.load_state_dict({name: each.clone() for name, each in module.state_dict().items()}, assign=True)
+    for what, read in {"assembled": lambda: export(source, 1500), "exposed": source.memory}.items():
+        try:
+            read()
+        except SourceError as error:
+            told[f"replaced on rank 1, {what}"] = f"{type(error).__name__}: {error}"
+    source.close()
     return told
 
 

@@ -78,7 +78,7 @@ def refusals() -> dict[str, str]:
     """What every rank is told when the model on one of them, or on all, cannot be served."""
     told: dict[str, str] = {}
 
-    def attempt(what: str, chunks: list[nn.Module], hf: dict[str, Any]) -> None:
+    def attempt(what: str, chunks: list[nn.Module] | None, hf: dict[str, Any]) -> None:
         try:
             MegatronSource(chunks, hf_config=hf, timeout_s=60.0).close()
         except SourceError as error:
@@ -107,6 +107,18 @@ def refusals() -> dict[str, str]:
         norm = chunks[0].decoder.layers[1].input_layernorm
         norm.weight = nn.Parameter(norm.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     attempt("a quantised norm on rank 1", chunks, hf)
+    attempt("nothing on rank 1", None if dist.get_rank() else chunks, hf)
+    chunks = build(hf, layout)
+    source = MegatronSource(chunks, hf_config=hf, timeout_s=60.0)
+    if dist.get_rank() == 1:
+        norm = chunks[0].decoder.layers[1].input_layernorm
+        norm.weight = nn.Parameter(norm.weight.detach().clone())
+    for what, read in {"assembled": lambda: export(source, 1 << 14), "exposed": source.memory}.items():
+        try:
+            read()
+        except SourceError as error:
+            told[f"replaced on rank 1, {what}"] = f"{type(error).__name__}: {error}"
+    source.close()
     attempt("a model without values", [chunk.to_empty(device="meta") for chunk in build(hf, layout)], hf)
     chunks = build(hf, layout, num_moe_experts=2, moe_router_topk=2, moe_ffn_hidden_size=96)
     attempt("experts", chunks, hf)

@@ -10,7 +10,13 @@ import torch.distributed as dist
 from weightbus.dataplane.manifest import Manifest
 from weightbus.trainer_agent.assembly import DTYPES
 from weightbus.trainer_agent.exported import ExportedSource, Exporter, bridge_exporter
-from weightbus.trainer_agent.source import AssemblyFailed, LayoutMismatch, UnsupportedModel
+from weightbus.trainer_agent.source import (
+    AssemblyFailed,
+    LayoutMismatch,
+    SourceError,
+    UnknownParameter,
+    UnsupportedModel,
+)
 
 SHAPES = {"a": (3, 4), "b": (2,), "count": (1,), "c": (5, 2), "d": (4,)}
 
@@ -87,6 +93,78 @@ def test_an_exporter_that_changes_its_mind_is_refused() -> None:
     del trained.tensors["b"]
     with pytest.raises(LayoutMismatch, match="ended without"):
         assembled(source, manifest, [0])
+    source.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a": torch.zeros(3, 4, dtype=torch.int64)}, "'a' was exported as torch.float32, and now as torch.int64"),
+        ({"count": torch.tensor([7.9])}, "'count' was exported as torch.int64, and now as torch.float32"),
+        ({"e": torch.zeros(1)}, "'e' was not exported before"),
+    ],
+)
+def test_no_pass_casts_or_drops_what_the_first_did_not(
+    change: dict[str, torch.Tensor], words: str, bucket_bytes: int
+) -> None:
+    """Also what comes after the last tensor that is waited for."""
+    trained = Trained()
+    source = ExportedSource(trained.export, model="New", dtype=torch.bfloat16)
+    manifest = Manifest.of("New", source.tensors(), bucket_bytes)
+    trained.tensors |= change
+    with pytest.raises(LayoutMismatch, match=words):
+        assembled(source, manifest, list(range(len(manifest.buckets))))
+    source.close()
+
+
+def test_a_tensor_that_comes_twice_is_refused() -> None:
+    """Neither of the two is the right one, in the first pass or a later."""
+    trained = Trained()
+    source = ExportedSource(trained.export, model="New")
+
+    def twice() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from trained.export()
+        yield "a", torch.zeros(3, 4)
+
+    source._export = twice
+    with pytest.raises(LayoutMismatch, match="'a' was exported twice"):
+        assembled(source, Manifest.of("New", source.tensors()), [0])
+    source.close()
+    with pytest.raises(LayoutMismatch, match="'a' was exported twice"):
+        ExportedSource(twice, model="New")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_eight_bits_without_their_scale_are_refused(dtype: torch.dtype | None) -> None:
+    """Cast or not: the values are not the weights."""
+    trained = Trained()
+    trained.tensors["b"] = torch.ones(2).to(torch.float8_e4m3fn)
+    with pytest.raises(UnknownParameter, match=r"'b' \(2,\) \(float8_e4m3fn\): its scale"):
+        ExportedSource(trained.export, model="New", dtype=dtype)
+
+
+def test_nothing_is_served_in_a_dtype_that_loses_it() -> None:
+    """Fractions would be gone."""
+    with pytest.raises(UnsupportedModel, match=r"'int8': .* bfloat16, float16, float32, float64"):
+        ExportedSource(Trained().export, model="New", dtype=torch.int8)
+
+
+def test_whatever_an_exporter_raises_is_a_sources_error() -> None:
+    """At the start and in a later pass; its own error is the cause."""
+    trained = Trained()
+
+    def unmapped() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+        raise KeyError("linear_qkv")
+
+    with pytest.raises(SourceError, match="KeyError: 'linear_qkv'") as told:
+        ExportedSource(unmapped, model="New")
+    assert isinstance(told.value.__cause__, KeyError)
+    source = ExportedSource(trained.export, model="New")
+    source._export = unmapped
+    with pytest.raises(AssemblyFailed, match="KeyError: 'linear_qkv'"):
+        assembled(source, Manifest.of("New", source.tensors()), [0])
     source.close()
 
 

@@ -27,6 +27,9 @@ REFUSALS = {
     "another dtype on rank 1": ("RanksDisagree", "rank 1 has tensors="),
     "a part that is not sharded and not equal": ("RanksDisagree", "model.norm.weight (not sharded)="),
     "tied in the config alone": ("LayoutMismatch", "call tie_weights() before it is sharded"),
+    "no module on rank 1": ("SourceError", "(AttributeError: 'NoneType' object has no attribute"),
+    "replaced on rank 1, assembled": ("LayoutMismatch", "build the source again after replacing parameters"),
+    "replaced on rank 1, exposed": ("LayoutMismatch", "build the source again after replacing parameters"),
     "a sum that was not made": ("UnknownParameter", "only replicated and sharded parameters are read"),
 }
 

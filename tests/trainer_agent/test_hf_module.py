@@ -91,6 +91,89 @@ def test_memory_that_is_not_the_values_is_refused(
         HFModuleSource(change(nn.ParameterDict({"scale": torch.tensor(0.5)})), dtype=served)
 
 
+def assign(module: Tiny) -> None:
+    module.load_state_dict({name: torch.zeros_like(each) for name, each in module.state_dict().items()}, assign=True)
+
+
+def replace(module: Tiny) -> None:
+    module.conv.weight = nn.Parameter(torch.zeros_like(module.conv.weight))
+
+
+def turn(module: Tiny) -> None:
+    module.conv.weight.data = torch.zeros(3, 4, 2).permute(2, 1, 0)
+
+
+def shrink(module: Tiny) -> None:
+    module.conv.weight.data = torch.zeros(1, 4, 3)
+
+
+def convert(module: Tiny) -> None:
+    module.half()
+
+
+def remove(module: Tiny) -> None:
+    module.conv.bias = None
+
+
+def add(module: Tiny) -> None:
+    module.late = nn.Parameter(torch.zeros(2))
+
+
+def untie(module: Tiny) -> None:
+    module.head.weight = nn.Parameter(torch.zeros(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (assign, "'scale' .* is another tensor now"),
+        (replace, r"'conv\.weight' .* is another tensor now"),
+        (
+            turn,
+            r"'conv\.weight' is now \(2, 4, 3\) with strides \(1, 2, 8\).* it was .* with strides \(12, 3, 1\)",
+        ),
+        (shrink, r"'conv\.weight' is now \(1, 4, 3\) .* it was \(2, 4, 3\)"),
+        (convert, "'scale' is now .*float16 .* it was .*float32"),
+        (remove, r"'conv\.bias' .* is not in the model any more"),
+        (add, "'late' .* was not in the model before"),
+        (untie, r"'head\.weight' .* was not in the model before"),
+    ],
+)
+def test_replaced_parameters_are_refused_and_not_served_as_they_were(
+    change: Callable[[Tiny], None], words: str
+) -> None:
+    """By the first bucket of the next version, and where memory is read by others: digests could not tell."""
+    module = Tiny()
+    source = HFModuleSource(module)
+    export(source, 100)
+    change(module)
+    with pytest.raises(LayoutMismatch, match=f"{words}.*build the source again after replacing parameters"):
+        export(source, 100)
+    with pytest.raises(LayoutMismatch, match=words):
+        source.memory()
+
+
+def test_new_memory_under_a_parameter_is_read() -> None:
+    """Of the same form it is no other parameter: optimizers that offload do that."""
+    module = Tiny()
+    source = HFModuleSource(module)
+    export(source, 100)
+    for parameter in module.parameters():
+        parameter.data = torch.rand(3 + parameter.numel())[3:].view(parameter.shape)
+    found = export(source, 100)
+    assert all(torch.equal(found[name], parameter) for name, parameter in module.named_parameters())
+    assert all(
+        any(parameter.data_ptr() == each.data_ptr() for each in source.memory()) for parameter in module.parameters()
+    )
+
+
+@pytest.mark.parametrize("served", [torch.int8, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.complex64])
+def test_parameters_are_served_as_floats_of_sixteen_bits_or_more(served: torch.dtype) -> None:
+    """Fractions would be gone in integers, and in eight bits there would be no scale."""
+    with pytest.raises(UnsupportedModel, match=f"'{str(served)[6:]}': .* bfloat16, float16, float32, float64"):
+        HFModuleSource(Tiny(), dtype=served)
+
+
 def test_fused_experts_are_refused() -> None:
     """In memory transformers fuses experts that checkpoints name one by one."""
     module = nn.Module()

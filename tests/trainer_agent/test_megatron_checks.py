@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from weightbus.trainer_agent.megatron_checks import check_axes, check_config, check_tied
-from weightbus.trainer_agent.served import Model
+from weightbus.trainer_agent.megatron_description import _served_dtype
+from weightbus.trainer_agent.served import Model, served_tensors
 from weightbus.trainer_agent.source import LayoutMismatch, UnsupportedModel
 
 HF = {
@@ -79,6 +80,35 @@ def test_a_dense_model_trained_with_experts_is_refused() -> None:
     dense = Model.parse(HF | {"architectures": ["Qwen3ForCausalLM"]})
     with pytest.raises(LayoutMismatch, match="num_moe_experts=4"):
         check_config(config(ffn_hidden_size=12), dense)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "torch.uint8", "float8_e4m3fn", 16])
+def test_a_config_that_would_be_served_in_nonsense_is_refused(dtype: object) -> None:
+    """Fractions would be gone in integers, and in eight bits there would be no scale."""
+    with pytest.raises(UnsupportedModel, match=f"dtype={dtype!r}: .* bfloat16, float16, float32, float64"):
+        Model.parse(HF | {"dtype": dtype})
+    assert Model.parse(HF | {"dtype": "torch.float16"}).dtype == "float16"
+
+
+def test_a_dtype_of_the_callers_choice_is_held_to_the_same() -> None:
+    """What is passed goes before what the config says."""
+    with pytest.raises(UnsupportedModel, match=r"'int8': .* bfloat16, float16, float32, float64"):
+        _served_dtype(torch.int8, MODEL, ())
+    assert _served_dtype(torch.float64, MODEL, ()) == "float64"
+
+
+@pytest.mark.parametrize(
+    "lost", ["moe_intermediate_size", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts"]
+)
+def test_a_config_with_a_hole_is_named(lost: str) -> None:
+    """A size that the family needs, by the config's own word for it: no KeyError of ours."""
+    whole = {**HF, "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4, "n_shared_experts": 1}
+    del whole["num_experts"]
+    whole |= {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
+    assert served_tensors(Model.parse(whole), "bfloat16")
+    del whole[lost]
+    with pytest.raises(LayoutMismatch, match=f"says nothing of .*{lost}"):
+        served_tensors(Model.parse(whole), "bfloat16")
 
 
 def test_tying_must_agree() -> None:

@@ -32,6 +32,9 @@ REFUSALS = {
     "a buffer on rank 1": ("RanksDisagree", "'decoder.counts' (3,) (a persistent buffer)"),
     "an adapter on rank 1": ("RanksDisagree", "'decoder.layers.3.mlp.adapter.weight' (4, 4)"),
     "a quantised norm on rank 1": ("RanksDisagree", "its scale would be lost"),
+    "nothing on rank 1": ("RanksDisagree", "'NoneType' object"),
+    "replaced on rank 1, assembled": ("RanksDisagree", "'decoder.layers.1.input_layernorm.weight' (64,)"),
+    "replaced on rank 1, exposed": ("RanksDisagree", "build the source again after replacing parameters"),
     "a model without values": ("UnknownParameter", "it has no values yet: build the source after"),
     "experts": ("LayoutMismatch", "num_moe_experts=2"),
 }
@@ -128,7 +131,10 @@ def test_what_cannot_be_served_is_refused_on_every_rank(what: str, two_ranks: Pa
     told = [json.loads((two_ranks / f"rank{rank}.json").read_text())[what] for rank in range(2)]
     assert told[0].startswith(kind)
     assert part in told[0]
-    assert all(each.split(":")[0] in {kind, "UnknownParameter", "UnsupportedModel"} for each in told)
+    assert all(
+        each.split(":")[0] in {kind, "UnknownParameter", "UnsupportedModel", "LayoutMismatch", "SourceError"}
+        for each in told
+    )
 
 
 def test_parameters_that_lag_behind_the_optimizer_are_gathered_first(two_ranks: Path) -> None:
