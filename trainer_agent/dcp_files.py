@@ -115,7 +115,8 @@ def _raise_unreadable(folder: Path, causes: Sequence[BaseException]) -> NoReturn
         if not isinstance(cause, Exception):  # an interrupt
             raise cause
     reason = f"{folder} cannot be read: {'; '.join(f'{type(cause).__name__}: {cause}' for cause in causes)}"
-    kind = AssemblyFailed if all(isinstance(cause, OSError) for cause in causes) else CorruptCheckpoint
+    gone = not (folder / METADATA).is_file() or any(isinstance(cause, OSError) for cause in causes)
+    kind = AssemblyFailed if gone else CorruptCheckpoint
     raise kind(reason) from (causes[0] if causes else None)
 
 
