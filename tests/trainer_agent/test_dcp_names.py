@@ -51,7 +51,7 @@ def test_what_is_below_the_prefix_must_be_known() -> None:
     """A value head, scales, more layers: serving the rest would be another model. Beside the prefix anything may be."""
     check_complete(below("model.") | {"optimizer.step", "lr"}, "model.", MODEL)
     check_complete(below("") | {"optimizer.step"}, "", MODEL)
-    for prefix, odd in (("model.", "v_head.weight"), ("model.", "lm_head.weight_scale"), ("", "model.extra")):
+    for prefix, odd in (("app.", "v_head.weight"), ("model.", "lm_head.weight_scale"), ("", "model.extra")):
         with pytest.raises(NoSuchModel, match=f"'{prefix}{odd}': not in the model"):
             check_complete(below(prefix) | {prefix + odd}, prefix, MODEL)
 
