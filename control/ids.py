@@ -4,7 +4,7 @@ They are `NewType`s over plain values so that a `Version` is never passed where 
 encodes them as the value below. Bounds are declared once, here, and hold on every message that carries the field.
 """
 
-from typing import Annotated, NewType
+from typing import Annotated, Final, NewType
 
 import msgspec
 
@@ -32,9 +32,12 @@ Digest = NewType("Digest", str)
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 """What an agent or a channel may be called: safe in file names, metric labels and log lines."""
 
+MAX_VERSION: Final = 2**53
+"""Whole numbers up to here are the same in every language that reads our JSON."""
+
 AgentName = Annotated[AgentId, msgspec.Meta(pattern=NAME_PATTERN)]
 ChannelName = Annotated[Channel, msgspec.Meta(pattern=NAME_PATTERN)]
-VersionNumber = Annotated[Version, msgspec.Meta(ge=0, le=2**53)]
+VersionNumber = Annotated[Version, msgspec.Meta(ge=0, le=MAX_VERSION)]
 EpochNumber = Annotated[Epoch, msgspec.Meta(ge=0, le=2**53)]
 IncarnationId = Annotated[Incarnation, msgspec.Meta(min_length=1, max_length=64)]
 RequestKey = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=96)]

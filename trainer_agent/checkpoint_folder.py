@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from weightbus.control.ids import MAX_VERSION
 from weightbus.dataplane.manifest import ITEM_BYTES, TensorSpec
 from weightbus.dataplane.safetensors_file import DTYPES
 
@@ -29,6 +30,7 @@ INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 _LONGEST_HEADER: Final = 100_000_000
 """The bound of the safetensors format."""
+_LONGEST_MARKER: Final = 256
 _TYPES: Final = {code: name for name, code in DTYPES.items()}
 
 
@@ -53,11 +55,12 @@ def listing(root: Path, subfolder: str, pattern: re.Pattern[str]) -> Iterator[Fo
 def latest(root: Path) -> int | None:
     """The step that the trainer's own marker names; None without one. Raises `BadCheckpoint` for another content."""
     try:
-        text = (root / LATEST).read_text(encoding="ascii").strip()
+        with (root / LATEST).open("rb") as file:
+            text = file.read(_LONGEST_MARKER).decode("ascii", "replace").strip()
     except FileNotFoundError:
         return None
-    if not text.isdecimal():
-        raise BadCheckpoint(root / LATEST, f"it says {text[:40]!r}, a step number is expected")
+    if not text.isdecimal() or int(text) > MAX_VERSION:
+        raise BadCheckpoint(root / LATEST, f"it says {text[:40]!r}, a step number up to {MAX_VERSION} is expected")
     return int(text)
 
 
@@ -71,8 +74,11 @@ def fingerprint(folder: Path) -> str:
                 stat = path.stat()
             except FileNotFoundError:  # it went this instant: the next look sees that
                 continue
+            except OSError as error:  # what cannot be looked at is for `Inspect` to say
+                seen.append(f"{path.relative_to(folder)}\0{error.errno}")
+                continue
             seen.append(f"{path.relative_to(folder)}\0{stat.st_size}\0{stat.st_mtime_ns}")
-    return hashlib.sha256("\n".join(sorted(seen)).encode()).hexdigest()
+    return hashlib.sha256("\n".join(sorted(seen)).encode(errors="surrogateescape")).hexdigest()
 
 
 def read_config(folder: Path, fallback: Path | None) -> dict[str, Any]:
@@ -86,8 +92,8 @@ def read_config(folder: Path, fallback: Path | None) -> dict[str, Any]:
 def architecture(folder: Path, config: Mapping[str, Any]) -> str:
     """The class that the config names."""
     named = config.get("architectures")
-    if not isinstance(named, list) or not named or not isinstance(named[0], str):
-        raise BadCheckpoint(folder, "its config names no architectures")
+    if not isinstance(named, list) or not named or not isinstance(named[0], str) or not named[0].isidentifier():
+        raise BadCheckpoint(folder, "its config names no class under architectures")
     return named[0]
 
 
@@ -104,7 +110,10 @@ def _indexed(folder: Path) -> tuple[Place, ...]:
     wanted = _json(folder / INDEX).get("weight_map")
     if not isinstance(wanted, dict) or not wanted:
         raise BadCheckpoint(folder / INDEX, "it has no weight_map")
-    shard_of = cast("dict[str, str]", wanted)
+    try:
+        shard_of = msgspec.convert(wanted, dict[str, str])
+    except msgspec.ValidationError as error:
+        raise BadCheckpoint(folder / INDEX, f"its weight_map does not give a file for each tensor: {error}") from error
     places: list[Place] = []
     for file in sorted(set(shard_of.values())):
         if Path(file).name != file:
@@ -178,6 +187,8 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         content: object = json.loads(text)
     except ValueError as error:  # half a file looks like this too; it is bad only when nothing changes any more
         raise UnfinishedCheckpoint(path, f"it is not JSON: {error}") from error
+    except RecursionError as error:
+        raise BadCheckpoint(path, "its JSON is nested too deeply to be a checkpoint's") from error
     if not isinstance(content, dict):
         raise BadCheckpoint(path, f"a JSON object is expected, found {type(content).__name__}")
     return cast("dict[str, Any]", content)

@@ -10,12 +10,17 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from weightbus.control.errors import ConfigurationError
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 
 from . import checkpoint_folder as folders
 from .checkpoint_folder import Place
 from .errors import BadCheckpoint, UnfinishedCheckpoint
 from .source import AssemblyFailed, LayoutMismatch
+
+
+class CorruptCheckpoint(AssemblyFailed):
+    """What its files hold is no checkpoint, however often they are read. Files that could not be read are not meant."""
 
 
 class Checkpoint(Protocol):
@@ -37,7 +42,10 @@ class Checkpoint(Protocol):
         ...
 
     def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
-        """Pack tensors into `out`, host memory of exactly their bytes. Raises `AssemblyFailed`."""
+        """Pack tensors into `out`, host memory of exactly their bytes.
+
+        Raises `AssemblyFailed`, or `CorruptCheckpoint` when reading it again cannot help.
+        """
         ...
 
     def close(self) -> None:
@@ -77,13 +85,39 @@ class SafetensorsFiles:
         self._open.close()
 
 
-def open_checkpoint(folder: Path, marker: str, config_dir: Path | None, *, dcp: bool) -> Checkpoint:
+def staging_device(name: str) -> torch.device:
+    """Where the setting `device` says that buckets are staged. Raises `ConfigurationError` when it is not here."""
+    device = torch.device(name)
+    if device.type != "cpu" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigurationError(f"device = {name!r}: torch sees {count} GPUs here; name one of them, or cpu")
+    return device
+
+
+def open_checkpoint(
+    folder: Path, marker: str, config_dir: Path | None, *, dcp: bool, dcp_prefix: str = ""
+) -> Checkpoint:
     """The finished checkpoint in `folder`. Raises `UnfinishedCheckpoint`, or `BadCheckpoint` for one that cannot be.
 
-    `marker` is a file that has to be there, `config_dir` has the config of those without one; `dcp` allows torch DCP.
+    `marker` is a file that has to be there, `config_dir` has the config of those without one; `dcp` allows torch DCP,
+    `dcp_prefix` says which of several models in it is meant. OSError is raised as it is: files may come and go.
     """
     if marker and not (folder / marker).exists():
         raise UnfinishedCheckpoint(folder, f"there is no {marker}")
+    try:
+        checkpoint = _opened(folder, config_dir, dcp=dcp, dcp_prefix=dcp_prefix)
+        try:
+            Manifest.of(checkpoint.model, checkpoint.tensors).encode()
+        except BaseException:
+            checkpoint.close()
+            raise
+    except (BadCheckpoint, OSError):
+        raise
+    except Exception as error:  # who writes a checkpoint is not known: whatever it makes us raise is about it
+        raise BadCheckpoint(folder, f"it cannot be published: {type(error).__name__}: {error}") from error
+    return checkpoint
+
+
+def _opened(folder: Path, config_dir: Path | None, *, dcp: bool, dcp_prefix: str) -> Checkpoint:
     if (folder / folders.INDEX).is_file() or (folder / folders.SINGLE).is_file():
         places = folders.safetensors(folder)
         config = folders.read_config(folder, config_dir)
@@ -92,7 +126,7 @@ def open_checkpoint(folder: Path, marker: str, config_dir: Path | None, *, dcp: 
         from .dcp_files import DcpFiles  # noqa: PLC0415  # torch's checkpointing, for those who read such folders
 
         config = folders.read_config(folder, config_dir)
-        return DcpFiles(folder, folders.architecture(folder, config), config)
+        return DcpFiles(folder, folders.architecture(folder, config), config, dcp_prefix)
     if any(folder.glob("*.distcp")):
         raise BadCheckpoint(folder, "it is a torch DCP checkpoint, whose metadata is a pickle: allow it with --dcp")
     raise UnfinishedCheckpoint(folder, f"there is no {folders.INDEX} and no {folders.SINGLE}")

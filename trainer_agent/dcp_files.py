@@ -2,7 +2,7 @@
 
 The model is built from the config without memory, which says what its tensors are called in memory and in checkpoints
 (checkpoint_form.py). The names of the files are one or the other, below one prefix (``model.``, ``app.model.`` and so
-on). A whole tensor in memory is on the host only while buckets are cut from it.
+on; dcp_names.py). A whole tensor in memory is on the host only while buckets are cut from it.
 
 DCP's ``.metadata`` is a pickle, which torch reads: who may write it may run code here. That is asked for by a setting.
 """
@@ -15,37 +15,43 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, NoReturn, cast
 
 import msgspec
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from weightbus.dataplane.manifest import ITEM_BYTES, TensorSpec
+from weightbus.dataplane.manifest import TensorSpec
 
+from . import dcp_names
 from .assembly import DTYPES
 from .checkpoint_form import Slice, slices, stored_tensors
+from .checkpoint_source import CorruptCheckpoint
+from .dcp_names import NoSuchModel
 from .errors import BadCheckpoint, UnfinishedCheckpoint
-from .source import AssemblyFailed, SourceError
+from .source import AssemblyFailed
 
 METADATA: Final = ".metadata"
 """Written by DCP after all other files."""
+_FLOATS: Final = ("bfloat16", "float16", "float32", "float64")
+"""What weights are trained in. Others stand for something else: 8 bits mean little without the scales beside them."""
 
 
 class DcpFiles:
     """A torch DCP checkpoint. Satisfies `Checkpoint`."""
 
-    def __init__(self, folder: Path, model: str, config: Mapping[str, Any]) -> None:
-        """Raises `UnfinishedCheckpoint` or `BadCheckpoint`."""
+    def __init__(self, folder: Path, model: str, config: Mapping[str, Any], prefix: str = "") -> None:
+        """Raises `UnfinishedCheckpoint` or `BadCheckpoint`. `prefix` is that of the keys, if there may be several."""
         self.model = model
         self.config = config
         self._folder = folder
         saved = _saved_tensors(folder)
         form = _form(folder, config)
-        self._slices, prefix = _named(folder, form, saved)
-        self._keys = {each.source: prefix + each.source for each in self._slices}
+        self._slices, found = _named(folder, form, saved, prefix)
+        self._keys = {each.source: found + each.source for each in self._slices}
         self._saved = {source: saved[key] for source, key in self._keys.items()}
         self.tensors = tuple(
             TensorSpec(each.tensor, self._served(folder, each, form), each.shape) for each in self._slices
@@ -73,12 +79,14 @@ class DcpFiles:
 
     def _served(self, folder: Path, cut: Slice, form: _Form) -> str:
         """Trainers keep parameters in float32: what the config says is served. Buffers stay as they are."""
-        stored = self._saved[cut.source].properties.dtype
-        name = form.dtype if form.dtype and cut.tensor in form.cast and stored.is_floating_point else str(stored)
-        name = name.removeprefix("torch.")
-        if name not in ITEM_BYTES:
-            raise BadCheckpoint(folder, f"{cut.tensor!r} has dtype {name}; these can travel: {', '.join(ITEM_BYTES)}")
-        return name
+        stored = str(self._saved[cut.source].properties.dtype).removeprefix("torch.")
+        if stored not in _FLOATS and stored != form.buffers.get(cut.source):
+            raise BadCheckpoint(folder, f"{cut.source!r} is saved as {stored}; read are {', '.join(_FLOATS)}")
+        if not form.dtype or cut.tensor not in form.cast:
+            return stored
+        if form.dtype not in _FLOATS:
+            raise BadCheckpoint(folder, f"its config has dtype {form.dtype!r}; one of {', '.join(_FLOATS)} is expected")
+        return form.dtype
 
     def _load(self, sources: Iterable[str]) -> None:
         blank = {
@@ -92,11 +100,24 @@ class DcpFiles:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # that one process reads it is meant
                 load(state, storage_reader=FileSystemReader(self._folder), no_dist=True)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise AssemblyFailed(f"{self._folder} cannot be read: {error}") from error
+        except CheckpointException as error:  # no Exception, which it wraps together with whatever else ended the load
+            _raise_unreadable(self._folder, [cause for cause, _ in error.failures.values()])
+        except Exception as error:  # noqa: BLE001  files that contradict their metadata make torch raise anything
+            _raise_unreadable(self._folder, [error])
         self._loaded |= blank
         for source in blank:
             self._left[source] = sum(each.source == source for each in self._slices)
+
+
+def _raise_unreadable(folder: Path, causes: Sequence[BaseException]) -> NoReturn:
+    """Files that went or that the disk did not give may come back; what was read and makes no sense stays so."""
+    for cause in causes:
+        if not isinstance(cause, Exception):  # an interrupt
+            raise cause
+    reason = f"{folder} cannot be read: {'; '.join(f'{type(cause).__name__}: {cause}' for cause in causes)}"
+    gone = not (folder / METADATA).is_file() or any(isinstance(cause, OSError) for cause in causes)
+    kind = AssemblyFailed if gone else CorruptCheckpoint
+    raise kind(reason) from (causes[0] if causes else None)
 
 
 def _saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -128,39 +149,30 @@ class _Form(msgspec.Struct, frozen=True):
     cast: frozenset[str]
     """Tensors of the checkpoint that are parameters: they are served in `dtype`."""
     dtype: str
+    """What its config says; empty where it says nothing."""
+    buffers: dict[str, str]
+    """Dtypes of those tensors in memory that are no parameters, by name."""
     tied: frozenset[str]
     """Names in memory of tensors that the checkpoint holds under another."""
 
 
-def _named(folder: Path, form: _Form, saved: Mapping[str, TensorStorageMetadata]) -> tuple[tuple[Slice, ...], str]:
+def _named(
+    folder: Path, form: _Form, saved: Mapping[str, TensorStorageMetadata], wanted: str
+) -> tuple[tuple[Slice, ...], str]:
     """What the checkpoint consists of, and the prefix of its keys."""
-    cuts, shapes = form.slices, form.shapes
-    prefix = _prefix(list(shapes), saved)
-    if prefix is None:
-        cuts = tuple(Slice.whole(each.tensor, each.shape) for each in cuts)
-        shapes = {each.tensor: each.shape for each in cuts}
-        prefix = _prefix(list(shapes), saved)
-    if prefix is None:
-        shown = ", ".join(sorted(saved)[:3])
-        raise BadCheckpoint(
-            folder,
-            f"the model of its config has {len(shapes)} tensors, such as {next(iter(shapes))!r}, and they are not all"
-            f" among its keys ({shown} and so on)",
-        )
-    for name, shape in shapes.items():
-        found = tuple(saved[prefix + name].size)
-        if found != shape:
-            raise BadCheckpoint(folder, f"{prefix + name!r} has shape {found}, its config gives {shape}")
-    _check_complete(folder, saved, prefix, shapes.keys() | form.tied)
+    stored = tuple(Slice.whole(each.tensor, each.shape) for each in form.slices)
+    forms = ((form.slices, form.shapes), (stored, {each.tensor: each.shape for each in stored}))
+    try:
+        index, prefix = dcp_names.chosen([shapes for _, shapes in forms], saved, wanted)
+        cuts, shapes = forms[index]
+        for name, shape in shapes.items():
+            found = tuple(saved[prefix + name].size)
+            if found != shape:
+                raise BadCheckpoint(folder, f"{prefix + name!r} has shape {found}, its config gives {shape}")
+        dcp_names.check_complete(saved, prefix, shapes.keys() | form.tied)
+    except NoSuchModel as error:
+        raise BadCheckpoint(folder, str(error)) from error
     return cuts, prefix
-
-
-def _check_complete(folder: Path, saved: Iterable[str], prefix: str, known: Iterable[str]) -> None:
-    """A model with more layers than its config says must not lose them. Beside the model others may be saved."""
-    inside = tuple({prefix + name.split(".")[0] + "." for name in known})
-    odd = sorted({key for key in saved if key.startswith(inside)} - {prefix + name for name in known})
-    if odd:
-        raise BadCheckpoint(folder, f"{odd[0]!r} and {len(odd) - 1} more are not in the model of its config")
 
 
 def _form(folder: Path, config: Mapping[str, Any]) -> _Form:
@@ -174,10 +186,11 @@ def _form(folder: Path, config: Mapping[str, Any]) -> _Form:
         parsed = AutoConfig.for_model(str(config.get("model_type")), **known)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(parsed)
-        shapes = {name: tuple(each.shape) for name, each in stored_tensors(module).items()}
+        tensors = stored_tensors(module)
+        shapes = {name: tuple(each.shape) for name, each in tensors.items()}
         cuts = slices(module, shapes)
-    except (ImportError, ValueError, KeyError, TypeError, RuntimeError, SourceError) as error:
-        reason = str(error)[:300]  # transformers may list all models that it knows
+    except Exception as error:  # a config may make the code of a model raise anything
+        reason = f"{type(error).__name__}: {error}"[:300]  # transformers may list all models that it knows
         raise BadCheckpoint(folder, f"transformers cannot build the model of its config: {reason}") from error
     parameters = {name for name, _ in module.named_parameters()}
     dtype = config.get("dtype") or config.get("torch_dtype") or ""
@@ -185,17 +198,12 @@ def _form(folder: Path, config: Mapping[str, Any]) -> _Form:
         slices=cuts,
         shapes=shapes,
         cast=frozenset(each.tensor for each in cuts if each.source in parameters),
-        dtype=str(dtype),
+        dtype=str(dtype).removeprefix("torch."),
+        buffers={
+            name: str(each.dtype).removeprefix("torch.") for name, each in tensors.items() if name not in parameters
+        },
         tied=frozenset(module.state_dict()) - shapes.keys(),
     )
-
-
-def _prefix(names: Sequence[str], saved: Mapping[str, TensorStorageMetadata]) -> str | None:
-    """What stands before every one of `names` among the keys; None when nothing does."""
-    candidates = sorted(
-        {key.removesuffix(names[0]) for key in saved if key == names[0] or key.endswith("." + names[0])}
-    )
-    return next((each for each in candidates if all(each + name in saved for name in names)), None)
 
 
 def _cut(whole: torch.Tensor, cut: Slice) -> torch.Tensor:

@@ -10,12 +10,11 @@ import enum
 from collections.abc import Sequence
 
 import msgspec
-import torch
 
 from weightbus.control.status import PastStatus
 
 from .agent import TrainerAgent
-from .checkpoint_source import CheckpointSource, open_checkpoint
+from .checkpoint_source import CheckpointSource, open_checkpoint, staging_device
 from .errors import RollbackRefused
 from .report import PublishReport
 from .rollback_settings import RollbackSettings
@@ -59,8 +58,15 @@ def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
     Raises `BadCheckpoint` when the folder does not hold a finished checkpoint, `RollbackRefused`, and what connecting
     and publishing raise. Asked again after it was done, it does nothing.
     """
-    checkpoint = open_checkpoint(settings.checkpoint, settings.marker, settings.hf_config_dir, dcp=settings.dcp)
-    source = CheckpointSource(checkpoint, torch.device(settings.device))
+    device = staging_device(settings.device)
+    checkpoint = open_checkpoint(
+        settings.checkpoint,
+        settings.marker,
+        settings.hf_config_dir,
+        dcp=settings.dcp,
+        dcp_prefix=settings.dcp_prefix,
+    )
+    source = CheckpointSource(checkpoint, device)
     try:
         with TrainerAgent.connect(source, settings=settings.trainer()) as agent:
             verdict = may_roll_back(version, agent.history())

@@ -10,7 +10,8 @@ from msgspec import Meta
 
 from weightbus.control.coordinator_settings import LogFormat, LogLevel
 
-from .settings import TrainerSettings
+from .settings import TrainerSettings, check_device
+from .watch_settings import check_prefix
 
 SECTION: Final = "rollback"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ROLLBACK_``."""
@@ -23,10 +24,18 @@ class RollbackSettings(TrainerSettings, frozen=True, kw_only=True, forbid_unknow
     dcp: Annotated[
         bool, Meta(description="it may be a torch DCP folder: their metadata is a pickle, which can run code")
     ] = False
+    dcp_prefix: Annotated[
+        str, Meta(description="what stands before the model's names in it, if several fit: model, ema; . for nothing")
+    ] = ""
     marker: Annotated[str, Meta(description="a file without which the checkpoint is not finished")] = ""
     device: Annotated[str, Meta(description="where buckets are staged: cpu, or a GPU for engines on this host")] = "cpu"
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.WARNING
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_device(self.device)
+        check_prefix(self.dcp_prefix, dcp=self.dcp)
 
     def trainer(self) -> TrainerSettings:
         """What the trainer agent is told."""

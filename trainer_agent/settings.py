@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -18,6 +19,8 @@ from .publication import Limits
 
 SECTION: Final = "trainer"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_TRAINER_``."""
+
+_DEVICE: Final = re.compile(r"cpu|cuda(:\d+)?")
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Wait = Annotated[float, Meta(gt=0, le=86400)]
@@ -113,4 +116,12 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             round_s=self.round_timeout_s,
             abandon_s=self.abandon_timeout_s,
             attempts=self.attempts,
+        )
+
+
+def check_device(name: str) -> None:
+    """Raise `ValueError` unless buckets can be staged on `name`. Whether it is here is asked of torch later."""
+    if not _DEVICE.fullmatch(name):
+        raise ValueError(
+            f"device = {name!r} is none that buckets can be staged on: give cpu, cuda, or cuda:0 and so on"
         )

@@ -9,17 +9,17 @@ from collections import deque
 from typing import assert_never
 
 import msgspec
-import torch
 
 from weightbus.control.errors import WeightbusError
 from weightbus.control.http import HttpPort, Readiness
 from weightbus.control.log import get_log
 from weightbus.control.messages import Code
 from weightbus.control.telemetry import CHECKPOINTS, PUBLISH_SECONDS, PUBLISHED_VERSION, Meters, Side
+from weightbus.dataplane.errors import DataplaneError
 
 from . import checkpoint_folder as folders
 from .agent import TrainerAgent
-from .checkpoint_source import Checkpoint, CheckpointSource, open_checkpoint
+from .checkpoint_source import Checkpoint, CheckpointSource, CorruptCheckpoint, open_checkpoint, staging_device
 from .errors import BadCheckpoint, ConnectFailed, PublishFailed, PublishRefused, UnfinishedCheckpoint
 from .source import SourceError
 from .watch_settings import WatchSettings
@@ -43,7 +43,9 @@ class Watcher:
     """Watches one folder. `run` blocks until `stop`; a publication that runs is carried to its end first."""
 
     def __init__(self, settings: WatchSettings) -> None:
+        """Raises `ConfigurationError` when the device is not here."""
         self.settings = settings
+        self._device = staging_device(settings.device)
         self.meters = Meters(Side.TRAINER)
         self._machine = Watching(settings.watch_limits())
         self._stopping = threading.Event()
@@ -115,7 +117,9 @@ class Watcher:
         try:
             settings = self.settings
             folder = settings.watch / name / settings.subfolder
-            self._checkpoint = open_checkpoint(folder, settings.marker, settings.hf_config_dir, dcp=settings.dcp)
+            self._checkpoint = open_checkpoint(
+                folder, settings.marker, settings.hf_config_dir, dcp=settings.dcp, dcp_prefix=settings.dcp_prefix
+            )
         except UnfinishedCheckpoint as error:
             self._log.debug("checkpoint_unfinished", folder=name, reason=error.reason)
             return Inspected(name, Verdict.UNFINISHED, str(error))
@@ -132,15 +136,26 @@ class Watcher:
         except (PublishFailed, ConnectFailed) as error:
             if isinstance(error, PublishRefused) and error.code is Code.VERSION_NOT_NEWER:
                 return Ended(effect.name, Verdict.OLDER, str(error))
-            self.meters.add(CHECKPOINTS, outcome="failed")
-            self._note("checkpoint_not_published", folder=effect.name, version=effect.version, error=str(error))
-            self._disconnect()
-            return Ended(effect.name, Verdict.FAILED, str(error))
-        except (SourceError, WeightbusError) as error:
-            self._disconnect()
-            return Ended(effect.name, Verdict.BAD, f"{type(error).__name__}: {error}")
+            if isinstance(error.__cause__, CorruptCheckpoint):
+                return self._bad(effect, error.__cause__)
+            return self._failed(effect, error)
+        except (SourceError, DataplaneError, WeightbusError) as error:
+            return self._bad(effect, error)
+        except Exception as error:  # noqa: BLE001  one checkpoint does not end the watch; it is logged whole
+            self._log.exception("unforeseen", folder=effect.name, version=effect.version)
+            return self._failed(effect, error)
         finally:
             self._publishing = ""
+
+    def _bad(self, effect: Publish, error: Exception) -> Ended:
+        self._disconnect()
+        return Ended(effect.name, Verdict.BAD, f"{type(error).__name__}: {error}")
+
+    def _failed(self, effect: Publish, error: Exception) -> Ended:
+        self.meters.add(CHECKPOINTS, outcome="failed")
+        self._note("checkpoint_not_published", folder=effect.name, version=effect.version, error=str(error))
+        self._disconnect()
+        return Ended(effect.name, Verdict.FAILED, str(error))
 
     def _attempt(self, effect: Publish) -> Ended:
         agent = self._connected()
@@ -164,7 +179,7 @@ class Watcher:
         checkpoint, self._checkpoint = self._checkpoint, None
         self._disconnect()
         self._checkpoint = checkpoint
-        self._source = CheckpointSource(checkpoint, torch.device(self.settings.device))
+        self._source = CheckpointSource(checkpoint, self._device)
         self._agent = TrainerAgent.connect(self._source, settings=self.settings.trainer())
         return self._agent
 
@@ -179,12 +194,23 @@ class Watcher:
 
     def _note(self, event: str, **what: object) -> None:
         """Say it, and keep it for the status. What is the same at every look is said once."""
-        reason = f"{event}: {what.get('error', '')}"
+        reason = _printable(f"{event}: {what.get('error', '')}")
         repeated, self._reason = reason == self._reason, reason
         self._log.log(logging.DEBUG if repeated else logging.WARNING, event, **what)
 
     def _status(self) -> bytes:
         settings = self.settings
         return msgspec.json.encode(
-            WatchStatus(settings.channel, str(settings.watch), self._machine.done, self._publishing, self._reason)
+            WatchStatus(
+                settings.channel,
+                _printable(str(settings.watch)),
+                self._machine.done,
+                _printable(self._publishing),
+                self._reason,
+            )
         )
+
+
+def _printable(text: str) -> str:
+    """Names of files that are no UTF-8 hold half characters, which no JSON can carry."""
+    return text.encode("utf-8", "backslashreplace").decode()

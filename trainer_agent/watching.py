@@ -15,6 +15,8 @@ from typing import assert_never
 
 import msgspec
 
+from weightbus.control.ids import MAX_VERSION
+
 
 class Folder(msgspec.Struct, frozen=True):
     """A folder whose name has a version in it. Its fingerprint changes with every file that comes, grows or goes."""
@@ -170,6 +172,8 @@ class Watching:
         for entry in reversed(self._entries.values()):
             if not self._may_look(entry, now):
                 continue
+            if entry.folder.version > MAX_VERSION:
+                return (self._reject(entry, f"a version is at most {MAX_VERSION}: take the step for its name"),)
             twin = self._twin(entry)
             if twin:
                 return (self._reject(entry, f"{twin!r} has the same version: give every checkpoint a step of its own"),)

@@ -143,6 +143,7 @@ def refusals(module: nn.Module, folder: Path) -> dict[str, str]:
     attempt("another width", {**config, "intermediate_size": 48})
     attempt("another depth", {**config, "num_hidden_layers": 3})
     attempt("fewer layers", {**config, "num_hidden_layers": 1})
+    attempt("no heads", {**config, "num_attention_heads": 0, "head_dim": None})
     attempt("unknown", {"model_type": "no-such-model"})
     data = next(folder.glob("*.distcp"))
     content = data.read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -10,10 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from weightbus.control.errors import ConfigurationError
+from weightbus.control.ids import MAX_VERSION
+from weightbus.control.settings import load
 from weightbus.trainer_agent import checkpoint_folder as folders
+from weightbus.trainer_agent.checkpoint_source import open_checkpoint, staging_device
 from weightbus.trainer_agent.errors import BadCheckpoint, UnfinishedCheckpoint
-from weightbus.trainer_agent.watch_settings import WatchSettings
+from weightbus.trainer_agent.watch_settings import SECTION, WatchSettings
 
+GIVEN = {"channel": "c", "insecure_loopback": True}
 TENSORS = {"a": torch.arange(6, dtype=torch.bfloat16).view(2, 3), "b": torch.arange(5), "c": torch.tensor(0.5)}
 
 
@@ -72,6 +78,9 @@ def header(entries: object, data: int = 0) -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes(data)
 
 
+NESTED = b"[" * 100_000
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -81,6 +90,7 @@ def header(entries: object, data: int = 0) -> bytes:
         (header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 8), "begins at byte"),
         (header({"a": [1, 2]}), "its header says of 'a'"),
         (header([1]), "a JSON object is expected"),
+        (len(NESTED).to_bytes(8, "little") + NESTED, "nested too deeply"),
         (b"\xff" * 64, "it is no safetensors file"),
     ],
 )
@@ -101,6 +111,48 @@ def test_an_index_must_agree_with_its_shards(tmp_path: Path) -> None:
         (folder / folders.INDEX).write_text(json.dumps(changed))
         with pytest.raises(BadCheckpoint, match=r"disagree|a file of the same folder"):
             folders.safetensors(folder)
+
+
+@pytest.mark.parametrize("files", [[1, "model-1.safetensors"], [["x"]], [None], [{"a": "b"}]])
+def test_an_index_names_files(tmp_path: Path, files: list[object]) -> None:
+    """Whatever stands there instead is said to be bad."""
+    (tmp_path / folders.INDEX).write_text(json.dumps({"weight_map": {str(at): file for at, file in enumerate(files)}}))
+    with pytest.raises(BadCheckpoint, match="does not give a file for each tensor"):
+        folders.safetensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "nbytes"),
+    [("a", [-2, -2], 16), ("a", [0], 0), ("", [1], 4), ("n" * 1000, [1], 4), ("\ud800", [1], 4), (None, [], 0)],
+)
+def test_what_no_manifest_can_hold_is_a_bad_checkpoint(
+    tmp_path: Path, name: str | None, shape: list[int], nbytes: int
+) -> None:
+    """Found when the folder is opened, for a good header too: sizes, names, and no tensor at all."""
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, nbytes]}
+    (tmp_path / folders.SINGLE).write_bytes(header({} if name is None else {name: entry}, nbytes))
+    (tmp_path / "config.json").write_text('{"architectures": ["M"]}')
+    with pytest.raises(BadCheckpoint, match="cannot be published: ManifestError"):
+        open_checkpoint(tmp_path, "", None, dcp=False)
+
+
+@pytest.mark.parametrize("named", ["M\ud800", "", "a b", 3])
+def test_an_architecture_is_the_name_of_a_class(tmp_path: Path, named: object) -> None:
+    """It travels with the manifest, which carries no half characters."""
+    config = {"architectures": [named]}
+    with pytest.raises(BadCheckpoint, match="no class"):
+        folders.architecture(tmp_path, config)
+
+
+def test_odd_entries_of_a_folder_do_not_hide_the_others(tmp_path: Path) -> None:
+    """A link in a circle, a name that is no UTF-8: the listing goes on."""
+    odd = tmp_path / "step-1"
+    odd.mkdir()
+    (odd / "circle").symlink_to(odd / "circle")
+    (odd / os.fsdecode(b"\xff")).write_text("")
+    (tmp_path / "step-2").mkdir()
+    pattern = WatchSettings(channel="c", watch=tmp_path, insecure_loopback=True).compiled()
+    assert sorted(each.version for each in folders.listing(tmp_path, "", pattern)) == [1, 2]
 
 
 def test_a_fingerprint_changes_with_every_file(tmp_path: Path) -> None:
@@ -146,11 +198,79 @@ def test_the_pattern_must_say_where_the_version_is(tmp_path: Path) -> None:
     assert re.compile(WatchSettings(channel="c", watch=tmp_path, pattern="r(\\d+)-hf").pattern).fullmatch("r3-hf")
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(",
+        "*",
+        r"step(-\d+)?",
+        r"step-(\d+)?",
+        r"step-(\d*)",
+        r"(.*)-hf",
+        r"best|step-(\d+)",
+        r"step-(\d+)|best",
+        r"(?:x|(\d+))",
+        r"(?:step-(\d+))?",
+        r"\((\d)\)(?:(\d+)",
+        r"step-([0-9-]+)",
+        r"step-(\d+){0}",
+        r"step-\(\d+\)(x)",
+    ],
+)
+def test_a_pattern_that_may_leave_the_version_out_is_refused(tmp_path: Path, pattern: str) -> None:
+    """When the settings are read: a folder that matches without a number would end the watch."""
+    with pytest.raises(ConfigurationError, match=r"no regular expression|exactly one group"):
+        load(WatchSettings, SECTION, flags={**GIVEN, "watch": str(tmp_path), "pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        (r"(?:.*\D)?(\d+)", "epoch1_step7"),
+        (r"(?:step|ckpt)-0*(\d{1,9})-(?:hf|dcp)", "step-007-dcp"),
+        (r"[(|]x\|(?P<step>[1-9]\d*)", "(x|7"),
+        (r"step_([0-9]+)(?:\.d)?", "step_7"),
+    ],
+)
+def test_a_pattern_with_its_version_is_taken(tmp_path: Path, pattern: str, name: str) -> None:
+    """However its digits are written, and whatever else is optional."""
+    settings = WatchSettings(channel="c", watch=tmp_path, insecure_loopback=True, pattern=pattern)
+    (tmp_path / name).mkdir()
+    assert [each.version for each in folders.listing(tmp_path, "", settings.compiled())] == [7]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"device": "nonsense"}, "'nonsense' is none that buckets can be staged on: give cpu"),
+        ({"device": "cuda:x"}, "give cpu, cuda"),
+        ({"dcp_prefix": "model"}, "set dcp = true too"),
+    ],
+)
+def test_what_could_not_work_is_refused_before_the_watch(tmp_path: Path, given: dict[str, str], reason: str) -> None:
+    """As a mistake in the settings, with what to write instead."""
+    with pytest.raises(ConfigurationError, match=reason):
+        load(WatchSettings, SECTION, flags={**GIVEN, "watch": str(tmp_path), **given})
+
+
+def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its number too."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert staging_device("cuda:0") == torch.device("cuda:0")
+    with pytest.raises(ConfigurationError, match="torch sees 1 GPUs here"):
+        staging_device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigurationError, match="or cpu"):
+        staging_device("cuda")
+    assert staging_device("cpu") == torch.device("cpu")
+
+
 def test_the_trainers_marker_is_a_number(tmp_path: Path) -> None:
     """Anything else is not guessed at."""
     assert folders.latest(tmp_path) is None
     (tmp_path / folders.LATEST).write_text("120\n")
     assert folders.latest(tmp_path) == 120
-    (tmp_path / folders.LATEST).write_text("release")
-    with pytest.raises(BadCheckpoint, match="'release'"):
-        folders.latest(tmp_path)
+    for odd in (b"release", "é".encode(), "٣".encode(), b"9" * 5000, str(MAX_VERSION + 1).encode(), b""):
+        (tmp_path / folders.LATEST).write_bytes(odd)
+        with pytest.raises(BadCheckpoint, match="a step number up to"):
+            folders.latest(tmp_path)

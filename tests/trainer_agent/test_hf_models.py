@@ -31,7 +31,8 @@ MODELS = (
 REFUSALS = {
     "another width": "bad: 'model.model.layers.0.mlp.gate_proj.weight' has shape (32, 16), its config gives (48, 16)",
     "another depth": "bad: the model of its config has 30 tensors",
-    "fewer layers": "bad: 'model.model.layers.1.input_layernorm.weight' and 8 more are not in the model of its config",
+    "fewer layers": "bad: 'model.model.layers.1.input_layernorm.weight', 'model.model.layers.1.mlp.down_proj.weight'",
+    "no heads": "bad: transformers cannot build the model of its config: ",
     "unknown": "bad: transformers cannot build the model of its config",
     "a file that is still written": "unfinished: __0_0.distcp is not there or shorter than",
     "metadata that is none": "bad: torch cannot read it: UnpicklingError",

@@ -15,7 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from weightbus.control.messages import Transfer
+from weightbus.trainer_agent import checkpoint_folder as folders
+from weightbus.trainer_agent.agent import TrainerAgent
 from weightbus.trainer_agent.checkpoint_folder import LATEST
+from weightbus.trainer_agent.checkpoint_source import CorruptCheckpoint, SafetensorsFiles
+from weightbus.trainer_agent.source import AssemblyFailed
 from weightbus.trainer_agent.watch_settings import WatchSettings
 from weightbus.trainer_agent.watcher import Watcher
 
@@ -156,6 +160,68 @@ def test_a_bad_checkpoint_is_told_and_the_next_one_published(scene: Scene) -> No
     other = write(scene.folder / "step-3", 3, layers=1)
     scene.until(lambda: scene.engine.label == 3)
     assert scene.holds(other)
+
+
+@pytest.mark.parametrize("what", ["no tensors", "index", "nested", "unforeseen"])
+def test_no_single_folder_ends_the_watch(scene: Scene, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is counted once, with its reason, and the next one is published."""
+    folder = scene.folder / "step-1"
+    write(folder, 1)
+    match what:
+        case "no tensors":
+            (folder / "model.safetensors.index.json").unlink()
+            (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+        case "index":
+            (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1, "b": "c"}}')
+        case "nested":
+            (folder / "config.json").write_text("[" * 100_000)
+        case _:
+            monkeypatch.setattr(folders, "read_config", lambda *_: 1 // 0)
+    scene.until(lambda: scene.count("bad") == 1)
+    reason = json.loads(scene.watcher._status())["reason"]
+    assert "step-1" in reason
+    scene.settle()
+    assert (scene.count("bad"), json.loads(scene.watcher._status())["reason"]) == (1, reason)
+    monkeypatch.undo()
+    write(scene.folder / "step-2", 2)
+    scene.until(lambda: scene.engine.label == 2)
+
+
+@pytest.mark.parametrize("error", [CorruptCheckpoint("nonsense"), AssemblyFailed("gone"), MemoryError("no room")])
+def test_a_checkpoint_that_cannot_be_read_is_bad_or_tried_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Bad where reading it again cannot help, in the middle of a round too."""
+    write(scene.folder / "step-1", 1)
+
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(SafetensorsFiles, "read", broken)
+    outcome, other = ("bad", "failed") if isinstance(error, CorruptCheckpoint) else ("failed", "bad")
+    scene.until(lambda: scene.count(outcome) == 1)
+    scene.settle()
+    assert (scene.count(outcome), scene.count(other)) == (1, 0)
+    assert str(error) in json.loads(scene.watcher._status())["reason"]
+    monkeypatch.undo()
+    write(scene.folder / "step-2", 2)
+    scene.until(lambda: scene.engine.label == 2)
+
+
+def test_what_nobody_foresaw_while_publishing_is_tried_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing about the checkpoint. An interrupt still ends the watch."""
+    write(scene.folder / "step-1", 1)
+    monkeypatch.setattr(TrainerAgent, "publish", lambda *_: 1 // 0)
+    scene.until(lambda: scene.count("failed") == 1)
+    assert "division" in json.loads(scene.watcher._status())["reason"]
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainerAgent, "publish", interrupted)
+    write(scene.folder / "step-2", 2)
+    with pytest.raises(KeyboardInterrupt):
+        scene.until(lambda: scene.engine.label == 2)
 
 
 def test_a_coordinator_that_is_away_is_waited_for(scene: Scene) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from weightbus.control.ids import MAX_VERSION
 from weightbus.trainer_agent.watching import (
     Ended,
     Folder,
@@ -40,6 +41,16 @@ def test_a_folder_is_looked_into_when_it_has_settled() -> None:
     assert machine.handle(Inspected("step-10", Verdict.FINISHED), 9.0) == (Publish("step-10", 10),)
     assert machine.handle(Ended("step-10", Verdict.PUBLISHED), 10.0) == ()
     assert machine.done == 10
+
+
+def test_a_number_that_is_no_version_is_rejected_once() -> None:
+    """Messages carry versions up to 2**53: the folder would be tried for ever, and those below it never."""
+    machine = Watching(LIMITS)
+    machine.handle(listed(7, MAX_VERSION + 1), 0.0)
+    (rejected,) = machine.handle(listed(7, MAX_VERSION + 1), 5.0)
+    assert isinstance(rejected, Reject)
+    assert str(MAX_VERSION) in rejected.reason
+    assert machine.handle(listed(7, MAX_VERSION + 1), 6.0) == (Inspect("step-7"),)
 
 
 def test_nothing_is_done_twice() -> None:

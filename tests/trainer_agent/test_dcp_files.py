@@ -1,0 +1,150 @@
+"""Torch DCP folders without transformers: which model is read, in which dtypes, and what is made of broken files."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import save
+
+from weightbus.trainer_agent import dcp_files
+from weightbus.trainer_agent.checkpoint_form import Slice
+from weightbus.trainer_agent.checkpoint_source import CorruptCheckpoint
+from weightbus.trainer_agent.dcp_files import DcpFiles
+from weightbus.trainer_agent.errors import BadCheckpoint
+from weightbus.trainer_agent.source import AssemblyFailed
+
+SHAPES = {"model.embed.weight": (8, 4), "model.norm.weight": (4,), "model.hash": (3,)}
+BUFFER = "model.hash"
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    """As a trainer has them: parameters in float32, and a table of whole numbers that the model has as such."""
+    return {
+        name: torch.full(shape, value, dtype=torch.int64 if name == BUFFER else torch.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+@pytest.fixture(autouse=True)
+def form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What transformers would say of the config, whose dtype it is told."""
+
+    def told(_folder: Path, config: dict[str, Any]) -> object:
+        return dcp_files._Form(
+            slices=tuple(Slice.whole(name, shape) for name, shape in SHAPES.items()),
+            shapes=dict(SHAPES),
+            cast=frozenset(SHAPES.keys() - {BUFFER}),
+            dtype=config.get("dtype", "bfloat16"),
+            tied=frozenset(),
+            buffers={BUFFER: "int64"},
+        )
+
+    monkeypatch.setattr(dcp_files, "_form", told)
+
+
+def written(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that one process writes it is meant
+        save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def read(files: DcpFiles) -> set[float]:
+    """All values of all tensors."""
+    values: set[float] = set()
+    for spec in files.tensors:
+        out = torch.empty(spec.nbytes, dtype=torch.uint8)
+        files.read([spec], out)
+        values |= set(out.view(getattr(torch, spec.dtype)).tolist())
+    return values
+
+
+def test_of_two_models_the_one_that_was_asked_for_is_read(tmp_path: Path) -> None:
+    """Without being asked neither is: the average of the weights has their names, and stands first."""
+    folder = written(tmp_path, {"model": tensors(1), "ema": tensors(2)})
+    with pytest.raises(BadCheckpoint, match=r"2 prefixes \('ema\.', 'model\.'\).*--dcp-prefix"):
+        DcpFiles(folder, "M", {})
+    assert read(DcpFiles(folder, "M", {}, "model")) == {1.0}
+    assert read(DcpFiles(folder, "M", {}, "ema.")) == {2.0}
+
+
+def test_what_the_config_does_not_know_is_named(tmp_path: Path) -> None:
+    """Scales of 8-bit weights, a head for values: the model without them is another one."""
+    folder = written(tmp_path, {"model": {**tensors(1), "v_head.weight": torch.ones(2)}})
+    with pytest.raises(BadCheckpoint, match=r"'model\.v_head\.weight': not in the model of its config"):
+        DcpFiles(folder, "M", {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64, torch.uint8, torch.bool])
+def test_weights_that_are_no_floats_of_training_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Without their scales they would be cast to nonsense. A buffer that the model has in that dtype is none."""
+    state = tensors(1)
+    state["model.embed.weight"] = state["model.embed.weight"].to(dtype)
+    folder = written(tmp_path, {"model": state})
+    with pytest.raises(BadCheckpoint, match=r"'model\.embed\.weight' is saved as .*; read are bfloat16, float16"):
+        DcpFiles(folder, "M", {})
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "bananas"])
+def test_no_weights_are_cast_to_what_cannot_hold_them(tmp_path: Path, dtype: str) -> None:
+    """Whatever the config says."""
+    folder = written(tmp_path, {"model": tensors(1)})
+    with pytest.raises(BadCheckpoint, match=f"its config has dtype '{dtype}'"):
+        DcpFiles(folder, "M", {"dtype": dtype})
+    assert {spec.dtype for spec in DcpFiles(folder, "M", {"dtype": "float32"}).tensors} == {"float32", "int64"}
+
+
+def test_files_that_went_may_come_back_and_corrupt_ones_stay_so(tmp_path: Path) -> None:
+    """Torch wraps both in what is no Exception: they are told apart, and are ours."""
+    folder = written(tmp_path / "kept", {"model": tensors(1)})
+    corrupt = DcpFiles(folder, "M", {})
+    for file in folder.glob("*.distcp"):
+        file.write_bytes(b"\xff" * file.stat().st_size)
+    with pytest.raises(CorruptCheckpoint, match="cannot be read"):
+        read(corrupt)
+    for what in ("*", "*.distcp"):
+        folder = written(tmp_path / "gone", {"model": tensors(1)})
+        gone = DcpFiles(folder, "M", {})
+        for file in folder.glob(what):
+            file.unlink()
+        with pytest.raises(AssemblyFailed, match="No such file") as caught:
+            read(gone)
+        assert not isinstance(caught.value, CorruptCheckpoint)
+
+
+def test_an_interrupt_while_reading_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch wraps it like any failure: it still ends the process."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    files = DcpFiles(written(tmp_path, {"model": tensors(1)}), "M", {})
+    monkeypatch.setattr(dcp_files.FileSystemReader, "read_data", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        read(files)
+
+
+ODD = [ZeroDivisionError("0"), AttributeError("x"), AssertionError(), TypeError("x"), RecursionError(), OSError("hub")]
+
+
+@pytest.mark.parametrize("error", ODD, ids=lambda each: type(each).__name__)
+def test_whatever_a_config_makes_transformers_raise_is_about_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """No heads, a width that is text: the classes of models check little, and each in its own way."""
+    monkeypatch.undo()
+
+    def for_model(*_: object, **__: object) -> None:
+        raise error
+
+    stub = SimpleNamespace(AutoConfig=SimpleNamespace(for_model=for_model), AutoModelForCausalLM=None)
+    monkeypatch.setitem(sys.modules, "transformers", stub)
+    folder = written(tmp_path, {"model": tensors(1)})
+    with pytest.raises(BadCheckpoint, match=f"cannot build the model of its config: {type(error).__name__}"):
+        DcpFiles(folder, "M", {"model_type": "odd"})
