@@ -33,7 +33,7 @@ REFUSALS = {
     "an adapter on rank 1": ("RanksDisagree", "'decoder.layers.3.mlp.adapter.weight' (4, 4)"),
     "a quantised norm on rank 1": ("RanksDisagree", "its scale would be lost"),
     "nothing on rank 1": ("RanksDisagree", "'NoneType' object"),
-    "replaced on rank 1, assembled": ("RanksDisagree", "'decoder.layers.1.input_layernorm.weight' (64,)"),
+    "replaced on rank 1, assembled": ("RanksDisagree", "'decoder.layers.1.input_layernorm.weight' ((64,)"),
     "replaced on rank 1, exposed": ("RanksDisagree", "build the source again after replacing parameters"),
     "a model without values": ("UnknownParameter", "it has no values yet: build the source after"),
     "experts": ("LayoutMismatch", "num_moe_experts=2"),
