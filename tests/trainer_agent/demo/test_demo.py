@@ -78,7 +78,7 @@ def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path, number: 
     process = demo(tmp_path)
     until_a_server_starts(process, tmp_path)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=150)
     assert process.returncode == 130
     assert "logs are in" in errors
     assert started_by(tmp_path) == []
@@ -90,7 +90,7 @@ def test_a_killed_demo_leaves_nothing_running(tmp_path: Path) -> None:
     process = demo(tmp_path)
     until_a_server_starts(process, tmp_path)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=150)
     until = time.monotonic() + 10
     while left := started_by(tmp_path):
         assert time.monotonic() < until, left
@@ -105,7 +105,7 @@ def test_a_coordinator_killed_under_the_demo_is_named_with_its_log(tmp_path: Pat
     (coordinator,) = (pid for pid, line in children_of(process.pid) if "cli coordinator" in line)
     began = time.monotonic()
     os.kill(coordinator, signal.SIGKILL)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=150)
     assert time.monotonic() - began < 10
     assert process.returncode == 1
     last = out.splitlines()[-1]
