@@ -16,9 +16,9 @@ from weightbus.control import messages as m
 from ..kit.fake_source import group_of
 from .test_rounds import RANKS, Deployment
 
-NOT_COUNTED = (m.Heartbeat, m.Alive, m.Hello, m.Welcome, m.Ack)
-"""Said as time passes, and not because of a round; and the answers to what is counted, of which the last ones may leave
-after the trainer has its report."""
+NOT_COUNTED = (m.Heartbeat, m.Alive, m.Hello, m.Welcome, m.Ack, m.Hint)
+"""Said as time passes, and not because of a round; the answers to what is counted, of which the last ones may leave after
+the trainer has its report; and hints, of which those that follow one another closely become one."""
 
 
 class Wiretap:
@@ -85,9 +85,6 @@ def test_a_steady_round_does_not_grow_with_the_tensors(tmp_path: Path, monkeypat
     """
     wire = Wiretap(monkeypatch)
     small, large = (steady_round(tmp_path / str(count), count, wire) for count in (10, 20_000))
-    # Hints of one event that follow one another closely become one, so their number tells how fast this machine was.
-    hints = [each.messages.pop("Hint") for each in (small, large)]
-    assert max(hints) <= 2 * min(hints)
     assert large.messages == small.messages
     assert large.messages["PutBlob"] == 1
     assert large.messages["BlobPage"] == 2
