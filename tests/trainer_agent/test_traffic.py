@@ -17,8 +17,8 @@ from ..kit.fake_source import group_of
 from .test_rounds import RANKS, Deployment
 
 NOT_COUNTED = (m.Heartbeat, m.Alive, m.Hello, m.Welcome, m.Ack, m.Hint)
-"""Said as time passes, and not because of a round; the answers to what is counted, of which the last ones may leave after
-the trainer has its report; and hints, of which those that follow one another closely become one."""
+"""Said as time passes, and not because of a round; the answers to what is counted, of which the last ones may leave
+after the trainer has its report; and hints, of which those that follow one another closely become one."""
 
 
 class Wiretap:
