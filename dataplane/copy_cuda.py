@@ -51,10 +51,11 @@ class CudaCopies:
         self._memory = (sources, targets)
 
     def run(self) -> None:
-        """Copy every row."""
+        """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
         from .copy_triton import copy  # noqa: PLC0415  triton is not there without a GPU
 
         with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
             for vector, table in self._tiles:
                 copy(table, vector)
             self._casts.run()

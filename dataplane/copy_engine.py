@@ -23,7 +23,10 @@ class PreparedCopies(Protocol):
     """A table bound to memory. Used from one thread."""
 
     def run(self) -> None:
-        """Copy every row. Returns when the bytes are in the targets, and other streams may read them."""
+        """Copy every row. Returns when the bytes are in the targets, and other streams may read them.
+
+        Begins when no stream reads the targets any more: a paused server may still compute its last batch.
+        """
         ...
 
     def close(self) -> None:

@@ -146,9 +146,8 @@ class _Exporter:
         if self._driver is not None:
             with torch.cuda.device(self._device):
                 torch.cuda.synchronize()
-                for pointer in self._mapped:
-                    self._driver.close_ipc(pointer)
-        self._mapped = []
+                while self._mapped:
+                    self._driver.close_ipc(self._mapped.pop())
         self._socket.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)

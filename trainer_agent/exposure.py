@@ -108,7 +108,10 @@ class Exposure:
         self._exposed: Exposed | None = None
         self._division: Division | None = None
         self._unsummed = ""
-        self._share: tuple[list[_Place], ShareDigest] | None = None
+        self._share: ShareDigest | None = None
+        self._exports: ExportMap | None = None
+        self._name = ""
+        """Of this rank's pieces and of `_exports`."""
 
     @property
     def current(self) -> Exposed:
@@ -123,7 +126,7 @@ class Exposure:
 
     def expose(self) -> None:
         """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike."""
-        mine, layout = self._describe()
+        mine = self._exported()
         found = [_STANDING.decode(each) for each in self._source.collect(_encode(mine))]
         refusals = [f"rank {rank}: {each.refusal}" for rank, each in enumerate(found) if each.refusal]
         if refusals:
@@ -133,7 +136,7 @@ class Exposure:
             Exporting(holder=rank, address=each.address, generation=each.generation) for rank, each in enumerate(found)
         )
         if layouts != self._layouts or self._exposed is None:
-            self._learn(self._source.collect(_encode(layout)), exporters)
+            self._learn(self._source.collect(_encode(self._layout())), exporters)
             self._layouts = layouts
         elif exporters != self._exposed.exporters:
             self._exposed = replace(self._exposed, exporters=exporters)
@@ -171,43 +174,49 @@ class Exposure:
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
-    def _describe(self) -> tuple[_Standing, _Layout]:
+    def _exported(self) -> _Standing:
         memory = self._source.memory()
         try:
             return self._export(memory)
         except (NotExportable, Unsupported, ManifestError, OSError) as error:
-            return _Standing(refusal=f"{error}" or type(error).__name__), _Layout(b"", b"")
+            return _Standing(refusal=f"{error}" or type(error).__name__)
 
-    def _export(self, memory: Sequence[torch.Tensor]) -> tuple[_Standing, _Layout]:
+    def _export(self, memory: Sequence[torch.Tensor]) -> _Standing:
         local = self._local
         if local is None:
             local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory)
         local.mirror.refresh([memory[index] for index in local.used])
         self._tensors = [memory[index] for index in local.used] + local.mirror.tensors
         exports = self._exporter.export(self._tensors)
-        standing = _Standing(
-            layout=local.digest + exports.digest(),
+        if exports is not self._exports:  # the exporter gives the map that it gave while nothing has moved
+            self._exports, self._name = exports, local.digest + exports.digest()
+            self._drop_share()
+        return _Standing(
+            layout=self._name,
             address=self._exporter.address().address,
             generation=self._exporter.generation,
         )
-        return standing, _Layout(local.pieces.encode(), exports.encode())
+
+    def _layout(self) -> _Layout:
+        """What this rank's standing named."""
+        assert self._local is not None
+        assert self._exports is not None
+        return _Layout(self._local.pieces.encode(), self._exports.encode())
 
     @property
     def _device(self) -> torch.device:
         return self._tensors[0].device if self._tensors else torch.device("cpu")
 
     def _bound(self, division: Division) -> ShareDigest:
-        """This rank's share over its memory as it is now: an optimizer that offloads puts other memory under it."""
-        places = [_place_of(tensor) for tensor in self._tensors]
-        if self._share is None or self._share[0] != places:
-            self._drop_share()
+        """This rank's share over its memory as it is now: `_export` drops it when other memory was put there."""
+        if self._share is None:
             share = division.share(self._source.rank, PASS_BYTES)
-            self._share = places, ShareDigest(share, self._tensors, self._device, engine_for(self._device))
-        return self._share[1]
+            self._share = ShareDigest(share, self._tensors, self._device, engine_for(self._device))
+        return self._share
 
     def _drop_share(self) -> None:
         if self._share is not None:
-            self._share[1].close()
+            self._share.close()
             self._share = None
 
     # -- all ranks -----------------------------------------------------------------------------------------------------
@@ -227,13 +236,6 @@ class Exposure:
             except (Unsupported, CoverageError) as error:
                 self._unsummed = str(error)
         return self._division
-
-
-_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
-def _place_of(tensor: torch.Tensor) -> _Place:
-    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _raw(lanes: np.typing.NDArray[np.uint64]) -> bytes:
