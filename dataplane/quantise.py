@@ -1,26 +1,56 @@
-"""Quantises weights where they lie: torch on a CPU, one pass of a Triton kernel on a GPU. One interface for both."""
+"""Quantises many weights where they lie: with torch on a CPU, in one pass of a Triton kernel on a GPU.
+
+Preparing is slow and happens once for a plan; `run` is what a round waits for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from . import quantise_torch
 from .quantisation import Scheme
 
-Quantiser = Callable[[Scheme, torch.Tensor, Sequence[torch.Tensor]], None]
-"""Quantises a weight (rows, columns), which lies on the scheme's grain, into its parts but ``weight_shape``, in order.
 
-The weight is in the dtype in which it would be served; it and the outputs may be strided. On a GPU the outputs are
-complete in the order of the current stream.
-"""
+class Task(NamedTuple):
+    """A weight, or a part of one on the scheme's grain, and where its parts go. All of it may be strided."""
+
+    scheme: Scheme
+    weight: torch.Tensor
+    """(rows, columns), as it is kept."""
+    served: torch.dtype
+    """In which it would be served unquantised; values are rounded to it first."""
+    outs: tuple[torch.Tensor, ...]
+    """Its parts but ``weight_shape``, in the order of `Scheme.parts`."""
 
 
-def quantiser_for(device: torch.device) -> Quantiser:
-    """What quantises on `device`."""
+class PreparedTasks(Protocol):
+    """Tasks bound to memory. Used from one thread."""
+
+    def run(self) -> None:
+        """Quantise every weight as it is now. On a GPU in the order of the current stream."""
+        ...
+
+
+def prepare(tasks: Sequence[Task], device: torch.device) -> PreparedTasks:
+    """Bind tasks whose memory is on `device`."""
     if device.type == "cuda":
-        from . import quantise_triton  # noqa: PLC0415  Triton is there where a GPU is
+        from .quantise_cuda import CudaTasks  # noqa: PLC0415  Triton is there where a GPU is
 
-        return quantise_triton.quantise
-    return quantise_torch.quantise
+        return CudaTasks(tasks)
+    return TorchTasks(tasks)
+
+
+class TorchTasks:
+    """Implements `PreparedTasks`, one task after another."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tuple(tasks)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Quantise."""
+        for task in self._tasks:
+            quantise_torch.quantise(task.scheme, task.weight.to(task.served), task.outs)
