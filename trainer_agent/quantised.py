@@ -30,6 +30,7 @@ from .assembly import DTYPES, Assembler, Exchange, check_manifest
 from .errors import UnfinishedCheckpoint
 from .parcels import plan
 from .quantised_plan import Division, Job, Place, Weight, Work
+from .settings import TrainerSettings
 from .source import Source, UnsupportedModel
 
 _ELSEWHERE: Final = -1
@@ -270,6 +271,26 @@ class _Assembly:
                 self._bound = {}  # holds the memory itself, and costs nothing to make again
             self._arena = torch.empty(0, dtype=torch.uint8)
             self._assembler = self._gatherer = None
+
+
+@runtime_checkable
+class KnowsServed(Protocol):
+    """A source that was told which checkpoint is served."""
+
+    @property
+    def served(self) -> Path | Mapping[str, Any]:
+        """The folder of that checkpoint, or the content of its ``config.json``."""
+        ...
+
+
+def as_served(source: Source, settings: TrainerSettings) -> Source:
+    """`source`, quantised as `settings` or the source itself say; see `quantised`."""
+    if settings.served is not None:
+        return quantised(source, settings.served)
+    beside = settings.hf_config_dir
+    if beside is not None and (beside / "config.json").is_file():
+        return quantised(source, beside)
+    return quantised(source, source.served if isinstance(source, KnowsServed) else None)
 
 
 def quantised(source: Source, served: Path | Mapping[str, Any] | None) -> Source:

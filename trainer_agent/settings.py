@@ -77,6 +77,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, on this host and ours alone")] = None
     checkpoint_dir: Annotated[Path | None, Meta(description="folder for checkpoints, seen by engines (disk)")] = None
     hf_config_dir: Annotated[Path | None, Meta(description="config and tokenizer files to put beside them")] = None
+    served: Annotated[
+        Path | None, Meta(description="folder of the checkpoint that engines serve: it says how weights are quantised")
+    ] = None
 
     def __post_init__(self) -> None:
         check(self.keys, insecure_loopback=self.insecure_loopback)
