@@ -122,8 +122,8 @@ class Quantisation(msgspec.Struct, frozen=True):
         objection = scheme.objection(weight.shape)
         if objection:
             raise UnknownScheme(
-                f"{weight.name!r} {weight.shape} cannot be quantised as {scheme.name}: {objection}; add {module!r} to the"
-                " modules that the served checkpoint leaves as they are"
+                f"{weight.name!r} {weight.shape} cannot be quantised as {scheme.name}: {objection}; add {module!r} to"
+                " the modules that the served checkpoint leaves as they are"
             )
         return scheme
 
@@ -137,8 +137,8 @@ class Quantisation(msgspec.Struct, frozen=True):
         if scheme is None or _LINEAR.fullmatch(last) or _HEAD.fullmatch(last):
             return scheme
         raise UnknownScheme(
-            f"nothing says whether {weight.name!r} {weight.shape} is quantised: give the folder of the served checkpoint"
-            " with its safetensors files, or name the module in its quantization_config"
+            f"nothing says whether {weight.name!r} {weight.shape} is quantised: give the folder of the served"
+            " checkpoint with its safetensors files, or name the module in its quantization_config"
         )
 
     def _from_files(self, weight: TensorSpec, module: str, stored: Mapping[str, TensorSpec]) -> Scheme | None:
@@ -152,10 +152,14 @@ class Quantisation(msgspec.Struct, frozen=True):
         scheme = self._meant(module) or self.rules[0].scheme
         scale = stored.get(f"{module}.{scheme.scale}")
         if scale is None:
-            raise UnknownScheme(f"{weight.name!r} should be quantised as {scheme.name}, its checkpoint has no such scale")
+            raise UnknownScheme(
+                f"{weight.name!r} should be quantised as {scheme.name}, its checkpoint has no such scale"
+            )
         allowed = ("float32", "bfloat16", "float16") if scheme.scale_dtype != "uint8" else ("uint8",)
         if scale.dtype not in allowed:
-            raise UnknownScheme(f"{scale.name!r} is stored as {scale.dtype}, expected is {' or '.join(allowed)}: {_ADVICE}")
+            raise UnknownScheme(
+                f"{scale.name!r} is stored as {scale.dtype}, expected is {' or '.join(allowed)}: {_ADVICE}"
+            )
         scheme = msgspec.structs.replace(scheme, scale_dtype=scale.dtype, flat=scheme.flat and scale.shape != ())
         self._compare(weight, module, scheme, stored)
         return scheme
@@ -189,9 +193,10 @@ class Quantisation(msgspec.Struct, frozen=True):
 
 def read(config: Mapping[str, Any]) -> Quantisation | None:
     """What ``config.json`` says about quantisation; None for a checkpoint that is not quantised."""
-    for place in (config, config.get("text_config") or {}):
+    inner: Mapping[str, Any] = config.get("text_config") or {}
+    for place in (config, inner):
         for key in ("quantization_config", "compression_config"):
-            found = place.get(key)
+            found: object = place.get(key)
             if found:
                 return _parse(found)
     return None
@@ -213,7 +218,9 @@ def _parse(found: object) -> Quantisation:
         if method == "compressed-tensors":
             return _compressed(msgspec.convert(found, _Compressed))
     except msgspec.ValidationError as error:
-        raise UnknownScheme(f"the quantization_config ({method}) is not understood: {error}; {_KNOWN}: {_ADVICE}") from error
+        raise UnknownScheme(
+            f"the quantization_config ({method}) is not understood: {error}; {_KNOWN}: {_ADVICE}"
+        ) from error
     raise UnknownScheme(f"the served checkpoint is quantised as {method!r}; {_KNOWN}: {_ADVICE}")
 
 
@@ -231,7 +238,9 @@ def _fp8(config: _Fp8) -> Quantisation:
 def _compressed(config: _Compressed) -> Quantisation:
     for name, value in (("kv_cache_scheme", config.kv_cache_scheme), ("transform_config", config.transform_config)):
         if value:
-            raise UnknownScheme(f"{name} asks for calibrated or transformed values, which training does not have: {_ADVICE}")
+            raise UnknownScheme(
+                f"{name} asks for calibrated or transformed values, which training does not have: {_ADVICE}"
+            )
     if config.sparsity_config and config.sparsity_config.get("format", "dense") != "dense":
         raise UnknownScheme(f"the served checkpoint is sparse ({config.sparsity_config.get('format')}): {_ADVICE}")
     if not config.config_groups:
@@ -258,7 +267,9 @@ def _scheme(name: str, group: _Group, form: str) -> Scheme:
             return fp8_tensor()
         case ("float", 8, "channel", "float-quantized" | "naive-quantized") if weights.symmetric:
             return fp8_channel()
-        case ("float", 8, "block", "float-quantized" | "naive-quantized") if weights.symmetric and weights.block_structure:
+        case ("float", 8, "block", "float-quantized" | "naive-quantized") if (
+            weights.symmetric and weights.block_structure
+        ):
             return fp8_block(weights.block_structure, scale="weight_scale")
         case ("float", 8, "group", "mxfp8-quantized") if weights.symmetric and weights.group_size == 32:
             return mxfp8(compressed=True)
@@ -267,7 +278,9 @@ def _scheme(name: str, group: _Group, form: str) -> Scheme:
         case ("int", 4, "channel", "pack-quantized"):
             return int4(0, symmetric=weights.symmetric)
         case _:
-            kind = f"{weights.type}{weights.num_bits} by {strategy}, {'' if weights.symmetric else 'a'}symmetric, {form!r}"
+            kind = (
+                f"{weights.type}{weights.num_bits} by {strategy}, {'' if weights.symmetric else 'a'}symmetric, {form!r}"
+            )
             raise UnknownScheme(f"{name} stores its weights as {kind}; {_KNOWN}: {_ADVICE}")
 
 

@@ -9,12 +9,14 @@ have the checkpoint's layout, or SGLang can give it back (begin_weight_update). 
     int4, experts           repacked for Marlin; given back at the beginning of a session
     int4, other layers      repacked for Marlin, and not given back
     anything on a CPU       packed for AMX, and not given back
+    Llama, fp8 in blocks    its loader calls ``weight_scale_inv`` ``weight_scale``, finds no such parameter, and goes on
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from weightbus.dataplane.quantisation import Element, Scheme
 from weightbus.dataplane.quantisation_config import Quantisation
@@ -22,8 +24,9 @@ from weightbus.dataplane.quantisation_config import Quantisation
 from .dialects import Dialect
 from .identity import ServerFacts
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-_SERVE_BLOCKS = (
+_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+_LLAMA: Final = "LlamaForCausalLM"
+_SERVE_BLOCKS: Final = (
     "serve a checkpoint in fp8 blocks (weight_block_size), or the plain one with no --quantization, which any transport"
     " updates"
 )
@@ -37,16 +40,22 @@ def objections(
     if quantisation is None:
         if asked:
             yield (
-                f"the server quantises a plain checkpoint while it loads (--quantization {facts.quantization}), which cannot"
-                " be compared: launch it without the flag from a checkpoint that is quantised already, and name that to"
-                " the trainer (served)"
+                f"the server quantises a plain checkpoint while it loads (--quantization {facts.quantization}), which"
+                " cannot be compared: launch it without the flag from a checkpoint that is quantised already, and name"
+                " that to the trainer (served)"
             )
         return
     if asked and asked != quantisation.method:
-        yield f"the server was launched with --quantization {facts.quantization}, its checkpoint is {quantisation.method}"
+        yield (
+            f"the server was launched with --quantization {facts.quantization}, its checkpoint is"
+            f" {quantisation.method}: launch it without the flag"
+        )
     if facts.device == "cpu":
         yield "SGLang packs quantised weights for its CPU and cannot unpack them: serve the plain checkpoint there"
         return
+    names = tuple(names)
+    if _LLAMA in facts.architectures and any(name.endswith(".weight_scale_inv") for name in names):
+        yield "SGLang's Llama drops scales called weight_scale_inv in silence: serve a compressed-tensors checkpoint"
     packed = [name for name in names if name.endswith(".weight_packed")]
     for rule in quantisation.rules:
         reason = _reason(rule.scheme, packed, dialect)

@@ -236,7 +236,7 @@ class _Assembly:
     @property
     def _away(self) -> bool:
         """Parameters are in host memory and buckets are not: what was uploaded for a task was of another version."""
-        return bool(self._storages) and self._storages[0].device.type != self._source.device.type
+        return any(each.device.type != self._source.device.type for each in (self._storages or ())[:1])
 
     def _gather(self, number: int) -> torch.Tensor | None:
         """A raw bucket in memory of the root; None on the other ranks, which give their parts of it."""
@@ -319,8 +319,8 @@ def _check_no_other(served: Path | Mapping[str, Any]) -> None:
     """Raise `UnknownScheme` for a quantisation that stands elsewhere than in the config."""
     if isinstance(served, Path) and (served / "hf_quant_config.json").is_file():
         raise UnknownScheme(
-            f"{served} is quantised as its hf_quant_config.json says, which is not understood: serve a checkpoint with a"
-            " quantization_config, or the plain one"
+            f"{served} is quantised as its hf_quant_config.json says, which is not understood: serve a checkpoint with"
+            " a quantization_config, or the plain one"
         )
 
 

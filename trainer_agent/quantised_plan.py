@@ -284,7 +284,8 @@ def _plain(manifest: Manifest, weights: Sequence[Weight]) -> tuple[TensorSpec, .
 def _rows_by_tensor(pieces: Pieces | None) -> Mapping[str, list[int]]:
     found: dict[str, list[int]] = defaultdict(list)
     if pieces is not None:
-        for row, tensor in enumerate(pieces.boxes.space.tolist()):
+        spaces: list[int] = pieces.boxes.space.tolist()
+        for row, tensor in enumerate(spaces):
             found[pieces.tensors[tensor].name].append(row)
     return found
 

@@ -1,4 +1,4 @@
-"""The served checkpoint's own config says which weights are quantised, and how; what it says and we cannot do is said."""
+"""The served checkpoint's own config says which weights are quantised; what it says and we cannot do is said."""
 
 from __future__ import annotations
 
@@ -37,7 +37,14 @@ WEIGHTS_8: Config = {
     "symmetric": True,
     "type": "float",
 }
-TOKENS: Config = {"dynamic": True, "num_bits": 8, "observer": None, "strategy": "token", "symmetric": True, "type": "float"}
+TOKENS: Config = {
+    "dynamic": True,
+    "num_bits": 8,
+    "observer": None,
+    "strategy": "token",
+    "symmetric": True,
+    "type": "float",
+}
 WEIGHTS_4: Config = {**WEIGHTS_8, "num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
 
 
@@ -124,7 +131,9 @@ def test_exceptions_are_whole_parts_of_a_path() -> None:
 
 def test_targets_patterns_and_groups() -> None:
     """A name goes before a pattern, a pattern before a class; ignored patterns match from the start of the name."""
-    config = compressed(WEIGHTS_4, "mixed-precision", ["lm_head", "re:.*mlp.gate$", "re:visual.*", "layers.4.self_attn.q_proj"])
+    config = compressed(
+        WEIGHTS_4, "mixed-precision", ["lm_head", "re:.*mlp.gate$", "re:visual.*", "layers.4.self_attn.q_proj"]
+    )
     groups = config["config_groups"]
     groups["group_0"]["format"] = "pack-quantized"
     groups["group_1"] = {"targets": ["re:.*self_attn.*"], "weights": WEIGHTS_8, "format": "float-quantized",
@@ -158,8 +167,7 @@ def test_targets_patterns_and_groups() -> None:
         (compressed({**WEIGHTS_8, "symmetric": False}, "float-quantized"), "asymmetric"),
         (compressed({**WEIGHTS_4, "actorder": "group"}, "pack-quantized"), "activations"),
         (compressed(WEIGHTS_4, "marlin-24"), "marlin-24"),
-        (compressed({**WEIGHTS_4, "type": "float", "group_size": 16, "strategy": "tensor_group"}, "nvfp4-pack-quantized"),
-         "float4"),
+        (compressed({**WEIGHTS_4, "type": "float", "strategy": "tensor_group"}, "nvfp4-pack-quantized"), "float4"),
         (compressed(WEIGHTS_8, "float-quantized", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (compressed(WEIGHTS_8, "float-quantized", sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups"),
@@ -202,7 +210,11 @@ def stored(*specs: TensorSpec) -> dict[str, TensorSpec]:
 
 def test_files_say_it_better_than_names() -> None:
     """What has scales in the served checkpoint is quantised here, in their dtype; what has none is not."""
-    found, odd, up = of(compressed(WEIGHTS_8, "float-quantized")), weight("a.fancy_table.weight"), weight("a.up_proj.weight")
+    found, odd, up = (
+        of(compressed(WEIGHTS_8, "float-quantized")),
+        weight("a.fancy_table.weight"),
+        weight("a.up_proj.weight"),
+    )
     files = stored(
         TensorSpec("a.fancy_table.weight", "float8_e4m3fn", (256, 512)),
         TensorSpec("a.fancy_table.weight_scale", "bfloat16", (256, 1)),

@@ -36,7 +36,9 @@ SHAPES = st.tuples(st.sampled_from([1, 8, 127, 128, 200]), st.sampled_from([1, 3
 def weight(seed: int, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Like a trained weight, with rows and groups of other sizes, zeros among them, and one outlier."""
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-12, 4, (shape[0], 1), generator=generator))
+    values = torch.randn(shape, generator=generator) * torch.exp2(
+        torch.randint(-12, 4, (shape[0], 1), generator=generator)
+    )
     values[: shape[0] // 3, : shape[1] // 2] = 0
     values[-1, -1] = 1.75 * 2 ** int(torch.randint(-6, 6, (1,), generator=generator))
     return values.to(dtype)

@@ -194,13 +194,14 @@ def test_a_quantised_checkpoint_names_its_tensors(tmp_path: Path) -> None:
     [
         (FP8, "a.up_proj", {"device": "cpu"}, "for its CPU"),
         (FP8, "a.up_proj", {"quantization": "w8a8_fp8"}, "its checkpoint is fp8"),
+        (FP8, "a.up_proj", {"architectures": ("LlamaForCausalLM",)}, "drops scales"),
         ({**FP8, "weight_block_size": None}, "a.up_proj", {}, r"fp8-tensor.*transposes.*weight_block_size"),
         ({**FP8, "quant_method": "mxfp8"}, "a.up_proj", {}, "mxfp8.*swizzles"),
         (INT4, "a.up_proj", {}, "experts only"),
     ],
 )
 def test_layouts_that_cannot_be_loaded_again(
-    tmp_path: Path, config: dict[str, Any], module: str, changes: dict[str, str], said: str
+    tmp_path: Path, config: dict[str, Any], module: str, changes: dict[str, Any], said: str
 ) -> None:
     """What a server turned into another layout and cannot turn back is refused, with what to serve instead."""
     folder = stored_quantised(tmp_path / "m", config, module)
@@ -214,9 +215,7 @@ def test_packed_experts_need_sessions(tmp_path: Path) -> None:
     check(specs(folder), folder, device="cuda")
     manifest = Manifest.of("Qwen3ForCausalLM", specs(folder))
     with pytest.raises(UnfitManifest, match=r"0\.5\.21"):
-        validate.check(
-            manifest, facts(device="cuda"), dialect_of("0.5.17"), checkpoint.expected(folder), "local"
-        )
+        validate.check(manifest, facts(device="cuda"), dialect_of("0.5.17"), checkpoint.expected(folder), "local")
 
 
 def test_quantised_checkpoints_that_do_not_tell(tmp_path: Path) -> None:
@@ -227,7 +226,7 @@ def test_quantised_checkpoints_that_do_not_tell(tmp_path: Path) -> None:
         checkpoint.expected(folder)
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gguf"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnfitManifest, match="'gguf'.*known are"):
+    with pytest.raises(UnfitManifest, match=r"'gguf'.*known are"):
         checkpoint.expected(folder)
 
 

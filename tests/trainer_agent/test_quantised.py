@@ -77,7 +77,7 @@ class Rank:
         return self.world.storages[self.rank]
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
-        raise AssertionError("pieces are known: nothing is assembled by the source")
+        raise AssertionError(f"pieces are known, and bucket {index} of {manifest} was asked for: {out}")
 
     def agree(self, blob: bytes | None) -> bytes:
         return blob or b""
@@ -115,7 +115,9 @@ class World:
         generator = torch.Generator().manual_seed(0)
         self.trained = trained
         self.tensors = tuple(TensorSpec(name, "bfloat16", shape) for name, shape in SHAPES.items())
-        self.full = {name: torch.randn(shape, generator=generator).to(DTYPES[trained]) for name, shape in SHAPES.items()}
+        self.full = {
+            name: torch.randn(shape, generator=generator).to(DTYPES[trained]) for name, shape in SHAPES.items()
+        }
         self.rows: dict[int, list[Piece]] = defaultdict(list)
         self.storages: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.letters: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -199,8 +201,12 @@ def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_
     for name, shape in SHAPES.items():
         for box in cut(Box.whole(shape), data):
             for rank in data.draw(st.sets(st.integers(0, RANKS - 1), min_size=1)):
-                world.give(rank, name, box, shift=data.draw(st.sampled_from([0, 0, 0, 1])) if trained == "float32" else 0)
-    world.full = {name: tensor.bfloat16().float() if trained == "bfloat16" else tensor for name, tensor in world.full.items()}
+                world.give(
+                    rank, name, box, shift=data.draw(st.sampled_from([0, 0, 0, 1])) if trained == "float32" else 0
+                )
+    world.full = {
+        name: tensor.bfloat16().float() if trained == "bfloat16" else tensor for name, tensor in world.full.items()
+    }
     shifted = any(piece.shift for rows in world.rows.values() for piece in rows)
     scheme = small(scheme)
     sources = [QuantisedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)]
@@ -238,7 +244,7 @@ def weights_of(world: World, scheme: Scheme) -> list[Weight]:
 
 
 def test_whole_blocks_are_quantised_where_they_lie_and_once() -> None:
-    """Experts at their owner, rows of a tensor-parallel weight by each rank; nothing is gathered, less than half travels."""
+    """Experts at their owner, rows of a tensor-parallel weight by each rank; nothing is gathered."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     source = QuantisedSource(Rank(world, 0), of(scheme))
     division = Division.of(Manifest.of("M", source.tensors()), source.weights, world.pieces())
