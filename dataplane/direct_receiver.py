@@ -3,11 +3,16 @@
 It moves no bytes itself. It has the server call our loader in every worker, and leads the workers that then connect
 through one exchange (worker_wire.py): record and plan where something is new, copy, and say what they hold. It compares
 that with the digest table before it lets them return.
+
+A server that speculates calls the loader for one model after another, in an order of its own: the one it serves, and
+its draft models. Each is an exchange of its own within the one call, and takes from the version what its loader asks
+for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Generator, Sequence
@@ -39,6 +44,8 @@ from .transport import Address, EngineServer, Receipt, Session
 
 _LOOK_S: Final = 0.2
 """How often the server's call is looked at while workers are waited for."""
+_LOOK_AGAIN_S: Final = 0.002
+"""The same once a model is served: the server stands still, and mostly has only to say that it was the last one."""
 _RETURN_S: Final = 30.0
 """For workers to return from the call once they were told how it ended."""
 
@@ -83,10 +90,14 @@ class DirectReceiver:
         self._workers: list[_Worker] = []
         self._layout: _Layout | None = None
         self._recordings: dict[str, Recording] = {}
-        self._agreement: _Agreement | None = None
+        self._agreements: dict[int, _Agreement] = {}
+        """By the model, in the order in which the server calls the loader."""
         self._caller: ThreadPoolExecutor | None = None
         self.seconds: dict[str, float] = {}
-        """Where the time of the last round went; `copy` and `verify` are of the slowest worker. Implements `Timed`."""
+        """Where the time of the last round went, all models together. `copy` and `verify` are of the slowest worker.
+
+        Implements `Timed`.
+        """
 
     @property
     def touched(self) -> bool:
@@ -118,9 +129,7 @@ class DirectReceiver:
 
     def close(self) -> None:
         """Hang up. Workers that wait for us return from their call."""
-        for worker in self._workers:
-            worker.frames.close()
-        self._workers = []
+        self._part()
         for each in (self._connection, self._listener):
             if each is not None:
                 each.close()
@@ -187,16 +196,19 @@ class DirectReceiver:
             self._caller = ThreadPoolExecutor(1, "weightbus-direct")
         call = self._caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
         try:
-            with self._timed("gather"):
-                self._gather(listener, call, server.tp, deadline)
-            agreement = self._prepared(connection, session.manifest, layout, deadline)
-            self._touched = True
-            with self._timed("replay"):
-                replayed = self._replay(session, welcome, agreement, deadline)
-            lanes = [_lanes(each.lanes) for each in replayed]
-            with self._timed("compare"):
-                agreement.proof.check(session.table, lanes, [each.odd for each in replayed])
-            self._let_go(worker_wire.Done())
+            for model in itertools.count() if server.drafts else (0,):
+                with self._timed("gather"):
+                    came = self._gather(listener, call, server.tp, model, deadline)
+                if not came:
+                    break
+                agreement = self._prepared(connection, session.manifest, layout, model, deadline)
+                with self._timed("replay"):
+                    replayed = self._replay(session, welcome, agreement, deadline)
+                lanes = [_lanes(each.lanes) for each in replayed]
+                with self._timed("compare"):
+                    agreement.proof.check(session.table, lanes, [each.odd for each in replayed])
+                self._let_go(worker_wire.Done())
+                self._part()
         except Exception as error:
             self._let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
             raise
@@ -212,22 +224,40 @@ class DirectReceiver:
         try:
             yield
         finally:
-            self.seconds[what] = time.monotonic() - began
+            self._add(what, time.monotonic() - began)
 
-    def _gather(self, listener: FrameListener, call: Future[None], count: int, deadline: Deadline) -> None:
-        """Wait for the workers, in the order of their ranks. An answer of the server before they came is a failure."""
+    def _add(self, what: str, seconds: float) -> None:
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+    def _gather(self, listener: FrameListener, call: Future[None], count: int, model: int, deadline: Deadline) -> bool:
+        """Wait for the workers, in the order of their ranks. False when the server has no further model.
+
+        An answer of the server before all workers came with one model is a failure.
+        """
+        look = _LOOK_AGAIN_S if model else _LOOK_S
         while len(self._workers) < count:
             if call.done():
                 call.result()
+                if model and not self._workers:
+                    return False
                 raise PeerLost(f"the server returned before its {count} workers had come: was our loader called?")
             try:
-                frames = listener.accept(Deadline(min(_LOOK_S, deadline.check("the server's workers"))), "a worker")
+                frames = listener.accept(Deadline(min(look, deadline.check("the server's workers"))), "a worker")
             except DeadlineExceeded:
                 continue
             self._workers.append(_Worker(frames, _introduced(frames, deadline)))
         self._workers.sort(key=lambda worker: worker.hello.rank)
+        return True
 
-    def _prepared(self, connection: Frames, manifest: Manifest, layout: _Layout, deadline: Deadline) -> _Agreement:
+    def _part(self) -> None:
+        """Hang up on the workers."""
+        for worker in self._workers:
+            worker.frames.close()
+        self._workers = []
+
+    def _prepared(
+        self, connection: Frames, manifest: Manifest, layout: _Layout, model: int, deadline: Deadline
+    ) -> _Agreement:
         """Recordings and plans for this round; those of the last one if nothing changed."""
         with self._timed("record"):
             recordings = tuple(self._recorded(manifest, deadline))
@@ -235,7 +265,7 @@ class DirectReceiver:
             Reader(worker.hello.rank, host_identity(), worker.hello.device, worker.hello.peers)
             for worker in self._workers
         )
-        known = self._agreement
+        known = self._agreements.get(model)
         if known is None or (known.layout, known.recordings, known.readers) != (layout.digest, recordings, readers):
             found = [self._recordings[digest] for digest in recordings]
             with self._timed("plan"):
@@ -246,7 +276,7 @@ class DirectReceiver:
                 known = _Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
             with self._timed("agree"):
                 self._agree(connection, known, deadline)
-            self._agreement = known
+            self._agreements[model] = known
         with self._timed("adopt"):
             self._adopt(known, deadline)
         return known
@@ -272,7 +302,8 @@ class DirectReceiver:
             worker.hello = msgspec.structs.replace(worker.hello, plan="")
             self._recordings[digest] = recording
         kept = [made.get(worker.hello.rank, worker.hello.recording) for worker in self._workers]
-        self._recordings = {digest: self._recordings[digest] for digest in kept}
+        in_use = {digest for agreement in self._agreements.values() for digest in agreement.recordings}
+        self._recordings = {digest: self._recordings[digest] for digest in in_use.union(kept)}
         return kept
 
     def _adopt(self, agreement: _Agreement, deadline: Deadline) -> None:
@@ -303,6 +334,7 @@ class DirectReceiver:
         self, session: Session, welcome: Welcome, agreement: _Agreement, deadline: Deadline
     ) -> list[worker_wire.Replayed]:
         """All workers copy at a time."""
+        touched, self._touched = self._touched, True
         for worker, plan in zip(self._workers, agreement.plans, strict=True):
             exports = tuple(
                 worker_wire.Exports(
@@ -324,15 +356,17 @@ class DirectReceiver:
         replayed = [reply for reply in replies if isinstance(reply, worker_wire.Replayed)]
         if len(replayed) < len(replies):
             # Every worker has answered: if none of them began to write, the engine holds what it held.
-            self._touched = any(not isinstance(reply, worker_wire.Failed) or reply.touched for reply in replies)
+            self._touched = touched or any(
+                not isinstance(reply, worker_wire.Failed) or reply.touched for reply in replies
+            )
             reasons = "; ".join(
                 f"worker {worker.hello.rank} could not copy: {_said(reply)}"
                 for worker, reply in zip(self._workers, replies, strict=True)
                 if not isinstance(reply, worker_wire.Replayed)
             )
             raise TransferFailed(reasons)
-        self.seconds["copy"] = max(each.copy_s for each in replayed)
-        self.seconds["verify"] = max(each.verify_s for each in replayed)
+        self._add("copy", max(each.copy_s for each in replayed))
+        self._add("verify", max(each.verify_s for each in replayed))
         return replayed
 
     def _let_go(self, message: worker_wire.Done | worker_wire.Failed) -> None:
