@@ -11,6 +11,7 @@ from .events import (
     Broken,
     Commanded,
     Event,
+    Label,
     Operated,
     Operation,
     PauseServer,
@@ -28,6 +29,7 @@ STEP_OF: Final[dict[type[Operation], Step]] = {
     PauseServer: Step.PAUSE,
     Receive: Step.TRANSFER,
     Verify: Step.VERIFY,
+    Label: Step.RESUME,
     Release: Step.RESUME,
 }
 """The step that has failed when an operation breaks."""
