@@ -33,6 +33,7 @@ from weightbus.dataplane.manifest import Manifest  # noqa: E402
 from weightbus.trainer_agent import megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.assembly import DTYPES, Assembler  # noqa: E402
 from weightbus.trainer_agent.megatron_description import Description, describe  # noqa: E402
+from weightbus.trainer_agent.megatron_stages import check_order  # noqa: E402
 from weightbus.trainer_agent.parcels import plan  # noqa: E402
 from weightbus.trainer_agent.roster import Roster, check, encode, settle  # noqa: E402
 
@@ -76,7 +77,9 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     full = load_file(folder / "model.safetensors")
     expected = {name: tensor for name, tensor in full.items() if not name.startswith("model.visual")}
     ranks = [described(case, rank, world, hf, expected) for rank in range(world)]
-    pieces = settle(check([encode(Roster(each.facts, each.pieces.encode())) for each in ranks]), ranks[0].tensors)
+    rosters = check([encode(Roster(each.facts, each.pieces.encode(), each.stages)) for each in ranks])
+    check_order(rosters)
+    pieces = settle(rosters, ranks[0].tensors)
     chance = random.Random(str(case))
     manifest = Manifest.of("M", ranks[0].tensors, chance.choice([1, 5000, 40_000, 1 << 30]))
     straight = chance.choice([1, 2000, 1 << 20])
