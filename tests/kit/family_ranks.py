@@ -2,8 +2,8 @@
 
     python tests/kit/family_ranks.py RANK WORLD RENDEZVOUS_FILE CHECKPOINTS OUT CASE...
 
-A case is FAMILY:LAYOUT as `str` of it writes it. The root writes ``OUT/<case>.json``: what differs, bit for bit, and how
-far the logits of the Megatron ranks are from those of transformers. After ``bits,`` a case is not computed with.
+A case is FAMILY:LAYOUT as `str` of it writes it. The root writes ``OUT/<case>.json``: what differs, bit for bit, and
+how far the logits of the Megatron ranks are from those of transformers. After ``bits,`` a case is not computed with.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from weightbus.trainer_agent import megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.assembly import DTYPES  # noqa: E402
 from weightbus.trainer_agent.megatron import MegatronSource  # noqa: E402
 from weightbus.trainer_agent.source import Source  # noqa: E402
-
 
 BITS = "bits,"
 
