@@ -85,6 +85,11 @@ class SGLangServer:
         return self.facts.tp
 
     @property
+    def drafts(self) -> bool:
+        """It speculates: calls of a loader are for its draft models too."""
+        return bool(self.facts.speculative)
+
+    @property
     def touched(self) -> bool:
         """A call that changes weights has been made since `untouched`."""
         return self._touched
