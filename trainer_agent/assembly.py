@@ -56,8 +56,7 @@ def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:
 
 def elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     """The tensor is not on `device`, which stands for any GPU when it has no index."""
-    here = tensor.device
-    return here.type != device.type or (device.index is not None and here.index not in {None, device.index})
+    return tensor.device.type != device.type or device not in {torch.device(device.type), tensor.device}
 
 
 class Exchange:
