@@ -59,7 +59,7 @@ from .events import (
     Verify,
     Welcomed,
 )
-from .stages import STEP_OF, Running, View, told
+from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Running, View, told
 from .weights import (
     Began,
     Committed,
@@ -75,10 +75,6 @@ from .weights import (
     Weights,
 )
 
-HOLD_S: Final = 30.0
-"""Deadline for pausing or resuming a server outside of a round, and pause between two tries."""
-UNSETTLED_S: Final = 10.0
-"""A clean server found in an unknown state resumes after so long, unless the coordinator is heard of and settles it."""
 STORY: Final = 48
 """Recent events that an error carries."""
 

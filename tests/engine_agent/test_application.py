@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from weightbus.control import messages as m
 from weightbus.control.errors import InvariantBroken
 from weightbus.control.messages import EngineHealth, Step
-from weightbus.engine_agent.application import HOLD_S
 from weightbus.engine_agent.events import Answer, ForgetAnswers, Label, Receive, Record, Release, Remember, Run
+from weightbus.engine_agent.stages import HOLD_S
 
 from .world import MANIFEST, OTHER, TABLE, World, answers, cancels, only, ran
 
