@@ -55,12 +55,12 @@ class Post:
             memory.copy_(self.letters[rank].pop(0))
 
 
-ENGINE_ONLY = {
+KINDS = {
     "norms in linears": re.compile(r"linear_(qkv|fc1)\.layer_norm_weight$"),
     "grouped experts": re.compile(r"experts\.linear_fc[12]\.weight\d+$"),
     "extra state": re.compile(r"\._extra_state$"),
 }
-"""What Transformer Engine's modules put into a state dict, and no other."""
+"""What Transformer Engine's modules put into a state dict; Megatron-core's own linears have an extra state, too."""
 
 
 def described(
@@ -73,7 +73,7 @@ def described(
         chunks = build(case.family, hf, case.layout)
         load(case.family, hf, chunks, tensors)
         names = [name for chunk in chunks for name in chunk.state_dict(keep_vars=True)]
-        kinds = {kind for kind, pattern in ENGINE_ONLY.items() if any(map(pattern.search, names))}
+        kinds = {kind for kind, pattern in KINDS.items() if any(map(pattern.search, names))}
         return describe(chunks, hf, None, rank), kinds
     finally:
         from megatron.core import parallel_state

@@ -145,7 +145,7 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
     )
     world.check(manifest, plans)
     assert not any(copied), "what lies as it is served was packed before it was sent"
-    moved |= {id(world.storages[1][0])}
+    moved |= {id(world.storages[1][1])}
     world.check(manifest, plans)
     assert any(copied), "what is elsewhere was sent from there"
     moved |= asked

@@ -146,7 +146,7 @@ def test_layouts_export_what_was_loaded(checkpoints: Path, tmp_path: Path) -> No
     assert all(verdict["tensors"] > 30 for verdict in verdicts.values())
     kinds = {kind for case in cases if case.layout.te for kind in verdicts[str(case)]["kinds"]}
     assert kinds == {"norms in linears", "grouped experts", "extra state"}, "the stand-in is not Transformer Engine"
-    assert not any(verdicts[str(case)]["kinds"] for case in cases if not case.layout.te)
+    assert not {kind for case in cases if not case.layout.te for kind in verdicts[str(case)]["kinds"]} - {"extra state"}
 
 
 NOT_BRIDGED = {"qwen2_moe", "glm4", "llama_biases", "deepseek_v3_no_q_lora"}
