@@ -50,18 +50,11 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
         able = ", ".join(transports_of(facts))
         layout = f"dp={facts.dp}, pp={facts.pp}"
         yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}"
-<<<<<<< HEAD
-    if facts.speculative:
-        yield f"the server speculates ({facts.speculative}): its draft weights would stay behind; launch it without"
-=======
-    if facts.quantization:
-        yield f"the server quantises its weights ({facts.quantization}): such servers are not updated yet"
     if facts.speculative and transport != "direct":
         yield (
             f"the server speculates ({facts.speculative}), and {transport!r} cannot prove what its draft model holds; "
             f"launch it with --custom-weight-loader {LOADER} for the direct transport, or without speculation"
         )
->>>>>>> main
     if facts.tp < 1:
         yield f"{dialect.name}: the server says it has {facts.tp} tensor-parallel ranks"
 

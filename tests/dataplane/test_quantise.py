@@ -28,7 +28,7 @@ from weightbus.dataplane.quantisation import (
     int4,
     mxfp8,
 )
-from weightbus.dataplane.quantise import quantiser_for
+from weightbus.dataplane.quantise import Task, prepare
 
 SHAPES = st.tuples(st.sampled_from([1, 8, 127, 128, 200]), st.sampled_from([1, 32, 128, 256, 320]))
 
@@ -49,7 +49,7 @@ def quantised(scheme: Scheme, values: torch.Tensor) -> list[torch.Tensor]:
     spec = TensorSpec("w.weight", str(values.dtype).removeprefix("torch."), tuple(values.shape))
     parts = [part for part in scheme.parts(spec) if part.suffix != "weight_shape"]
     outs = [torch.full(part.shape, 77, dtype=torch.float32).to(getattr(torch, part.dtype)) for part in parts]
-    quantiser_for(values.device)(scheme, values, outs)
+    prepare([Task(scheme, values, values.dtype, tuple(outs))], values.device).run()
     return outs
 
 
