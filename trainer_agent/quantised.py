@@ -67,13 +67,19 @@ class QuantisedSource:
     """Another source's weights, quantised. Satisfies `Source`."""
 
     def __init__(
-        self, source: Source, quantisation: Quantisation, stored: Mapping[str, TensorSpec] | None = None
+        self,
+        source: Source,
+        quantisation: Quantisation,
+        stored: Mapping[str, TensorSpec] | None = None,
+        served: Path | Mapping[str, Any] | None = None,
     ) -> None:
-        """`stored` are the tensors of the served checkpoint, where its files are at hand.
+        """`stored` are the tensors of the served checkpoint, where its files are at hand; `served` is that checkpoint.
 
         Raises `UnknownScheme` for weights of which it cannot be told whether they are quantised, or that cannot be.
         """
         self._source = source
+        self.served: Path | Mapping[str, Any] = {} if served is None else served
+        """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         self._raw = tuple(source.tensors())
         schemes = [(spec, quantisation.scheme_of(spec, stored)) for spec in self._raw]
         self.weights = tuple(
@@ -310,7 +316,7 @@ def quantised(source: Source, served: Path | Mapping[str, Any] | None) -> Source
         stored = _stored(served) if isinstance(served, Path) else None
         if any(spec.dtype in ("float8_e4m3fn", "float8_e5m2", "int32") for spec in source.tensors()):
             return source  # a checkpoint that is published as it lies there; engines compare it with their own
-        return QuantisedSource(source, quantisation, stored)
+        return QuantisedSource(source, quantisation, stored, served)
     except UnknownScheme as error:
         raise UnsupportedModel(str(error)) from error
 
