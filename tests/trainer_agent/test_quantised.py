@@ -193,7 +193,7 @@ def cut(box: Box, random: st.DataObject) -> list[Box]:
     return [*cut(left, random), *cut(right, random)]
 
 
-@settings(deadline=None, max_examples=35)
+@settings(deadline=None, max_examples=20)
 @given(st.data(), st.sampled_from(SCHEMES), st.integers(1, 9000), st.sampled_from(["float32", "bfloat16"]))
 def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_bytes: int, trained: str) -> None:
     """However weights are cut and spread, buckets hold the bytes of the quantised whole, in every pass anew."""
