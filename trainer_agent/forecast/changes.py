@@ -1,18 +1,20 @@
-"""What would make a round shorter: the same fleet with one thing changed, calculated again. Pure, no table of advice."""
+"""What would make a round shorter: the same fleet with one thing changed, calculated again. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
 from . import figures
-from .fleet import Fleet, FleetError, Way, Where
+from .fleet import Engines, Fleet, FleetError, Links, Way, Where
 from .forecast import Forecast
 from .seconds import Round, rate
 
-_WORTH = 0.01
+_Groups = tuple[Engines, ...]
+_WORTH: Final = 0.01
 """Of the round: what saves less is not said."""
 
 
@@ -38,32 +40,39 @@ def changes(forecast: Forecast, fleet: Fleet, now: Round, most: int = 3) -> tupl
 
 
 def _candidates(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, Fleet, bool]]:
-    links = fleet.links
-    for name, figure in (
-        ("nic", figures.NIC_GB_S), ("nvlink", figures.NVLINK_GB_S),
-        ("device", figures.DEVICE_GB_S), ("storage", figures.STORAGE_GB_S),
-    ):  # fmt: skip
-        twice = 2 * rate(getattr(links, name), figure) / 1e9
-        yield f"{name} twice as fast: {twice:g} GB/s", replace(fleet, links=replace(links, **{name: twice})), False
-    if links.nics_per_host is not None:
-        yield "a NIC for each GPU", replace(fleet, links=replace(links, nics_per_host=None)), False
-    yield "replicas of a part take turns evenly (the planner's turns go by rank number)", fleet, True
-    for way in Way:
-        if way is not Way.NEAREST and any(group.way is not way for group in fleet.engines):
-            yield f"by {way.value}", _with(fleet, way=way), False
-    for where in Where:
-        if any(group.where is not where for group in fleet.engines):
-            yield f"engines on {where.value}", _with(fleet, where=where, way=None), False
+    """What is changed, the changed fleet, whether replicas take turns evenly."""
+    for what, links in _links(fleet.links):
+        yield what, replace(fleet, links=links), False
+    yield "replicas take turns evenly (now by rank number)", fleet, True
+    yield from ((what, replace(fleet, engines=groups), False) for what, groups in _engines(forecast, fleet.engines))
     if any(not group.way or not group.way.by_parts for group in fleet.engines):
         yield "buckets four times as large", replace(fleet, bucket_mb=4 * fleet.bucket_mb), False
+
+
+def _links(links: Links) -> Iterator[tuple[str, Links]]:
+    for name, figure in (
+        ("nic", figures.NIC_GB_S),
+        ("nvlink", figures.NVLINK_GB_S),
+        ("device", figures.DEVICE_GB_S),
+        ("storage", figures.STORAGE_GB_S),
+    ):
+        twice = 2 * rate(getattr(links, name), figure) / 1e9
+        yield f"{name} twice as fast: {twice:g} GB/s", replace(links, **{name: twice})
+    if links.nics_per_host is not None:
+        yield "a NIC for each GPU", replace(links, nics_per_host=None)
+
+
+def _engines(forecast: Forecast, groups: _Groups) -> Iterator[tuple[str, _Groups]]:
+    """Another way, another place, experts whole or cut; for all groups."""
+    for way in Way:
+        if way is not Way.NEAREST and any(group.way is not way for group in groups):
+            yield f"by {way.value}", tuple(replace(group, way=way) for group in groups)
+    for where in Where:
+        if any(group.where is not where for group in groups):
+            moved = tuple(replace(group, where=where, way=None, shift=0) for group in groups)
+            yield f"engines on {where.value}", moved
     if forecast.tensors.model.family.experts:
-        if any(group.ep < group.tp for group in fleet.engines):
-            groups = tuple(replace(group, ep=group.tp) for group in fleet.engines)
-            yield "engines with experts whole (engine ep = tp)", replace(fleet, engines=groups), False
-        if any(group.ep > 1 for group in fleet.engines):
-            groups = tuple(replace(group, ep=1) for group in fleet.engines)
-            yield "engines with experts cut (engine ep = 1)", replace(fleet, engines=groups), False
-
-
-def _with(fleet: Fleet, **fields: object) -> Fleet:
-    return replace(fleet, engines=tuple(replace(group, **fields) for group in fleet.engines))
+        if any(group.ep < group.tp for group in groups):
+            yield "engines with experts whole (engine ep = tp)", tuple(replace(each, ep=each.tp) for each in groups)
+        if any(group.ep > 1 for group in groups):
+            yield "engines with experts cut (engine ep = 1)", tuple(replace(each, ep=1) for each in groups)

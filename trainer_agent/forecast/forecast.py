@@ -78,4 +78,3 @@ class Forecast:
             far_parcels=int(parcels.sum() - parcels[: trainer.gpus_per_host].sum()),
             kept=kept,
         )
-

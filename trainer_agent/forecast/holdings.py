@@ -1,8 +1,8 @@
 """What the ranks of a Megatron trainer hold, every box once, with the ranks that hold it as an arithmetic series.
 
 Ranks are numbered in Megatron's order: tensor parallel first, then expert or data parallel, then pipeline. So the
-replicas of a box are `base`, `base + stride`, .. and nobody has to list them. Left out is the last stage's further copy of
-the embedding, which it has where prediction layers are trained.
+replicas of a box are `base`, `base + stride`, .. and nobody has to list them. Left out is the last stage's further
+copy of the embedding, which it has where prediction layers are trained.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def holdings(tensors: Tensors, trainer: Trainer) -> Holdings:
     model = tensors.model
     if trainer.pp > len(model.layers):
         raise FleetError(f"pp = {trainer.pp} stages for {len(model.layers)} layers: use at most one stage for each")
+    if model.heads.heads % trainer.tp:
+        raise FleetError(f"the model has {model.heads.heads} heads, which tp = {trainer.tp} does not divide: change tp")
     if trainer.ep > 1 and (not model.family.experts or model.sizes["experts"] % trainer.ep):
         found = model.sizes["experts"] if model.family.experts else 0
         raise FleetError(f"the model has {found} experts, ep = {trainer.ep} does not divide them: change ep")

@@ -17,7 +17,7 @@ import numpy as np
 from weightbus.dataplane.boxes import Box, Boxes, Column
 from weightbus.dataplane.manifest import TensorSpec
 
-from ..rules import Cut, Fusion, Norm, Rule
+from ..rules import Cut, Fusion, Heads, Norm, Rule, Share
 from ..served import Model
 from .fleet import Engines, FleetError
 from .tensors import AXES, Block, Tensors
@@ -39,6 +39,10 @@ class Needs:
 def needs(tensors: Tensors, engines: Engines) -> Needs:
     """What each worker keeps. Raises `FleetError` where the engine could not be started so."""
     model = tensors.model
+    if model.heads.heads % engines.tp:
+        raise FleetError(
+            f"the model has {model.heads.heads} heads, engine tp = {engines.tp} does not divide them: change it"
+        )
     if engines.ep > 1 and (not model.family.experts or model.sizes["experts"] % engines.ep):
         found = model.sizes["experts"] if model.family.experts else 0
         raise FleetError(f"the model has {found} experts, engine ep = {engines.ep} does not divide them: change it")
@@ -76,53 +80,59 @@ def _parts(model: Model, block: Block, workers: int, *, experts: bool) -> Iterat
         for index, target in enumerate(rule.served):
             spec = model.spec(target, "", "bfloat16", 0)
             for worker in range(workers):
-                for box in _kept(model, rule, index, spec, worker, workers):
+                for box in _kept(model, rule, index, spec, Share(worker, workers)):
                     yield position + index, worker, box
         position += len(rule.served)
 
 
-def _kept(model: Model, rule: Rule, index: int, spec: TensorSpec, worker: int, workers: int) -> Iterator[Box]:
+def _kept(model: Model, rule: Rule, index: int, spec: TensorSpec, share: Share) -> Iterator[Box]:
     """What one worker keeps of one tensor."""
-    rows = spec.shape[0]
-    wide_norm = rule.cut is Cut.ROWS_OR_NONE and rule.served[index].norm is not Norm.NOT
-    if rule.cut is Cut.COLUMNS:
-        yield _axis(spec, 1, *_share(spec, 1, worker, workers))
-    elif rule.fusion is Fusion.VOCABULARY:
-        padded = -(-rows // _PADDED) * _PADDED
-        if padded % workers:
-            raise FleetError(f"a vocabulary of {padded} rows cannot be cut for engine tp = {workers}: choose another")
-        first, last = (min(rows, end * (padded // workers)) for end in (worker, worker + 1))
-        if first < last:
-            yield _axis(spec, 0, first, last)
-    elif rule.cut is Cut.NONE or (rule.cut is Cut.ROWS_OR_NONE and not wide_norm):
+    heads = model.heads
+    if _is_copied(rule, index):
         yield Box.whole(spec.shape)
-    elif rule.fusion in {Fusion.QKV, Fusion.GATED_QKV} and index and model.heads.groups < workers:
-        groups, size = model.heads.groups, model.heads.head_dim
-        if workers % groups:
-            raise FleetError(f"{groups} KV heads for engine tp = {workers}: one must be a multiple of the other")
-        group = worker * groups // workers
-        yield _axis(spec, 0, group * size, (group + 1) * size)
-    elif rule.fusion is Fusion.DELTA_CONVOLUTION:
-        heads = model.heads
-        key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
-        for begin, extent in ((0, key), (key, key), (2 * key, value)):
-            yield _axis(spec, 0, begin + worker * extent // workers, begin + (worker + 1) * extent // workers)
-    elif rule.fusion is Fusion.GATED and len(rule.served) == 1:
-        half = rows // 2
-        for begin in (0, half):
-            yield _axis(spec, 0, begin + worker * half // workers, begin + (worker + 1) * half // workers)
+    elif rule.fusion is Fusion.VOCABULARY:
+        yield from _vocabulary(spec, share)
+    elif rule.fusion in {Fusion.QKV, Fusion.GATED_QKV} and index and heads.groups < share.ranks:
+        if share.ranks % heads.groups:
+            raise FleetError(f"{heads.groups} KV heads for engine tp = {share.ranks}: it must be a multiple of them")
+        group = share.rank * heads.groups // share.ranks
+        yield _axis(spec, 0, group * heads.head_dim, (group + 1) * heads.head_dim)
     else:
-        yield _axis(spec, 0, *_share(spec, 0, worker, workers))
+        axis = 1 if rule.cut is Cut.COLUMNS else 0
+        for begin, extent in _sections(rule, spec.shape[axis], heads):
+            if extent % share.ranks:
+                raise FleetError(
+                    f"{spec.name!r} {spec.shape} cannot be cut along axis {axis} for {share.ranks} workers: choose"
+                    " another engine tp or ep"
+                )
+            each = extent // share.ranks
+            yield _axis(spec, axis, begin + share.rank * each, begin + (share.rank + 1) * each)
 
 
-def _share(spec: TensorSpec, axis: int, worker: int, workers: int) -> tuple[int, int]:
-    extent = spec.shape[axis]
-    if extent % workers:
-        raise FleetError(
-            f"{spec.name!r} {spec.shape} cannot be cut along axis {axis} for {workers} workers: choose another engine"
-            " tp or ep"
-        )
-    return worker * extent // workers, (worker + 1) * extent // workers
+def _is_copied(rule: Rule, index: int) -> bool:
+    """Every worker has all of it. Norms over all heads are cut with them, latent projections down are not."""
+    wide_norm = rule.served[index].norm is not Norm.NOT
+    return rule.cut is Cut.NONE or (rule.cut is Cut.ROWS_OR_NONE and not wide_norm)
+
+
+def _vocabulary(spec: TensorSpec, share: Share) -> Iterator[Box]:
+    rows = spec.shape[0]
+    padded = -(-rows // _PADDED) * _PADDED
+    if padded % share.ranks:
+        raise FleetError(f"a vocabulary of {padded} rows cannot be cut for engine tp = {share.ranks}: choose another")
+    first, last = (min(rows, end * (padded // share.ranks)) for end in (share.rank, share.rank + 1))
+    if first < last:
+        yield _axis(spec, 0, first, last)
+
+
+def _sections(rule: Rule, extent: int, heads: Heads) -> tuple[tuple[int, int], ...]:
+    """What is cut by itself: where it begins, and how much it is."""
+    if rule.fusion is Fusion.DELTA_CONVOLUTION:
+        key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+        return (0, key), (key, key), (2 * key, value)
+    if rule.fusion is Fusion.GATED and len(rule.served) == 1:
+        return (0, extent // 2), (extent // 2, extent // 2)
+    return ((0, extent),)
 
 
 def _axis(spec: TensorSpec, axis: int, first: int, last: int) -> Box:

@@ -42,9 +42,7 @@ def report_of(forecast: Forecast, fleet: Fleet, most: int) -> Report:
     ways = [group.way for group in place(fleet).groups]
     settled = msgspec.structs.replace(
         fleet,
-        engines=tuple(
-            msgspec.structs.replace(group, way=way) for group, way in zip(fleet.engines, ways, strict=True)
-        ),
+        engines=tuple(msgspec.structs.replace(group, way=way) for group, way in zip(fleet.engines, ways, strict=True)),
     )
     now = forecast.round(settled)
     tensors = forecast.tensors
@@ -84,21 +82,20 @@ def render(report: Report) -> RenderableType:
     )
     notes = [Text(f"note: {note}", style="dim") for note in report.notes]
     blank = Text("")
-    return Group(
-        *head, blank, _steps(report.round), ends, blank, _loads(report.round), blank, _changes(report), *notes
-    )
+    return Group(*head, blank, _steps(report.round), ends, blank, _loads(report.round), blank, _changes(report), *notes)
 
 
 def _trainer(trainer: Trainer) -> str:
     hosts = -(-trainer.gpus // trainer.gpus_per_host)
     cut = f"tp {trainer.tp}, pp {trainer.pp}, ep {trainer.ep}, etp {trainer.expert_tp}"
-    return f"trainer: {trainer.gpus} GPUs on {hosts} hosts, {cut}, dp {trainer.gpus // trainer.tp // trainer.pp}"
+    dp = trainer.gpus // trainer.tp // trainer.pp
+    return f"trainer: {_many(trainer.gpus, 'GPU')} on {_many(hosts, 'host')}, {cut}, dp {dp}"
 
 
 def _engines(engines: Engines) -> str:
     way = engines.way.value if engines.way else "?"
     cut = f"tp {engines.tp}, ep {engines.ep}"
-    return f"engines: {engines.count} of {cut} ({engines.workers} GPUs) on {engines.where.value}, by {way}"
+    return f"engines: {engines.count} of {cut} ({_many(engines.workers, 'GPU')}) on {engines.where.value}, by {way}"
 
 
 def _steps(now: Round) -> Table:
@@ -150,6 +147,10 @@ def figures_table() -> Table:
         if isinstance(figure, Figure):
             table.add_row(name.lower(), f"{figure.value:g}", figure.source)
     return table
+
+
+def _many(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def _seconds(value: float) -> str:

@@ -77,7 +77,7 @@ def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> 
     loads = [*_links(fleet.links, ground, traffic)]
     by_parts = max((load.seconds for load in loads), default=0.0)
     by_root = [*_whole(fleet.links, ground, volume, whole)]
-    moved = max(by_parts, sum(load.seconds for load in by_root) + _calls(ground, volume, whole))
+    moved = max(by_parts, sum(load.seconds for load in by_root) + _calls(volume, whole))
     proof = figures.CHECKSUM_GB_S if whole else figures.PROOF_GB_S
     steps = (
         Step("acquire", figures.ACQUIRE_S.value, paused=False),
@@ -135,7 +135,9 @@ def _links(links: Links, ground: Ground, traffic: Traffic) -> Iterator[Load]:
             yield from _busiest(f"NICs {direction} host", "host", by_host, nic * links.nics_per_host)
 
 
-def _busiest(link: str, kind: str, nbytes: Column, speed: float | np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Iterator[Load]:
+def _busiest(
+    link: str, kind: str, nbytes: Column, speed: float | np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+) -> Iterator[Load]:
     used = nbytes > 0
     if not used.any():
         return
@@ -172,7 +174,7 @@ def _whole(links: Links, ground: Ground, volume: Volume, groups: list[Placed]) -
         yield Load("storage", f"{len(readers)} hosts read", (1 + len(readers)) * total, total, seconds)
 
 
-def _calls(ground: Ground, volume: Volume, groups: list[Placed]) -> float:
+def _calls(volume: Volume, groups: list[Placed]) -> float:
     """What the slowest engine's calls and loader take."""
     slowest = 0.0
     for group in groups:

@@ -43,9 +43,7 @@ class Traffic:
         if not parts:
             nothing = np.empty(0, np.int64)
             return cls(nothing, nothing, nothing)
-        columns = (
-            np.concatenate([getattr(part, name) for part in parts]) for name in ("source", "target", "nbytes")
-        )
+        columns = (np.concatenate([getattr(part, name) for part in parts]) for name in ("source", "target", "nbytes"))
         return cls.of(*columns)
 
 

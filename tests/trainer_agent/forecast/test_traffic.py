@@ -152,6 +152,7 @@ def test_the_nearest_holder_gives(asked: tuple[str, Fleet]) -> None:
             for row in by_space[space]:
                 common = box.intersect(held.boxes.at(row))
                 if common is not None:
+
                     def far(rank: int, gpu: int = gpu, turn: int = space + worker) -> tuple[int, int]:
                         near = 0 if rank == gpu else 1 if ground.host[rank] == ground.host[gpu] else 2
                         return near, (rank + turn) % world
