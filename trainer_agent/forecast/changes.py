@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from . import figures
-from .fleet import Engines, Fleet, FleetError, Links, Way, Where
+from .fleet import Engines, Fleet, FleetError, Links, Way, Where, place
 from .forecast import Forecast
 from .seconds import Round, rate
 
@@ -44,7 +44,7 @@ def _candidates(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, Fleet, 
     for what, links in _links(fleet.links):
         yield what, replace(fleet, links=links), False
     yield "replicas take turns evenly (now by rank number)", fleet, True
-    yield from ((what, replace(fleet, engines=groups), False) for what, groups in _engines(forecast, fleet.engines))
+    yield from ((what, replace(fleet, engines=groups), False) for what, groups in _engines(forecast, fleet))
     if any(not group.way or not group.way.by_parts for group in fleet.engines):
         yield "buckets four times as large", replace(fleet, bucket_mb=4 * fleet.bucket_mb), False
 
@@ -62,17 +62,27 @@ def _links(links: Links) -> Iterator[tuple[str, Links]]:
         yield "a NIC for each GPU", replace(links, nics_per_host=None)
 
 
-def _engines(forecast: Forecast, groups: _Groups) -> Iterator[tuple[str, _Groups]]:
+def _engines(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, _Groups]]:
     """Another way, another place, experts whole or cut; for all groups."""
+    groups = fleet.engines
     for way in Way:
         if way is not Way.NEAREST and any(group.way is not way for group in groups):
             yield f"by {way.value}", tuple(replace(group, way=way) for group in groups)
     for where in Where:
         if any(group.where is not where for group in groups):
             moved = tuple(replace(group, where=where, way=None, shift=0) for group in groups)
-            yield f"engines on {where.value}", moved
+            yield f"engines on {where.value}, by {_ways(fleet, moved)}", moved
     if forecast.tensors.model.family.experts:
         if any(group.ep < group.tp for group in groups):
             yield "engines with experts whole (engine ep = tp)", tuple(replace(each, ep=each.tp) for each in groups)
         if any(group.ep > 1 for group in groups):
             yield "engines with experts cut (engine ep = 1)", tuple(replace(each, ep=1) for each in groups)
+
+
+def _ways(fleet: Fleet, moved: _Groups) -> str:
+    """Which ways would be chosen, where these groups can be at all."""
+    try:
+        groups = place(replace(fleet, engines=moved)).groups
+    except FleetError:
+        return "nothing"
+    return " and ".join(sorted({group.way.value for group in groups}))

@@ -46,6 +46,7 @@ def report_of(forecast: Forecast, fleet: Fleet, most: int) -> Report:
     )
     now = forecast.round(settled)
     tensors = forecast.tensors
+    found = changes(forecast, settled, now, most)
     return Report(
         model=tensors.model.architecture,
         dtype=tensors.specs[0].dtype,
@@ -54,16 +55,16 @@ def report_of(forecast: Forecast, fleet: Fleet, most: int) -> Report:
         tensors=len(tensors.specs),
         fleet=settled,
         round=now,
-        changes=changes(forecast, settled, now, most),
-        notes=tuple(_notes(settled, now)),
+        changes=found,
+        notes=tuple(_notes(settled, now, found)),
     )
 
 
-def _notes(fleet: Fleet, now: Round) -> Iterator[str]:
+def _notes(fleet: Fleet, now: Round, found: tuple[Change, ...]) -> Iterator[str]:
     ways = sorted({group.way.value for group in fleet.engines if group.way is not None})
-    for way in ways:
-        if way not in _OFFERED:
-            yield f"{way} is predicted, and not offered by this version"
+    for way in Way:
+        if way.value not in _OFFERED and (way.value in ways or any(way.value in each.what for each in found)):
+            yield f"{way.value} is predicted, and not offered by this version"
     if fleet.links.nic is None and any("NIC" in load.link for load in now.loads):
         yield f"{figures.NIC_GB_S.value:g} GB/s for a NIC is {figures.NIC_GB_S.source}; --nic says what yours does"
     if Way.SENDS.value in ways:
