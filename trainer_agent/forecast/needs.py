@@ -2,7 +2,8 @@
 
 Heads, rows and vocabulary are cut over tensor parallel workers, output projections by columns, KV heads are copied
 where there are fewer of them than workers, experts go to expert parallel groups and are cut over the workers of each.
-Prediction layers are not read: that is a speculating server.
+Prediction layers are not read: that is a speculating server. The second copy that SGLang keeps of a latent attention's
+`kv_b_proj`, in another form, is left out: it is less than a thousandth of a model.
 """
 
 from __future__ import annotations
