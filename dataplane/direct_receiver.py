@@ -23,6 +23,7 @@ import numpy as np
 
 from . import direct_wire, worker_wire
 from .copy_engine import Lanes
+from .copy_table import CopyTable
 from .deadline import Deadline
 from .direct_wire import Welcome
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
@@ -44,14 +45,16 @@ _RETURN_S: Final = 30.0
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class Layout:
+    """What the trainer's ranks hold, as it was last heard."""
+
     digest: str
     pieces: Pieces
     exports: tuple[ExportMap, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _Agreement:
+class Agreement:
     """What was worked out for one trainer layout and one set of recordings."""
 
     layout: str
@@ -67,7 +70,9 @@ class _Agreement:
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class Worker:
+    """One that is held in the loader."""
+
     frames: Frames
     hello: worker_wire.Hello
 
@@ -80,10 +85,10 @@ class DirectReceiver:
         self._touched = False
         self._connection: Frames | None = None
         self._listener: FrameListener | None = None
-        self._workers: list[_Worker] = []
-        self._layout: _Layout | None = None
+        self._workers: list[Worker] = []
+        self._layout: Layout | None = None
         self._recordings: dict[str, Recording] = {}
-        self._agreement: _Agreement | None = None
+        self._agreement: Agreement | None = None
         self._caller: ThreadPoolExecutor | None = None
         self.seconds: dict[str, float] = {}
         """Where the time of the last round went; `copy` and `verify` are of the slowest worker. Implements `Timed`."""
@@ -102,7 +107,7 @@ class DirectReceiver:
         self._touched = False
         self.seconds = {}
         deadline = Deadline(deadline_s)
-        connection = self._connection = Frames.connect(address.address, deadline)
+        connection = self._connection = self._connect(address, deadline)
         try:
             welcome = self._shake_hands(connection, session, engine, deadline)
             layout = self._layout_of(connection, welcome, session.manifest, deadline)
@@ -135,6 +140,14 @@ class DirectReceiver:
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 
+    def _connect(self, address: Address, deadline: Deadline) -> Frames:
+        return Frames.connect(address.address, deadline)
+
+    def _reader(self, worker: Worker) -> Reader:
+        """What plans are made for."""
+        hello = worker.hello
+        return Reader(hello.rank, host_identity(), hello.device, hello.peers)
+
     def _shake_hands(self, connection: Frames, session: Session, engine: str, deadline: Deadline) -> Welcome:
         hello = direct_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine)
         direct_wire.say(connection, hello, deadline)
@@ -145,7 +158,7 @@ class DirectReceiver:
             raise PeerLost(f"the sender refused this engine: {_reason(reply)}")
         return reply
 
-    def _layout_of(self, connection: Frames, welcome: Welcome, manifest: Manifest, deadline: Deadline) -> _Layout:
+    def _layout_of(self, connection: Frames, welcome: Welcome, manifest: Manifest, deadline: Deadline) -> Layout:
         if self._layout is not None and self._layout.digest == welcome.layout:
             return self._layout
         direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
@@ -154,10 +167,10 @@ class DirectReceiver:
             raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
         exports = tuple(ExportMap.decode(each) for each in reply.exports)
         pieces = Pieces.decode([reply.pieces], manifest.tensors)
-        self._layout = _Layout(welcome.layout, pieces, exports)
+        self._layout = Layout(welcome.layout, pieces, exports)
         return self._layout
 
-    def _agree(self, connection: Frames, agreement: _Agreement, deadline: Deadline) -> None:
+    def _agree(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
         """Have the trainer make the same plans."""
         plans = tuple(
             direct_wire.Proposal(reader=reader, recording=self._recordings[digest].encode(), plan=plan)
@@ -175,7 +188,7 @@ class DirectReceiver:
         connection: Frames,
         session: Session,
         welcome: Welcome,
-        layout: _Layout,
+        layout: Layout,
         engine: str,
         server: EngineServer,
         deadline: Deadline,
@@ -224,17 +237,14 @@ class DirectReceiver:
                 frames = listener.accept(Deadline(min(_LOOK_S, deadline.check("the server's workers"))), "a worker")
             except DeadlineExceeded:
                 continue
-            self._workers.append(_Worker(frames, _introduced(frames, deadline)))
+            self._workers.append(Worker(frames, _introduced(frames, deadline)))
         self._workers.sort(key=lambda worker: worker.hello.rank)
 
-    def _prepared(self, connection: Frames, manifest: Manifest, layout: _Layout, deadline: Deadline) -> _Agreement:
+    def _prepared(self, connection: Frames, manifest: Manifest, layout: Layout, deadline: Deadline) -> Agreement:
         """Recordings and plans for this round; those of the last one if nothing changed."""
         with self._timed("record"):
             recordings = tuple(self._recorded(manifest, deadline))
-        readers = tuple(
-            Reader(worker.hello.rank, host_identity(), worker.hello.device, worker.hello.peers)
-            for worker in self._workers
-        )
+        readers = tuple(self._reader(worker) for worker in self._workers)
         known = self._agreement
         if known is None or (known.layout, known.recordings, known.readers) != (layout.digest, recordings, readers):
             found = [self._recordings[digest] for digest in recordings]
@@ -243,7 +253,7 @@ class DirectReceiver:
                     make_plan(layout.pieces, layout.exports, recording, reader)
                     for recording, reader in zip(found, readers, strict=True)
                 )
-                known = _Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
+                known = Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
             with self._timed("agree"):
                 self._agree(connection, known, deadline)
             self._agreement = known
@@ -275,18 +285,19 @@ class DirectReceiver:
         self._recordings = {digest: self._recordings[digest] for digest in kept}
         return kept
 
-    def _adopt(self, agreement: _Agreement, deadline: Deadline) -> None:
+    def _adopt(self, agreement: Agreement, deadline: Deadline) -> None:
         for worker, digest, plan, proof in zip(
             self._workers, agreement.digests, agreement.plans, agreement.proof.ranks, strict=True
         ):
             if worker.hello.plan == digest:
                 continue
+            copies, staging = self._tables(plan)
             adopt = worker_wire.Adopt(
                 plan=digest,
                 recording=plan.recording,
                 sources=tuple((source.holder, source.region) for source in plan.sources),
-                copies=plan.copies.encode(),
-                staging=plan.staging.encode(),
+                copies=copies.encode(),
+                staging=staging.encode(),
                 staged=plan.staged,
                 staging_bytes=plan.staging_bytes,
                 proof=proof.table.encode(),
@@ -299,8 +310,12 @@ class DirectReceiver:
             if not isinstance(reply, worker_wire.Adopted):
                 raise TransferFailed(f"worker {worker.hello.rank} did not take its plan: {_said(reply)}")
 
+    def _tables(self, plan: Plan) -> tuple[CopyTable, CopyTable]:
+        """What the workers carry out by themselves: into the parameters, and into the buffer for the loader."""
+        return plan.copies, plan.staging
+
     def _replay(
-        self, session: Session, welcome: Welcome, agreement: _Agreement, deadline: Deadline
+        self, session: Session, welcome: Welcome, agreement: Agreement, deadline: Deadline
     ) -> list[worker_wire.Replayed]:
         """All workers copy at a time."""
         for worker, plan in zip(self._workers, agreement.plans, strict=True):
@@ -317,6 +332,10 @@ class DirectReceiver:
                 epoch=session.epoch, version=session.version, exports=tuple(each for each in exports if each.regions)
             )
             worker_wire.say(worker.frames, replay, deadline)
+        return self._replayed(deadline)
+
+    def _replayed(self, deadline: Deadline) -> list[worker_wire.Replayed]:
+        """What every worker holds now."""
         replies = [
             worker_wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy")
             for worker in self._workers
