@@ -110,7 +110,7 @@ class Offer(Fragment, frozen=True):
 
     transport: TransportKind
     address: Text
-    """Local, direct: path of a Unix socket. Distributed: ``tcp://host:port``. Disk: path of the checkpoint folder."""
+    """Local, direct: path of a Unix socket. Sends, distributed: ``tcp://host:port``. Disk: path of the checkpoint folder."""
     group: Text = ""
     """Distributed: name of the collective group; unchanged while its members are."""
     backend: Text = ""

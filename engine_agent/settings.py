@@ -70,6 +70,7 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     transports: Annotated[tuple[TransportKind, ...], Meta(description="those that may be used", min_length=1)] = (
         TransportKind.DIRECT,
         TransportKind.LOCAL,
+        TransportKind.SENDS,
         TransportKind.DISTRIBUTED,
         TransportKind.DISK,
     )

@@ -239,7 +239,7 @@ class Worker:
     # -- after --------------------------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
-        if checked and command.offer.transport is TransportKind.DIRECT:
+        if checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}:
             return Proven("live-digest")  # by the workers, of what they hold
         _, table = self._read(command.manifest, command.table, VERIFY_S)
         wanted = (self.live_digest(), self._server.tp)
