@@ -80,6 +80,12 @@ class SendsReceiver(DirectReceiver):
             self.close()
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
 
+    def can_stage(self, manifest: Manifest) -> bool:
+        """The workers know what they will be sent, if the trainer's layout is what it was, and have room for it."""
+        objection = self._objection(manifest)
+        self.mode = f"paused: {objection}" if objection else "beside"
+        return not objection
+
     def stage(self, session: Session, address: Address, engine: str, deadline_s: float) -> bool:
         """Take the version beside the parameters, while the server generates; False when it has to stand still.
 
@@ -88,9 +94,7 @@ class SendsReceiver(DirectReceiver):
         self.close()
         self._touched = False
         self.seconds = {}
-        objection = self._objection(session.manifest)
-        if objection:
-            self.mode = f"paused: {objection}"
+        if not self.can_stage(session.manifest):
             return False
         deadline = Deadline(deadline_s)
         connection = self._connection = self._connect(address, deadline)

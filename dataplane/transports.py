@@ -71,8 +71,11 @@ def sender(
             raise Unsupported(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
 
 
-def receiver(kind: str, *, runtime_dir: Path | None = None) -> Receiver:
-    """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them."""
+def receiver(kind: str, *, runtime_dir: Path | None = None, beside: bool = True) -> Receiver:
+    """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them.
+
+    `beside`: what is sent may be taken while the server generates.
+    """
     match kind:
         case "direct":
             return DirectReceiver(runtime_dir or default_runtime_dir())
@@ -81,7 +84,7 @@ def receiver(kind: str, *, runtime_dir: Path | None = None) -> Receiver:
         case "sends":
             from .sends_receiver import SendsReceiver  # noqa: PLC0415  costs the import of torch.distributed
 
-            return SendsReceiver(runtime_dir or default_runtime_dir())
+            return SendsReceiver(runtime_dir or default_runtime_dir(), beside=beside)
         case "distributed":
             from .distributed import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
 

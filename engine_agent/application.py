@@ -3,7 +3,7 @@
 What the server holds, and whether it may generate, is the affair of `Weights` (weights.py), a machine of its own; here
 is what is done about it. The rules that keep a client from an answer of mixed weights are short:
 
-* before the first byte of a transfer leaves, the server is paused and a durable record calls it dirty;
+* before the first byte of what is served changes, the server is paused and a durable record calls it dirty;
 * a dirty or pending server is not resumed by anything but the commit of a version that it was proven to hold;
 * another launch of the server is another server: whatever was known of it is forgotten, and it is paused at once.
 
@@ -38,6 +38,7 @@ from .events import (
     Commanded,
     Effect,
     Event,
+    Finished,
     ForgetAnswers,
     Note,
     Operated,
@@ -53,6 +54,7 @@ from .events import (
     Run,
     ServerFound,
     ServerGone,
+    Stage,
     Ticked,
     Validate,
     Verify,
@@ -60,6 +62,7 @@ from .events import (
 )
 from .stages import STEP_OF, Running, View, told
 from .weights import (
+    GENERATES,
     Began,
     Committed,
     Doubted,
@@ -95,6 +98,9 @@ class Application:
         self._record = record
         self._prepared: tuple[Version, Digest, Digest] | None = None
         """What was last found to fit, and to come from a trainer: nothing else is taken."""
+        self._beside = False
+        """It can be taken beside the weights that are served: the server is paused for the flip only, by `_mode`."""
+        self._mode = PauseMode.RETRACT.value
         self._checkpoint = ""
         self._running: Running | None = None
         self._waiting: ToEngine | None = None
@@ -223,17 +229,23 @@ class Application:
     def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PAUSE, self.reason)
-        self._lease_s = command.lease_s
+        self._lease_s, self._mode = command.lease_s, command.mode.value
+        if self._beside and self.weights.state in GENERATES and self.paused is False:
+            self._reached = Step.PAUSE
+            return (self._answers.paused(command, 0.0),)
         return self._run(PauseServer(command.mode.value, command.deadline_s), command, now)
 
     def _transfer(self, command: Transfer, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.TRANSFER, self.reason)
-        if self.paused is not True:
-            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
         if (command.version, command.manifest, command.table) != self._prepared:
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
+        if self._beside and self.weights.state in GENERATES and self.paused is False:
+            self._reached = Step.PAUSE
+            return self._run(Stage(command, self._checkpoint), command, now)
+        if self.paused is not True:
+            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
         dirty = self._learn(Began(command.version), now)
         self._reached, self.reason = Step.PAUSE, f"began to take version {command.version}"
         return (*dirty, *self._run(Receive(command, self._checkpoint), command, now))
@@ -296,6 +308,8 @@ class Application:
                 return self._validated(command, result, seconds)
             case PauseServer():
                 return self._pausing_ended(command, result, seconds, now)
+            case Stage():
+                return self._staging_ended(running.operation.command, result, now)
             case Receive():
                 return self._receiving_ended(running.operation.command, result, seconds, now)
             case Verify():
@@ -308,6 +322,7 @@ class Application:
         if isinstance(result, Broken):
             return self._fail(command, Step.PREPARE, result.reason)
         self._prepared = (command.version, command.manifest, command.table)
+        self._beside = isinstance(result, Finished) and result.beside
         self._reached = Step.PREPARE
         return (self._answers.prepared(command, seconds),)
 
@@ -318,14 +333,31 @@ class Application:
             doubted = self._learn(Doubted(), now)  # it may have happened all the same
             if command is None:
                 return (*doubted, Note("pause_failed", result.reason))
-            return (*doubted, *self._fail(command, Step.PAUSE, result.reason))
+            step = Step.TRANSFER if isinstance(command, Transfer) else Step.PAUSE
+            return (*doubted, *self._fail(command, step, result.reason))
         if self.paused is not True:
             self._paused_at = now
         stilled = self._learn(Stilled(), now)
         if command is None:
             return (*stilled, Note("server_held_back", self.reason))
         self._quiet_since, self._reached = now, Step.PAUSE
+        if isinstance(command, Transfer):
+            return (*stilled, *self._go_on(command, now))
         return (*stilled, self._answers.paused(command, seconds))
+
+    def _staging_ended(self, command: Transfer, result: Result, now: float) -> tuple[Effect, ...]:
+        """Nothing that is served has changed. Whether it was taken or has to be taken now, the server stands for it."""
+        if isinstance(result, Broken):
+            return self._fail(command, Step.TRANSFER, result.reason)
+        if self._waiting is not None:
+            return self._fail(command, Step.TRANSFER, f"{type(self._waiting).__name__} came before it was put into place")
+        return self._run(PauseServer(self._mode, HOLD_S), command, now)
+
+    def _go_on(self, command: Transfer, now: float) -> tuple[Effect, ...]:
+        """The server was paused in the middle of a transfer, for the flip."""
+        if self._waiting is not None:
+            return self._fail(command, Step.TRANSFER, f"{type(self._waiting).__name__} came before it was put into place")
+        return self._transfer(command, now)
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):

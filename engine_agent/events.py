@@ -39,8 +39,15 @@ class PauseServer(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
+class Stage(msgspec.Struct, frozen=True):
+    """Take the version beside the weights that are served, while the server generates. Changes nothing."""
+
+    command: Transfer
+    checkpoint: str
+
+
 class Receive(msgspec.Struct, frozen=True):
-    """Take every bucket and load it."""
+    """Take every bucket and load it; or put into place what `Stage` took."""
 
     command: Transfer
     checkpoint: str
@@ -62,13 +69,16 @@ class Release(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
-Operation = Validate | PauseServer | Receive | Verify | Release
+Operation = Validate | PauseServer | Stage | Receive | Verify | Release
 
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
 class Finished(msgspec.Struct, frozen=True):
     """It worked."""
+
+    beside: bool = False
+    """Of `Validate`: the version can be taken beside the weights that are served."""
 
 
 class Received(msgspec.Struct, frozen=True):

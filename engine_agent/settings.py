@@ -74,6 +74,9 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         TransportKind.DISTRIBUTED,
         TransportKind.DISK,
     )
+    beside: Annotated[
+        bool, Meta(description="take what is sent beside the served weights where memory allows (sends)")
+    ] = True
     verify: Annotated[Proof, Meta(description="required: serve only what was proven; available: prove what can be")] = (
         Proof.REQUIRED
     )

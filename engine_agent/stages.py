@@ -18,6 +18,7 @@ from .events import (
     Release,
     ServerFound,
     ServerGone,
+    Stage,
     Validate,
     Verify,
 )
@@ -26,6 +27,7 @@ from .weights import WeightState
 STEP_OF: Final[dict[type[Operation], Step]] = {
     Validate: Step.PREPARE,
     PauseServer: Step.PAUSE,
+    Stage: Step.TRANSFER,
     Receive: Step.TRANSFER,
     Verify: Step.VERIFY,
     Release: Step.RESUME,
