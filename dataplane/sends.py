@@ -217,7 +217,10 @@ class SendsSender:
             if isinstance(hello, wire.RankHello):
                 end.known = frozenset(hello.known)
             else:
-                wire.say(frames, wire.Invited(epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes), deadline)
+                invited = wire.Invited(
+                    epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes, plans=tuple(self._plans)
+                )
+                wire.say(frames, invited, deadline)
         except DataplaneError:
             return frames.close()
         end.frames = frames

@@ -32,6 +32,8 @@ from .transport import Address, EngineServer, Receipt, Session
 
 _LOOK_S: Final = 0.02
 _SAY_S: Final = 10.0
+_END_S: Final = 5.0
+"""For workers to answer once it is over for another reason. One that stands still does not."""
 _CONNECT_S: Final = 60.0
 """For workers whose thread was told to connect."""
 _SPARE: Final = 1.1
@@ -46,6 +48,8 @@ class SendsReceiver(DirectReceiver):
         super().__init__(runtime_dir)
         self._beside = beside
         self._pair_bytes = 0
+        self._agreed: frozenset[str] = frozenset()
+        """Plans that the sender has made too."""
         self._schedules: tuple[str, tuple[Schedule, ...]] = ("", ())
         """With the plans that they were made from."""
         self._lasting: FrameListener | None = None
@@ -147,7 +151,7 @@ class SendsReceiver(DirectReceiver):
             raise StaleSession(reply.epoch, session.epoch)
         if not isinstance(reply, sends_wire.Invited):
             raise PeerLost(f"the sender refused this engine: {_reason(reply)}")
-        self._pair_bytes = reply.pair_bytes
+        self._pair_bytes, self._agreed = reply.pair_bytes, frozenset(reply.plans)
         return Welcome(epoch=reply.epoch, layout=reply.layout, exporters=())
 
     # -- the workers --------------------------------------------------------------------------------------------------
@@ -166,6 +170,10 @@ class SendsReceiver(DirectReceiver):
         known = super()._prepared(connection, manifest, layout, deadline)
         self._expect(known, deadline)
         return known
+
+    def _agree(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
+        super()._agree(connection, agreement, deadline)
+        self._agreed |= frozenset(agreement.digests)
 
     def _expect(self, known: Agreement, deadline: Deadline) -> None:
         """Tell every worker what it will be sent, and have its thread connect."""
@@ -221,6 +229,8 @@ class SendsReceiver(DirectReceiver):
     def _take(self, connection: Frames, agreement: Agreement, deadline: Deadline, *, beside: bool) -> None:
         """From the word that all are prepared to the last byte."""
         digests = tuple(each.digest() for each in self._schedules[1])
+        if not self._agreed.issuperset(agreement.digests):
+            self._agree(connection, agreement, deadline)
         sends_wire.say(connection, sends_wire.Prepared(plans=agreement.digests, schedules=digests), deadline)
         begin = sends_wire.hear_sender(connection, deadline, "the sender to begin")
         if not isinstance(begin, sends_wire.Begin):
@@ -240,8 +250,12 @@ class SendsReceiver(DirectReceiver):
         found: dict[int, worker_wire.ToSidecar] = {}
         reasons: list[str] = []
 
+        over: Deadline | None = None
+
         def ends(reason: str) -> None:
+            nonlocal over
             if reason and not reasons:
+                over = Deadline(_END_S)
                 self._tell_sender(connection, reason)
                 self._tell_takers(reason, *(rank for rank in self._takers if rank not in found))
             reasons.extend([reason] if reason else [])
@@ -249,7 +263,7 @@ class SendsReceiver(DirectReceiver):
         with selectors.DefaultSelector() as selector:
             for rank, frames in self._takers.items():
                 selector.register(frames, selectors.EVENT_READ, rank)
-            while len(found) < len(self._takers):
+            while len(found) < len(self._takers) and not (over and not over.left()):
                 deadline.check("the workers to take everything")
                 for key, _ in selector.select(_LOOK_S):
                     found[key.data] = reply = self._outcome(key.data)
@@ -258,7 +272,9 @@ class SendsReceiver(DirectReceiver):
                 if not reasons:
                     ends(_over(connection))
         if reasons:
-            self._touched = any(not isinstance(each, worker_wire.Failed) or each.touched for each in found.values())
+            silent = len(found) < len(self._takers)
+            changed = any(not isinstance(each, worker_wire.Failed) or each.touched for each in found.values())
+            self._touched = self._touched and (silent or changed)
             raise TransferFailed("; ".join(reasons))
         return [each for each in found.values() if isinstance(each, worker_wire.Taken)]
 

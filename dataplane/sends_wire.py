@@ -45,6 +45,8 @@ class Invited(WireMessage, frozen=True, tag=True):
     """Digest of what `Layout` holds."""
     pair_bytes: int
     """What one pair of ranks may move in a turn: part of every schedule."""
+    plans: tuple[str, ...] = ()
+    """Those that need not be proposed."""
 
 
 class Prepared(WireMessage, frozen=True, tag=True):
