@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import selectors
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -19,9 +20,9 @@ import msgspec
 from . import sends_wire, worker_wire
 from .copy_table import CopyTable
 from .deadline import Deadline
-from .direct_receiver import Agreement, DirectReceiver, Layout, Worker
+from .direct_receiver import Agreement, DirectReceiver, Layout
 from .direct_wire import Welcome
-from .errors import DataplaneError, PeerLost, StaleSession, TransferFailed
+from .errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported
 from .frames import FrameListener, Frames
 from .local import open_runtime_dir
 from .manifest import Manifest
@@ -29,6 +30,7 @@ from .plan import Plan, Reader
 from .schedule import Schedule, schedule
 from .sealed_frames import SealedFrames
 from .transport import Address, EngineServer, Receipt, Session
+from .workers import ReplayFailed
 
 _LOOK_S: Final = 0.02
 _SAY_S: Final = 10.0
@@ -36,6 +38,8 @@ _END_S: Final = 5.0
 """For workers to answer once it is over for another reason. One that stands still does not."""
 _CONNECT_S: Final = 60.0
 """For workers whose thread was told to connect."""
+_MODEL: Final = 0
+"""Servers of several models are not sent to."""
 _SPARE: Final = 1.1
 """Room for what is taken beside the parameters, as a multiple of it."""
 
@@ -64,6 +68,8 @@ class SendsReceiver(DirectReceiver):
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
         """Have every worker take the version, or put into place what `stage` took, and prove it."""
+        if server.drafts:
+            raise Unsupported("a server with draft models is not sent to: let it take the direct or local transport")
         if self._staged != (session.channel, session.epoch):
             self._staged = None
             self.mode = self.mode if self.mode.startswith("paused") else "paused"
@@ -104,8 +110,7 @@ class SendsReceiver(DirectReceiver):
         connection = self._connection = self._connect(address, deadline)
         try:
             welcome = self._shake_hands(connection, session, engine, deadline)
-            known = self._agreement
-            assert known is not None
+            known = self._agreements[_MODEL]
             if (known.layout, self._schedules[0]) != (welcome.layout, _named(known, self._pair_bytes)):
                 self.mode = "paused: the trainer's layout is new"
                 self.close()
@@ -140,8 +145,8 @@ class SendsReceiver(DirectReceiver):
     def _connect(self, address: Address, deadline: Deadline) -> Frames:
         return SealedFrames.reach(address.address, address.token, deadline)
 
-    def _reader(self, worker: Worker) -> Reader:
-        return msgspec.structs.replace(super()._reader(worker), sent_to=True)
+    def _readers(self) -> tuple[Reader, ...]:
+        return tuple(msgspec.structs.replace(reader, sent_to=True) for reader in super()._readers())
 
     def _shake_hands(self, connection: Frames, session: Session, engine: str, deadline: Deadline) -> Welcome:
         hello = sends_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine)
@@ -156,18 +161,19 @@ class SendsReceiver(DirectReceiver):
 
     # -- the workers --------------------------------------------------------------------------------------------------
 
-    def _tables(self, plan: Plan) -> tuple[CopyTable, CopyTable]:
-        del plan
-        return CopyTable.empty(), CopyTable.empty()
+    def _carried(self, plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+        """None of it: their threads receive."""
+        return tuple(replace(plan, copies=CopyTable.empty(), staging=CopyTable.empty()) for plan in plans)
 
-    def _prepared(self, connection: Frames, manifest: Manifest, layout: Layout, deadline: Deadline) -> Agreement:
+    def _prepared(
+        self, connection: Frames, manifest: Manifest, layout: Layout, model: int, deadline: Deadline
+    ) -> Agreement:
         if self._staged is not None:
-            known = self._agreement
-            assert known is not None
-            if any(worker.hello.plan != plan for worker, plan in zip(self._workers, known.digests, strict=True)):
+            known = self._agreements[model]
+            if self._workers.plans != known.digests:
                 raise TransferFailed("a worker's tensors were replaced while it took the version: take it again")
             return known
-        known = super()._prepared(connection, manifest, layout, deadline)
+        known = super()._prepared(connection, manifest, layout, model, deadline)
         self._expect(known, deadline)
         return known
 
@@ -185,26 +191,12 @@ class SendsReceiver(DirectReceiver):
         if self._lasting is None:
             open_runtime_dir(self._runtime_dir)
             self._lasting = FrameListener(self._runtime_dir / f"t-{os.getpid()}-{id(self):x}.sock")
-        new: dict[int, Worker] = {}
-        for worker, each in zip(self._workers, self._schedules[1], strict=True):
-            rank = worker.hello.rank
-            taker = self._takers.get(rank)
-            if worker.hello.schedule == each.digest() and taker is not None and not taker.waiting():
-                continue
-            if taker is not None:
-                self._takers.pop(rank).close()
-            expect = worker_wire.Expect(
-                schedule=each.digest(), messages=each.messages.encode(), unpack=each.unpack.encode(),
-                socket=os.fspath(self._lasting.path),
-            )  # fmt: skip
-            worker_wire.say(worker.frames, expect, deadline)
-            new[rank] = worker
-        for worker in new.values():
-            reply = worker_wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to take its schedule")
-            if not isinstance(reply, worker_wire.Adopted):
-                raise TransferFailed(f"worker {worker.hello.rank} did not take its schedule: {_said(reply)}")
+        there = {rank for rank, frames in self._takers.items() if not frames.waiting()}
+        new = self._workers.expect(self._schedules[1], there, os.fspath(self._lasting.path), deadline)
+        for rank in new & set(self._takers):
+            self._takers.pop(rank).close()
         coming = Deadline(min(deadline.left(), _CONNECT_S))
-        while set(new) - set(self._takers):
+        while new - set(self._takers):
             frames = self._lasting.accept(coming, "the workers' threads")
             hello = worker_wire.hear_worker(frames, coming, "a worker's thread")
             if not isinstance(hello, worker_wire.Expecting):
@@ -220,11 +212,15 @@ class SendsReceiver(DirectReceiver):
             assert self._connection is not None
             with self._timed("take"):
                 self._take(self._connection, agreement, deadline, beside=False)
-        self._touched = True
-        flip = worker_wire.Flip(epoch=session.epoch, version=session.version)
-        for worker in self._workers:
-            worker_wire.say(worker.frames, flip, deadline)
-        return self._replayed(deadline)
+        touched, self._touched = self._touched, True
+        try:
+            replayed = self._workers.flip(session.epoch, session.version, deadline)
+        except ReplayFailed as failed:
+            self._touched = touched or failed.touched
+            raise
+        self._add("copy", max(each.copy_s for each in replayed))
+        self._add("verify", max(each.verify_s for each in replayed))
+        return replayed
 
     def _take(self, connection: Frames, agreement: Agreement, deadline: Deadline, *, beside: bool) -> None:
         """From the word that all are prepared to the last byte."""
@@ -294,7 +290,7 @@ class SendsReceiver(DirectReceiver):
 
     def _objection(self, manifest: Manifest) -> str:
         """Why the version cannot be taken while the server generates; empty when it can."""
-        known = self._agreement
+        known = self._agreements.get(_MODEL)
         if not self._beside:
             return "it is not to be taken beside the weights that are served"
         if known is None or len(self._takers) != len(known.plans):

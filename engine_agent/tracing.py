@@ -18,7 +18,6 @@ from typing import Any, Final, TypeAlias, cast
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -35,8 +34,10 @@ _Kwargs: TypeAlias = Mapping[str, Any]
 _Handler: TypeAlias = Callable[["Tracer", Any, _Args, _Kwargs], object]
 
 _ALONE: Final = threading.Lock()
-_ADDRESSES: Final = frozenset({"data_ptr", "numpy", "tolist", "__array__", "__dlpack__", "__cuda_array_interface__"})
+_ADDRESSES: Final = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
 """Ways out of torch: whoever takes one can read or write without being seen."""
+_INTERFACE: Final = "__cuda_array_interface__"
+"""One more, which is a property."""
 
 
 class Tracer:
@@ -94,12 +95,11 @@ class Tracer:
         """Do, note or refuse one operation."""
         if operation.is_view:
             return operation(*args, **kwargs)
-        followed = [each for each in _tensors(args, kwargs) if identity_of(each) in self._memories]
+        found = [self._memories.get(identity_of(each)) for each in _tensors(args, kwargs)]
+        followed = [memory for memory in found if memory is not None]
         if not followed:
             return self._carry_out(operation, args, kwargs)
-        self.touched.update(
-            number for each in followed if (number := self._memories[identity_of(each)].source) is not None
-        )
+        self.touched.update(memory.source for memory in followed if memory.source is not None)
         handler = _HANDLERS.get(operation)
         return handler(self, operation, args, kwargs) if handler else self._calculate(operation, args, kwargs)
 
@@ -324,6 +324,11 @@ class Tracer:
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Loaders are not compiled, so nothing has to be kept from being; wrappers that do it cost every operation."""
+        return False
+
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracer = tracer
@@ -333,25 +338,46 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._tracer.dispatch(func, args, kwargs or {})
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
+@contextlib.contextmanager
+def _without_addresses(tracer: Tracer) -> Generator[None]:
+    """Refuse to this thread the ways out of torch for what is followed.
 
-    def __torch_function__(self, func: Any, types: object, args: _Args = (), kwargs: _Kwargs | None = None) -> object:
-        del types
-        name = getattr(func, "__name__", "")
-        if name in _ADDRESSES and isinstance(args[0], torch.Tensor):
-            memory = self._tracer.memory_of(args[0])
-            if memory is not None:
-                raise ReadsValues(memory.sources(), name)
-        return func(*args, **(kwargs or {}))
+    The methods are exchanged for the time. A function mode would see them too, and also every other call, which made
+    recording half as slow again.
+    """
+    mine = threading.get_ident()
+
+    def look(tensor: torch.Tensor, name: str) -> None:
+        memory = tracer.memory_of(tensor) if threading.get_ident() == mine else None
+        if memory is not None:
+            raise ReadsValues(memory.sources(), name)
+
+    def guarded(name: str) -> Callable[..., object]:
+        method = getattr(torch.Tensor, name)
+
+        def refusing(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+            look(tensor, name)
+            return method(tensor, *args, **kwargs)
+
+        return refusing
+
+    interface = getattr(torch.Tensor, _INTERFACE)
+
+    def shown(tensor: torch.Tensor) -> object:
+        look(tensor, _INTERFACE)
+        return interface.__get__(tensor)
+
+    with contextlib.ExitStack() as exchanged:
+        for name in _ADDRESSES:
+            exchanged.enter_context(mock.patch.object(torch.Tensor, name, guarded(name)))
+        exchanged.enter_context(mock.patch.object(torch.Tensor, _INTERFACE, property(shown)))
+        yield
 
 
 @contextlib.contextmanager
 def traced(tracer: Tracer) -> Generator[None]:
     """Everything that this thread does with torch goes through `tracer`."""
-    with in_one_thread(), torch.no_grad(), _Functions(tracer), _Dispatch(tracer):
+    with in_one_thread(), torch.no_grad(), _without_addresses(tracer), _Dispatch(tracer):
         yield
 
 

@@ -23,6 +23,8 @@ def transports_of(facts: ServerFacts) -> tuple[str, ...]:
     """Transports that can serve this layout. Replicas (dp) answer tensors with 500; stages (pp) share ranks."""
     if facts.dp > 1:
         return ("disk",)
+    if facts.speculative and LOADER in facts.loaders:
+        return ("direct",)
     if facts.pp > 1:
         return ("local", "disk")
     in_place = ("direct", "sends") if LOADER in facts.loaders else ()
@@ -48,8 +50,11 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
         yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}"
     if facts.quantization:
         yield f"the server quantises its weights ({facts.quantization}): such servers are not updated yet"
-    if facts.speculative:
-        yield f"the server speculates ({facts.speculative}): its draft weights would stay behind; launch it without"
+    if facts.speculative and transport != "direct":
+        yield (
+            f"the server speculates ({facts.speculative}), and {transport!r} cannot prove what its draft model holds; "
+            f"launch it with --custom-weight-loader {LOADER} for the direct transport, or without speculation"
+        )
     if facts.tp < 1:
         yield f"{dialect.name}: the server says it has {facts.tp} tensor-parallel ranks"
 

@@ -29,7 +29,8 @@ from .source import SourceError
 class FSDPSource:
     """The live weights of one sharded Hugging Face module. Satisfies `Source`.
 
-    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused.
+    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused. Their
+    memory may be another one every time, also on another device.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class FSDPSource:
 
         def attempt() -> tuple[Roster, Held]:
             own = describe(module, dtype, self._ranks.rank, model)
-            return Roster({"model": own.model, **own.facts}, own.pieces.encode()), own
+            return Roster({"model": own.model, **own.facts()}, own.pieces.encode()), own
 
         rosters, own = together(self._ranks, attempt)
         return own, settle(rosters, own.tensors)

@@ -68,7 +68,10 @@ class InPlace:
         try:
             self.exposure.expose()
         except NotExportable as error:
-            raise SourceError(f"the memory could be exported before, and now cannot: {error}") from error
+            raise SourceError(
+                f"the memory could be exported before, and now cannot: {error}; what engines read where it is must be "
+                f"where it was when the agent connected: load offloaded parameters back before publishing"
+            ) from error
         found = self.exposure.digests() if wanted else None
         if wanted and found is None and self._said != self.exposure.unsummed:
             self._said = self.exposure.unsummed

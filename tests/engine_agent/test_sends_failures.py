@@ -149,7 +149,7 @@ def test_a_rank_of_the_trainer(world: SendsWorld, ends: Ends, point: str, number
 class Remote:
     """A server that is a process; when it dies or stands still, the call of the loader fails, as HTTP would."""
 
-    tp = 1
+    tp, drafts = 1, False
 
     def __init__(self, ends: Ends, folder: Path, **job: Any) -> None:
         self._socket = str(folder / "call.sock")

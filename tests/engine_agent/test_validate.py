@@ -13,6 +13,7 @@ from weightbus.engine_agent import checkpoint, validate
 from weightbus.engine_agent.dialects import dialect_of
 from weightbus.engine_agent.errors import UnfitManifest
 from weightbus.engine_agent.identity import ServerFacts
+from weightbus.engine_agent.payload import LOADER
 
 from ..kit import tiny_model
 
@@ -111,6 +112,15 @@ def test_servers_with_derived_weights_are_refused(folder: Path, changes: dict[st
     """Draft models and quantised weights would not be what the table says."""
     with pytest.raises(UnfitManifest):
         check(specs(folder), folder, **changes)
+
+
+def test_a_server_with_a_draft_model_takes_direct_copies(folder: Path) -> None:
+    """They are the one transport that reaches and proves every model of a server."""
+    speculates = {"speculative": "EAGLE", "loaders": (LOADER,)}
+
+    check(specs(folder), folder, "direct", **speculates)
+    with pytest.raises(UnfitManifest, match="cannot prove what its draft model holds"):
+        check(specs(folder), folder, "local", **speculates)
 
 
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen3", False), ("qwen3", True), ("llama", True)])
