@@ -33,7 +33,7 @@ class TransportKind(enum.StrEnum):
     DIRECT = "direct"
     """Same host: the engine's workers copy out of the trainer's own memory into their parameters, along a plan."""
     SENDS = "sends"
-    """Any host: every rank of the trainer sends each worker of the engine what it stores, along a plan: gloo or NCCL."""
+    """Any host: every rank of the trainer sends each worker of the engine what it stores: gloo or NCCL."""
     DISTRIBUTED = "distributed"
     """One collective group of the source rank and the engine's ranks: gloo or NCCL."""
     DISK = "disk"

@@ -1,8 +1,8 @@
 """Carries out a worker's part of its schedule: receives turn by turn, and unpacks what does not lie in one piece.
 
 In place, messages go straight into the parameters where they lie there in one piece, and the rest through a buffer of
-one turn: the server must stand still. *Beside* them, everything goes into a buffer as large as the worker's share, while
-the server goes on generating; `flip` then copies all of it into place, which takes as long as reading memory does.
+one turn: the server must stand still. *Beside* them, everything goes into a buffer as large as the worker's share,
+while the server goes on generating; `flip` then copies all of it into place, as fast as memory is read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BYTES: Final = DTYPES.index("uint8")
 class Inbox:
     """Bound to memory. `receive` is called on the thread of the transfer, `flip` on the scheduler's."""
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         messages: Messages,
         unpack: CopyTable,
@@ -40,8 +40,10 @@ class Inbox:
         *,
         beside: bool,
     ) -> None:
-        """`holder` of a message is its sender's rank in the group. Raises `ManifestError`, and `torch.OutOfMemoryError`
-        where there is no room for what is taken beside the parameters."""
+        """`holder` of a message is its sender's rank in the group.
+
+        Raises `ManifestError`, and `torch.OutOfMemoryError` where there is no room beside the parameters.
+        """
         messages.check(sizes_of(targets), sending=False)
         self.beside = beside
         staged = np.ones(len(messages), bool) if beside else messages.target == NOWHERE

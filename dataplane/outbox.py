@@ -100,7 +100,13 @@ def _ends(
     rows = np.flatnonzero(messages.turn == turn)
     begin = np.where(region == NOWHERE, staged_at, messages.source_at)
     table: list[tuple[int, int, int, int]] = list(
-        zip(region[rows].tolist(), begin[rows].tolist(), messages.nbytes[rows].tolist(), peer[rows].tolist(), strict=True)
+        zip(
+            region[rows].tolist(),
+            begin[rows].tolist(),
+            messages.nbytes[rows].tolist(),
+            peer[rows].tolist(),
+            strict=True,
+        )
     )
     return table
 

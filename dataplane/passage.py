@@ -21,7 +21,7 @@ from .deadline import Deadline
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from .pair_group import PairGroup
 from .sealed_frames import address_towards, host_and_port
-from .sends_wire import Group
+from .sends_wire import BEAT_S, Group
 
 _LOOK_S: Final = 0.02
 _END_S: Final = 5.0
@@ -43,16 +43,20 @@ class Passage:
         self._rank = rank
         self._device = device
 
-    def run(self, move: Callable[[PairGroup], None], called_off: Callable[[], str]) -> float:
+    def run(self, move: Callable[[PairGroup], None], called_off: Callable[[], str], beat: Callable[[], None]) -> float:
         """Join, `move`, and return the seconds that it took after all had come.
 
-        `called_off` is asked often for a reason to give up. Whatever goes wrong breaks the group for all. Raises
-        `TransferFailed`.
+        `called_off` is asked often for a reason to give up, and `beat` is called every `BEAT_S`. Whatever goes wrong
+        breaks the group for all. Raises `TransferFailed`.
         """
         outcome, began = _Outcome(), [time.monotonic()]
         thread = threading.Thread(target=self._pass, args=(move, outcome, began), name="weightbus-sends", daemon=True)
         thread.start()
+        due = time.monotonic() + BEAT_S
         while thread.is_alive():
+            if time.monotonic() >= due:
+                due += BEAT_S
+                beat()
             reason = called_off()
             if reason:
                 self._break(outcome, thread, reason)
@@ -73,7 +77,7 @@ class Passage:
             began[0] = time.monotonic()
             outcome.group = group
             if outcome.done:
-                raise PeerLost("called off while the group formed")
+                group.abort("called off while it formed")  # `move` raises
             move(group)
         except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
             outcome.error = error

@@ -69,7 +69,7 @@ class RankSends:
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def _run(  # noqa: PLR0917
+    def _run(
         self,
         address: Address,
         epoch: int,
@@ -87,7 +87,7 @@ class RankSends:
             device = regions[0].device if regions else torch.device("cpu")
             where = begin.group
             seconds = Passage(where, where.rank, device).run(
-                lambda group: outbox.send(group, where.turn_s), lambda: _called_off(frames, stop)
+                lambda group: outbox.send(group, where.turn_s), lambda: _called_off(frames, stop), lambda: _beat(frames)
             )
             wire.say(frames, wire.Through(seconds=seconds, nbytes=outbox.nbytes), Deadline(_PACKET_S))
         except DataplaneError as error:
@@ -131,6 +131,13 @@ class RankSends:
         made = Outbox(mail, regions, engine_for(device))
         self._outbox = made_from, made
         return made
+
+
+def _beat(frames: SealedFrames) -> None:
+    try:
+        wire.say(frames, wire.Beat(), Deadline(_PACKET_S))
+    except DataplaneError:
+        return  # the sender is gone: that is heard of next
 
 
 def _called_off(frames: SealedFrames, stop: threading.Event) -> str:

@@ -98,7 +98,9 @@ class SealedListener:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, 0), family=family, backlog=128)
         except OSError as error:
-            raise TransferFailed(f"no port can be opened on {host}: {error}: set host to an address of this machine") from error
+            raise TransferFailed(
+                f"no port can be opened on {host}: {error}: set host to an address of this machine"
+            ) from error
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
 
     def fileno(self) -> int:

@@ -1,14 +1,17 @@
-"""Every rank of the trainer sends each worker of each engine exactly what it stores: the half of the trainer's leader.
+"""Every rank of the trainer sends each worker of each engine what it stores: the half of the trainer's leader.
 
-The leader moves no weights here. It listens, gives receivers the layout, makes their plans once more, and, when all have
-prepared, has trainer ranks and workers join one group (pair_group.py) in which the schedules (schedule.py) are carried
-out. Until then a receiver that does not come is left out. From then on the group is one: whoever fails fails it for all
-that are not through, everybody is told at once, and the next epoch forms a new one. SENDS.md tells the whole of it.
+The leader moves no weights here. It listens, gives receivers the layout, makes their plans once more, and, when all
+have prepared, has trainer ranks and workers join one group (pair_group.py) in which the schedules (schedule.py) are
+carried out. Until then a receiver that does not come is left out. From then on the group is one: whoever fails fails it
+for all that are not through, everybody is told at once, and the next epoch forms a new one. SENDS.md tells it all.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import selectors
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -53,6 +56,8 @@ class _End:
         self.known: frozenset[str] = frozenset()
         """Schedules whose part a rank has."""
         self.through = self.finished = False
+        self.heard_at = 0.0
+        """While the group forms and moves."""
 
 
 class SendsSender:
@@ -64,6 +69,7 @@ class SendsSender:
         channel: str,
         device: torch.device,
         describe: Callable[[], Exposed],
+        *,
         turn_s: float = TURN_S,
         form_s: float = FORM_S,
     ) -> None:
@@ -104,7 +110,9 @@ class SendsSender:
         backend = backend_for(self._device)
         exposed = self._describe()
         if exposed.pieces.tensors != session.manifest.tensors:
-            raise TransferFailed("the described pieces are of other tensors than the manifest: describe what is published")
+            raise TransferFailed(
+                "the described pieces are of other tensors than the manifest: describe what is published"
+            )
         ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
         pair_bytes = pair_bytes_of(max(ranks, workers))
         if (exposed.layout, pair_bytes) != (self._layout, self._pair_bytes):
@@ -118,7 +126,9 @@ class SendsSender:
         self._listener = SealedListener(self._host, self._token)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        return Address(self._listener.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token)
+        return Address(
+            self._listener.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token
+        )
 
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
         """Wait until every rank and every engine has come and is prepared, or is in `failed`; then let them begin."""
@@ -141,7 +151,7 @@ class SendsSender:
     def finish(self, deadline_s: float) -> None:
         """Wait until every engine holds the version, or is in `failed`."""
         deadline = Deadline(deadline_s)
-        self._wait(deadline, lambda end: not end.through, "had not moved everything")
+        self._wait(deadline, lambda end: not end.through, "had not moved everything", silent_s=wire.SILENT_S)
         self._wait(deadline, lambda end: bool(end.workers) and not end.finished, "had not finished")
 
     def withdraw(self, engine: str, reason: str) -> None:
@@ -162,8 +172,14 @@ class SendsSender:
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def _wait(self, deadline: Deadline, pending: Callable[[_End], bool], reproach: str) -> None:
+    def _wait(
+        self, deadline: Deadline, pending: Callable[[_End], bool], reproach: str, silent_s: float = math.inf
+    ) -> None:
         while late := [end for end in self._everybody() if pending(end)]:
+            still = [end for end in late if time.monotonic() - end.heard_at > silent_s]
+            if still:
+                self._drop(still[0], f"{still[0].name} stands still: nothing was heard of it for {silent_s:.1f} s")
+                continue
             left = deadline.left()
             if not left:
                 for end in late:
@@ -207,7 +223,7 @@ class SendsSender:
         try:
             frames = self._listener.accept(deadline, "somebody")
         except DataplaneError:  # whoever it was is gone; who never comes is named at the deadline
-            return
+            return None
         try:
             hello = wire.hear_receiver(frames, deadline)
             end, reason = self._known(hello)
@@ -238,12 +254,15 @@ class SendsSender:
             return None, "it does not take part, or the others have begun already"
         return (None, f"{end.name} is connected already") if end.frames is not None else (end, "")
 
-    def _hear(self, end: _End) -> None:
+    def _hear(self, end: _End) -> None:  # noqa: C901  one line for each message
         if end.frames is None:  # dropped by an earlier event of the same batch
             return
         deadline = Deadline(_PACKET_S)
+        end.heard_at = time.monotonic()
         try:
             match wire.hear_receiver(end.frames, deadline):
+                case wire.Beat():
+                    pass
                 case wire.GiveLayout():
                     assert self._exposed is not None
                     exports = tuple(export.encode() for export in self._exposed.exports)
@@ -289,8 +308,8 @@ class SendsSender:
             ours = self._schedule(plan).digest()
             if ours != theirs:
                 raise ManifestError(
-                    f"a worker scheduled {theirs[:12]}, the trainer {ours[:12]} from the same plan: both sides must run "
-                    "one version of weightbus"
+                    f"a worker scheduled {theirs[:12]}, the trainer {ours[:12]} from the same plan: both sides must "
+                    "run one version of weightbus"
                 )
 
     def _schedule(self, plan: str) -> Schedule:
@@ -320,6 +339,7 @@ class SendsSender:
         told += [(end, wire.Begin(group=self._group(size, offsets[name]))) for name, end in self._engines.items()]
         self._began = True
         for end, begin in told:
+            end.heard_at = time.monotonic()
             self._tell(end, begin)
 
     def _group(self, size: int, rank: int) -> wire.Group:
@@ -375,8 +395,6 @@ class SendsSender:
         if self._selector is not None:
             self._selector.unregister(frames)
         if reason:
-            try:
+            with contextlib.suppress(DataplaneError):  # it is gone, nothing to tell
                 wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
-            except DataplaneError:
-                pass  # it is gone, nothing to tell
         frames.close()

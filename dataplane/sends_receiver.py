@@ -241,11 +241,12 @@ class SendsReceiver(DirectReceiver):
         through = sends_wire.Through(seconds=time.monotonic() - began, nbytes=sum(each.nbytes for each in taken))
         sends_wire.say(connection, through, deadline)
 
-    def _outcomes(self, connection: Frames, deadline: Deadline) -> list[worker_wire.Taken]:
+    def _outcomes(self, connection: Frames, deadline: Deadline) -> list[worker_wire.Taken]:  # noqa: C901  one loop
         """How it ended for every worker. Whoever fails first, here or elsewhere, ends it for all."""
         found: dict[int, worker_wire.ToSidecar] = {}
+        heard = dict.fromkeys(self._takers, time.monotonic())
+        beat_at = 0.0
         reasons: list[str] = []
-
         over: Deadline | None = None
 
         def ends(reason: str) -> None:
@@ -261,16 +262,29 @@ class SendsReceiver(DirectReceiver):
                 selector.register(frames, selectors.EVENT_READ, rank)
             while len(found) < len(self._takers) and not (over and not over.left()):
                 deadline.check("the workers to take everything")
+                now = time.monotonic()
+                if now >= beat_at and not reasons:
+                    beat_at = now + sends_wire.BEAT_S
+                    _beat(connection)
                 for key, _ in selector.select(_LOOK_S):
-                    found[key.data] = reply = self._outcome(key.data)
+                    reply = self._outcome(key.data)
+                    heard[key.data] = time.monotonic()
+                    if isinstance(reply, worker_wire.Moving):
+                        continue
+                    found[key.data] = reply
                     selector.unregister(self._takers[key.data])
                     ends("" if isinstance(reply, worker_wire.Taken) else f"worker {key.data}: {_said(reply)}")
+                still = [rank for rank in heard if rank not in found and now - heard[rank] > sends_wire.SILENT_S]
+                if still and not reasons:
+                    ends(f"worker {still[0]} stands still: nothing was heard of it for {sends_wire.SILENT_S:.1f} s")
                 if not reasons:
                     ends(_over(connection))
         if reasons:
-            silent = len(found) < len(self._takers)
+            silent = [rank for rank in self._takers if rank not in found]
+            for rank in silent:  # what it says later belongs to no round
+                self._takers.pop(rank).close()
             changed = any(not isinstance(each, worker_wire.Failed) or each.touched for each in found.values())
-            self._touched = self._touched and (silent or changed)
+            self._touched = self._touched and (bool(silent) or changed)
             raise TransferFailed("; ".join(reasons))
         return [each for each in found.values() if isinstance(each, worker_wire.Taken)]
 
@@ -308,13 +322,22 @@ class SendsReceiver(DirectReceiver):
                 self._takers.pop(rank)
                 return f"worker {rank}: {error}"
             if not isinstance(room, worker_wire.Room) or room.free < room.needed * _SPARE:
-                found = f"{room.needed} bytes are needed, {room.free} free" if isinstance(room, worker_wire.Room) else "?"
+                found = (
+                    f"{room.needed} bytes are needed, {room.free} free" if isinstance(room, worker_wire.Room) else "?"
+                )
                 return f"worker {rank} has no room beside its weights: {found}"
         return ""
 
 
 def _named(agreement: Agreement, pair_bytes: int) -> str:
     return "-".join((*agreement.digests, str(pair_bytes)))
+
+
+def _beat(connection: Frames) -> None:
+    try:
+        sends_wire.say(connection, sends_wire.Beat(), Deadline(_SAY_S))
+    except (DataplaneError, OSError):
+        return  # the sender is gone: that is heard of next
 
 
 def _over(connection: Frames) -> str:

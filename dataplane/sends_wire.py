@@ -20,7 +20,6 @@ from typing import Final
 
 import msgspec
 
-
 from .deadline import Deadline
 from .direct_wire import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
 from .frames import Frames
@@ -87,6 +86,10 @@ class Begin(WireMessage, frozen=True, tag=True):
     """For ranks of the trainer."""
 
 
+class Beat(WireMessage, frozen=True, tag=True):
+    """Receiver or rank, every `BEAT_S` while the group forms and moves: it does not stand still."""
+
+
 class Through(WireMessage, frozen=True, tag=True):
     """Receiver or rank: everything of it has moved."""
 
@@ -95,14 +98,21 @@ class Through(WireMessage, frozen=True, tag=True):
 
 
 ToReceiver = Invited | Refused | Layout | Agreed | Begin | Failed
-ToSender = Hello | RankHello | GiveLayout | Propose | Prepared | Through | Finished | Failed
+ToSender = Hello | RankHello | GiveLayout | Propose | Prepared | Beat | Through | Finished | Failed
+
+BEAT_S: Final = 0.5
+SILENT_S: Final = 10.0
+"""Who has said nothing for so long while the group forms or moves stands still, and is given up with the group."""
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_RECEIVER: Final[msgspec.msgpack.Decoder[ToReceiver]] = msgspec.msgpack.Decoder(ToReceiver)
 _TO_SENDER: Final[msgspec.msgpack.Decoder[ToSender]] = msgspec.msgpack.Decoder(ToSender)
 
 __all__ = [
+    "BEAT_S",
+    "SILENT_S",
     "Agreed",
+    "Beat",
     "Begin",
     "Failed",
     "Finished",

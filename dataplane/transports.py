@@ -1,4 +1,4 @@
-"""Picks a transport by its name on the control plane: ``direct``, ``local``, ``sends``, ``distributed`` or ``disk``."""
+"""Picks a transport by its name on the control plane: `KINDS`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def sender(
 ) -> Sender:
     """The trainer's half of transport `kind`; nothing is opened before `offer`.
 
-    `host` is the address under which engines reach this machine (distributed, sends), `checkpoint_dir` a folder that both
-    sides see, `hf_config_dir` where config.json and the tokenizer of every checkpoint are copied from (disk), `expose`
-    says what can be read in place (direct), `describe` what the ranks send out of (sends). Raises `Unsupported` when the kind is unknown or lacks what it needs.
+    `host` is the address under which engines reach this machine (distributed, sends), `checkpoint_dir` a folder that
+    both sides see, `hf_config_dir` where config.json and the tokenizer of every checkpoint are copied from (disk),
+    `expose` says what can be read in place (direct), `describe` what the ranks send out of (sends). Raises
+    `Unsupported` when the kind is unknown or lacks what it needs.
     """
     match kind:
         case "direct":
@@ -55,7 +56,9 @@ def sender(
             from .sends import SendsSender  # noqa: PLC0415  costs the import of torch.distributed
 
             if describe is None:
-                raise Unsupported("this trainer's source cannot send out of its memory: choose the distributed transport")
+                raise Unsupported(
+                    "this trainer's source cannot send out of its memory: choose the distributed transport"
+                )
             return SendsSender(host, channel, torch.device(device), describe)
         case "distributed":
             from .distributed import DistributedSender  # noqa: PLC0415  costs the import of torch.distributed

@@ -153,6 +153,10 @@ class Take(WireMessage, frozen=True, tag=True):
     beside: bool
 
 
+class Moving(WireMessage, frozen=True, tag=True):
+    """Worker's thread, every `sends_wire.BEAT_S` until it has taken everything: it does not stand still."""
+
+
 class Taken(WireMessage, frozen=True, tag=True):
     """Worker's thread: everything has arrived."""
 
@@ -179,7 +183,7 @@ class Failed(WireMessage, frozen=True, tag=True):
 
 
 ToWorker = Record | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed
-ToSidecar = Hello | Recorded | Adopted | Replayed | Expecting | Room | Taken | Failed
+ToSidecar = Hello | Recorded | Adopted | Replayed | Expecting | Room | Moving | Taken | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_WORKER: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)

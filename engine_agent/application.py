@@ -61,9 +61,8 @@ from .events import (
     Verify,
     Welcomed,
 )
-from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Running, View, told
+from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Beside, Running, View, told, view_of
 from .weights import (
-    GENERATES,
     Began,
     Committed,
     Doubted,
@@ -95,9 +94,7 @@ class Application:
         self._record = record
         self._prepared: tuple[Version, Digest, Digest] | None = None
         """What was last found to fit, and to come from a trainer: nothing else is taken."""
-        self._beside = False
-        """It can be taken beside the weights that are served: the server is paused for the flip only, by `_mode`."""
-        self._mode = PauseMode.RETRACT.value
+        self._beside = Beside()
         self._checkpoint = ""
         self._labelled: Version | None = None
         """The version that the server is labelled with ahead of its commit."""
@@ -154,20 +151,8 @@ class Application:
 
     def view(self) -> View:
         """What may be said of the engine now. A server that does not answer holds nothing that counts."""
-        health, held = self.health, self.held
-        if not self.up and health is not EngineHealth.DIRTY:
-            health, held = EngineHealth.PENDING, None
-        return View(
-            up=self.up,
-            health=health,
-            held=held,
-            paused=self.paused is True,
-            weights=self.weights.state,
-            version=self.weights.version,
-            reached=self._reached,
-            epoch=self.epoch,
-            doing=type(self._running.operation).__name__.lower() if self._running else "",
-            reason=self.reason,
+        return view_of(
+            self.weights, self._running, up=self.up, reached=self._reached, epoch=self.epoch, reason=self.reason
         )
 
     def check(self) -> None:
@@ -228,8 +213,8 @@ class Application:
     def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PAUSE, self.reason)
-        self._lease_s, self._mode = command.lease_s, command.mode.value
-        if self._beside and self.weights.state in GENERATES and self.paused is False:
+        self._lease_s, self._beside.mode = command.lease_s, command.mode.value
+        if self._beside.may(self.weights):
             self._reached = Step.PAUSE
             return (self._answers.paused(command, 0.0),)
         return self._run(PauseServer(command.mode.value, command.deadline_s), command, now)
@@ -240,7 +225,7 @@ class Application:
         if (command.version, command.manifest, command.table) != self._prepared:
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
-        if self._beside and self.weights.state in GENERATES and self.paused is False:
+        if self._beside.may(self.weights):
             self._reached = Step.PAUSE
             return self._run(Stage(command, self._checkpoint), command, now)
         if self.paused is not True:
@@ -301,7 +286,9 @@ class Application:
             return effects
         return (*effects, *self._fail(running.command, STEP_OF[type(running.operation)], self.reason))
 
-    def _settle(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
+    def _settle(  # noqa: PLR0911  one line for each operation
+        self, running: Running, result: Result, now: float
+    ) -> tuple[Effect, ...]:
         command, seconds = running.command, now - running.started
         match running.operation:
             case Validate():
@@ -324,7 +311,7 @@ class Application:
         if isinstance(result, Broken):
             return self._fail(command, Step.PREPARE, result.reason)
         self._prepared = (command.version, command.manifest, command.table)
-        self._beside = isinstance(result, Finished) and result.beside
+        self._beside.able = isinstance(result, Finished) and result.beside
         self._reached = Step.PREPARE
         return (self._answers.prepared(command, seconds),)
 
@@ -344,22 +331,20 @@ class Application:
             return (*stilled, Note("server_held_back", self.reason))
         self._quiet_since, self._reached = now, Step.PAUSE
         if isinstance(command, Transfer):
-            return (*stilled, *self._go_on(command, now))
+            return (*stilled, *(self._unless_unwanted(command) or self._transfer(command, now)))
         return (*stilled, self._answers.paused(command, seconds))
 
     def _staging_ended(self, command: Transfer, result: Result, now: float) -> tuple[Effect, ...]:
         """Nothing that is served has changed. Whether it was taken or has to be taken now, the server stands for it."""
         if isinstance(result, Broken):
             return self._fail(command, Step.TRANSFER, result.reason)
-        if self._waiting is not None:
-            return self._fail(command, Step.TRANSFER, f"{type(self._waiting).__name__} came before it was put into place")
-        return self._run(PauseServer(self._mode, HOLD_S), command, now)
+        return self._unless_unwanted(command) or self._run(PauseServer(self._beside.mode, HOLD_S), command, now)
 
-    def _go_on(self, command: Transfer, now: float) -> tuple[Effect, ...]:
-        """The server was paused in the middle of a transfer, for the flip."""
-        if self._waiting is not None:
-            return self._fail(command, Step.TRANSFER, f"{type(self._waiting).__name__} came before it was put into place")
-        return self._transfer(command, now)
+    def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
+        """What was taken beside is not put into place when something else was asked for meanwhile."""
+        if self._waiting is None:
+            return ()
+        return self._fail(command, Step.TRANSFER, f"{type(self._waiting).__name__} came before it was put into place")
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):

@@ -90,7 +90,8 @@ class Taker:
                     case wire.Failed():  # of what has ended already
                         self._taken = False
                     case _:
-                        raise TransferFailed(f"the sidecar said {type(message).__name__} to a thread that receives")
+                        _log.error("weightbus: the sidecar said %s to a thread that receives", type(message).__name__)
+                        return
         except DataplaneError as error:
             if not self._closed:
                 _log.info("weightbus: the thread that receives ends: %s", error)
@@ -107,9 +108,9 @@ class Taker:
     def _take(self, message: wire.Take) -> wire.Taken | wire.Failed:
         """Receive everything; whatever goes wrong is the sidecar's to judge."""
         self._taken = self._touched = False
+        if not message.beside and not self.standing.is_set():
+            return wire.Failed(reason="the scheduler is at work: nothing is received into its parameters")
         try:
-            if not message.beside and not self.standing.is_set():
-                raise TransferFailed("the scheduler is at work: nothing is received into its parameters")
             inbox = self._bound(beside=message.beside)
             where = message.group
 
@@ -117,7 +118,7 @@ class Taker:
                 self._touched = not message.beside
                 inbox.receive(group, where.turn_s)
 
-            seconds = Passage(where, where.rank, self._device).run(move, self._called_off)
+            seconds = Passage(where, where.rank, self._device).run(move, self._called_off, self._beat)
         except Exception as error:  # noqa: BLE001 - see above
             if message.beside:
                 self._drop()
@@ -136,6 +137,12 @@ class Taker:
         inbox, self._inbox = self._inbox, None
         if inbox is not None:
             inbox.close()
+
+    def _beat(self) -> None:
+        try:
+            self._say(wire.Moving())
+        except DataplaneError:
+            return  # the sidecar is gone: that is heard of next
 
     def _called_off(self) -> str:
         if self._closed:

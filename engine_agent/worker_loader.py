@@ -101,7 +101,7 @@ def _follow(state: WorkerState, path: str) -> None:
         frames.close()
 
 
-def _obey(state: WorkerState, message: wire.ToWorker) -> wire.ToSidecar:
+def _obey(state: WorkerState, message: wire.ToWorker) -> wire.ToSidecar:  # noqa: PLR0911  one for each message
     """Do one thing; whatever goes wrong is the sidecar's to judge."""
     began = time.perf_counter()
     try:
@@ -120,7 +120,7 @@ def _obey(state: WorkerState, message: wire.ToWorker) -> wire.ToSidecar:
             case wire.Flip():
                 return state.flip()
             case _:
-                raise PeerLost(f"the sidecar said {type(message).__name__} out of turn")
+                return wire.Failed(reason=f"{type(message).__name__} is not for the loader", touched=state.touched)
     except Exception as error:  # noqa: BLE001 - see above
         _log.exception("weightbus: %s failed", type(message).__name__)
         return wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048], touched=state.touched)

@@ -190,7 +190,7 @@ class TrainerAgent:
         end = self._follow(version)
         return self._alone(version, unexpected(Taken(version), "the end of its publication")) if end is None else end
 
-    def _follow(self, version: int) -> End | None:
+    def _follow(self, version: int) -> End | None:  # noqa: C901  one line for each order
         """Do what the leader says until it says that the publication is over; None when a snapshot was taken."""
         cause: BaseException | None = None
         while True:

@@ -107,7 +107,7 @@ class _Local:
 class Exposure:
     """Exports one rank's tensors for as long as it lives. Calls are collective, but for `current` and `close`."""
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         source: Exposable,
         manifest: Manifest,

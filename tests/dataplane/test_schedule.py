@@ -98,7 +98,10 @@ def outboxes(plans: list[Plan], made: list[Schedule], memories: list[torch.Tenso
     """Of every holder, with what it sends to all workers, whose ranks follow the holders'."""
     return [
         Outbox(
-            [Mail(len(memories) + at, *each.of_holder(holder, plan)) for at, (plan, each) in enumerate(zip(plans, made, strict=True))],
+            [
+                Mail(len(memories) + at, *each.of_holder(holder, plan))
+                for at, (plan, each) in enumerate(zip(plans, made, strict=True))
+            ],
             [memory.view(torch.uint8)],
             TorchEngine(),
         )
@@ -126,7 +129,9 @@ def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
 
     out = outboxes(plans, made, memories)
     ins = [
-        Inbox(each.messages, each.unpack, [target.view(torch.uint8), buffer], TorchEngine(), target.device, beside=beside)
+        Inbox(
+            each.messages, each.unpack, [target.view(torch.uint8), buffer], TorchEngine(), target.device, beside=beside
+        )
         for each, target, buffer in zip(made, targets, buffers, strict=True)
     ]  # fmt: skip
     deliver({rank: turns_of(box) for rank, box in enumerate([*out, *ins])}, random.Random(data.draw(st.integers(0, 9))))
@@ -147,7 +152,9 @@ def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
     assert max(float(turn.max()) for turn in turns) <= pair_bytes
     assert all(box.staging_bytes <= pair_bytes * len(workers) for box in out)
     assert beside or all(box.staging_bytes <= pair_bytes * len(memories) for box in ins)
-    assert all(box.staging_bytes == beside_bytes(each.messages) for box, each in zip(ins, made, strict=True)) or not beside
+    assert (
+        all(box.staging_bytes == beside_bytes(each.messages) for box, each in zip(ins, made, strict=True)) or not beside
+    )
 
 
 def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tuple[Pieces, list[ExportMap], Recording]:
@@ -155,11 +162,16 @@ def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tupl
     tensors = tuple(TensorSpec(f"t{index}", "bfloat16", (128, 256)) for index in range(count))
     boxes = [Box.whole(spec.shape) for spec in tensors]
     strides = contiguous_strides((128, 256))
-    pieces = [Piece(spec.name, box, dtype, View(index, 0, strides)) for index, (spec, box) in enumerate(zip(tensors, boxes, strict=True))]  # fmt: skip
+    pieces = [
+        Piece(spec.name, box, dtype, View(index, 0, strides))
+        for index, (spec, box) in enumerate(zip(tensors, boxes, strict=True))
+    ]
     wanted = [Piece(piece.tensor, piece.box, stored, piece.view) for piece in pieces]
     targets = tuple(Target(spec.name, stored, (128, 256), strides, parameter=True) for spec in tensors)
     item = {"bfloat16": 2, "float32": 4}[dtype]
-    export = ExportMap(0, "here", (Region(128 * 256 * item, "cpu"),) * count, tuple(Place(at, 0) for at in range(count)))
+    export = ExportMap(
+        0, "here", (Region(128 * 256 * item, "cpu"),) * count, tuple(Place(at, 0) for at in range(count))
+    )
     return Pieces.of(tensors, pieces), [export], Recording(0, targets, Pieces.of(tensors, wanted))
 
 
@@ -188,7 +200,9 @@ def test_a_cast_travels_in_the_narrower_dtype(held: str, stored: str) -> None:
 def test_small_rows_share_a_message() -> None:
     """A thousand norms are one message and not a thousand."""
     tensors = tuple(TensorSpec(f"n{index}", "bfloat16", (64,)) for index in range(1000))
-    pieces = [Piece(spec.name, Box.whole((64,)), "bfloat16", View(0, 100 * at, (1,))) for at, spec in enumerate(tensors)]
+    pieces = [
+        Piece(spec.name, Box.whole((64,)), "bfloat16", View(0, 100 * at, (1,))) for at, spec in enumerate(tensors)
+    ]
     wanted = [Piece(spec.name, Box.whole((64,)), "bfloat16", View(at, 0, (1,))) for at, spec in enumerate(tensors)]
     targets = tuple(Target(spec.name, "bfloat16", (64,), (1,), parameter=True) for spec in tensors)
     recording = Recording(0, targets, Pieces.of(tensors, wanted))

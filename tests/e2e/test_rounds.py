@@ -243,7 +243,7 @@ def test_megatron_ranks_are_read_where_they_are(fleet: Fleet, expected: dict[int
 
 
 def test_megatron_ranks_send_to_every_worker_what_it_stores(fleet: Fleet, expected: dict[int, Answers]) -> None:
-    """Over TCP, out of the ranks' memories and into the parameters of TP1 and TP2; from the second round on beside them.
+    """Over TCP, out of the ranks' memories and into the parameters of TP1 and TP2; the second time beside them.
 
     The trainer's ranks are processes that say nothing to the servers but over the group.
     """

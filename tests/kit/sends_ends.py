@@ -1,7 +1,7 @@
 """Ends of sent rounds in processes of their own: reads jobs, a JSON object a line, and forks a process for each.
 
     {"half": "rank", "root": .., "seed": 1, "address": .., "token": .., "epoch": 1}   is the trainer's second rank
-    {"half": "server", "socket": ..}     is a server of one worker: every line on that Unix socket is a call of the loader
+    {"half": "server", "socket": ..}     is a server of one worker: what comes on that Unix socket calls the loader
 
 With ``"point"`` a process signals itself with ``"signal"`` when it comes there for the ``"at"``-th time:
 
