@@ -30,6 +30,7 @@ from weightbus.control.messages import (
     Welcome,
 )
 
+from . import weights as w
 from .answers import Answers
 from .events import (
     Answer,
@@ -62,20 +63,6 @@ from .events import (
     Welcomed,
 )
 from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Beside, Running, View, told, view_of
-from .weights import (
-    Began,
-    Committed,
-    Doubted,
-    Launched,
-    Proved,
-    Recognised,
-    Resumed,
-    Spared,
-    Stilled,
-    Touched,
-    WeightEvent,
-    Weights,
-)
 
 STORY: Final = 48
 """Recent events that an error carries."""
@@ -86,7 +73,7 @@ class Application:
 
     def __init__(self, channel: Channel, incarnation: str, record: Record | None) -> None:
         self.story: deque[str] = deque(maxlen=STORY)
-        self.weights = Weights(self.story)
+        self.weights = w.Weights(self.story)
         self.up = False
         self.epoch = Epoch(record.epoch if record else 0)
         self.identity = ""
@@ -163,7 +150,7 @@ class Application:
         if self._running is not None and self._running.number != self._numbers:
             raise InvariantBroken("an operation was begun while another one ran", tuple(self.story))
 
-    def _learn(self, event: WeightEvent, now: float) -> tuple[Remember, ...]:
+    def _learn(self, event: w.WeightEvent, now: float) -> tuple[Remember, ...]:
         """Something is known of the weights; what must be durable because of it."""
         return tuple(self._remember() for _ in self.weights.handle(event, now))
 
@@ -226,11 +213,10 @@ class Application:
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
         if self._beside.may(self.weights):
-            self._reached = Step.PAUSE
             return self._run(Stage(command, self._checkpoint), command, now)
         if self.paused is not True:
             return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
-        dirty = self._learn(Began(command.version), now)
+        dirty = self._learn(w.Began(command.version), now)
         self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
         return (*dirty, *self._run(Receive(command, self._checkpoint), command, now))
 
@@ -278,10 +264,10 @@ class Application:
 
     def _outlived(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
         """The server was launched again meanwhile, on the same address: the calls may have met either of the two."""
-        effects: tuple[Effect, ...] = self._learn(Doubted(), now)
+        effects: tuple[Effect, ...] = self._learn(w.Doubted(), now)
         untouched = isinstance(result, Broken) and not result.touched
         if isinstance(running.operation, Receive) and not untouched:
-            effects = (*effects, *self._learn(Touched(), now))
+            effects = (*effects, *self._learn(w.Touched(), now))
         if running.command is None:
             return effects
         return (*effects, *self._fail(running.command, STEP_OF[type(running.operation)], self.reason))
@@ -319,14 +305,14 @@ class Application:
         self, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
         if isinstance(result, Broken):
-            doubted = self._learn(Doubted(), now)  # it may have happened all the same
+            doubted = self._learn(w.Doubted(), now)  # it may have happened all the same
             if command is None:
                 return (*doubted, Note("pause_failed", result.reason))
             step = Step.TRANSFER if isinstance(command, Transfer) else Step.PAUSE
             return (*doubted, *self._fail(command, step, result.reason))
         if self.paused is not True:
             self._paused_at = now
-        stilled = self._learn(Stilled(), now)
+        stilled = self._learn(w.Stilled(), now)
         if command is None:
             return (*stilled, Note("server_held_back", self.reason))
         self._quiet_since, self._reached = now, Step.PAUSE
@@ -342,19 +328,18 @@ class Application:
 
     def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
         """What was taken beside is not put into place when something else was asked for meanwhile."""
-        if self._waiting is None:
-            return ()
-        return self._fail(command, Step.TRANSFER, f"{type(self._waiting).__name__} came before it was put into place")
+        what = type(self._waiting).__name__
+        return () if self._waiting is None else self._fail(command, Step.TRANSFER, f"{what} came before the flip")
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):
             reason = result.reason if isinstance(result, Broken) else "the transfer ended without a receipt"
             if isinstance(result, Broken) and not result.touched:
                 self.reason = reason
-                return (*self._learn(Spared(), now), *self._fail(command, Step.TRANSFER, reason))
+                return (*self._learn(w.Spared(), now), *self._fail(command, Step.TRANSFER, reason))
             self.reason = f"version {command.version} was not taken completely: {reason}"
-            return (*self._learn(Touched(), now), *self._fail(command, Step.TRANSFER, reason))
-        arrived = self._learn(Touched(), now)
+            return (*self._learn(w.Touched(), now), *self._fail(command, Step.TRANSFER, reason))
+        arrived = self._learn(w.Touched(), now)
         transferred = self._answers.transferred(command, result, seconds)
         return (*arrived, transferred, *self._run(Verify(command, result.checked), command, now))
 
@@ -364,7 +349,7 @@ class Application:
             self.reason = f"version {command.version} was not proven: {reason}"
             return self._fail(command, Step.VERIFY, reason)
         held = Held(version=command.version, manifest=command.manifest, table=command.table)
-        loaded = self._learn(Proved(held), now)
+        loaded = self._learn(w.Proved(held), now)
         self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
         # Requests wait. While the coordinator commits, the server gets its label, and the record, which until then
         # speaks of a worse state than the true one, is written.
@@ -382,12 +367,12 @@ class Application:
         self, release: Release, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
         if isinstance(result, Broken):
-            doubted = self._learn(Doubted(), now) if release.version is None else ()
+            doubted = self._learn(w.Doubted(), now) if release.version is None else ()
             if command is None:
                 return (*doubted, Note("resume_failed", result.reason))
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
         self._reached, self.reason = None, ""
-        freed = Resumed(ordered=command is not None) if release.version is None else Committed()
+        freed = w.Resumed(ordered=command is not None) if release.version is None else w.Committed()
         kept = self._learn(freed, now)
         if command is None:
             return (*kept, Note("resumed_by_itself", f"nothing heard for {self._lease_s:g} s"))
@@ -445,7 +430,7 @@ class Application:
     def _recognise(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
         if known == event.identity and self._record is not None:
             self._ours = self._record.health is not EngineHealth.PENDING  # which needs no round to be written
-            known_again = self._learn(Recognised(self._record.health, self._record.held), now)
+            known_again = self._learn(w.Recognised(self._record.health, self._record.held), now)
             self._checkpoint = self._record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
             return (*known_again, Note("server_recognised", self.health.value))
@@ -455,7 +440,7 @@ class Application:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
         self._checkpoint, self._ours = event.checkpoint, False
         updated = self._record is not None or self.epoch > 0 or event.label.isdigit()
-        kept = self._learn(Launched(fresh=not updated), now)
+        kept = self._learn(w.Launched(fresh=not updated), now)
         if not updated:
             self.reason = ""
             return (*kept, Note("server_found", event.identity))

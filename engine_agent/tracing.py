@@ -4,18 +4,15 @@ Every operation on a tensor that is followed comes to `Tracer.dispatch`. Views a
 Movements are noted, calculations end the trail, and reading a value raises `ReadsValues`. An operation on other tensors
 is none of our business and is carried out.
 
-Two things torch does not report: what threads of the loader's own do (`in_one_thread` runs them here), and code that
-asks a tensor for its address, which is refused.
+Two things torch does not report: what threads of the loader's own do, and what is done with a tensor's address. Neither
+happens while a loader is traced (confinement.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeAlias, cast
-from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.recording import Cause
 
+from .confinement import in_one_thread, without_addresses
 from .hollow import HollowTensors
 from .origins import Memory, Origin, ReadsValues, Write, calculated, constant, identity_of, window_of
 from .provenance import MOST_BOXES, Move, Window
@@ -32,12 +30,6 @@ _aten: Any = torch.ops.aten
 _Args: TypeAlias = Sequence[Any]
 _Kwargs: TypeAlias = Mapping[str, Any]
 _Handler: TypeAlias = Callable[["Tracer", Any, _Args, _Kwargs], object]
-
-_ALONE: Final = threading.Lock()
-_ADDRESSES: Final = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
-"""Ways out of torch: whoever takes one can read or write without being seen."""
-_INTERFACE: Final = "__cuda_array_interface__"
-"""One more, which is a property."""
 
 
 class Tracer:
@@ -339,79 +331,9 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def _without_addresses(tracer: Tracer) -> Generator[None]:
-    """Refuse to this thread the ways out of torch for what is followed.
-
-    The methods are exchanged for the time. A function mode would see them too, and also every other call, which made
-    recording half as slow again.
-    """
-    mine = threading.get_ident()
-
-    def look(tensor: torch.Tensor, name: str) -> None:
-        memory = tracer.memory_of(tensor) if threading.get_ident() == mine else None
-        if memory is not None:
-            raise ReadsValues(memory.sources(), name)
-
-    def guarded(name: str) -> Callable[..., object]:
-        method = getattr(torch.Tensor, name)
-
-        def refusing(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
-            look(tensor, name)
-            return method(tensor, *args, **kwargs)
-
-        return refusing
-
-    interface = getattr(torch.Tensor, _INTERFACE)
-
-    def shown(tensor: torch.Tensor) -> object:
-        look(tensor, _INTERFACE)
-        return interface.__get__(tensor)
-
-    with contextlib.ExitStack() as exchanged:
-        for name in _ADDRESSES:
-            exchanged.enter_context(mock.patch.object(torch.Tensor, name, guarded(name)))
-        exchanged.enter_context(mock.patch.object(torch.Tensor, _INTERFACE, property(shown)))
-        yield
-
-
-@contextlib.contextmanager
 def traced(tracer: Tracer) -> Generator[None]:
     """Everything that this thread does with torch goes through `tracer`."""
-    with in_one_thread(), torch.no_grad(), _without_addresses(tracer), _Dispatch(tracer):
-        yield
-
-
-@contextlib.contextmanager
-def in_one_thread() -> Generator[None]:
-    """Work that this thread gives to a pool is done at once, by itself: torch's modes belong to a thread.
-
-    One thread at a time: the classes that are changed belong to the process.
-    """
-    with _ALONE, _here():
-        yield
-
-
-@contextlib.contextmanager
-def _here() -> Generator[None]:
-    mine = threading.get_ident()
-    submit, start = ThreadPoolExecutor.submit, threading.Thread.start
-
-    def run(pool: ThreadPoolExecutor, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        if threading.get_ident() != mine:
-            return submit(pool, function, *args, **kwargs)
-        future: Future[object] = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - a future carries whatever was raised
-            future.set_exception(error)
-        return future
-
-    def refuse(thread: threading.Thread) -> None:
-        if threading.get_ident() == mine:
-            raise RuntimeError(f"the loader starts a thread {thread.name!r}, in which nothing could be followed")
-        start(thread)
-
-    with mock.patch.object(ThreadPoolExecutor, "submit", run), mock.patch.object(threading.Thread, "start", refuse):
+    with in_one_thread(), torch.no_grad(), without_addresses(tracer.memory_of), _Dispatch(tracer):
         yield
 
 

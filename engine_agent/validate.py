@@ -14,6 +14,7 @@ from .dialects import Dialect
 from .errors import UnfitManifest
 from .identity import ServerFacts
 from .payload import LOADER
+from .quantised import objections
 
 _SHOWN: Final = 4
 """Names of tensors in a message."""
@@ -35,6 +36,7 @@ def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Ex
     """Raise `UnfitManifest` with everything that speaks against loading `manifest` by `transport`."""
     problems = [
         *_server(facts, dialect, transport),
+        *objections(expected.quantisation, expected.shapes, facts, dialect),
         *_model(manifest, facts),
         *_names(manifest, expected),
         *_tensors(manifest, facts, expected),
@@ -48,8 +50,6 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
         able = ", ".join(transports_of(facts))
         layout = f"dp={facts.dp}, pp={facts.pp}"
         yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}"
-    if facts.quantization:
-        yield f"the server quantises its weights ({facts.quantization}): such servers are not updated yet"
     if facts.speculative and transport != "direct":
         yield (
             f"the server speculates ({facts.speculative}), and {transport!r} cannot prove what its draft model holds; "

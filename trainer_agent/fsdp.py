@@ -110,6 +110,16 @@ class FSDPSource:
         """Of this process, in the group."""
         return self._ranks.rank
 
+    @property
+    def pieces(self) -> Pieces:
+        """Every element once, as buckets are assembled from; `storage` numbers what `memory` gives."""
+        return self._pieces
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Between the ranks that anything is read from; None on the others, and where there is one."""
+        return self._exchange
+
     def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
         """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""
         return self._held.pieces.ordered(tensors)

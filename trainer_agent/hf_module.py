@@ -76,6 +76,16 @@ class HFModuleSource:
         """One process."""
         return 0
 
+    @property
+    def pieces(self) -> Pieces:
+        """Every element, where it lies; `storage` numbers what `memory` gives."""
+        return self._held.pieces
+
+    @property
+    def exchange(self) -> None:
+        """Nothing travels."""
+        return
+
     def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
         """All of each of `tensors`, where it lies."""
         return self._held.pieces.ordered(tensors)

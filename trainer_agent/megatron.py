@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from weightbus.dataplane.pieces import Pieces
 from .agreement import together, together_check
 from .assembly import Assembler, Exchange, check_manifest
 from .megatron_chunks import chunks_of, lagging_wrappers
-from .megatron_description import Description, describe
+from .megatron_description import Description, describe, folder_of
 from .megatron_stages import check_order
 from .parcels import plan
 from .ranks import Ranks
@@ -84,6 +84,8 @@ class MegatronSource:
             raise
         self._lagging = [lagging for chunk in chunks_of(model_chunks) for lagging in lagging_wrappers(chunk)]
         self._device = device or self._own.parameters[0].device
+        self.served: Path | Mapping[str, Any] = hf_config if isinstance(hf_config, Mapping) else folder_of(hf_config)
+        """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         self._exchange = self._open_exchange()
         self._planned: tuple[Manifest, Assembler] | None = None
 
@@ -133,6 +135,16 @@ class MegatronSource:
     def rank(self) -> int:
         """Of this process, in the group."""
         return self._ranks.rank
+
+    @property
+    def pieces(self) -> Pieces:
+        """Every element once, as buckets are assembled from; `storage` numbers what `memory` gives."""
+        return self._pieces
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Between the ranks that anything is read from; None on the others, and where there is one."""
+        return self._exchange
 
     def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
         """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""

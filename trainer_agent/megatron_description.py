@@ -118,6 +118,12 @@ def _served_dtype(wanted: torch.dtype | None, model: Model, parameters: Sequence
     return found.pop()
 
 
+def folder_of(config: Path | str) -> Path:
+    """Where the checkpoint of a config is: the folder itself, or that of its ``config.json``."""
+    path = Path(config)
+    return path if path.is_dir() else path.parent
+
+
 def _read_config(source: Path | str | Mapping[str, object]) -> Mapping[str, object]:
     if isinstance(source, Mapping):
         return source

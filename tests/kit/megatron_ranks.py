@@ -90,6 +90,9 @@ def misnumbered() -> dict[str, str]:
     """What every rank is told when layers are not where their numbers say."""
     attempt, layout, hf = Attempts(), Layout(pp=2), CONTENTS["qwen3"]
     start(layout)
+    source = MegatronSource(build(hf, layout), hf_config=hf | {"vocab_size": 100}, vocab_divisible_by=256)
+    attempt["padded to 256"] = str({spec.name: spec.shape for spec in source.tensors()}["lm_head.weight"])
+    source.close()
     chunks = build(hf, layout)
     if dist.get_rank() == 1:
         layers = chunks[0].decoder.layers

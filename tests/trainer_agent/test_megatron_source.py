@@ -141,6 +141,12 @@ def test_what_cannot_be_served_is_refused_on_every_rank(what: str, two_ranks: Pa
     )
 
 
+def test_a_trainer_that_pads_its_vocabulary_further_says_so(two_ranks: Path) -> None:
+    """What is refused without that is then cut off as padding."""
+    for rank in range(2):
+        assert json.loads((two_ranks / f"rank{rank}.json").read_text())["padded to 256"] == "(100, 64)"
+
+
 def test_parameters_that_lag_behind_the_optimizer_are_gathered_first(two_ranks: Path) -> None:
     """With overlapped parameter gathers a replica's parameters are half old after a step; the export is all new."""
     for rank in range(2):
