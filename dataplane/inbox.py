@@ -64,7 +64,8 @@ class Inbox:
                     self._unpacks[turn] = engine.copies(placed.take(rows), [self._staging], targets)
         self._receives: list[list[Parcel]] = [[] for _ in range(messages.turns)]
         columns = (messages.turn, messages.holder, messages.nbytes, messages.target, messages.target_at, at, staged)
-        for turn, holder, nbytes, target, target_at, begin, aside in np.stack(columns, axis=1).tolist():
+        table: list[list[int]] = np.stack(columns, axis=1).tolist()
+        for turn, holder, nbytes, target, target_at, begin, aside in table:
             region, first = (self._staging, begin) if aside else (targets[target], target_at)
             self._receives[turn].append(Parcel(region[first : first + nbytes], holder))
 

@@ -66,7 +66,7 @@ class PairGroup:
         self.size = size
         self._backend = backend
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._broken = ""
 
     @classmethod
@@ -134,12 +134,13 @@ class PairGroup:
         if self._broken:
             raise RuntimeError(self._broken)
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            self._backend._start_coalescing()  # noqa: SLF001
+            self._backend._start_coalescing()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             for each in receives:
                 self._backend.recv([each.memory], each.peer, 0)
             for each in sends:
                 self._backend.send([each.memory], each.peer, 0)
-            self._finish(self._backend._end_coalescing(), deadline)  # noqa: SLF001
+            work = self._backend._end_coalescing()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            self._finish(work, deadline)
             stream.synchronize()
 
     def _connect(self, deadline: Deadline) -> None:

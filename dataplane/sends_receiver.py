@@ -351,8 +351,7 @@ def _over(connection: Frames) -> str:
 
 
 def _reason(message: sends_wire.ToReceiver) -> str:
-    refused = isinstance(message, sends_wire.Refused | sends_wire.Failed)
-    return message.reason if refused else type(message).__name__
+    return message.reason if isinstance(message, sends_wire.Refused | sends_wire.Failed) else type(message).__name__
 
 
 def _said(message: worker_wire.ToSidecar) -> str:

@@ -87,7 +87,7 @@ class Worker:
         self._server = server
         self._make = receivers
         self._receivers: dict[str, Receiver] = {}
-        self._active: Receiver | Stager | None = None
+        self._active: Receiver | None = None
         self._checkpoint_dir = checkpoint_dir
         self._meters = meters
         self._proof = proof
