@@ -36,6 +36,10 @@ from ..kit.toy_direct import WAIT_S, Server, holds
 from ..kit.toy_sends import SendsWorld
 
 KIT = Path(__file__).parents[1] / "kit"
+ALL = bool(os.environ.get("WEIGHTBUS_ALL_POINTS"))
+"""Every point; otherwise those that differ."""
+RANKS_AT = POINTS if ALL else ("formed", "moving", "through")
+WORKERS_AT = OF_WORKERS if ALL else ("formed", "moving", "flip")
 STILL_S = 2.0
 """Deadline of a turn and of forming here. By default they are 10 and 15 s."""
 PROMPT_S = 30.0
@@ -121,7 +125,7 @@ def served(world: SendsWorld) -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", RANKS_AT)
 def test_a_rank_of_the_trainer(world: SendsWorld, ends: Ends, point: str, number: int) -> None:
     """Its engine goes on serving the version before, untouched; the next trainer's epoch is taken."""
     world.round(stage=True)
@@ -178,7 +182,7 @@ class Remote:
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
-@pytest.mark.parametrize("point", OF_WORKERS)
+@pytest.mark.parametrize("point", WORKERS_AT)
 def test_a_worker_of_an_engine(  # noqa: PLR0917 - fixtures
     world: SendsWorld, ends: Ends, tmp_path: Path, request: pytest.FixtureRequest, point: str, number: int
 ) -> None:

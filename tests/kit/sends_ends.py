@@ -40,6 +40,7 @@ from weightbus.engine_agent.recorder import record
 from weightbus.engine_agent.taker import Taker
 
 POINTS = ("begun", "forming", "formed", "moving", "through")
+"""Of ranks."""
 OF_WORKERS = (*POINTS, "flip", "flipped")
 
 
