@@ -35,18 +35,18 @@ class Principal(msgspec.Struct, frozen=True):
         return ANY_CHANNEL in self.channels or channel in self.channels
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Root of the events."""
-
-
-class MessageReceived(Event, frozen=True):
-    """A decoded message came in."""
+class MessageReceived(msgspec.Struct, frozen=True):
+    """A decoded message came in. Made by the bus, thousands in a second, and taken as it is."""
 
     peer: Peer
     message: ToCoordinator
     blob: bytes | None = None
     principal: Principal | None = None
     """Whom the connection's key belongs to, as of now; null where no keys are used."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Root of the other events."""
 
 
 class PeerLost(Event, frozen=True):

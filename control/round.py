@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Final, assert_never
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Final, assert_never
 
 from . import patience
 from .cohort import HOPEFUL, UNTOUCHED, Cohort
@@ -63,7 +63,7 @@ class Round:
         *,
         limits: Limits,
         duties: Duties,
-        story: deque[str],
+        story: deque[object],
         now: float,
     ) -> None:
         self.publish = publish
@@ -276,41 +276,61 @@ class Round:
         before = None
         while before is not self.state and self.wants is None:
             before = self.state
-            self._hurry(now)
-            self._advance_once(now)
+            if self.publish.policy.slow is SlowEngines.QUORUM:
+                self._hurry(now)
+            if go_on := self._GO_ON.get(before):
+                go_on(self, now)
 
     def _hurry(self, now: float) -> None:
         """Once a quorum is through this step, the rest has little time left."""
         phases = patience.THROUGH.get(self.state)
         if (
             phases
-            and self.publish.policy.slow is SlowEngines.QUORUM
             and self._hurried is not self.state
             and patience.enough(self.publish.policy, self._cohort.count(*phases))
         ):
             self._hurried = self.state
             self._deadline = min(self._deadline, now + self.publish.policy.slow_s)
 
-    def _advance_once(self, now: float) -> None:
-        match self.state:
-            case RoundState.PREPARING if not self.members and not self.publish.policy.min_engines:
-                self._commit(now)
-            case RoundState.PREPARING if not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
-                self._pause(now)
-            case RoundState.PAUSING if not self._cohort.count(EnginePhase.PAUSING) and self._enough(now):
-                self._offer(now)
-            case RoundState.OFFERING if not self._cohort.count(EnginePhase.PAUSED, EnginePhase.BROKEN):
-                self._give_up_transfer("no engine is left to send to", now)
-            case RoundState.TRANSFERRING if self._enough(now):
-                self._withdraw(now)
-                if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
-                    self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
-            case RoundState.VERIFYING if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
-                self._conclude(now)
-            case RoundState.RESUMING | RoundState.ABORTING if self._cohort.settled:
-                self.wants = Want.CLOSE
-            case _:
-                pass
+    def _prepared(self, now: float) -> None:
+        if not self.members and not self.publish.policy.min_engines:
+            self._commit(now)
+        elif not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
+            self._pause(now)
+
+    def _paused(self, now: float) -> None:
+        if not self._cohort.count(EnginePhase.PAUSING) and self._enough(now):
+            self._offer(now)
+
+    def _offered(self, now: float) -> None:
+        if not self._cohort.count(EnginePhase.PAUSED, EnginePhase.BROKEN):
+            self._give_up_transfer("no engine is left to send to", now)
+
+    def _transferred(self, now: float) -> None:
+        if self._enough(now):
+            self._withdraw(now)
+            if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
+                self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
+
+    def _verified(self, now: float) -> None:
+        if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+            self._conclude(now)
+
+    def _settled(self, now: float) -> None:
+        del now
+        if self._cohort.settled:
+            self.wants = Want.CLOSE
+
+    _GO_ON: ClassVar[Mapping[RoundState, Callable[[Round, float], None]]] = {
+        RoundState.PREPARING: _prepared,
+        RoundState.PAUSING: _paused,
+        RoundState.OFFERING: _offered,
+        RoundState.TRANSFERRING: _transferred,
+        RoundState.VERIFYING: _verified,
+        RoundState.RESUMING: _settled,
+        RoundState.ABORTING: _settled,
+    }
+    """What may have come to its end with an answer, and what follows. COMMITTING waits for the disk."""
 
     def _enough(self, now: float) -> bool:
         """Whether the version can still reach as many engines as its policy asks for; aborts when not."""

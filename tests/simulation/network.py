@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control.errors import ProtocolError
-from weightbus.control.events import Peer
-from weightbus.control.links import Delivery, Received, Rejected
+from weightbus.control.events import MessageReceived, Peer
+from weightbus.control.links import Delivery, Rejected
 from weightbus.control.messages import Alive, Heartbeat, Hint, ToAgent, ToCoordinator
 
 from .process import Process
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 0.005
 DROPPED_AFTER_S = 4.0
-"""ZeroMQ's own heartbeats notice a partition after so long."""
+"""TCP's keepalive notices a partition after so long."""
 
 
 class Weather(msgspec.Struct, kw_only=True):
@@ -123,7 +123,7 @@ class Network:
         self._connections: dict[Peer, Connection] = {}
         self._cut: dict[str, tuple[bool, bool]] = {}
         """Agent -> (nothing goes up, nothing comes down)."""
-        self._received: list[Received | Rejected] = []
+        self._received: list[MessageReceived | Rejected] = []
 
     # -- the agents' side
 
@@ -180,14 +180,14 @@ class Network:
         self.messages += 1
         if not isinstance(message, Heartbeat):
             self.loop.note(connection.line.name, f"-> {brief(message)}")
-        self._received.append(Received(connection.peer, message, blob))
+        self._received.append(MessageReceived(connection.peer, message, blob))
         coordinator.soon(coordinator.step)
 
     # -- the coordinator's side: links.CoordinatorBus
 
-    def poll(self, timeout_s: float) -> Sequence[Received | Rejected]:
+    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[MessageReceived | Rejected]:
         """What came in. Never waits."""
-        del timeout_s
+        del timeout_s, gather_s
         taken, self._received = self._received, []
         return taken
 
