@@ -37,6 +37,7 @@ from .effects import (
 from .errors import IllegalMove, InvariantBroken
 from .events import (
     AnyEvent,
+    Burst,
     MessageReceived,
     Peer,
     PeerLost,
@@ -116,6 +117,8 @@ class Coordinator:
         self.stopping = False
         self._waiting: deque[_Work] = deque()
         self._writing: tuple[Persist, ChannelId | None] | None = None
+        self._stirred: dict[ChannelId, Channel] = {}
+        """Of which something is to be noted when the event is over."""
         self._out = Outbox(boot, limits.answers)
         self.replies = self._out.replies
         self._tokens = 0
@@ -127,14 +130,18 @@ class Coordinator:
         """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on a token not given out."""
         if isinstance(event, _WRITTEN):
             self._written(event, now)
-        elif self._waiting or self._writing:
-            self._waiting.append(event)
-        elif isinstance(event, MessageReceived):
-            self._received(event, now)
+        elif isinstance(event, Burst):
+            for message in event.messages:
+                if self._waiting or self._writing:
+                    self._waiting.append(message)
+                else:
+                    self._received(message, now)
         else:
-            self._work(event, now)
+            self._waiting.append(event)
         while self._waiting and self._writing is None:
             self._work(self._waiting.popleft(), now)
+        while self._stirred:
+            self._flush(self._stirred.popitem()[1], now)
         return self._out.take()
 
     def next_deadline(self) -> float | None:
@@ -198,8 +205,8 @@ class Coordinator:
             case _ChannelStop():
                 self.channels[work.channel].stop(now)
                 self._flush(self.channels[work.channel], now)
-            case Persisted() | PersistFailed():
-                raise InvariantBroken("the journal's answers do not wait in line")
+            case Persisted() | PersistFailed() | Burst():
+                raise InvariantBroken(f"{type(work).__name__} does not wait in line")
             case _:
                 assert_never(work)
 
@@ -362,7 +369,10 @@ class Coordinator:
         verdict = channel.engine_answered(agent.name, message, now)
         channel.story.append(Said(now, agent.name, message))
         self._out.answer(peer, agent.name, message, verdict)
-        self._flush(channel, now)
+        if channel.pressing:
+            self._flush(channel, now)
+        else:
+            self._stirred[channel.name] = channel
 
     def _from_trainer(self, agent: Agent, message: TrainerRequest, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)

@@ -80,6 +80,11 @@ class Duties:
                     heapq.heappush(self._timers, entry)
         return out
 
+    @property
+    def fresh(self) -> bool:
+        """Whether somebody is to be told something for the first time."""
+        return bool(self._fresh)
+
     def next_deadline(self) -> float | None:
         """When something is due."""
         for entry in self._fresh:

@@ -20,6 +20,7 @@ from .effects import AnyEffect, AnyObservation, Evict, Observe, Persist, Publish
 from .errors import JournalCorrupt, JournalUnwritable, ProtocolError, WrongProtocol
 from .events import (
     AnyEvent,
+    Burst,
     MessageReceived,
     Peer,
     PeerLost,
@@ -122,8 +123,12 @@ class Server:
         if self._stop.is_set() and self._stop_by is None:
             self._stop_by = self._clock() + STOP_S
             self._events.append(StopRequested())
-        for item in received:
-            self._take(item)
+        messages = [item for item in received if isinstance(item, MessageReceived)]
+        if len(messages) < len(received):
+            for item in received:
+                self._take(item)
+        elif messages:
+            self._events.append(Burst(messages))
         deadline = self.machine.next_deadline()
         if deadline is not None and self._clock() >= deadline:
             self._events.append(Tick())
