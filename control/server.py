@@ -42,7 +42,7 @@ IDLE_S: Final = 1.0
 YIELD_S: Final = 0.05
 """How long an `Ack` may wait while messages come in; its agent repeats itself after ten times as long. Hints wait with
 them: of several that say the same, the last is as good as all."""
-GATHER_S: Final = 0.02
+GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""

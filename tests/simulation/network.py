@@ -219,6 +219,10 @@ class Network:
             self.loop.note(connection.line.name, f"<- {brief(message)}")
         connection.line.arrived(message, blob)
 
+    def unheard(self, name: str) -> bool:
+        """Whether nothing that an agent says comes through."""
+        return self._cut.get(name, (False, False))[0]
+
     def forget(self, peer: Peer) -> None:
         """Nothing is queued here."""
 
@@ -253,6 +257,13 @@ class Network:
         if was_open and line.connection is connection:
             line.connection = None
             self.dial(line, line.opened)
+
+    def stall(self, name: str, seconds: float) -> None:
+        """What is sent to an agent on the connection that it has now arrives so much later, if it reads it still."""
+        self.loop.note(name, f"** what it is sent arrives {seconds:.1f} s later")
+        for connection in self._connections.values():
+            if connection.line.name == name:
+                connection.down_until = max(connection.down_until, self.loop.now + seconds)
 
     def cut(self, name: str, *, up: bool, down: bool) -> None:
         """A partition between one agent and the coordinator."""
