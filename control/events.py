@@ -47,8 +47,9 @@ class MessageReceived(msgspec.Struct, frozen=True):
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """Messages that came in together, in order. The same as one after the other, but what is only noted of them, and
-    asked of nobody, is noted once.
+    """Messages that came in together, in order.
+
+    The same as one after the other, but what is only noted of them, and asked of nobody, is noted once.
     """
 
     messages: Sequence[MessageReceived]

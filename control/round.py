@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Final, assert_never
+from collections.abc import Mapping, Sequence
+from typing import Final, assert_never
 
 from . import patience
 from .cohort import HOPEFUL, UNTOUCHED, Cohort
@@ -278,8 +278,26 @@ class Round:
             before = self.state
             if self.publish.policy.slow is SlowEngines.QUORUM:
                 self._hurry(now)
-            if go_on := self._GO_ON.get(before):
-                go_on(self, now)
+            self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
+        """Whether what this state waited for has come to its end. COMMITTING waits for the disk."""
+        match self.state:
+            case RoundState.PREPARING:
+                self._prepared(now)
+            case RoundState.PAUSING:
+                self._paused(now)
+            case RoundState.OFFERING:
+                self._offered(now)
+            case RoundState.TRANSFERRING:
+                self._transferred(now)
+            case RoundState.VERIFYING:
+                self._verified(now)
+            case RoundState.RESUMING | RoundState.ABORTING:
+                if self._cohort.settled:
+                    self.wants = Want.CLOSE
+            case _:
+                pass
 
     def _hurry(self, now: float) -> None:
         """Once a quorum is through this step, the rest has little time left."""
@@ -315,22 +333,6 @@ class Round:
     def _verified(self, now: float) -> None:
         if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
             self._conclude(now)
-
-    def _settled(self, now: float) -> None:
-        del now
-        if self._cohort.settled:
-            self.wants = Want.CLOSE
-
-    _GO_ON: ClassVar[Mapping[RoundState, Callable[[Round, float], None]]] = {
-        RoundState.PREPARING: _prepared,
-        RoundState.PAUSING: _paused,
-        RoundState.OFFERING: _offered,
-        RoundState.TRANSFERRING: _transferred,
-        RoundState.VERIFYING: _verified,
-        RoundState.RESUMING: _settled,
-        RoundState.ABORTING: _settled,
-    }
-    """What may have come to its end with an answer, and what follows. COMMITTING waits for the disk."""
 
     def _enough(self, now: float) -> bool:
         """Whether the version can still reach as many engines as its policy asks for; aborts when not."""

@@ -234,8 +234,9 @@ class Herd:
         self._context.destroy(linger=0)
 
     def _drain(self, side: str, at: int, dealer: zmq.Socket[bytes], *, echo: bool = True) -> bool:
-        """Take and answer what one agent was sent; returns whether it was anything. Ends when nothing is left: the
-        descriptor tells of changes only.
+        """Take and answer what one agent was sent; returns whether it was anything.
+
+        Ends when nothing is left: the descriptor tells of changes only.
         """
         some = False
         while True:

@@ -433,7 +433,13 @@ COMMON = {
     zmq.ROUTING_ID: b"",
     zmq.MECHANISM: zmq.CURVE,
 }
-BOUND = {zmq.HEARTBEAT_IVL: 0, zmq.HANDSHAKE_IVL: 10_000, zmq.BACKLOG: 4096, zmq.CURVE_SERVER: 1, zmq.ZAP_DOMAIN: b"weightbus"}
+BOUND = {
+    zmq.HEARTBEAT_IVL: 0,
+    zmq.HANDSHAKE_IVL: 10_000,
+    zmq.BACKLOG: 4096,
+    zmq.CURVE_SERVER: 1,
+    zmq.ZAP_DOMAIN: b"weightbus",
+}
 CONNECTED = {
     zmq.HEARTBEAT_IVL: 10_000,
     zmq.HEARTBEAT_TIMEOUT: 10_000,

@@ -38,8 +38,8 @@ MUTATIONS: Final = (
     _m(  # found by the simulation in our own code
         "tells-of-a-version-that-was-replaced",
         FLEET,
-        "            if isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table):",
-        "            if False:",
+        "if isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table):",
+        "if False:",
     ),
     _m(  # found by the simulation in our own code
         "welcomes-before-the-record",
