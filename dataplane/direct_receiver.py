@@ -3,22 +3,25 @@
 It moves no bytes itself. It has the server call our loader in every worker, and leads the workers that then connect
 through one exchange (worker_wire.py): record and plan where something is new, copy, and say what they hold. It compares
 that with the digest table before it lets them return.
+
+A server that speculates calls the loader for one model after another, in an order of its own: the one it serves, and
+its draft models. Each is an exchange of its own within the one call, and takes from the version what its loader asks
+for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
 
-import msgspec
 import numpy as np
 
 from . import direct_wire, worker_wire
@@ -28,19 +31,14 @@ from .direct_wire import Welcome
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
 from .exports import ExportMap
 from .frames import FrameListener, Frames
-from .host import host_identity
 from .local import open_runtime_dir
 from .manifest import Manifest
 from .pieces import Pieces
 from .plan import Plan, Reader, make_plan
-from .proof import Proof, make_proof, provable
+from .proof import Proof, make_proof
 from .recording import Recording
 from .transport import Address, EngineServer, Receipt, Session
-
-_LOOK_S: Final = 0.2
-"""How often the server's call is looked at while workers are waited for."""
-_RETURN_S: Final = 30.0
-"""For workers to return from the call once they were told how it ended."""
+from .workers import RETURN_S, ReplayFailed, Workers
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +64,6 @@ class _Agreement:
         return tuple(plan.digest() for plan in self.plans)
 
 
-@dataclass(slots=True, eq=False)
-class _Worker:
-    frames: Frames
-    hello: worker_wire.Hello
-
-
 class DirectReceiver:
     """Implements `Receiver` for one engine."""
 
@@ -80,13 +72,17 @@ class DirectReceiver:
         self._touched = False
         self._connection: Frames | None = None
         self._listener: FrameListener | None = None
-        self._workers: list[_Worker] = []
+        self._workers = Workers()
         self._layout: _Layout | None = None
         self._recordings: dict[str, Recording] = {}
-        self._agreement: _Agreement | None = None
+        self._agreements: dict[int, _Agreement] = {}
+        """By the model, in the order in which the server calls the loader."""
         self._caller: ThreadPoolExecutor | None = None
         self.seconds: dict[str, float] = {}
-        """Where the time of the last round went; `copy` and `verify` are of the slowest worker. Implements `Timed`."""
+        """Where the time of the last round went, all models together. `copy` and `verify` are of the slowest worker.
+
+        Implements `Timed`.
+        """
 
     @property
     def touched(self) -> bool:
@@ -118,9 +114,7 @@ class DirectReceiver:
 
     def close(self) -> None:
         """Hang up. Workers that wait for us return from their call."""
-        for worker in self._workers:
-            worker.frames.close()
-        self._workers = []
+        self._workers.close()
         for each in (self._connection, self._listener):
             if each is not None:
                 each.close()
@@ -187,23 +181,26 @@ class DirectReceiver:
             self._caller = ThreadPoolExecutor(1, "weightbus-direct")
         call = self._caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
         try:
-            with self._timed("gather"):
-                self._gather(listener, call, server.tp, deadline)
-            agreement = self._prepared(connection, session.manifest, layout, deadline)
-            self._touched = True
-            with self._timed("replay"):
-                replayed = self._replay(session, welcome, agreement, deadline)
-            lanes = [_lanes(each.lanes) for each in replayed]
-            with self._timed("compare"):
-                agreement.proof.check(session.table, lanes, [each.odd for each in replayed])
-            self._let_go(worker_wire.Done())
+            for model in itertools.count() if server.drafts else (0,):
+                with self._timed("gather"):
+                    came = self._workers.gather(listener, call, server.tp, model == 0, deadline)
+                if not came:
+                    break
+                agreement = self._prepared(connection, session.manifest, layout, model, deadline)
+                with self._timed("replay"):
+                    replayed = self._replay(session, welcome, agreement, deadline)
+                lanes = [_lanes(each.lanes) for each in replayed]
+                with self._timed("compare"):
+                    agreement.proof.check(session.table, lanes, [each.odd for each in replayed])
+                self._workers.let_go(worker_wire.Done())
+                self._workers.close()
         except Exception as error:
-            self._let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
+            self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
             raise
         finally:
             listener.close()
             with self._timed("return"):
-                _wait(call, min(deadline.left(), _RETURN_S))
+                _wait(call, min(deadline.left(), RETURN_S))
         _returned(call, deadline)
 
     @contextlib.contextmanager
@@ -212,30 +209,25 @@ class DirectReceiver:
         try:
             yield
         finally:
-            self.seconds[what] = time.monotonic() - began
+            self._add(what, time.monotonic() - began)
 
-    def _gather(self, listener: FrameListener, call: Future[None], count: int, deadline: Deadline) -> None:
-        """Wait for the workers, in the order of their ranks. An answer of the server before they came is a failure."""
-        while len(self._workers) < count:
-            if call.done():
-                call.result()
-                raise PeerLost(f"the server returned before its {count} workers had come: was our loader called?")
-            try:
-                frames = listener.accept(Deadline(min(_LOOK_S, deadline.check("the server's workers"))), "a worker")
-            except DeadlineExceeded:
-                continue
-            self._workers.append(_Worker(frames, _introduced(frames, deadline)))
-        self._workers.sort(key=lambda worker: worker.hello.rank)
+    def _add(self, what: str, seconds: float) -> None:
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
-    def _prepared(self, connection: Frames, manifest: Manifest, layout: _Layout, deadline: Deadline) -> _Agreement:
+    def _prepared(
+        self, connection: Frames, manifest: Manifest, layout: _Layout, model: int, deadline: Deadline
+    ) -> _Agreement:
         """Recordings and plans for this round; those of the last one if nothing changed."""
         with self._timed("record"):
-            recordings = tuple(self._recorded(manifest, deadline))
-        readers = tuple(
-            Reader(worker.hello.rank, host_identity(), worker.hello.device, worker.hello.peers)
-            for worker in self._workers
-        )
-        known = self._agreement
+            recordings, made = self._workers.record(manifest, self._recordings, deadline)
+        in_use = {digest for agreement in self._agreements.values() for digest in agreement.recordings}
+        self._recordings = {
+            digest: recording
+            for digest, recording in {**self._recordings, **made}.items()
+            if digest in in_use.union(recordings)
+        }
+        readers = self._workers.readers
+        known = self._agreements.get(model)
         if known is None or (known.layout, known.recordings, known.readers) != (layout.digest, recordings, readers):
             found = [self._recordings[digest] for digest in recordings]
             with self._timed("plan"):
@@ -246,102 +238,27 @@ class DirectReceiver:
                 known = _Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
             with self._timed("agree"):
                 self._agree(connection, known, deadline)
-            self._agreement = known
+            self._agreements[model] = known
         with self._timed("adopt"):
-            self._adopt(known, deadline)
+            self._workers.adopt(known.digests, known.plans, known.proof.ranks, deadline)
         return known
-
-    def _recorded(self, manifest: Manifest, deadline: Deadline) -> Sequence[str]:
-        """The digest of each worker's recording; those that have none of this layout make one, all at a time."""
-        layout = manifest.digest()
-        without = [
-            worker
-            for worker in self._workers
-            if worker.hello.layout != layout or worker.hello.recording not in self._recordings
-        ]
-        for worker in without:
-            worker_wire.say(worker.frames, worker_wire.Record(layout=layout, tensors=manifest.tensors), deadline)
-        made: dict[int, str] = {}
-        for worker in without:
-            reply = worker_wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
-            if not isinstance(reply, worker_wire.Recorded):
-                raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
-            recording = provable(Recording.decode(reply.recording, manifest.tensors))
-            made[worker.hello.rank] = digest = recording.digest()
-            # Whoever records has let go of its plan, also where the same one will be made again.
-            worker.hello = msgspec.structs.replace(worker.hello, plan="")
-            self._recordings[digest] = recording
-        kept = [made.get(worker.hello.rank, worker.hello.recording) for worker in self._workers]
-        self._recordings = {digest: self._recordings[digest] for digest in kept}
-        return kept
-
-    def _adopt(self, agreement: _Agreement, deadline: Deadline) -> None:
-        for worker, digest, plan, proof in zip(
-            self._workers, agreement.digests, agreement.plans, agreement.proof.ranks, strict=True
-        ):
-            if worker.hello.plan == digest:
-                continue
-            adopt = worker_wire.Adopt(
-                plan=digest,
-                recording=plan.recording,
-                sources=tuple((source.holder, source.region) for source in plan.sources),
-                copies=plan.copies.encode(),
-                staging=plan.staging.encode(),
-                staged=plan.staged,
-                staging_bytes=plan.staging_bytes,
-                proof=proof.table.encode(),
-                groups=proof.table.groups,
-                odd=proof.odd.encode(),
-                odd_bytes=proof.odd_bytes,
-            )
-            worker_wire.say(worker.frames, adopt, deadline)
-            reply = worker_wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to take its plan")
-            if not isinstance(reply, worker_wire.Adopted):
-                raise TransferFailed(f"worker {worker.hello.rank} did not take its plan: {_said(reply)}")
 
     def _replay(
         self, session: Session, welcome: Welcome, agreement: _Agreement, deadline: Deadline
     ) -> list[worker_wire.Replayed]:
-        """All workers copy at a time."""
-        for worker, plan in zip(self._workers, agreement.plans, strict=True):
-            exports = tuple(
-                worker_wire.Exports(
-                    holder=each.holder,
-                    address=each.address,
-                    generation=each.generation,
-                    regions=tuple(source.region for source in plan.sources if source.holder == each.holder),
-                )
-                for each in welcome.exporters
+        """Copy, with `touched` kept true to what the workers say."""
+        touched, self._touched = self._touched, True
+        try:
+            replayed = self._workers.replay(
+                session.epoch, session.version, welcome.exporters, agreement.plans, deadline
             )
-            replay = worker_wire.Replay(
-                epoch=session.epoch, version=session.version, exports=tuple(each for each in exports if each.regions)
-            )
-            worker_wire.say(worker.frames, replay, deadline)
-        replies = [
-            worker_wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy")
-            for worker in self._workers
-        ]
-        replayed = [reply for reply in replies if isinstance(reply, worker_wire.Replayed)]
-        if len(replayed) < len(replies):
+        except ReplayFailed as failed:
             # Every worker has answered: if none of them began to write, the engine holds what it held.
-            self._touched = any(not isinstance(reply, worker_wire.Failed) or reply.touched for reply in replies)
-            reasons = "; ".join(
-                f"worker {worker.hello.rank} could not copy: {_said(reply)}"
-                for worker, reply in zip(self._workers, replies, strict=True)
-                if not isinstance(reply, worker_wire.Replayed)
-            )
-            raise TransferFailed(reasons)
-        self.seconds["copy"] = max(each.copy_s for each in replayed)
-        self.seconds["verify"] = max(each.verify_s for each in replayed)
+            self._touched = touched or failed.touched
+            raise
+        self._add("copy", max(each.copy_s for each in replayed))
+        self._add("verify", max(each.verify_s for each in replayed))
         return replayed
-
-    def _let_go(self, message: worker_wire.Done | worker_wire.Failed) -> None:
-        """Let the workers return. Who is gone needs no telling, and the server's answer says so."""
-        for worker in self._workers:
-            try:
-                worker_wire.say(worker.frames, message, Deadline(_RETURN_S))
-            except DataplaneError:
-                continue
 
     def _tell_sender(self, connection: Frames, reason: str) -> None:
         try:
@@ -353,19 +270,6 @@ class DirectReceiver:
 def _lanes(blob: bytes) -> Lanes:
     found: Lanes = np.frombuffer(blob, "<u8").astype(np.uint64).reshape(2, -1)
     return found
-
-
-def _introduced(frames: Frames, deadline: Deadline) -> worker_wire.Hello:
-    """Who has connected. Hangs up on anybody who does not say so."""
-    try:
-        hello = worker_wire.hear_worker(frames, deadline, "a worker's first words")
-    except BaseException:
-        frames.close()
-        raise
-    if not isinstance(hello, worker_wire.Hello):
-        frames.close()
-        raise PeerLost(f"a worker began with {_said(hello)}")
-    return hello
 
 
 def _wait(call: Future[None], seconds: float) -> None:
@@ -384,7 +288,3 @@ def _returned(call: Future[None], deadline: Deadline) -> None:
 
 def _reason(message: direct_wire.ToReceiver) -> str:
     return message.reason if isinstance(message, direct_wire.Refused | direct_wire.Failed) else type(message).__name__
-
-
-def _said(message: worker_wire.ToSidecar) -> str:
-    return message.reason if isinstance(message, worker_wire.Failed) else type(message).__name__

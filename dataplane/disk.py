@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 
 from . import integrity, safetensors_file
+from .checkpoint_writer import NOTES, CheckpointWriter
 from .deadline import Deadline
 from .disk_session import POLL_S, Notes, Reader, SessionFolder
 from .errors import PeerLost, TransferFailed, Unsupported
@@ -31,7 +32,6 @@ KEEP: Final = 2
 """Checkpoints that stay: the newest, and the one before it for whoever comes late."""
 
 _CHECKPOINT: Final = re.compile(r"^v(\d+)-e(\d+)$")
-_WEIGHTS: Final = re.compile(r"(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$")
 
 
 class DiskSender:
@@ -43,6 +43,7 @@ class DiskSender:
         self._keep = keep
         self._session: Session | None = None
         self._folder: SessionFolder | None = None
+        self._writer: CheckpointWriter | None = None
         self._target = self._root
         self._live: set[str] = set()
         self._failed: dict[str, str] = {}
@@ -68,7 +69,8 @@ class DiskSender:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self._discard_unfinished()
-            self._writing.mkdir()
+            self._writer = CheckpointWriter(self._target, session.manifest, self._hf_config_dir)
+            self._writer.begin()
             self._folder = SessionFolder.create(self._target, _notes(session), sorted(self._live))
         except OSError as error:
             raise Unsupported(f"{self._root} cannot take a checkpoint: {error}") from error
@@ -82,15 +84,14 @@ class DiskSender:
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:
         """Write bucket `index` as a shard; returns when it is on the disk."""
         del deadline_s  # a write cannot be called off
-        session = self._open()
+        writer = self._written()
         self._drop_withdrawn()
         self._require_some()
         try:
-            path = self._writing / safetensors_file.file_name(session.manifest, index)
-            safetensors_file.write(path, session.manifest, index, slot.memory)
+            writer.add(index, slot.memory)
         except OSError as error:
             self._fail_all(f"shard {index} could not be written: {error}")
-            raise TransferFailed(f"shard {index} could not be written to {self._writing}: {error}") from error
+            raise TransferFailed(f"shard {index} could not be written to {writer.writing}: {error}") from error
 
     def reclaim(self, index: int, deadline_s: float) -> None:
         """Nothing to wait for: `send` returned when the bytes were on the disk."""
@@ -116,15 +117,12 @@ class DiskSender:
         if self._folder is not None:
             self._folder.release()
             self._folder = None
-        if not self._complete:
-            shutil.rmtree(self._writing, ignore_errors=True)
+        if self._writer is not None and not self._complete:
+            self._writer.discard()
+        self._writer = None
         self._session = None
 
     # -- writing -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _writing(self) -> Path:
-        return self._target.with_name(self._target.name + ".tmp")
 
     def _open(self) -> Session:
         if self._session is None:
@@ -132,24 +130,14 @@ class DiskSender:
         return self._session
 
     def _publish(self) -> None:
-        """Write what belongs beside the shards, make everything durable, and give it its name."""
-        session = self._open()
-        manifest = session.manifest
-        weight_map = {
-            tensor.name: safetensors_file.file_name(manifest, index)
-            for index in range(len(manifest.buckets))
-            for tensor in manifest.tensors_of(index)
-        }
-        index_file = {"metadata": {"total_size": manifest.nbytes}, "weight_map": weight_map}
-        _write_durably(self._writing / "model.safetensors.index.json", msgspec.json.encode(index_file))
-        _write_durably(self._writing / "weightbus.json", msgspec.json.encode(_notes(session)))
-        for source in sorted(self._hf_config_dir.iterdir()) if self._hf_config_dir else ():
-            if source.is_file() and not _WEIGHTS.search(source.name) and source.name != "weightbus.json":
-                _write_durably(self._writing / source.name, source.read_bytes())
-        _sync_folder(self._writing)
-        self._writing.rename(self._target)
-        _sync_folder(self._root)
+        """Let the checkpoint appear."""
+        self._written().finish(_notes(self._open()))
         self._complete = True
+
+    def _written(self) -> CheckpointWriter:
+        if self._writer is None:
+            raise TransferFailed("nothing is on offer: call offer first")
+        return self._writer
 
     def _discard_unfinished(self) -> None:
         """A crashed sender's leftovers: nobody else writes in this channel while we hold its lease."""
@@ -270,7 +258,7 @@ class DiskReceiver:
 
     def _check(self, target: Path, session: Session) -> None:
         try:
-            found = msgspec.json.decode((target / "weightbus.json").read_bytes(), type=Notes)
+            found = msgspec.json.decode((target / NOTES).read_bytes(), type=Notes)
         except (OSError, msgspec.DecodeError) as error:
             raise TransferFailed(f"{target} is not a weightbus checkpoint: {error}") from error
         if found != _notes(session):
@@ -290,18 +278,3 @@ def _notes(session: Session) -> Notes:
         manifest=session.manifest.digest(),
         table=session.table.digest(),
     )
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -13,7 +13,7 @@ memory afterwards cannot reach the server. Three properties of torch's sharing (
 """
 
 import os
-import select
+import selectors
 import subprocess
 import tempfile
 from pathlib import Path
@@ -132,9 +132,9 @@ class _Manager:
 
     def _read_handle(self, deadline: Deadline) -> bytes:
         assert self._process.stdout is not None
-        with self._process.stdout as stdout:
-            ready, _, _ = select.select([stdout], [], [], deadline.left())
-            line = stdout.readline() if ready else b""
+        with self._process.stdout as stdout, selectors.DefaultSelector() as either:
+            either.register(stdout, selectors.EVENT_READ)
+            line = stdout.readline() if either.select(deadline.left()) else b""
         if not line.endswith(b"\n"):
             self._process.kill()
             self._process.wait()

@@ -163,6 +163,11 @@ class EngineServer(Protocol):
         """Tensor-parallel workers of the server."""
         ...
 
+    @property
+    def drafts(self) -> bool:
+        """It speculates: a loader is called for its draft models too, and for each model apart."""
+        ...
+
     def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
         """update_weights_from_tensor, load_format ``flattened_bucket``; every rank maps the same memory."""
         ...

@@ -39,6 +39,7 @@ from .events import (
     Effect,
     Event,
     ForgetAnswers,
+    Label,
     Note,
     Operated,
     Operation,
@@ -58,7 +59,7 @@ from .events import (
     Verify,
     Welcomed,
 )
-from .stages import STEP_OF, Running, View, told
+from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Running, View, told
 from .weights import (
     Began,
     Committed,
@@ -74,10 +75,6 @@ from .weights import (
     Weights,
 )
 
-HOLD_S: Final = 30.0
-"""Deadline for pausing or resuming a server outside of a round, and pause between two tries."""
-UNSETTLED_S: Final = 10.0
-"""A clean server found in an unknown state resumes after so long, unless the coordinator is heard of and settles it."""
 STORY: Final = 48
 """Recent events that an error carries."""
 
@@ -96,6 +93,8 @@ class Application:
         self._prepared: tuple[Version, Digest, Digest] | None = None
         """What was last found to fit, and to come from a trainer: nothing else is taken."""
         self._checkpoint = ""
+        self._labelled: Version | None = None
+        """The version that the server is labelled with ahead of its commit."""
         self._running: Running | None = None
         self._waiting: ToEngine | None = None
         self._answers = Answers(channel, incarnation)
@@ -235,7 +234,7 @@ class Application:
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
         dirty = self._learn(Began(command.version), now)
-        self._reached, self.reason = Step.PAUSE, f"began to take version {command.version}"
+        self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
         return (*dirty, *self._run(Receive(command, self._checkpoint), command, now))
 
     def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
@@ -247,7 +246,8 @@ class Application:
             return self._fail(command, Step.COMMIT, f"holds {found}; asked to serve {command.version}")
         if self.health is EngineHealth.CLEAN and self.paused is False:
             return (self._serving(command, 0.0, now),)
-        return self._run(Release(command.version, command.flush, command.deadline_s), command, now)
+        labelled = self._labelled == command.version
+        return self._run(Release(command.version, command.flush, command.deadline_s, labelled), command, now)
 
     def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
         self._answers.forget()
@@ -300,6 +300,8 @@ class Application:
                 return self._receiving_ended(running.operation.command, result, seconds, now)
             case Verify():
                 return self._verifying_ended(running.operation.command, result, seconds, now)
+            case Label(version):
+                return self._labelling_ended(version, result)
             case Release():
                 return self._releasing_ended(running.operation, command, result, seconds, now)
 
@@ -347,7 +349,17 @@ class Application:
         held = Held(version=command.version, manifest=command.manifest, table=command.table)
         loaded = self._learn(Proved(held), now)
         self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
-        return (*loaded, self._answers.verified(command, result, seconds))
+        # Requests wait. While the coordinator commits, the server gets its label, and the record, which until then
+        # speaks of a worse state than the true one, is written.
+        label = self._run(Label(command.version, HOLD_S), None, now)
+        return (self._answers.verified(command, result, seconds), *label, *loaded)
+
+    def _labelling_ended(self, version: int, result: Result) -> tuple[Effect, ...]:
+        """Without a label by now, the server gets it before it is resumed."""
+        if isinstance(result, Broken):
+            return (Note("label_failed", result.reason),)
+        self._labelled = Version(version)
+        return ()
 
     def _releasing_ended(
         self, release: Release, command: ToEngine | None, result: Result, seconds: float, now: float
@@ -401,7 +413,7 @@ class Application:
             if not was_up and self.health is EngineHealth.CLEAN:
                 self.reason = ""
             return () if was_up else (Note("server_answers_again"),)
-        self.identity, self._reached = event.identity, None
+        self.identity, self._reached, self._labelled = event.identity, None, None
         self._paused_at, self._quiet_since, self._lease_s = None, now, UNSETTLED_S
         self._answers.forget()
         return (*self._shorten(), *self._recognise(event, known, now))

@@ -12,6 +12,10 @@ from typing import Final
 
 import msgspec
 
+from weightbus.dataplane import quantisation_config
+from weightbus.dataplane.quantisation import UnknownScheme
+from weightbus.dataplane.quantisation_config import Quantisation
+
 from .errors import UnfitManifest
 
 _HEADER_LIMIT: Final = 256 * 1024 * 1024
@@ -44,6 +48,7 @@ class Expected(msgspec.Struct, frozen=True):
     """Of the model as a whole, from config.json."""
     optional: frozenset[str]
     """May be missing: tied to another tensor."""
+    quantisation: Quantisation | None = None
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -63,22 +68,26 @@ class _Config(msgspec.Struct, frozen=True):
     torch_dtype: str | None = None
     dtype: str | None = None
     quantization_config: dict[str, object] | None = None
+    compression_config: dict[str, object] | None = None
+    text_config: dict[str, object] | None = None
 
 
 def expected(folder: Path) -> Expected:
     """Read `folder`. Raises `UnfitManifest` when it does not tell what the served model is made of."""
     config = _config(folder)
-    if config.quantization_config is not None:
-        raise UnfitManifest(
-            f"{folder} is a quantised checkpoint: such servers are not updated yet, serve the plain one"
-        )
+    quantisation = _quantisation(folder, config)
     tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
     dtype = config.dtype or config.torch_dtype or ""
     stored = _headers(folder)
     if stored:
         shapes = {name: shape for name, (shape, _) in stored.items()}
         dtypes = {name: kind for name, (_, kind) in stored.items()}
-        return Expected(shapes, dtypes, dtype, tied)
+        return Expected(shapes, dtypes, dtype, tied, quantisation)
+    if quantisation is not None:
+        raise UnfitManifest(
+            f"{folder} is a quantised checkpoint without its safetensors files, and only they say which tensors are"
+            " quantised: put them there"
+        )
     if config.architectures and config.architectures[0] in _DENSE:
         return Expected(_dense(config, config.architectures[0]), {}, dtype, tied)
     known = ", ".join(sorted(_DENSE))
@@ -86,6 +95,13 @@ def expected(folder: Path) -> Expected:
         f"nothing says which tensors {config.architectures or 'the served model'} has: put its safetensors files into "
         f"{folder}, or serve one of {known}"
     )
+
+
+def _quantisation(folder: Path, config: _Config) -> Quantisation | None:
+    try:
+        return quantisation_config.read(msgspec.structs.asdict(config))
+    except UnknownScheme as error:
+        raise UnfitManifest(f"{folder}: {error}") from error
 
 
 def _config(folder: Path) -> _Config:

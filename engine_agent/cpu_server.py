@@ -78,7 +78,9 @@ def end_group_with(leader: int) -> None:
         for stream in range(3):
             os.dup2(nowhere, stream)
         with contextlib.suppress(ProcessLookupError):  # it, or all of them, ended already
-            select.select([os.pidfd_open(leader)], [], [])
+            ended = select.poll()  # select() refuses descriptors above 1023
+            ended.register(os.pidfd_open(leader), select.POLLIN)
+            ended.poll()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)
     finally:

@@ -54,15 +54,24 @@ class Verify(msgspec.Struct, frozen=True):
     """Every byte was compared with the table before the server saw it."""
 
 
+class Label(msgspec.Struct, frozen=True):
+    """Label the server, which stays paused, with the version that it was proven to hold."""
+
+    version: int
+    deadline_s: float
+
+
 class Release(msgspec.Struct, frozen=True):
     """Label the server with `version` (null: leave its label), flush if asked, and let it generate."""
 
     version: int | None
     flush: bool
     deadline_s: float
+    labelled: bool = False
+    """It has the label of `version` already."""
 
 
-Operation = Validate | PauseServer | Receive | Verify | Release
+Operation = Validate | PauseServer | Receive | Verify | Label | Release
 
 # -- results ----------------------------------------------------------------------------------------------------------
 

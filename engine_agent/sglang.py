@@ -21,6 +21,8 @@ from .wire import Keys, Observer, Wire
 CALL_S: Final = 30.0
 """For calls that only change a flag. The server answers them at once unless its scheduler is stuck."""
 _FLUSH_STEP_S: Final = 0.1
+_LOOK_S: Final = 0.5
+"""How long a look at the launch holds good. A server needs seconds from its start to its first answer."""
 
 
 class SGLangServer:
@@ -39,6 +41,8 @@ class SGLangServer:
         self._touched = False
         self._groups: set[str] = set()
         self._launch = ""
+        self._looked_at = float("-inf")
+        """When the server was last found to be the launch that is meant."""
         self.last_label = ""
         """As last read by `connect` or set by us: any other is the work of somebody else, or of a new launch."""
 
@@ -59,7 +63,8 @@ class SGLangServer:
 
     def expect(self, identity: str) -> None:
         """From now on change this launch of the server and no other; an empty `identity` means any."""
-        self._launch = identity
+        if identity != self._launch:
+            self._launch, self._looked_at = identity, float("-inf")
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of every call."""
@@ -83,6 +88,11 @@ class SGLangServer:
     def tp(self) -> int:
         """Tensor-parallel ranks: how many payloads a call carries."""
         return self.facts.tp
+
+    @property
+    def drafts(self) -> bool:
+        """It speculates: calls of a loader are for its draft models too."""
+        return bool(self.facts.speculative)
 
     @property
     def touched(self) -> bool:
@@ -112,13 +122,18 @@ class SGLangServer:
     # -- pausing and labelling
 
     def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
-        """pause_generation: when it returns, whatever is asked next finds the server paused."""
+        """pause_generation: when it returns, whatever is asked next finds the server paused.
+
+        Any launch may be paused. It is looked at while it still generates, so that the calls which follow at once, and
+        are for one launch only, need not do it while requests wait.
+        """
+        if self._launch:
+            self._look(deadline_s)
         self._wire.admin("/pause_generation", {"mode": mode}, deadline_s)
 
-    def resume(self, deadline_s: float = CALL_S, *, looked: bool = False) -> None:
-        """continue_generation. Harmless when nothing is paused. `looked`: the launch was checked a moment ago."""
-        if not looked:
-            self._check_launch("/continue_generation", deadline_s)
+    def resume(self, deadline_s: float = CALL_S) -> None:
+        """continue_generation. Harmless when nothing is paused."""
+        self._check_launch("/continue_generation", deadline_s)
         self._wire.admin("/continue_generation", {"torch_empty_cache": False}, deadline_s)
 
     def flush(self, deadline_s: float = CALL_S) -> None:
@@ -233,15 +248,20 @@ class SGLangServer:
         """Raise `AnotherLaunch` unless the server is still the one that was meant.
 
         A server that was launched anew generates, from weights of its own: a bucket or a label would make them lie.
-        The agent may have been stopped while that happened, so this is asked right before the call. Another launch
-        shows by its process, where that can be seen, and by its label.
+        The agent may have been stopped while that happened, so this is asked right before the call, unless it was a
+        moment ago, in which no server can have been started.
         """
-        if not self._launch:
-            return
-        process = self.facts.process
+        if self._launch and time.monotonic() >= self._looked_at + _LOOK_S and not self._look(deadline_s):
+            raise AnotherLaunch(path)
+
+    def _look(self, deadline_s: float) -> bool:
+        """Is this the launch that is meant? Another shows by its process, where that can be seen, and by its label."""
+        process, now = self.facts.process, time.monotonic()
         ended = process is not None and start_time(process[0]) != process[1]
         if ended or self.facts.identity != self._launch or self.label(min(deadline_s, CALL_S)) != self.last_label:
-            raise AnotherLaunch(path)
+            return False
+        self._looked_at = now
+        return True
 
     def _begin_update(self, deadline_s: float) -> None:
         """Open a session where the dialect has them. One left open by an agent that died is closed first."""

@@ -11,6 +11,7 @@ from .events import (
     Broken,
     Commanded,
     Event,
+    Label,
     Operated,
     Operation,
     PauseServer,
@@ -23,11 +24,17 @@ from .events import (
 )
 from .weights import WeightState
 
+HOLD_S: Final = 30.0
+"""Deadline for pausing or resuming a server outside of a round, and pause between two tries."""
+UNSETTLED_S: Final = 10.0
+"""A clean server found in an unknown state resumes after so long, unless the coordinator is heard of and settles it."""
+
 STEP_OF: Final[dict[type[Operation], Step]] = {
     Validate: Step.PREPARE,
     PauseServer: Step.PAUSE,
     Receive: Step.TRANSFER,
     Verify: Step.VERIFY,
+    Label: Step.RESUME,
     Release: Step.RESUME,
 }
 """The step that has failed when an operation breaks."""

@@ -4,27 +4,24 @@ Every operation on a tensor that is followed comes to `Tracer.dispatch`. Views a
 Movements are noted, calculations end the trail, and reading a value raises `ReadsValues`. An operation on other tensors
 is none of our business and is carried out.
 
-Two things torch does not report: what threads of the loader's own do (`in_one_thread` runs them here), and code that
-asks a tensor for its address, which is refused.
+Two things torch does not report: what threads of the loader's own do, and what is done with a tensor's address. Neither
+happens while a loader is traced (confinement.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeAlias, cast
-from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.recording import Cause
 
+from .confinement import in_one_thread, without_addresses
 from .hollow import HollowTensors
 from .origins import Memory, Origin, ReadsValues, Write, calculated, constant, identity_of, window_of
 from .provenance import MOST_BOXES, Move, Window
@@ -33,10 +30,6 @@ _aten: Any = torch.ops.aten
 _Args: TypeAlias = Sequence[Any]
 _Kwargs: TypeAlias = Mapping[str, Any]
 _Handler: TypeAlias = Callable[["Tracer", Any, _Args, _Kwargs], object]
-
-_ALONE: Final = threading.Lock()
-_ADDRESSES: Final = frozenset({"data_ptr", "numpy", "tolist", "__array__", "__dlpack__", "__cuda_array_interface__"})
-"""Ways out of torch: whoever takes one can read or write without being seen."""
 
 
 class Tracer:
@@ -94,12 +87,11 @@ class Tracer:
         """Do, note or refuse one operation."""
         if operation.is_view:
             return operation(*args, **kwargs)
-        followed = [each for each in _tensors(args, kwargs) if identity_of(each) in self._memories]
+        found = [self._memories.get(identity_of(each)) for each in _tensors(args, kwargs)]
+        followed = [memory for memory in found if memory is not None]
         if not followed:
             return self._carry_out(operation, args, kwargs)
-        self.touched.update(
-            number for each in followed if (number := self._memories[identity_of(each)].source) is not None
-        )
+        self.touched.update(memory.source for memory in followed if memory.source is not None)
         handler = _HANDLERS.get(operation)
         return handler(self, operation, args, kwargs) if handler else self._calculate(operation, args, kwargs)
 
@@ -324,6 +316,11 @@ class Tracer:
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Loaders are not compiled, so nothing has to be kept from being; wrappers that do it cost every operation."""
+        return False
+
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tracer = tracer
@@ -333,59 +330,10 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._tracer.dispatch(func, args, kwargs or {})
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(self, func: Any, types: object, args: _Args = (), kwargs: _Kwargs | None = None) -> object:
-        del types
-        name = getattr(func, "__name__", "")
-        if name in _ADDRESSES and isinstance(args[0], torch.Tensor):
-            memory = self._tracer.memory_of(args[0])
-            if memory is not None:
-                raise ReadsValues(memory.sources(), name)
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def traced(tracer: Tracer) -> Generator[None]:
     """Everything that this thread does with torch goes through `tracer`."""
-    with in_one_thread(), torch.no_grad(), _Functions(tracer), _Dispatch(tracer):
-        yield
-
-
-@contextlib.contextmanager
-def in_one_thread() -> Generator[None]:
-    """Work that this thread gives to a pool is done at once, by itself: torch's modes belong to a thread.
-
-    One thread at a time: the classes that are changed belong to the process.
-    """
-    with _ALONE, _here():
-        yield
-
-
-@contextlib.contextmanager
-def _here() -> Generator[None]:
-    mine = threading.get_ident()
-    submit, start = ThreadPoolExecutor.submit, threading.Thread.start
-
-    def run(pool: ThreadPoolExecutor, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        if threading.get_ident() != mine:
-            return submit(pool, function, *args, **kwargs)
-        future: Future[object] = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - a future carries whatever was raised
-            future.set_exception(error)
-        return future
-
-    def refuse(thread: threading.Thread) -> None:
-        if threading.get_ident() == mine:
-            raise RuntimeError(f"the loader starts a thread {thread.name!r}, in which nothing could be followed")
-        start(thread)
-
-    with mock.patch.object(ThreadPoolExecutor, "submit", run), mock.patch.object(threading.Thread, "start", refuse):
+    with in_one_thread(), torch.no_grad(), without_addresses(tracer.memory_of), _Dispatch(tracer):
         yield
 
 

@@ -14,6 +14,7 @@ from .dialects import Dialect
 from .errors import UnfitManifest
 from .identity import ServerFacts
 from .payload import LOADER
+from .quantised import objections
 
 _SHOWN: Final = 4
 """Names of tensors in a message."""
@@ -23,6 +24,8 @@ def transports_of(facts: ServerFacts) -> tuple[str, ...]:
     """Transports that can serve this layout. Replicas (dp) answer tensors with 500; stages (pp) share ranks."""
     if facts.dp > 1:
         return ("disk",)
+    if facts.speculative and LOADER in facts.loaders:
+        return ("direct",)
     if facts.pp > 1:
         return ("local", "disk")
     direct = ("direct",) if LOADER in facts.loaders else ()
@@ -33,6 +36,7 @@ def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Ex
     """Raise `UnfitManifest` with everything that speaks against loading `manifest` by `transport`."""
     problems = [
         *_server(facts, dialect, transport),
+        *objections(expected.quantisation, expected.shapes, facts, dialect),
         *_model(manifest, facts),
         *_names(manifest, expected),
         *_tensors(manifest, facts, expected),
@@ -46,10 +50,11 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
         able = ", ".join(transports_of(facts))
         layout = f"dp={facts.dp}, pp={facts.pp}"
         yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}"
-    if facts.quantization:
-        yield f"the server quantises its weights ({facts.quantization}): such servers are not updated yet"
-    if facts.speculative:
-        yield f"the server speculates ({facts.speculative}): its draft weights would stay behind; launch it without"
+    if facts.speculative and transport != "direct":
+        yield (
+            f"the server speculates ({facts.speculative}), and {transport!r} cannot prove what its draft model holds; "
+            f"launch it with --custom-weight-loader {LOADER} for the direct transport, or without speculation"
+        )
     if facts.tp < 1:
         yield f"{dialect.name}: the server says it has {facts.tp} tensor-parallel ranks"
 

@@ -32,6 +32,7 @@ from .errors import CalledOff, Distrusted, EngineAgentError, ServerError, UnfitM
 from .events import (
     Broken,
     Finished,
+    Label,
     Operation,
     PauseServer,
     Proven,
@@ -157,8 +158,10 @@ class Worker:
                 return self._receive(command, folder)
             case Verify(command, checked):
                 return self._verify(command, checked=checked)
-            case Release(version, flush, deadline_s):
-                self._release(version, flush=flush, deadline_s=deadline_s)
+            case Label(version, deadline_s):
+                self._server.set_label(str(version), min(deadline_s, CALL_S))
+            case Release():
+                self._release(operation)
         return Finished()
 
     def _believe(self, command: Prepare, serving: Held | None) -> None:
@@ -272,14 +275,14 @@ class Worker:
             return LIVE_ON_GPU
         return LIVE_ON_CPU if device == "cpu" and dialect.cpu_checksums else ""
 
-    def _release(self, version: int | None, *, flush: bool, deadline_s: float) -> None:
+    def _release(self, release: Release) -> None:
         """Label last but for the flush, flush before anything generates."""
-        until = time.monotonic() + deadline_s
-        if version is not None:
-            self._server.set_label(str(version), min(deadline_s, CALL_S))
-        if flush:
+        until = time.monotonic() + release.deadline_s
+        if release.version is not None and not release.labelled:
+            self._server.set_label(str(release.version), min(release.deadline_s, CALL_S))
+        if release.flush:
             self._server.flush(max(until - time.monotonic(), 0.001))
-        self._server.resume(min(deadline_s, CALL_S), looked=version is not None and not flush)
+        self._server.resume(min(release.deadline_s, CALL_S))
 
     def called(self, call: str, seconds: float, *, failed: bool) -> None:
         """One HTTP call to the server was made."""

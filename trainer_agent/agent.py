@@ -33,6 +33,7 @@ from .handle import PublishHandle
 from .leader import Leader, exposure_of, lead
 from .orders import Assemble, Beat, Expose, Finish, NotReady, Ranks, Ready, Taken, unexpected
 from .publication import Ending, Verdict
+from .quantised import as_served
 from .report import Mode, PublishReport
 from .settings import SECTION, TrainerSettings
 from .source import Source, SourceError
@@ -80,8 +81,9 @@ class TrainerAgent:
 
         Every field of `TrainerSettings` may be given by name, the rarer ones through `more`; what is not given comes
         from the environment (``WEIGHTBUS_TRAINER_...``), then `file`, then the default. `settings` replaces all that.
-        Give equal arguments on every rank. `progress` is called on the root, from inside `publish` or
-        from the thread that publishes snapshots.
+        Give equal arguments on every rank. Where the checkpoint that engines serve is quantised (`served`,
+        `hf_config_dir` or the source's own config say so), weights are quantised on their way. `progress` is called on
+        the root, from inside `publish` or from the thread that publishes snapshots.
 
         Raises:
             ConfigurationError: what was given cannot work.
@@ -101,6 +103,7 @@ class TrainerAgent:
             environment = os.environ if environ is None else environ
             loaded = settings_file.load(TrainerSettings, SECTION, file=file, environ=environment, flags=given)
             settings = loaded.value
+        source = as_served(source, settings)
         manifest = Manifest.of(source.model, source.tensors(), settings.bucket_bytes)
         return cls(source, settings, manifest, *_start(source, settings, manifest, progress))
 

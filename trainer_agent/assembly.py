@@ -7,7 +7,7 @@ tensor-parallel group first would move every byte twice, and give every rank wha
 
 Memory beyond the bucket itself: on a rank its own parcel at most, on the root the loose pieces of the others; both
 together are never more than the bucket. Parameters in host memory are packed in pinned memory and go to the device of
-the buckets as one copy for each bucket.
+the buckets as one copy for each bucket. Where parameters are is asked every time: trainers offload between phases.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:
         f"the manifest and the source differ in {len(odd)} tensors ({', '.join(odd[:5])}): "
         f"make it of what the source's tensors() returns"
     )
+
+
+def elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
+    """The tensor is not on `device`, which stands for any GPU when it has no index."""
+    return tensor.device.type != device.type or device not in {torch.device(device.type), tensor.device}
 
 
 class Exchange:
@@ -123,7 +128,7 @@ class Assembler:
         away = self._away(parcel, device)
         packed = [message for message in parcel.messages if message.packed or away]
         memory = self._memory(parcel.nbytes if away else parcel.packed_bytes, device, away=away)
-        if away:
+        if away and device.type == "cuda":
             self._upload(parcel, memory)
         else:
             self._pack(packed, memory)
@@ -166,7 +171,7 @@ class Assembler:
     def _fill(self, parcel: Parcel, out: torch.Tensor) -> None:
         """The root's own pieces into the bucket."""
         copies = _Copies()
-        if not self._away(parcel, out.device):
+        if out.device.type != "cuda" or not self._away(parcel, out.device):
             for place in _placements(parcel.messages):
                 copies.add(_in_bucket(out, place), self._source(place), place.shift)
         else:
@@ -198,9 +203,8 @@ class Assembler:
         return storage.as_strided(place.shape, place.strides, storage.storage_offset() + place.offset)
 
     def _away(self, parcel: Parcel, device: torch.device) -> bool:
-        """The parameters are in host memory, the buckets on a GPU."""
-        first = next(iter(_placements(parcel.messages)))
-        return self._storages[first.storage].device.type == "cpu" and device.type != "cpu"
+        """Some of the parameters are not where the buckets are: on a GPU and in host memory, or the other way."""
+        return any(elsewhere(self._storages[place.storage], device) for place in _placements(parcel.messages))
 
     def _link(self) -> Exchange:
         assert self._exchange is not None, "the plan gives parcels to a rank outside the exchange"

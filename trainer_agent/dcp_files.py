@@ -12,6 +12,7 @@ DCP's ``.metadata`` is a pickle, which torch reads: who may write it may run cod
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from .source import AssemblyFailed
 
 METADATA: Final = ".metadata"
 """Written by DCP after all other files."""
+_COUNTS: Final = re.compile(r"^(?:num|n)_(?:.*_)?(layers?|experts)$")
 _FLOATS: Final = ("bfloat16", "float16", "float32", "float64")
 """What weights are trained in. Others stand for something else: 8 bits mean little without the scales beside them."""
 
@@ -49,6 +51,7 @@ class DcpFiles:
         self.config = config
         self._folder = folder
         saved = _saved_tensors(folder)
+        _check_counts(folder, config, saved)
         form = _form(folder, config)
         self._slices, found = _named(folder, form, saved, prefix)
         self._keys = {each.source: found + each.source for each in self._slices}
@@ -173,6 +176,22 @@ def _named(
     except NoSuchModel as error:
         raise BadCheckpoint(folder, str(error)) from error
     return cuts, prefix
+
+
+def _check_counts(folder: Path, config: Mapping[str, Any], saved: Mapping[str, TensorStorageMetadata]) -> None:
+    """A model is built to learn its names; one of millions of layers or experts would be built for hours.
+
+    Every layer has a tensor of its own, and every expert one or a row of one.
+    """
+    most_experts = max([len(saved), *(size for tensor in saved.values() for size in tensor.size)])
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(folder, cast("dict[str, Any]", value), saved)
+        elif isinstance(value, int) and (counted := _COUNTS.match(key)):
+            most = most_experts if counted[1] == "experts" else len(saved)
+            if value > most:
+                reason = f"its config says {key}={value}, its {len(saved)} tensors have room for {most} at most"
+                raise BadCheckpoint(folder, reason)
 
 
 def _form(folder: Path, config: Mapping[str, Any]) -> _Form:

@@ -17,10 +17,12 @@ from weightbus.control import messages as m
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.log import get_log
+from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.transport import Peer, Sender, Session
 
 from . import orders
 from . import publication as p
+from .archive import Archive, Saving
 from .delivery import Delivery
 from .report import Mode, PublishReport, Stopwatch
 from .settings import TrainerSettings
@@ -106,6 +108,8 @@ class Outfit(msgspec.Struct):
     mode: Mode = Mode.LIVE
     seal: Sealer | None = None
     """Null where no keys are used."""
+    archive: Archive | None = None
+    """Keeps versions as files; null where none are kept."""
 
 
 class Drive:
@@ -124,6 +128,8 @@ class Drive:
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
         self._silent = False
+        self._saving: Saving | None = None
+        self._saved = self._save_error = ""
         self._log = _log.bind(channel=outfit.settings.channel, version=version)
         outfit.staging.begin()
 
@@ -136,6 +142,7 @@ class Drive:
             event = self._perform(effects.popleft()) if effects else self._wait()
             if event is not None:
                 effects.extend(self._handle(event))
+        self._conclude_saving(self.machine.verdict)
         return self.machine.verdict
 
     def fail(self, error: BaseException) -> p.Verdict:
@@ -146,7 +153,9 @@ class Drive:
         for effect in self._handle(p.Broken(ending, f"{type(error).__name__}: {error}")):
             self._perform(effect)
         self._stop_delivery()
-        return self.machine.verdict or p.Verdict(ending, str(error))
+        verdict = self.machine.verdict or p.Verdict(ending, str(error))
+        self._conclude_saving(verdict)
+        return verdict
 
     def _handle(self, event: p.AnyEvent) -> p.Effects:
         before = self.machine.state
@@ -267,8 +276,10 @@ class Drive:
 
     def _assemble(self) -> p.AnyEvent:
         staging = self._of.staging
+        if self._saving is None and self._of.archive is not None:
+            self._saving = self._of.archive.saving(self.version, staging.manifest)
         try:
-            table = staging.digest(self.version, self._engines, self._watch)
+            table = staging.digest(self.version, self._engines, self._watch, self._saving)
         except SourceError as error:
             return self._source_failed(error)
         seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
@@ -353,6 +364,25 @@ class Drive:
             # The lease runs out by itself; this only makes it quicker.
             self._log.debug("farewell_unheard", message=type(message).__name__, error=str(error))
 
+    def _conclude_saving(self, verdict: p.Verdict) -> None:
+        """Keep the version's files if it was committed, and nothing otherwise."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        if verdict.ending is not p.Ending.COMMITTED:
+            return saving.discard()
+        staging = self._of.staging
+        notes = Notes(
+            channel=self._of.settings.channel,
+            epoch=self.machine.epoch,
+            version=self.version,
+            manifest=staging.name,
+            table=staging.table.digest(),
+        )
+        with self._watch.phase("save"):
+            self._saved, self._save_error = saving.finish(self.version, notes)
+        return None
+
     # -- the report ----------------------------------------------------------------------------------------------------
 
     def report(self, verdict: p.Verdict) -> PublishReport:
@@ -374,6 +404,8 @@ class Drive:
             engines=ended.engines if ended else (),
             manifest=self._of.staging.name,
             table=self.machine.table,
+            saved=self._saved,
+            save_error=self._save_error,
         )
 
     # -- small things --------------------------------------------------------------------------------------------------

@@ -15,7 +15,15 @@ import torch
 from weightbus.dataplane.manifest import ITEM_BYTES, TensorSpec
 
 from .assembly import objection
-from .source import AssemblyFailed, LayoutMismatch, SourceError, UnknownParameter, UnsupportedModel, check_served
+from .source import (
+    AssemblyFailed,
+    LayoutMismatch,
+    SourceError,
+    UnknownParameter,
+    UnsupportedModel,
+    check_manifestable,
+    check_served,
+)
 
 Exported = Iterable[tuple[str, torch.Tensor]]
 
@@ -49,6 +57,7 @@ def listed(exported: Exported, dtype: torch.dtype | None) -> Listing:
         forms[name] = tuple(tensor.shape), tensor.dtype
     if not tensors:
         raise UnsupportedModel("the exporter yields no tensors: give it the model of this rank")
+    check_manifestable(tensors)
     return Listing(tuple(tensors), forms, device)
 
 

@@ -6,8 +6,8 @@ To add one:
 2. Add an entry here. Blocks come from blocks.py; a block that no family has yet is a tuple of rules there.
 3. A size that the config has under another name goes into `keys`, a tensor that the checkpoint has under another name
    into `renames`. What a switch (`qkv_bias`, `qk_norm`, ..) is set to is True, False or the config key that decides.
-4. Add a tiny config to tests/kit/tiny_families.py. The tests take it from there: every layout of it on real ranks,
-   against Megatron-Bridge where that knows the family, otherwise against what transformers computes.
+4. Add a tiny config to tests/kit/tiny_families.py. The tests take it from there: every layout of it against the files
+   that transformers writes, its logits on real ranks, and Megatron-Bridge where that is installed and knows the family.
 
 CONTRIBUTING.md walks through the last one that was added.
 """

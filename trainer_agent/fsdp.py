@@ -29,7 +29,8 @@ from .source import SourceError
 class FSDPSource:
     """The live weights of one sharded Hugging Face module. Satisfies `Source`.
 
-    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused.
+    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused. Their
+    memory may be another one every time, also on another device.
     """
 
     def __init__(
@@ -109,6 +110,16 @@ class FSDPSource:
         """Of this process, in the group."""
         return self._ranks.rank
 
+    @property
+    def pieces(self) -> Pieces:
+        """Every element once, as buckets are assembled from; `storage` numbers what `memory` gives."""
+        return self._pieces
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Between the ranks that anything is read from; None on the others, and where there is one."""
+        return self._exchange
+
     def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
         """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""
         return self._held.pieces.ordered(tensors)
@@ -138,7 +149,7 @@ class FSDPSource:
 
         def attempt() -> tuple[Roster, Held]:
             own = describe(module, dtype, self._ranks.rank, model)
-            return Roster({"model": own.model, **own.facts}, own.pieces.encode()), own
+            return Roster({"model": own.model, **own.facts()}, own.pieces.encode()), own
 
         rosters, own = together(self._ranks, attempt)
         return own, settle(rosters, own.tensors)

@@ -19,7 +19,7 @@ from .assembly import DTYPES, check_manifest
 from .checkpoint_form import architecture, head_dim, revert, stored_tensors
 from .module_pieces import device_of, served_dtypes
 from .ranks import DEFAULT_TIMEOUT_S, Ranks
-from .source import AssemblyFailed
+from .source import AssemblyFailed, check_manifestable
 
 
 class FullTensorSource:
@@ -49,6 +49,7 @@ class FullTensorSource:
             TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in revert(module, blank).items()
         )
+        check_manifestable(self._tensors)
         self._whole: dict[str, torch.Tensor] = {}
 
     @property

@@ -21,7 +21,8 @@ from .parcels import plan
 class HFModuleSource:
     """The live weights of one module. Satisfies `Source`.
 
-    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused.
+    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused. Their
+    memory may be another one every time, also on another device.
     """
 
     def __init__(self, module: nn.Module, *, model: str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -31,6 +32,7 @@ class HFModuleSource:
         slices of, such as adapters that were not merged.
         """
         self._held = describe(module, dtype, 0, model)
+        self._device = self._held.storages[0].device
         self._planned: tuple[Manifest, Assembler] | None = None
 
     @property
@@ -45,8 +47,8 @@ class HFModuleSource:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self._held.storages[0].device
+        """Where the parameters were when the source was built; from there they may be moved, and buckets stay."""
+        return self._device
 
     @property
     def head_dim(self) -> int | None:
@@ -73,6 +75,16 @@ class HFModuleSource:
     def rank(self) -> int:
         """One process."""
         return 0
+
+    @property
+    def pieces(self) -> Pieces:
+        """Every element, where it lies; `storage` numbers what `memory` gives."""
+        return self._held.pieces
+
+    @property
+    def exchange(self) -> None:
+        """Nothing travels."""
+        return
 
     def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
         """All of each of `tensors`, where it lies."""

@@ -2,8 +2,8 @@
 
 Trainers replace parameters: `load_state_dict(assign=True)`, a new `nn.Parameter`, a conversion of the whole module.
 What was described when the source was built is then read from tensors that nobody trains any more, or with the strides
-of others, and no digest can tell. New memory under a parameter of the same form is no such thing: it is read where it
-is now.
+of others, and no digest can tell. New memory under a parameter of the same form is no such thing, and may be on another
+device: trainers offload between phases. It is read where it is now, if there is any.
 """
 
 # torch leaves Tensor.stride partly untyped.
@@ -23,6 +23,10 @@ Reader = Callable[[], Mapping[str, torch.Tensor]]
 """The tensors of a model as they are now, by their names in memory. Reads no values, speaks with no other rank."""
 
 _ADVICE = "build the source again after replacing parameters"
+_OFFLOADED = (
+    "it was offloaded: load it back before publishing, or move it to host memory with `.data = .data.cpu()`, where it"
+    " is read, too"
+)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,7 +44,7 @@ class Kept:
         self._then = {name: (tensor, _Form.of(tensor)) for name, tensor in read().items()}
 
     def check(self) -> None:
-        """Raise `LayoutMismatch` unless the model holds the same parameters, each in the same form."""
+        """Raise `LayoutMismatch` unless the model holds the same parameters, each in the same form, with values."""
         now = self._read()
         for name, (tensor, form) in self._then.items():
             found = now.get(name)
@@ -53,8 +57,20 @@ class Kept:
                 raise LayoutMismatch(
                     f"{name!r} ({new}) is another tensor now, the source was built on the one before: {_ADVICE}"
                 )
+            if not _has_memory(found):
+                raise LayoutMismatch(f"{name!r} ({new} on {local(found).device}) has no memory now: {_OFFLOADED}")
         for name in now.keys() - self._then.keys():
             raise LayoutMismatch(f"{name!r} ({_Form.of(now[name])}) was not in the model before: {_ADVICE}")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Trainers that offload empty storages under parameters that keep their shapes."""
+    mine = local(tensor)
+    if not mine.numel():
+        return True
+    steps = zip(mine.shape, mine.stride(), strict=True)
+    end = mine.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
+    return not mine.is_meta and mine.untyped_storage().nbytes() >= end * mine.element_size()
 
 
 class _Form(NamedTuple):
@@ -65,7 +81,6 @@ class _Form(NamedTuple):
     """Of this rank's part."""
     strides: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
     placements: tuple[object, ...]
 
     @classmethod
@@ -73,8 +88,8 @@ class _Form(NamedTuple):
         mine = local(tensor)
         placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
         whole, shape, strides = tuple(tensor.shape), tuple(mine.shape), tuple(mine.stride())
-        return cls(whole, shape, strides, mine.dtype, mine.device, placements)
+        return cls(whole, shape, strides, mine.dtype, placements)
 
     def __str__(self) -> str:
         part = f" of {self.whole} {self.placements}" if self.placements else ""
-        return f"{self.shape}{part} with strides {self.strides}, {self.dtype} on {self.device}"
+        return f"{self.shape}{part} with strides {self.strides}, {self.dtype}"

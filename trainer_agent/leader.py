@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
 import msgspec
@@ -30,12 +31,14 @@ from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Sender
 from weightbus.dataplane.transports import default_runtime_dir, sender
 
+from .archive import Archive, Policy
 from .background import Background, End
 from .backlog import Claim
 from .drive import Drive, Outfit, Progress
 from .exposure import Exposable, Exposure
 from .orders import Assemble, Beat, Expose, Finish, Ranks, Taken
 from .publication import Ending, Verdict
+from .quantised import KnowsServed
 from .report import Mode, PublishReport, Stopwatch
 from .settings import TrainerSettings
 from .snapshot import Store, StoredWeights
@@ -282,9 +285,20 @@ def lead(
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
             seal=_Seal(settings, curve) if curve else None,
+            archive=_archive(source, settings),
         )
         undo.pop_all()
     return Leader(outfit, pool, source, exposure)
+
+
+def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
+    """What keeps versions as files, where that was asked for."""
+    if not settings.save_every or settings.save_dir is None:
+        return None
+    told = source.served if isinstance(source, KnowsServed) else None
+    config_dir = settings.hf_config_dir or settings.served or (told if isinstance(told, Path) else None)
+    policy = Policy(settings.save_every, settings.keep_last, settings.keep_every)
+    return Archive(settings.save_dir, settings.channel, policy, config_dir)
 
 
 def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ from weightbus.dataplane.pieces import Pieces
 from .agreement import together, together_check
 from .assembly import Assembler, Exchange, check_manifest
 from .megatron_chunks import chunks_of, lagging_wrappers
-from .megatron_description import Description, describe
+from .megatron_description import Description, describe, folder_of
+from .megatron_stages import check_order
 from .parcels import plan
 from .ranks import Ranks
 from .roster import Roster, settle
@@ -42,7 +43,8 @@ DEFAULT_TIMEOUT_S: Final = 1800.0
 class MegatronSource:
     """The live weights of one Megatron-core model. Satisfies `Source`.
 
-    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused.
+    Its parameters stay the same objects, in the same form; a publication after they were replaced is refused. Their
+    memory may be another one every time, also on another device.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class MegatronSource:
         hf_config: Path | str | Mapping[str, object],
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        vocab_divisible_by: int | None = None,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -63,6 +66,9 @@ class MegatronSource:
             dtype: what is served; the config's dtype by default, the parameters' own if it names none.
             device: where buckets are; by default where the parameters are. A GPU for parameters that the trainer keeps
                 in host memory: they are packed there and uploaded by bucket.
+            vocab_divisible_by: the trainer's ``make_vocab_size_divisible_by``, needed only where it is more than 128:
+                rows of the embedding beyond the config's ``vocab_size`` are padding, and more than such a setting
+                explains are refused. Where it is given, the padding must be exactly what it gives.
             group: the ranks of one model with all of its replicas. Of a part of the world it is used as it is, so
                 it must carry CPU tensors (and CUDA tensors where the model is) and have a timeout of its own.
             timeout_s: how long any collective waits.
@@ -72,12 +78,14 @@ class MegatronSource:
         """
         self._ranks = Ranks(group, timeout_s)
         try:
-            self._own, self._pieces = self._settle(model_chunks, hf_config, dtype)
+            self._own, self._pieces = self._settle(model_chunks, hf_config, dtype, vocab_divisible_by)
         except SourceError:
             self._ranks.close()  # every rank raises, so every rank comes here
             raise
         self._lagging = [lagging for chunk in chunks_of(model_chunks) for lagging in lagging_wrappers(chunk)]
         self._device = device or self._own.parameters[0].device
+        self.served: Path | Mapping[str, Any] = hf_config if isinstance(hf_config, Mapping) else folder_of(hf_config)
+        """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         self._exchange = self._open_exchange()
         self._planned: tuple[Manifest, Assembler] | None = None
 
@@ -128,6 +136,16 @@ class MegatronSource:
         """Of this process, in the group."""
         return self._ranks.rank
 
+    @property
+    def pieces(self) -> Pieces:
+        """Every element once, as buckets are assembled from; `storage` numbers what `memory` gives."""
+        return self._pieces
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Between the ranks that anything is read from; None on the others, and where there is one."""
+        return self._exchange
+
     def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
         """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""
         return self._own.pieces.ordered(tensors)
@@ -175,12 +193,14 @@ class MegatronSource:
         chunks: nn.Module | Sequence[nn.Module],
         hf_config: Path | str | Mapping[str, object],
         dtype: torch.dtype | None,
+        vocab_divisible_by: int | None,
     ) -> tuple[Description, Pieces]:
         """What is served, and from where. A rank that cannot serve says so before it raises: the others wait for it."""
 
         def attempt() -> tuple[Roster, Description]:
-            own = describe(chunks, hf_config, dtype, self._ranks.rank)
-            return Roster(own.facts, own.pieces.encode()), own
+            own = describe(chunks, hf_config, dtype, self._ranks.rank, vocab_divisible_by=vocab_divisible_by)
+            return Roster(own.facts, own.pieces.encode(), own.stages), own
 
         rosters, own = together(self._ranks, attempt)
+        check_order(rosters)
         return own, settle(rosters, own.tensors)

@@ -6,7 +6,7 @@ a model carries no groups).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol, cast
 
 import msgspec
@@ -17,6 +17,8 @@ from torch import nn
 from .assembly import objection
 from .megatron_checks import check_axes, check_config, check_tied
 from .megatron_names import TRAINING_ONLY, Found, advice_for, place_of
+from .megatron_stages import check_numbers, check_part
+from .roster import Stage
 from .rules import Share
 from .served import Model
 from .source import LayoutMismatch, UnknownParameter, UnsupportedModel
@@ -42,6 +44,7 @@ class Groups(msgspec.Struct, frozen=True):
     tensor: Share
     expert_tensor: Share
     expert: Share
+    pipeline: Share
 
 
 def chunks_of(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -82,11 +85,20 @@ class Chunk:
         self.zero_centred = bool(getattr(config, "layernorm_zero_centered_gamma", False))
         self.groups = _groups(self._module, model)
         self._buffers: set[str] = set()
+        self._numbers = self._numbered("decoder")
+        check_numbers(self._numbers)
 
     @property
     def model(self) -> Model:
         """What is served of the model, which is what is trained of it."""
         return self._model
+
+    def stage(self, index: int) -> Stage:
+        """Which layers these are. `index` is the chunk's among those of the rank, where the chunk does not say it."""
+        chunk: object = getattr(self._module, "vp_stage", None)
+        first = self._numbers[0] if self._numbers else 0
+        at = chunk if isinstance(chunk, int) else index
+        return Stage(at, self.groups.pipeline.rank, first, len(self._numbers))
 
     def parameters(self) -> Iterator[tuple[Found, torch.Tensor]]:
         """Every parameter and buffer that is served, with its rule. Raises `UnknownParameter` for any other."""
@@ -119,7 +131,7 @@ class Chunk:
             yield name, parameter
 
     def _find(self, name: str, tensor: torch.Tensor, detail: str) -> Found:
-        found = place_of(name, self._model, self._layer, self._expert)
+        found = place_of(name, self._model, self._layer, self._expert, self._prediction)
         if found is None:
             shown = _with_layer(name, self._layer)
             raise UnknownParameter(shown, tensor.shape, detail, advice_for(name, self._model))
@@ -140,14 +152,28 @@ class Chunk:
         return share.rank * (self._model.sizes["experts"] // share.ranks) + local
 
     def _layer(self, local: int) -> int:
-        """Layers are numbered from 0 in every chunk; only the layer itself knows its place in the model, from 1."""
-        layer = self._module.get_submodule(f"decoder.layers.{local}")
-        number = getattr(layer, "layer_number", None)
-        if not isinstance(number, int):
-            raise UnsupportedModel(
-                f"layer {local} ({type(layer).__name__}) has no layer_number: a Megatron-core decoder has"
-            )
-        return self._served_layers(number - 1)
+        """Layers are named from 0 in every chunk; only the layer itself knows its place in the model, from 1."""
+        return self._served_layers(self._numbers[local] - 1)
+
+    def _prediction(self, local: int) -> int:
+        """Prediction layers, too: they may be spread over stages."""
+        number: object = getattr(self._module.get_submodule(f"mtp.layers.{local}"), "layer_number", None)
+        return number - 1 if isinstance(number, int) else local
+
+    def _numbered(self, block: str) -> list[int]:
+        """The numbers that layers say they have, and their attention and MLP with them."""
+        layers = getattr(getattr(self._module, block, None), "layers", ())
+        numbers: list[int] = []
+        for local, layer in enumerate(cast("Iterable[nn.Module]", layers)):
+            number = getattr(layer, "layer_number", None)
+            if not isinstance(number, int):
+                raise UnsupportedModel(
+                    f"layer {local} ({type(layer).__name__}) has no layer_number: a Megatron-core decoder has"
+                )
+            for part, inner in layer.named_children():
+                check_part(f"{block}.layers.{local}", number, part, getattr(inner, "layer_number", number))
+            numbers.append(number)
+        return numbers
 
     def _layers(self, config: object) -> Callable[[int], int]:
         """From Megatron's layers to served ones: the same, but in a HybridModel, where a layer is one block of one."""
@@ -204,6 +230,7 @@ def _groups(module: nn.Module, model: Model) -> Groups:
         tensor=_share(carried, "tp", "get_tensor_model_parallel_group"),
         expert_tensor=_share(carried, "expt_tp", "get_expert_tensor_parallel_group") if experts else alone,
         expert=_share(carried, "ep", "get_expert_model_parallel_group") if experts else alone,
+        pipeline=_share(carried, "pp", "get_pipeline_model_parallel_group"),
     )
 
 

@@ -17,7 +17,9 @@ from weightbus.dataplane.pieces import Piece, Pieces
 from .kept import Kept
 from .megatron_chunks import Chunk, chunks_of
 from .megatron_names import Found
-from .rules import Local, pieces_of
+from .megatron_vocabulary import check_padding
+from .roster import Stage
+from .rules import Fusion, Local, pieces_of
 from .served import Model, served_tensors
 from .source import LayoutMismatch, UnsupportedModel, check_served
 
@@ -35,6 +37,8 @@ class Description(NamedTuple):
     """What must be the same on every rank."""
     kept: Kept
     """Whether the chunks still hold `parameters`."""
+    stages: tuple[Stage, ...]
+    """Which layers the rank holds, chunk by chunk."""
 
 
 def describe(
@@ -42,6 +46,8 @@ def describe(
     hf_config: Path | str | Mapping[str, object],
     dtype: torch.dtype | None,
     holder: int,
+    *,
+    vocab_divisible_by: int | None = None,
 ) -> Description:
     """Find and check every parameter of a rank. Raises `SourceError` for whatever cannot be served."""
     described = Model.parse(_read_config(hf_config))
@@ -55,6 +61,9 @@ def describe(
     tensors = served_tensors(model, served)
     rows: list[Piece] = []
     for storage, (chunk, found, parameter) in enumerate(held):
+        if found.rule.fusion is Fusion.VOCABULARY:
+            rows_of_all = parameter.shape[0] * chunk.groups.tensor.ranks
+            check_padding(found.name, rows_of_all, model.sizes["vocab"], chunk.groups.tensor.ranks, vocab_divisible_by)
         rows.extend(_pieces(chunk, found, _local(found.name, storage, parameter), served))
     groups = chunks[0].groups
     facts: dict[str, object] = {
@@ -63,10 +72,12 @@ def describe(
         "tp": groups.tensor.ranks,
         "etp": groups.expert_tensor.ranks,
         "ep": groups.expert.ranks,
+        "pp": groups.pipeline.ranks,
     }
     described_facts = {key: repr(value) for key, value in facts.items()}
     pieces = Pieces.of(tensors, rows, holder)
-    return Description(model, tensors, pieces, parameters, described_facts, Kept(lambda: _now(chunks)))
+    stages = tuple(chunk.stage(index) for index, chunk in enumerate(chunks))
+    return Description(model, tensors, pieces, parameters, described_facts, Kept(lambda: _now(chunks)), stages)
 
 
 def _now(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
@@ -105,6 +116,12 @@ def _served_dtype(wanted: torch.dtype | None, model: Model, parameters: Sequence
     if len(found) != 1:
         raise LayoutMismatch(f"the parameters have dtypes {sorted(found)} and the config names none: pass dtype=")
     return found.pop()
+
+
+def folder_of(config: Path | str) -> Path:
+    """Where the checkpoint of a config is: the folder itself, or that of its ``config.json``."""
+    path = Path(config)
+    return path if path.is_dir() else path.parent
 
 
 def _read_config(source: Path | str | Mapping[str, object]) -> Mapping[str, object]:

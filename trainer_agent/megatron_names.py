@@ -54,17 +54,23 @@ class Found(NamedTuple):
     """The parameter's name with global indexes."""
 
 
-def place_of(name: str, model: Model, layer_of: Callable[[int], int], expert_of: Callable[[int], int]) -> Found | None:
+def place_of(
+    name: str,
+    model: Model,
+    layer_of: Callable[[int], int],
+    expert_of: Callable[[int], int],
+    prediction_of: Callable[[int], int],
+) -> Found | None:
     """The rule for a local parameter name; None when there is none.
 
-    `layer_of` gives a served layer for a local one, `expert_of` a global expert for a local one.
+    `layer_of` gives a served layer for a local one, `expert_of` a global expert, `prediction_of` a prediction layer.
     """
     if (match := _LAYER.match(name)) is not None:
         index = layer_of(int(match[1]))
         known = 0 <= index < len(model.layers)
         return _within(decoder_layer(model, index), match[2], f"decoder.layers.{index}.", expert_of) if known else None
     if (match := _PREDICTION.match(name)) is not None:
-        return _in_prediction(match, model, expert_of)
+        return _in_prediction(match, prediction_of(int(match[1])), model, expert_of)
     for part in (body(model), head(model)):
         if (rule := by_name(part.rules).get(name)) is not None:
             return Found(rule, part.prefix, None, name)
@@ -79,9 +85,9 @@ def advice_for(name: str, model: Model) -> str:
     return f"remove it, or add it to what {model.architecture} consists of in families.py"
 
 
-def _in_prediction(match: re.Match[str], model: Model, expert_of: Callable[[int], int]) -> Found | None:
-    index, inner = int(match[1]), match[2]
-    if index >= model.predictions:
+def _in_prediction(match: re.Match[str], index: int, model: Model, expert_of: Callable[[int], int]) -> Found | None:
+    inner = match[2]
+    if not 0 <= index < model.predictions:
         return None
     place = prediction_parts(model, index) if inner is None else prediction_layer(model, index)
     return _within(place, match[3], f"mtp.layers.{index}." + (f"{inner}." if inner else ""), expert_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -17,7 +17,7 @@ from .assembly import objection
 from .checkpoint_form import Slice, architecture, head_dim, slices, stored_tensors, unwrapped
 from .kept import Kept, local
 from .shards import Cut, Local, pieces_of, runs_of
-from .source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_served
+from .source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_manifestable, check_served
 
 # torch leaves parts of DTensor untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -33,8 +33,8 @@ class Held(msgspec.Struct, frozen=True):
     """The module's own tensors, in the order in which `pieces` number them; `local` gives this rank's part."""
     pieces: Pieces
     head_dim: int | None
-    facts: dict[str, str]
-    """What must be the same on every rank."""
+    facts: Callable[[], dict[str, str]]
+    """What must be the same on every rank. Reads what is not sharded."""
     kept: Kept
     """Whether the module still holds `storages`."""
 
@@ -51,6 +51,7 @@ def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str
     form = slices(module, {name: tuple(tensor.shape) for name, tensor in stored.items()})
     served = served_dtypes(module, stored, dtype)
     tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
+    check_manifestable(tensors)
     locals_ = {name: _local_of(name, tensor, index) for index, (name, tensor) in enumerate(stored.items())}
     pieces = Pieces.of(tensors, _pieces(form, locals_), rank)
     return Held(
@@ -59,7 +60,7 @@ def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str
         storages=tuple(stored.values()),
         pieces=pieces,
         head_dim=head_dim(module),
-        facts=dict(_facts(stored, tensors)),
+        facts=lambda: dict(_facts(stored, tensors)),
         kept=Kept(lambda: stored_tensors(module)),
     )
 
@@ -141,5 +142,6 @@ def _facts(stored: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) ->
     yield "tensors", hashlib.sha256(msgspec.msgpack.encode(tensors)).hexdigest()
     for name, tensor in stored.items():
         if not isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
-            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            # A copy: numpy would fix the size of the trainer's own storage.
+            data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy()
             yield f"{name} (not sharded)", hashlib.sha256(data.tobytes()).hexdigest()[:16]

@@ -24,11 +24,12 @@ PHASES: Final = (
     "verify",
     "commit",
     "resume",
+    "save",
     "total",
 )
 """Keys of `PublishReport.seconds`, in the order of the round. Up to ``announce`` and ``total`` the trainer's clock,
-the others the coordinator's; ``snapshot`` is how long a training loop stood still for one, ``send`` the trainer's half
-of ``transfer``. A phase that was not reached is absent."""
+the others the coordinator's; ``snapshot`` is how long a training loop stood still for one, ``save`` how long files were
+waited for, ``send`` the trainer's half of ``transfer``. A phase that was not reached is absent."""
 
 
 class Mode(enum.StrEnum):
@@ -60,6 +61,10 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str = ""
     table: str = ""
     """Digest of the digest table: names exactly these bits."""
+    saved: str = ""
+    """Folder of the version's checkpoint, where it was kept as files."""
+    save_error: str = ""
+    """Why it was not, though it should have been. The version is none the worse."""
 
     @classmethod
     def unpublished(cls, channel: str, version: int, mode: Mode, reason: str) -> Self:
@@ -82,8 +87,9 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
         size = f"{self.bytes / 1e6:.1f} MB in {self.buckets} buckets"
         how = " from a snapshot" if self.mode is Mode.SNAPSHOT else ""
         why = f" ({self.reason})" if self.reason else ""
+        kept = f", saved {self.saved}" if self.saved else f", not saved: {self.save_error}" if self.save_error else ""
         ending = f"{self.outcome.value}{how}{why}"
-        return f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}"
+        return f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}{kept}"
 
 
 class Stopwatch:

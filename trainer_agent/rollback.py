@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
+from weightbus.control.errors import ConfigurationError
 from weightbus.control.status import PastStatus
 
 from .agent import TrainerAgent
+from .archive import place_of
 from .checkpoint_source import CheckpointSource, open_checkpoint, staging_device
 from .errors import RollbackRefused
 from .report import PublishReport
@@ -55,12 +58,12 @@ def may_roll_back(version: int, history: Sequence[PastStatus]) -> Verdict:
 def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
     """Publish `version` again over a higher one; None when it is the committed one already.
 
-    Raises `BadCheckpoint` when the folder does not hold a finished checkpoint, `RollbackRefused`, and what connecting
-    and publishing raise. Asked again after it was done, it does nothing.
+    Raises `BadCheckpoint` when the folder does not hold a finished checkpoint, `ConfigurationError` when none is named,
+    `RollbackRefused`, and what connecting and publishing raise. Asked again after it was done, it does nothing.
     """
     device = staging_device(settings.device)
     checkpoint = open_checkpoint(
-        settings.checkpoint,
+        _folder(settings, version),
         settings.marker,
         settings.hf_config_dir,
         dcp=settings.dcp,
@@ -75,3 +78,14 @@ def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
             return agent.publish(version, rollback=True) if verdict.answer is Answer.YES else None
     finally:
         source.close()
+
+
+def _folder(settings: RollbackSettings, version: int) -> Path:
+    if settings.checkpoint is not None:
+        return settings.checkpoint
+    if settings.save_dir is not None:
+        return place_of(settings.save_dir, settings.channel, version)
+    raise ConfigurationError(
+        f"nothing says where version {version} is kept: name its folder with --checkpoint, or the folder of all"
+        " versions that a trainer saved with --save-dir"
+    )

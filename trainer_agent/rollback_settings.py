@@ -20,7 +20,10 @@ SECTION: Final = "rollback"
 class RollbackSettings(TrainerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of ``weightbus rollback``."""
 
-    checkpoint: Annotated[Path, Meta(description="folder of the checkpoint that was published as that version")]
+    checkpoint: Annotated[
+        Path | None,
+        Meta(description="folder of the checkpoint that was published as that version; by default the one in save_dir"),
+    ] = None
     dcp: Annotated[
         bool, Meta(description="it may be a torch DCP folder: their metadata is a pickle, which can run code")
     ] = False

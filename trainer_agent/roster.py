@@ -18,6 +18,18 @@ from weightbus.dataplane.pieces import Pieces
 from .source import RanksDisagree
 
 
+class Stage(msgspec.Struct, frozen=True):
+    """Which layers of a pipelined model one chunk of a rank holds, by the numbers that the layers have."""
+
+    chunk: int
+    """Of its virtual pipeline."""
+    place: int
+    """The rank's, in its pipeline."""
+    first: int
+    """Number of its first layer, from 1 on; so `count` of them follow each other."""
+    count: int
+
+
 class Roster(msgspec.Struct, frozen=True, tag=True):
     """What one rank holds."""
 
@@ -25,6 +37,7 @@ class Roster(msgspec.Struct, frozen=True, tag=True):
     """What must be the same on every rank, readable: config, dtype, sizes of groups."""
     pieces: bytes
     """`Pieces.encode()`, with the rank as their holder."""
+    stages: tuple[Stage, ...] = ()
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

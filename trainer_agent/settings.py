@@ -77,6 +77,13 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, on this host and ours alone")] = None
     checkpoint_dir: Annotated[Path | None, Meta(description="folder for checkpoints, seen by engines (disk)")] = None
     hf_config_dir: Annotated[Path | None, Meta(description="config and tokenizer files to put beside them")] = None
+    save_every: Annotated[int, Meta(description="every n-th version is kept as a checkpoint; 0: none", ge=0)] = 0
+    save_dir: Annotated[Path | None, Meta(description="folder for those, CHANNEL/checkpoint-VERSION below it")] = None
+    keep_last: Annotated[int, Meta(description="so many of the newest of them stay", ge=1)] = 3
+    keep_every: Annotated[int, Meta(description="of them, multiples of this stay for good; 0: none", ge=0)] = 0
+    served: Annotated[
+        Path | None, Meta(description="folder of the checkpoint that engines serve: it says how weights are quantised")
+    ] = None
 
     def __post_init__(self) -> None:
         check(self.keys, insecure_loopback=self.insecure_loopback)
@@ -86,6 +93,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 "pause = in_place keeps the KV cache of running requests, so it cannot be flushed: set flush = false,"
                 " or pause = retract"
             )
+        if self.save_every and self.save_dir is None:
+            raise ValueError("save_every needs save_dir, a folder for the checkpoints")
         if len(set(self.transport)) != len(self.transport):
             raise ValueError(f"transport names a kind twice: {', '.join(self.transport)}")
 

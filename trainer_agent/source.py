@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 import torch
 
+from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 
 
@@ -56,6 +57,16 @@ def check_served(dtype: str, where: str) -> None:
     """Raise `UnsupportedModel` when parameters are to be served in what is not one of `SERVED`; `where` says so."""
     if dtype not in SERVED:
         raise UnsupportedModel(f"{where} asks for {dtype!r}: parameters can be served in {', '.join(SERVED)}")
+
+
+def check_manifestable(tensors: Sequence[TensorSpec]) -> None:
+    """Raise `UnsupportedModel` when a manifest cannot hold `tensors`: a name, dtype or shape that does not travel."""
+    try:
+        Manifest.of("", tensors)
+    except ManifestError as error:
+        raise UnsupportedModel(
+            f"{error}: rename the tensor as checkpoints would, or leave it out of the state dict if it is not served"
+        ) from error
 
 
 class Source(Protocol):

@@ -19,6 +19,7 @@ from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.transport import Slot
 
 from . import orders
+from .archive import Saving
 from .exposure import Exposure
 from .live import LiveDigester, LivePlan, Want, layouts_wanted
 from .progress import Bar
@@ -59,7 +60,10 @@ class InPlace:
         try:
             self.exposure.expose()
         except NotExportable as error:
-            raise SourceError(f"the memory could be exported before, and now cannot: {error}") from error
+            raise SourceError(
+                f"the memory could be exported before, and now cannot: {error}; what engines read where it is must be "
+                f"where it was when the agent connected: load offloaded parameters back before publishing"
+            ) from error
         found = self.exposure.digests() if wanted else None
         if wanted and found is None and self._said != self.exposure.unsummed:
             self._said = self.exposure.unsummed
@@ -100,6 +104,7 @@ class Staging:
         self._in_place = in_place
         self._table: DigestTable | None = None
         self._filled = False
+        self._saving: Saving | None = None
         self._wanted: frozenset[Want] = frozenset()
 
     @property
@@ -121,13 +126,16 @@ class Staging:
 
     def begin(self) -> None:
         """A new publication: what was read for an earlier one no longer counts."""
-        self._table, self._filled = None, False
+        self._table, self._filled, self._saving = None, False, None
 
-    def digest(self, version: int, engines: Mapping[str, EngineInfo], watch: Stopwatch) -> DigestTable:
+    def digest(
+        self, version: int, engines: Mapping[str, EngineInfo], watch: Stopwatch, saving: Saving | None = None
+    ) -> DigestTable:
         """The digests of every tensor, and of what `engines` can report. Collective. Nothing is read a second time.
 
         Where every engine reads the ranks' memory, the ranks digest it themselves, and no bucket is assembled. A table
         that was made so serves engines that come later, by another transport, too: unless they can report digests.
+        With `saving` buckets are assembled in any case, and given to it.
         """
         others = {
             name: info for name, info in engines.items() if self._in_place is None or not self._in_place.reads(info)
@@ -137,16 +145,20 @@ class Staging:
             return self._table
         if self._in_place is not None and len(others) < len(engines):
             with watch.phase("digest"):
-                digests = self._in_place.digests(self._ranks, wanted=not others)
+                digests = self._in_place.digests(self._ranks, wanted=not others and saving is None)
             if digests is not None:
                 self._wanted = frozenset[Want]()
                 self._table = DigestTable(self.name, version, integrity.ALGORITHM, digests)
                 return self._table
         self._wanted = wanted
+        self._saving = saving
         return self._read(version, wanted, watch)
 
     def _read(self, version: int, wanted: frozenset[Want], watch: Stopwatch) -> DigestTable:
-        """Assemble every bucket, and digest it."""
+        """Assemble every bucket, digest it, and have it saved."""
+        saving = self._saving
+        if saving is not None:
+            saving.begin()
         if self._plan.wanted != wanted:
             self._plan = LivePlan(self.manifest, wanted, self.head_dim)
         live = LiveDigester(self._plan)
@@ -154,7 +166,12 @@ class Staging:
         with Bar(f"reading version {version}", self.manifest.nbytes) as bar:
             for index, bucket in enumerate(self.manifest.buckets):
                 slot = self.slots[index % len(self.slots)]
+                if saving is not None:
+                    with watch.phase("save"):
+                        saving.free(index - len(self.slots))
                 digests.append(self._gather(index, slot, watch))
+                if saving is not None:
+                    saving.take(index, slot.memory)
                 with watch.phase("digest"):
                     live.feed(index, slot.memory)
                 bar.advance(bucket.nbytes)
@@ -164,6 +181,8 @@ class Staging:
 
     def refill(self, index: int, watch: Stopwatch) -> None:
         """Read bucket `index` once more into its slot. Collective. Raises `WeightsDiffer` if it is another."""
+        if self._saving is not None:
+            self._saving.settle()
         found = self._gather(index, self.slots[index % len(self.slots)], watch)
         expected = self.table.of_bucket(self.manifest.buckets[index])
         if found == expected:

@@ -14,7 +14,7 @@ from weightbus.control.errors import WeightbusError
 from weightbus.control.http import HttpPort, Readiness
 from weightbus.control.log import get_log
 from weightbus.control.messages import Code
-from weightbus.control.telemetry import CHECKPOINTS, PUBLISH_SECONDS, PUBLISHED_VERSION, Meters, Side
+from weightbus.control.telemetry import CHECKPOINTS, LOOKS_FAILED, PUBLISH_SECONDS, PUBLISHED_VERSION, Meters, Side
 from weightbus.dataplane.errors import DataplaneError
 
 from . import checkpoint_folder as folders
@@ -94,7 +94,9 @@ class Watcher:
             found = tuple(folders.listing(settings.watch, settings.subfolder, settings.compiled()))
             return Listed(found, folders.latest(settings.watch))
         except (OSError, BadCheckpoint) as error:
-            self._note("folder_unreadable", error=str(error))
+            # Nothing is published while it is not known how far the trainer is; what is the matter may be mended.
+            self.meters.add(LOOKS_FAILED, cause="marker" if isinstance(error, BadCheckpoint) else "folder")
+            self._note("watch_paused", error=str(error))
             return None
 
     def _perform(self, effect: Effect) -> Inspected | Ended | None:

@@ -86,6 +86,7 @@ class LoopbackServer:
 
     def __init__(self, tp: int = 1, on_load: Callable[[int], None] = lambda _: None) -> None:
         self.tp = tp
+        self.drafts = False
         self.weights: list[dict[str, bytes]] = [{} for _ in range(tp)]
         self.loads = 0
         self.joins = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import select
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Address, Peer, Receipt, Receiver, Session
 
+from ..kit.waiting import readable
 from .loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all, wanted
 
 BUCKETS = 3
@@ -88,9 +88,8 @@ class Halves:
 
     def answer(self, deadline_s: float = PATIENCE_S) -> dict[str, Any]:
         assert self._process.stdout is not None
-        # bufsize=1 and one line per answer: readline after select never leaves a whole line behind in the buffer
-        ready, _, _ = select.select([self._process.stdout], [], [], deadline_s)
-        assert ready, "no answer from the other process"
+        # bufsize=1 and one line per answer: readline after this never leaves a whole line behind in the buffer
+        assert readable(self._process.stdout.fileno(), deadline_s), "no answer from the other process"
         return dict(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from weightbus.control import messages as m
 from weightbus.control.errors import InvariantBroken
 from weightbus.control.messages import EngineHealth, Step
-from weightbus.engine_agent.events import ForgetAnswers, Receive, Record, Release, Remember, Run
+from weightbus.engine_agent.events import Answer, ForgetAnswers, Label, Receive, Record, Release, Remember, Run
+from weightbus.engine_agent.stages import HOLD_S
 
 from .world import MANIFEST, OTHER, TABLE, World, answers, cancels, only, ran
 
@@ -47,15 +48,67 @@ def test_dirty_is_durable_before_the_first_byte() -> None:
     assert isinstance(run, Run)
 
 
-def test_pending_is_remembered_before_verified_is_said() -> None:
-    """An agent killed right after it said Verified still knows what the server holds."""
+def test_what_was_proven_is_remembered_while_the_coordinator_commits() -> None:
+    """Verified is said first, for requests wait; until then the record speaks of a worse state than the true one."""
     world = World()
     world.to_paused()
     world.transfer()
     world.end()
-    remember, _ = world.end()
+    verified, label, remember = world.end()
+    assert isinstance(verified, Answer)
+    assert isinstance(label, Run)
     assert isinstance(remember, Remember)
     assert (remember.record.health, remember.record.held and remember.record.held.version) == (PENDING, 7)
+
+
+def test_the_label_is_set_while_the_coordinator_commits() -> None:
+    """A server that has its label by then is only resumed; a commit that comes earlier waits for it."""
+    world = World()
+    world.slow_label = True
+    world.to_loaded()
+    assert world.doing == Label(7, HOLD_S)
+    assert ran(world.commit()) == []
+    world.end()
+    assert world.doing == Release(7, flush=True, deadline_s=30.0, labelled=True)
+    assert only(world.end()).version == 7
+
+
+@pytest.mark.parametrize("spoilt", ["failed", "taken again", "launched again"])
+def test_a_label_that_is_not_known_to_be_there_is_set_at_the_commit(spoilt: str) -> None:
+    """Whatever happened to it: no server is resumed with the label of another version."""
+    world = World()
+    world.slow_label = True
+    world.to_loaded()
+    if spoilt == "failed":
+        world.fail()
+    else:
+        world.end()
+        if spoilt == "launched again":
+            world.found("second")
+            world.end()  # paused, as nobody knows what it holds
+        world.prepare(2, 7)
+        world.end()
+        if spoilt == "launched again":
+            world.pause(2)
+            world.end()
+        world.transfer(2, 7)
+        world.end()
+        world.end()
+        world.fail()
+    world.commit(1 if spoilt == "failed" else 2)
+    assert isinstance(world.doing, Release)
+    assert not world.doing.labelled
+
+
+def test_an_abort_ends_the_labelling() -> None:
+    """It is not waited for, and the server stays paused with weights that nobody committed."""
+    world = World()
+    world.slow_label = True
+    world.to_loaded()
+    assert cancels(world.abort())
+    failed = only(world.fail())
+    assert (failed.step, failed.health) == (Step.RESUME, PENDING)
+    assert world.machine.view().paused
 
 
 def test_transfer_untouched_is_clean_again_and_resumes_on_abort() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
 
 from ..kit.toy_direct import WAIT_S, Server, Trainer, World, holds
+from ..kit.waiting import readable
 
 KIT = Path(__file__).parents[1] / "kit"
 PROMPT_S = 60.0
@@ -57,8 +57,7 @@ class Ends:
     def answer(self) -> dict[str, Any]:
         """The next line of any of them."""
         assert self._template.stdout is not None
-        ready, _, _ = select.select([self._template.stdout], [], [], WAIT_S)
-        assert ready, "no answer from the other process"
+        assert readable(self._template.stdout.fileno(), WAIT_S), "no answer from the other process"
         return dict(json.loads(self._template.stdout.readline()))
 
     def close(self) -> None:
@@ -119,7 +118,7 @@ def kill(pid: int) -> None:
     """End a process, and wait until the kernel has closed what it had open."""
     handle = os.pidfd_open(pid)
     os.kill(pid, signal.SIGKILL)
-    select.select([handle], [], [], PROMPT_S)
+    readable(handle, PROMPT_S)
     os.close(handle)
 
 
@@ -165,7 +164,7 @@ class Remote(Server):
     def load_direct(self, socket: str, deadline_s: float) -> None:
         pid = self._ends.start(half="workers", socket=socket, tp=self.tp, die=self._die)
         handle = os.pidfd_open(pid)
-        ended, _, _ = select.select([handle], [], [], deadline_s)
+        ended = readable(handle, deadline_s)
         os.close(handle)
         if not ended or self._die:
             raise TransferFailed("the server is gone")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from weightbus.engine_agent import sglang
 from weightbus.engine_agent.errors import AnotherLaunch, ServerRefused, ServerSilent, ServerUnreachable
 from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.wire import Keys
@@ -55,8 +56,11 @@ def test_a_restart_is_another_identity(fake: FakeSGLang) -> None:
     server.close()
 
 
-def test_nothing_is_done_to_another_launch(fake: FakeSGLang, checkpoints: tuple[Path, Path]) -> None:
+def test_nothing_is_done_to_another_launch(
+    fake: FakeSGLang, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that was launched anew while nobody looked gets no label, no weights and no resume meant for the old."""
+    monkeypatch.setattr(sglang, "_LOOK_S", 0.0)  # this launch takes no time
     server = SGLangServer(fake.url)
     server.expect(server.connect(5).identity)
     server.set_label("7", 5)
@@ -73,6 +77,29 @@ def test_nothing_is_done_to_another_launch(fake: FakeSGLang, checkpoints: tuple[
     server.expect(server.connect(5).identity)
     server.set_label("8", 5)
     assert fake.label == "8"
+    server.close()
+
+
+def test_a_launch_is_looked_at_before_the_pause_and_not_again_at_once(
+    fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While requests wait, nothing is asked that was answered a moment ago; later it is asked again."""
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    server.pause("in_place", 5)
+    calls: list[str] = []
+
+    def note(call: str, _: float, *, failed: bool) -> None:
+        assert not failed
+        calls.append(call)
+
+    server.observe(note)
+    server.set_label("7", 5)
+    server.resume(5)
+    assert calls == ["update_weight_version", "continue_generation"]
+    monkeypatch.setattr(sglang, "_LOOK_S", 0.0)
+    server.resume(5)
+    assert calls[2:] == ["model_info", "continue_generation"]
     server.close()
 
 

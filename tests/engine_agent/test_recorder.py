@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from threading import Thread
 
+import numpy as np
 import pytest
 import torch
 
@@ -158,16 +160,53 @@ def test_values_that_decide_are_read() -> None:
     assert loaded(check(load)[0]) == {"a": Cause.READ}
 
 
-@pytest.mark.parametrize("read", [torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr])
-def test_ways_out_of_torch_are_reads(read: Callable[[torch.Tensor], object]) -> None:
-    """Who takes an address could do anything with it."""
+@pytest.mark.parametrize("way", ["numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__cuda_array_interface__"])
+def test_ways_out_of_torch_are_reads(way: str) -> None:
+    """Who takes an address could do anything with it. Afterwards the ways are what they were."""
+    before = getattr(torch.Tensor, way)
 
     def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
         if "d" in weights:
-            read(weights["d"])
+            taken = getattr(weights["d"], way, None)
+            _ = taken() if callable(taken) else taken
             model.wide.data.copy_(weights["d"].t())
 
     assert loaded(check(load)[0]) == {"d": Cause.READ}
+    assert getattr(torch.Tensor, way) is before
+
+
+def test_an_array_of_a_tensor_is_a_read() -> None:
+    """``np.asarray`` asks the tensor, not torch."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "d" in weights and np.asarray(weights["d"].float()).size:
+            model.wide.data.copy_(weights["d"].t())
+
+    assert loaded(check(load)[0]) == {"d": Cause.READ}
+
+
+def test_other_threads_may_take_addresses() -> None:
+    """Only what the loader's thread does is followed; a server has more of them."""
+    asked: Queue[torch.Tensor | None] = Queue()
+    answered: Queue[int] = Queue()
+
+    def answer() -> None:
+        while (tensor := asked.get()) is not None:
+            answered.put(tensor.data_ptr())
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "d" in weights:
+            asked.put(model.wide)
+            assert answered.get(timeout=30)
+            model.wide.data.copy_(weights["d"].t())
+
+    other = Thread(target=answer)
+    other.start()
+    found = loaded(check(load)[0])
+    asked.put(None)
+    other.join(30)
+
+    assert found == {}
 
 
 def test_a_number_that_is_stored_as_it_is_is_a_copy() -> None:

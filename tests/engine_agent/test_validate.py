@@ -6,13 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import save_file
 
+from weightbus.dataplane import quantisation_config
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.engine_agent import checkpoint, validate
 from weightbus.engine_agent.dialects import dialect_of
 from weightbus.engine_agent.errors import UnfitManifest
 from weightbus.engine_agent.identity import ServerFacts
+from weightbus.engine_agent.payload import LOADER
 
 from ..kit import tiny_model
 
@@ -113,6 +116,15 @@ def test_servers_with_derived_weights_are_refused(folder: Path, changes: dict[st
         check(specs(folder), folder, **changes)
 
 
+def test_a_server_with_a_draft_model_takes_direct_copies(folder: Path) -> None:
+    """They are the one transport that reaches and proves every model of a server."""
+    speculates = {"speculative": "EAGLE", "loaders": (LOADER,)}
+
+    check(specs(folder), folder, "direct", **speculates)
+    with pytest.raises(UnfitManifest, match="cannot prove what its draft model holds"):
+        check(specs(folder), folder, "local", **speculates)
+
+
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen3", False), ("qwen3", True), ("llama", True)])
 def test_the_table_agrees_with_the_files(tmp_path: Path, architecture: tiny_model.Architecture, tied: bool) -> None:
     """config.json alone tells the same names and shapes as the safetensors headers."""
@@ -140,6 +152,92 @@ def test_shards_are_read_by_their_index(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(UnfitManifest, match="nothing says which tensors"):
         checkpoint.expected(tmp_path)
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+        }
+    },
+}
+
+
+def stored_quantised(folder: Path, config: dict[str, Any], module: str = "model.layers.0.mlp.up_proj") -> Path:
+    """A checkpoint of one weight, quantised as `config` says, and of one that is not."""
+    folder.mkdir()
+    content = {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(content))
+    weight = TensorSpec(f"{module}.weight", "bfloat16", (256, 256))
+    quantisation = quantisation_config.read(content)
+    assert quantisation is not None
+    scheme = quantisation.scheme_of(weight)
+    assert scheme is not None
+    tensors = {
+        spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+        for spec in (TensorSpec("model.norm.weight", "bfloat16", (256,)), *quantisation_config.outputs(weight, scheme))
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_quantised_checkpoint_names_its_tensors(tmp_path: Path) -> None:
+    """FP8 in blocks on a GPU is updated; weights that came unquantised are refused by name and dtype."""
+    folder = stored_quantised(tmp_path / "m", FP8)
+    check(specs(folder), folder, device="cuda")
+    check(specs(folder), folder, device="cuda", quantization="fp8")
+    plain = [spec for spec in specs(folder) if not spec.name.endswith("_scale_inv")]
+    with pytest.raises(UnfitManifest, match=r"weight_scale_inv\) missing"):
+        check(plain, folder, device="cuda")
+    cast = [TensorSpec(spec.name, "bfloat16", spec.shape) for spec in specs(folder)]
+    with pytest.raises(UnfitManifest, match=r"up_proj.weight.*not of the server's dtype"):
+        check(cast, folder, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "changes", "said"),
+    [
+        (FP8, "a.up_proj", {"device": "cpu"}, "for its CPU"),
+        (FP8, "a.up_proj", {"quantization": "w8a8_fp8"}, "its checkpoint is fp8"),
+        (FP8, "a.up_proj", {"architectures": ("LlamaForCausalLM",)}, "drops scales"),
+        ({**FP8, "weight_block_size": None}, "a.up_proj", {}, r"fp8-tensor.*transposes.*weight_block_size"),
+        ({**FP8, "quant_method": "mxfp8"}, "a.up_proj", {}, "mxfp8.*swizzles"),
+        (INT4, "a.up_proj", {}, "experts only"),
+    ],
+)
+def test_layouts_that_cannot_be_loaded_again(
+    tmp_path: Path, config: dict[str, Any], module: str, changes: dict[str, Any], said: str
+) -> None:
+    """What a server turned into another layout and cannot turn back is refused, with what to serve instead."""
+    folder = stored_quantised(tmp_path / "m", config, module)
+    with pytest.raises(UnfitManifest, match=said):
+        check(specs(folder), folder, **{"device": "cuda", **changes})
+
+
+def test_packed_experts_need_sessions(tmp_path: Path) -> None:
+    """Experts in INT4 are given back at the beginning of a session, so servers without sessions are refused."""
+    folder = stored_quantised(tmp_path / "m", INT4, "model.layers.0.mlp.experts.3.up_proj")
+    check(specs(folder), folder, device="cuda")
+    manifest = Manifest.of("Qwen3ForCausalLM", specs(folder))
+    with pytest.raises(UnfitManifest, match=r"0\.5\.21"):
+        validate.check(manifest, facts(device="cuda"), dialect_of("0.5.17"), checkpoint.expected(folder), "local")
+
+
+def test_quantised_checkpoints_that_do_not_tell(tmp_path: Path) -> None:
+    """Without files nothing says which tensors are quantised; an unknown scheme says what is known."""
+    folder = stored_quantised(tmp_path / "m", FP8)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnfitManifest, match="put them there"):
+        checkpoint.expected(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gguf"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnfitManifest, match=r"'gguf'.*known are"):
+        checkpoint.expected(folder)
 
 
 def test_a_checkpoint_out_of_sight_is_refused_with_advice(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from weightbus.engine_agent.events import (
     Effect,
     Event,
     Finished,
+    Label,
     Operated,
     Operation,
     Proven,
@@ -44,6 +45,8 @@ class World:
         self.heard_at = 100.0
         self.effects: list[Effect] = []
         self.record = record
+        self.slow_label = False
+        """Labelling ahead of the commit takes until `end` is called for it, too."""
         self._pending: list[Run] = []
         if up:
             self.found("first", label)
@@ -122,7 +125,10 @@ class World:
         self.now += seconds
         name = type(run.operation).__name__
         good: dict[str, Result] = {"Receive": Received(1000, 2, checked=True), "Verify": Proven("live-digest")}
-        return self.event(Operated(run.number, result or good.get(name, Finished())))
+        effects = self.event(Operated(run.number, result or good.get(name, Finished())))
+        if isinstance(self.doing, Label) and not self.slow_label:
+            self.end(seconds=0.0)
+        return effects
 
     def fail(self, *, touched: bool = False) -> tuple[Effect, ...]:
         return self.end(Broken("it broke", touched))

@@ -61,6 +61,26 @@ def test_the_root_uploads_what_it_holds(bucket_bytes: int) -> None:
             storage.add_(1)
 
 
+@pytest.mark.parametrize("buckets_on", ["cuda", "cpu"])
+def test_parameters_that_move_between_versions_are_read_where_they_are(buckets_on: str) -> None:
+    """On the GPU, then in host memory, then some here and some there: the same bytes, wherever buckets are."""
+    specs, full, rows, storages = world()
+    manifest = Manifest.of("M", specs, 100_000)
+    device = torch.device(buckets_on, 0) if buckets_on == "cuda" else torch.device("cpu")
+    parameters = [torch.nn.Parameter(storage.cuda()) for storage in storages]
+    assembler = Assembler(plan(manifest, Pieces.of(specs, rows), rank=0), parameters, 0, 0, None)
+    for turn in ("on the GPU", "in host memory", "here and there", "on the GPU"):
+        for index, parameter in enumerate(parameters):
+            there = turn == "on the GPU" or (turn == "here and there" and index % 2)
+            parameter.data = parameter.data.cuda() if there else parameter.data.cpu()
+        for index, bucket in enumerate(manifest.buckets):
+            out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8, device=device)
+            assembler.run(index, out, device)
+            for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+                found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape).cpu()
+                assert torch.equal(found, full[spec.name].to(torch.bfloat16)), f"{spec.name} {turn}"
+
+
 def test_another_rank_sends_from_the_gpu() -> None:
     """Its parcels arrive on the GPU in one upload each, in the order in which the root expects them."""
     specs, full, rows, storages = world()

@@ -52,6 +52,17 @@ ON_CPU = {
 }
 
 
+class _TorchOnCpu:
+    """torch as one module of the bridge sees it: `torch.device` is a class, which no function mode can answer for."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def device(*_: object) -> torch.device:
+        return torch.device("cpu")
+
+
 def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
     """Load through Megatron-Bridge, export twice."""
     from megatron.bridge import AutoBridge
@@ -96,6 +107,9 @@ def main() -> None:
     megatron_cpu.install()
     mcore_on_cpu.patch()
     logging.disable(logging.ERROR)
+    from megatron.bridge.models.minimax_m2 import minimax_m2_bridge
+
+    minimax_m2_bridge.torch = _TorchOnCpu()
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=dt.timedelta(seconds=60)
     )

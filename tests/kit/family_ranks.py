@@ -2,8 +2,8 @@
 
     python tests/kit/family_ranks.py RANK WORLD RENDEZVOUS_FILE CHECKPOINTS OUT CASE...
 
-A case is FAMILY:LAYOUT as `family_cases` writes it. The root writes ``OUT/<case>.json``: what differs, bit for bit, and
-how far the logits of the Megatron ranks are from those of transformers.
+A case is FAMILY:LAYOUT as `str` of it writes it. The root writes ``OUT/<case>.json``: what differs, bit for bit, and
+how far the logits of the Megatron ranks are from those of transformers. After ``bits,`` a case is not computed with.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from weightbus.trainer_agent.assembly import DTYPES  # noqa: E402
 from weightbus.trainer_agent.megatron import MegatronSource  # noqa: E402
 from weightbus.trainer_agent.source import Source  # noqa: E402
 
+BITS = "bits,"
+
 
 def compare(source: Source, expected: dict[str, torch.Tensor], bucket_bytes: int) -> list[str]:
     """Assemble every bucket; on the root, what is missing, unknown or other than expected."""
@@ -53,8 +55,8 @@ def compare(source: Source, expected: dict[str, torch.Tensor], bucket_bytes: int
     return odd + [f"missing {name}" for name in expected if name not in served]
 
 
-def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
-    """Load one family into one layout, export it, and compute."""
+def run_case(case: Case, checkpoints: Path, *, computed: bool) -> dict[str, Any]:
+    """Load one family into one layout, export it, and compute with it."""
     folder = checkpoints / case.family
     hf = json.loads((folder / "config.json").read_text())
     expected = {
@@ -70,6 +72,8 @@ def run_case(case: Case, checkpoints: Path) -> dict[str, Any]:
     odd = compare(source, expected, random.Random(str(case)).choice([1, 5000, 40_000, 1 << 30]))
     source.close()
     verdict: dict[str, Any] = {"odd": odd[:5], "count": len(odd), "tensors": len(expected)}
+    if not computed:
+        return verdict
     for chunk in chunks:
         chunk.mtp_process, chunk.config.mtp_num_layers = False, None  # it wants labels, and changes no logits
     found = logits(chunks, torch.tensor(TOKENS))
@@ -89,8 +93,9 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=dt.timedelta(seconds=60)
     )
-    for name in sys.argv[6:]:
-        verdict = run_case(parse(name), checkpoints)
+    for given in sys.argv[6:]:
+        name = given.removeprefix(BITS)
+        verdict = run_case(parse(name), checkpoints, computed=name == given)
         told: list[Any] = [None] * world
         dist.all_gather_object(told, verdict)
         if rank == 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import time
 from collections import defaultdict
@@ -33,6 +34,7 @@ from weightbus.dataplane.manifest import Manifest  # noqa: E402
 from weightbus.trainer_agent import megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.assembly import DTYPES, Assembler  # noqa: E402
 from weightbus.trainer_agent.megatron_description import Description, describe  # noqa: E402
+from weightbus.trainer_agent.megatron_stages import check_order  # noqa: E402
 from weightbus.trainer_agent.parcels import plan  # noqa: E402
 from weightbus.trainer_agent.roster import Roster, check, encode, settle  # noqa: E402
 
@@ -53,14 +55,26 @@ class Post:
             memory.copy_(self.letters[rank].pop(0))
 
 
-def described(case: Case, rank: int, world: int, hf: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Description:
-    """What `rank` of `world` says it holds."""
+KINDS = {
+    "norms in linears": re.compile(r"linear_(qkv|fc1)\.layer_norm_weight$"),
+    "grouped experts": re.compile(r"experts\.linear_fc[12]\.weight\d+$"),
+    "extra state": re.compile(r"\._extra_state$"),
+}
+"""What Transformer Engine's modules put into a state dict; Megatron-core's own linears have an extra state, too."""
+
+
+def described(
+    case: Case, rank: int, world: int, hf: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> tuple[Description, set[str]]:
+    """What `rank` of `world` says it holds, and which of these kinds."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     try:
         start(case.layout)
         chunks = build(case.family, hf, case.layout)
         load(case.family, hf, chunks, tensors)
-        return describe(chunks, hf, None, rank)
+        names = [name for chunk in chunks for name in chunk.state_dict(keep_vars=True)]
+        kinds = {kind for kind, pattern in KINDS.items() if any(map(pattern.search, names))}
+        return describe(chunks, hf, None, rank), kinds
     finally:
         from megatron.core import parallel_state
 
@@ -75,8 +89,11 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     hf = json.loads((folder / "config.json").read_text())
     full = load_file(folder / "model.safetensors")
     expected = {name: tensor for name, tensor in full.items() if not name.startswith("model.visual")}
-    ranks = [described(case, rank, world, hf, expected) for rank in range(world)]
-    pieces = settle(check([encode(Roster(each.facts, each.pieces.encode())) for each in ranks]), ranks[0].tensors)
+    found_by = [described(case, rank, world, hf, expected) for rank in range(world)]
+    ranks = [description for description, _ in found_by]
+    rosters = check([encode(Roster(each.facts, each.pieces.encode(), each.stages)) for each in ranks])
+    check_order(rosters)
+    pieces = settle(rosters, ranks[0].tensors)
     chance = random.Random(str(case))
     manifest = Manifest.of("M", ranks[0].tensors, chance.choice([1, 5000, 40_000, 1 << 30]))
     straight = chance.choice([1, 2000, 1 << 20])
@@ -101,6 +118,7 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
         "odd": odd[:5],
         "count": len(odd),
         "tensors": len(expected),
+        "kinds": sorted(set[str]().union(*(kinds for _, kinds in found_by))),
         "seconds": round(time.perf_counter() - began, 2),
     }
 

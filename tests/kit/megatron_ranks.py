@@ -74,23 +74,52 @@ def _wrap(chunk: nn.Module) -> nn.Module:
     return DistributedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
 
 
-def refusals() -> dict[str, str]:
-    """What every rank is told when the model on one of them, or on all, cannot be served."""
-    told: dict[str, str] = {}
+class Attempts(dict[str, str]):
+    """What this rank was told, by what was tried."""
 
-    def attempt(what: str, chunks: list[nn.Module] | None, hf: dict[str, Any]) -> None:
+    def __call__(self, what: str, chunks: list[nn.Module] | None, hf: dict[str, Any]) -> None:
+        """Try to build a source."""
         try:
             MegatronSource(chunks, hf_config=hf, timeout_s=60.0).close()
         except SourceError as error:
-            told[what] = f"{type(error).__name__}: {error}"
+            self[what] = f"{type(error).__name__}: {error}"
         dist.barrier()
 
+
+def misnumbered() -> dict[str, str]:
+    """What every rank is told when layers are not where their numbers say."""
+    attempt, layout, hf = Attempts(), Layout(pp=2), CONTENTS["qwen3"]
+    start(layout)
+    source = MegatronSource(build(hf, layout), hf_config=hf | {"vocab_size": 100}, vocab_divisible_by=256)
+    attempt["padded to 256"] = str({spec.name: spec.shape for spec in source.tensors()}["lm_head.weight"])
+    source.close()
+    chunks = build(hf, layout)
+    if dist.get_rank() == 1:
+        layers = chunks[0].decoder.layers
+        layers[0], layers[1] = layers[1], layers[0]
+    attempt("layers exchanged on rank 1", chunks, hf)
+    chunks = build(hf, layout)
+    if dist.get_rank() == 1:
+        chunks[0].decoder.layers[0].layer_number = 1
+    attempt("a layer's number changed on rank 1", chunks, hf)
+    chunks = build(hf, layout)
+    for module in chunks[0].decoder.modules():
+        if hasattr(module, "layer_number"):
+            module.layer_number += -2 if dist.get_rank() else 2
+    attempt("stages exchanged", chunks, hf)
+    return attempt
+
+
+def refusals() -> dict[str, str]:
+    """What every rank is told when the model on one of them, or on all, cannot be served."""
+    attempt = told = Attempts()
     layout = Layout(pp=2)
     start(layout)
     hf = CONTENTS["qwen3"]
     chunks = build(hf, layout)
     attempt("another ffn", chunks, hf | {"intermediate_size": 128})
     attempt("another vocabulary", chunks, hf | {"vocab_size": 300})
+    attempt("a vocabulary cut short", chunks, hf | {"vocab_size": 100})
     attempt("tied", chunks, hf | {"tie_word_embeddings": True})
     attempt("another family", chunks, hf | {"architectures": ["GPT2LMHeadModel"]})
     attempt("different configs", chunks, hf | {"dtype": "bfloat16" if dist.get_rank() else "float32"})
@@ -107,6 +136,7 @@ def refusals() -> dict[str, str]:
         norm = chunks[0].decoder.layers[1].input_layernorm
         norm.weight = nn.Parameter(norm.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     attempt("a quantised norm on rank 1", chunks, hf)
+    chunks = build(hf, layout)
     attempt("nothing on rank 1", None if dist.get_rank() else chunks, hf)
     chunks = build(hf, layout)
     source = MegatronSource(chunks, hf_config=hf, timeout_s=60.0)
@@ -220,7 +250,7 @@ def main() -> None:
             run_case(name, case, out)
     told: dict[str, str] = {}
     if len(sys.argv) < 6:
-        told = two_models() if world == 4 else refusals() | late_gather() | lose_a_peer()
+        told = two_models() if world == 4 else refusals() | misnumbered() | late_gather() | lose_a_peer()
     (out / f"rank{rank}.json").write_text(json.dumps(told))
 
 

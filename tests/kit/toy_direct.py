@@ -78,9 +78,17 @@ class Shard(torch.nn.Module):
 class Server:
     """Stands for SGLang: calls the loader in every worker, and returns when all have."""
 
-    def __init__(self, tp: int, monkeypatch: pytest.MonkeyPatch, shard: type[Shard] = Shard) -> None:
+    def __init__(
+        self,
+        tp: int,
+        monkeypatch: pytest.MonkeyPatch,
+        shard: type[Shard] = Shard,
+        drafts: Sequence[type[Shard]] = (),
+    ) -> None:
         self.tp = tp
         self.models = [shard(rank, tp) for rank in range(tp)]
+        self.draft_models = [[draft(rank, tp) for draft in drafts] for rank in range(tp)]
+        self.drafts = bool(drafts)
         self.calls = 0
         self.before_load: Callable[[], None] = lambda: None
         self._rank = threading.local()
@@ -97,7 +105,8 @@ class Server:
 
     def _work(self, rank: int, socket: str) -> None:
         self._rank.value = rank
-        worker_loader.load(self.models[rank], [(f"weightbus:{socket}", torch.empty(0))])
+        for model in (*self.draft_models[rank], self.models[rank]):  # the order of SGLang 0.5.17
+            worker_loader.load(model, [(f"weightbus:{socket}", torch.empty(0))])
 
 
 class Offering(DirectSender):
@@ -167,22 +176,24 @@ class Trainer:
         self.sender.close()
         for exporter in self.exporters:
             exporter.close()
+        self.shards.clear()  # shared storages, each an open file: not kept until the next collection of cycles
 
 
 class World:
     """A trainer and an engine, and a round between them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         runtime: Path,
         tp: int,
         monkeypatch: pytest.MonkeyPatch,
         specs: tuple[TensorSpec, ...] = SPECS,
         shard: type[Shard] = Shard,
+        drafts: Sequence[type[Shard]] = (),
     ) -> None:
         self.runtime = runtime
         self.trainer = Trainer(runtime, specs)
-        self.server = Server(tp, monkeypatch, shard)
+        self.server = Server(tp, monkeypatch, shard, drafts)
         self.receiver = DirectReceiver(runtime)
         self.epoch = 0
         self._pool = ThreadPoolExecutor(1)
@@ -209,8 +220,8 @@ class World:
 
 
 def holds(server: Server, values: Mapping[str, torch.Tensor]) -> bool:
-    """Every worker holds what its own loader makes of `values`."""
-    for model in server.models:
+    """Every model of every worker holds what its own loader makes of `values`."""
+    for model in (*server.models, *(draft for drafts in server.draft_models for draft in drafts)):
         oracle = type(model)(model.rank, model.tp)
         oracle.load_weights(iter(values.items()))
         pairs = zip(ModelTensors(model).tensors, ModelTensors(oracle).tensors, strict=True)

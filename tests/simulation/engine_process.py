@@ -40,6 +40,7 @@ from weightbus.engine_agent.events import (
     Event,
     Finished,
     ForgetAnswers,
+    Label,
     Note,
     Operated,
     Operation,
@@ -273,8 +274,10 @@ class EngineProcess(Process):
                 return (yield from self._receive(command))
             case Verify(command, checked):
                 return (yield from self._verify(command, checked=checked))
-            case Release(version, flush, deadline_s):
-                yield from self._release(version, deadline_s, flush=flush)
+            case Label(version, deadline_s):
+                yield from self._label(version, deadline_s)
+            case Release():
+                yield from self._release(operation)
         return Finished()
 
     def _receive(self, command: Transfer) -> Thread:
@@ -308,14 +311,17 @@ class EngineProcess(Process):
             return Proven("bucket-digest")
         raise TransferBroken("nothing can prove this version")
 
-    def _release(self, version: int | None, deadline_s: float, *, flush: bool) -> Thread:
-        if version is not None:
-            label = str(version)
-            yield from self.call(lambda: self.server.set_label(label), min(deadline_s, CALL_S))
-            self._last_label = label
-        if flush:
-            yield from self.call(self.server.flush, min(deadline_s, CALL_S))
-        yield from self.call(self.server.resume, min(deadline_s, CALL_S))
+    def _label(self, version: int, deadline_s: float) -> Thread:
+        label = str(version)
+        yield from self.call(lambda: self.server.set_label(label), min(deadline_s, CALL_S))
+        self._last_label = label
+
+    def _release(self, release: Release) -> Thread:
+        if release.version is not None and not release.labelled:
+            yield from self._label(release.version, release.deadline_s)
+        if release.flush:
+            yield from self.call(self.server.flush, min(release.deadline_s, CALL_S))
+        yield from self.call(self.server.resume, min(release.deadline_s, CALL_S))
 
     def call(self, what: Callable[[], None], deadline_s: float, *, touches: bool = False) -> Thread:
         """One HTTP call. Raises `CallFailed`; one that was not answered in time may still be carried out."""

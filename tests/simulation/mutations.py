@@ -243,14 +243,14 @@ MUTATIONS: Final = (
     _m(
         "labels-nothing",
         APPLICATION,
-        "self._run(Release(command.version, command.flush, command.deadline_s), command, now)",
-        "self._run(Release(None, command.flush, command.deadline_s), command, now)",
+        "        labelled = self._labelled == command.version\n",
+        "        labelled = True\n",
     ),
     _m(
         "keeps-old-caches",
         APPLICATION,
-        "self._run(Release(command.version, command.flush, command.deadline_s), command, now)",
-        "self._run(Release(command.version, False, command.deadline_s), command, now)",
+        "self._run(Release(command.version, command.flush, command.deadline_s, labelled), command, now)",
+        "self._run(Release(command.version, False, command.deadline_s, labelled), command, now)",
     ),
     _m(
         "serves-whatever-it-holds",

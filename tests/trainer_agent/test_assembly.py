@@ -12,6 +12,7 @@ from weightbus.dataplane import cover
 from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
+from weightbus.trainer_agent import assembly
 from weightbus.trainer_agent.assembly import DTYPES, Assembler, check_manifest
 from weightbus.trainer_agent.parcels import BucketPlan, plan
 from weightbus.trainer_agent.source import LayoutMismatch
@@ -111,6 +112,50 @@ def test_any_pieces_and_any_buckets_give_the_same_bytes(
     manifest = Manifest.of("M", world.tensors, bucket_bytes)
     ranks = range(4)
     world.check(manifest, {r: plan(manifest, pieces, rank=r, straight_bytes=straight_bytes) for r in ranks})
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 400, 1 << 20])
+def test_parameters_that_were_moved_to_another_device_are_read_there(
+    monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    """Some of them, or all, between one version and the next: nothing is sent from where the buckets are not.
+
+    There is one device here, so which parameters are elsewhere is said by the test; the bytes are what is shown.
+    """
+    world = World("bfloat16", "bfloat16")
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        world.give(index % 3, name, Box.whole(shape))
+    manifest = Manifest.of("M", world.tensors, bucket_bytes)
+    plans = {rank: plan(manifest, world.pieces(), rank=rank, straight_bytes=1) for rank in range(3)}
+    moved: set[int] = set()
+    asked: set[int] = set()
+
+    def elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
+        assert device == CPU
+        asked.add(id(tensor))
+        return id(tensor) in moved
+
+    monkeypatch.setattr(assembly, "elsewhere", elsewhere)
+    copied: list[int] = []
+    usual = Assembler._pack
+    monkeypatch.setattr(
+        Assembler,
+        "_pack",
+        lambda self, messages, memory: (copied.append(len(messages)), usual(self, messages, memory))[1],
+    )
+    world.check(manifest, plans)
+    assert not any(copied), "what lies as it is served was packed before it was sent"
+    moved |= {id(world.storages[1][1])}
+    world.check(manifest, plans)
+    assert any(copied), "what is elsewhere was sent from there"
+    moved |= asked
+    world.check(manifest, plans)
+
+
+@pytest.mark.parametrize(("device", "there"), [("cpu", False), ("cuda", True), ("cuda:1", True), ("meta", True)])
+def test_any_gpu_is_meant_by_a_device_without_an_index(device: str, there: bool) -> None:
+    """What is on the host is elsewhere for every GPU, and at home on the host."""
+    assert assembly.elsewhere(torch.zeros(1), torch.device(device)) is there
 
 
 def groups(world: World, places: Sequence[int]) -> None:

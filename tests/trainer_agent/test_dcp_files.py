@@ -130,6 +130,29 @@ def test_an_interrupt_while_reading_is_one(tmp_path: Path, monkeypatch: pytest.M
         read(files)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"num_hidden_layers": 5_000_000}, "num_hidden_layers=5000000, its 3 tensors have room for 3"),
+        ({"n_layer": 4}, "n_layer=4, its 3 tensors have room for 3"),
+        ({"text_config": {"num_layers": 4}}, "num_layers=4"),
+        ({"n_routed_experts": 9}, "n_routed_experts=9, its 3 tensors have room for 8"),
+    ],
+)
+def test_a_model_that_cannot_be_in_the_files_is_not_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], words: str
+) -> None:
+    """One of millions of layers would hold the watch up for hours."""
+    built: list[str] = []
+    usual = dcp_files._form
+    monkeypatch.setattr(dcp_files, "_form", lambda *given: (built.append("built"), usual(*given))[1])
+    folder = written(tmp_path, {"model": tensors(1)})
+    with pytest.raises(BadCheckpoint, match=words):
+        DcpFiles(folder, "M", config)
+    assert not built
+    assert read(DcpFiles(folder, "M", {"num_hidden_layers": 3, "max_window_layers": 28, "num_experts": 8})) == {1.0}
+
+
 ODD = [ZeroDivisionError("0"), AttributeError("x"), AssertionError(), TypeError("x"), RecursionError(), OSError("hub")]
 
 

@@ -25,7 +25,7 @@ DOWN = "mlp.experts.{e}.down_proj.weight"
 
 def place(name: str, model: Model = GLM) -> tuple[str, int | None] | None:
     """The first served tensor and the expert; on a stage that begins at layer 16, with experts from 4."""
-    found = place_of(name, model, lambda layer: 16 + layer, lambda expert: 4 + expert)
+    found = place_of(name, model, lambda layer: 16 + layer, lambda expert: 4 + expert, lambda index: index)
     return None if found is None else (found.prefix + found.rule.served[0].name, found.expert)
 
 

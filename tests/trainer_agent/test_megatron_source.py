@@ -25,6 +25,10 @@ RANKS_S = 240
 REFUSALS = {
     "another ffn": ("LayoutMismatch", "ffn_hidden_size=96, the Hugging Face config gives 128"),
     "another vocabulary": ("LayoutMismatch", "'embedding.word_embeddings.weight'"),
+    "a vocabulary cut short": ("LayoutMismatch", "vocab_size=100, which leaves 156 rows as padding"),
+    "layers exchanged on rank 1": ("RanksDisagree", "decoder.layers.1 has layer_number=3, 5 is expected"),
+    "a layer's number changed on rank 1": ("RanksDisagree", "has layer_number=1, its self_attention has 3"),
+    "stages exchanged": ("RanksDisagree", "rank 0, at place 0 of the pipeline with its chunk 0, holds layers 3 to 4"),
     "tied": ("LayoutMismatch", "tie_word_embeddings=True"),
     "another family": ("UnsupportedModel", "GPT2LMHeadModel"),
     "different configs": ("RanksDisagree", "rank 1 has dtype='bfloat16' (rank 0: 'float32')"),
@@ -135,6 +139,12 @@ def test_what_cannot_be_served_is_refused_on_every_rank(what: str, two_ranks: Pa
         each.split(":")[0] in {kind, "UnknownParameter", "UnsupportedModel", "LayoutMismatch", "SourceError"}
         for each in told
     )
+
+
+def test_a_trainer_that_pads_its_vocabulary_further_says_so(two_ranks: Path) -> None:
+    """What is refused without that is then cut off as padding."""
+    for rank in range(2):
+        assert json.loads((two_ranks / f"rank{rank}.json").read_text())["padded to 256"] == "(100, 64)"
 
 
 def test_parameters_that_lag_behind_the_optimizer_are_gathered_first(two_ranks: Path) -> None:

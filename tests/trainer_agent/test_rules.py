@@ -70,7 +70,7 @@ def model(**changes: object) -> Model:
 def pieces(
     name: str, shape: Sequence[int], of: Model, share: Share, *, expert: int = 0, zero_centred: bool = False
 ) -> Iterator[Piece]:
-    found = place_of(name, of, lambda layer: layer, lambda local: expert + local)
+    found = place_of(name, of, lambda layer: layer, lambda local: expert + local, lambda index: index)
     assert found is not None, name
     specs = [of.spec(target, found.prefix, "float32", found.expert) for target in found.rule.served]
     shifts = [of.shift_of(target, zero_centred=zero_centred) for target in found.rule.served]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -245,6 +246,30 @@ def test_the_trainers_own_marker_is_obeyed(scene: Scene) -> None:
     assert scene.engine.label == 5
     (scene.folder / LATEST).write_text("10")
     scene.until(lambda: scene.engine.label == 10)
+
+
+def test_a_marker_that_says_nothing_pauses_the_watch_which_is_counted_and_said_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How far the trainer is, is not known; when the marker is mended, the watch goes on."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        scene.watcher._log, "log", lambda level, event, **_: said.append(event) if level >= logging.WARNING else None
+    )
+    (scene.folder / LATEST).write_text("soon")
+    weights = write(scene.folder / "iter_0000005", 1)
+
+    def paused() -> float:
+        labels = {"cause": "marker"}
+        return scene.watcher.meters.registry.get_sample_value("weightbus_watch_looks_failed_total", labels) or 0.0
+
+    scene.until(lambda: paused() >= 3)
+    assert said == ["watch_paused"]
+    assert "a step number up to" in json.loads(scene.watcher._status())["reason"]
+    assert scene.engine.label != 5
+    (scene.folder / LATEST).write_text("5")
+    scene.until(lambda: scene.engine.label == 5)
+    assert scene.holds(weights)
 
 
 def test_a_dcp_folder_is_read_only_when_that_is_allowed(scene: Scene) -> None:

@@ -48,6 +48,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     transport: str
     runtime_dir: str
     keys: str
+    save_every: int = 0
+    save_dir: str = ""
 
 
 class Learner(Protocol):
@@ -180,6 +182,8 @@ def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
         runtime_dir=Path(plan.runtime_dir),
         checkpoint_dir=Path(plan.runtime_dir) / "checkpoints",
         hf_config_dir=Path(plan.checkpoint),
+        save_every=plan.save_every,
+        save_dir=Path(plan.save_dir) if plan.save_every else None,
         round_timeout_s=PATIENCE_S,
     )
 

@@ -36,6 +36,8 @@ START_S: Final = 300.0
 """How long the servers may take to start; two of them take 20 to 60 s on two idle cores."""
 ROUND_S: Final = 120.0
 """How long a round may take, the trainer's own start included."""
+SAVED: Final = "saved"
+"""Where checkpoints are kept, of versions that are."""
 _POLL_S: Final = 0.1
 _ANSWER_S: Final = 10.0
 """How long one answer is waited for: a server that starts takes its time for the first token."""
@@ -158,6 +160,8 @@ class Demo:
             "transport": self._settings.transport.value,
             "runtime_dir": str(self._folder / "run"),
             "keys": str(self._folder / "keys"),
+            "save_every": self._settings.save_every,
+            "save_dir": str(self._folder / SAVED),
         }
         argument = msgspec.json.encode(plan).decode()
         group = {
@@ -253,7 +257,11 @@ def run(settings: DemoSettings) -> int:
         view.last("demo: interrupted")
         return 130
     finally:
-        if good and not settings.keep_logs:
+        saved = sorted((folder / SAVED / CHANNEL).glob("checkpoint-*"), key=lambda each: each.stat().st_mtime)
+        if saved:
+            names = ", ".join(each.name for each in saved)
+            print(f"demo: kept {names} in {saved[0].parent}", file=sys.stderr)  # noqa: T201 - the last line stays last
+        if good and not settings.keep_logs and not saved:
             shutil.rmtree(folder)
         else:
             print(f"demo: logs are in {folder / 'logs'}", file=sys.stderr)  # noqa: T201 - the last line stays last

@@ -37,6 +37,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rounds: Annotated[int, msgspec.Meta(ge=1, le=1000, description="rounds of generate, learn, publish")] = 20
     transport: Annotated[TransportKind, msgspec.Meta(description="how the weights travel")] = TransportKind.LOCAL
     trainer: Annotated[Trainer, msgspec.Meta(description="what trains the policy")] = Trainer.MEGATRON
+    save_every: Annotated[int, msgspec.Meta(ge=0, description="keep every n-th version as a checkpoint; 0: none")] = 0
     sync: Annotated[Sync, msgspec.Meta(description="off: train, but publish nothing; the reward stays flat")] = Sync.ON
     seed: Annotated[int, msgspec.Meta(ge=0, description="of the first weights and of the prompts")] = 1
     port_base: Annotated[

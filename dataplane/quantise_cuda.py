@@ -1,0 +1,147 @@
+"""Quantises on a GPU: tasks become tables of tiles, made on the host once; a run is a launch for each kind of tile."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from . import quantise_torch
+from .quantisation import Element, Scaling, Scheme
+from .quantise import Task
+
+Table = npt.NDArray[np.int64]
+
+TILE: Final = 128
+"""Rows and columns of a tile of small blocks; a block of FP8 is a tile of its own."""
+ROW: Final = 16384
+"""Most elements of a row that one program holds."""
+_INT4_ROWS: Final = 32
+_PER_WARP: Final = 1024
+"""Elements: at least 32 for each thread, so that all of its loads are of 16 bytes."""
+
+
+class Shape(NamedTuple):
+    """How the weights of a scheme are cut into tiles: at most so many rows and columns."""
+
+    rows: int
+    columns: int
+
+
+class Kind(NamedTuple):
+    """What tiles of one launch have in common."""
+
+    scheme: Scheme
+    dtype: torch.dtype
+    served: torch.dtype
+    scale: torch.dtype
+    aligned: bool
+    """Addresses and steps are multiples of 16 bytes, widths of 16 elements."""
+    tile: Shape
+
+
+class CudaTasks:
+    """Implements `PreparedTasks`."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._rest = [task for task in tasks if tile_of(task.scheme, task.weight.shape) is None]
+        kinds: dict[Kind, list[Table]] = defaultdict(list)
+        for task in tasks:
+            tile = tile_of(task.scheme, task.weight.shape)
+            if tile is not None:
+                kind, table = _tiles(task, tile)
+                kinds[kind].append(table)
+        device = tasks[0].weight.device if tasks else torch.device("cpu")
+        self._tables = [(kind, torch.as_tensor(np.concatenate(found), device=device)) for kind, found in kinds.items()]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """One launch for each kind. Whole tensors and whole rows of integers take several passes of torch."""
+        for kind, table in self._tables:
+            launch(kind, table)
+        for task in self._rest:
+            quantise_torch.quantise(task.scheme, task.weight.to(task.served), task.outs)
+
+
+def tile_of(scheme: Scheme, shape: Sequence[int]) -> Shape | None:
+    """The tile for weights of `shape`; None for what no kernel does: a block that does not fit one program."""
+    rows, columns = (size or extent for size, extent in zip(scheme.block, shape, strict=True))
+    if scheme.element is Element.INT4:
+        fits = scheme.block[1] and TILE % columns == 0 and columns % 8 == 0
+        return Shape(_INT4_ROWS, TILE) if fits else None
+    if scheme.scale_dtype == "uint8":
+        return Shape(TILE, TILE)
+    powers = (1 << (rows - 1).bit_length(), 1 << (columns - 1).bit_length())
+    return Shape(rows, columns) if not scheme.flat and powers[0] * powers[1] <= ROW else None
+
+
+def launch(kind: Kind, table: torch.Tensor, *, fast: bool = False) -> None:
+    """Quantise every tile of `table`, (tiles, 9) int64 on the device, on the current stream."""
+    from . import quantise_triton as kernels  # noqa: PLC0415  Triton is there where a GPU is
+
+    name, constants = kernel_of(kind, fast=fast)
+    getattr(kernels, name)[(len(table),)](table, **constants)
+
+
+def kernel_of(kind: Kind, *, fast: bool = False) -> tuple[str, dict[str, object]]:
+    """The kernel for tiles of a kind, and its constants."""
+    import triton.language as tl  # noqa: PLC0415
+
+    types = {
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.float32: tl.float32,
+    }
+    scheme = kind.scheme
+    rows, columns = (1 << (size - 1).bit_length() for size in kind.tile)
+    common: dict[str, object] = {
+        "DTYPE": types[kind.dtype],
+        "SERVED": types[kind.served],
+        "ALIGN": 16 if kind.aligned else 1,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "num_warps": max(1, min(8, rows * columns // _PER_WARP)),
+    }
+    up = scheme.scaling is Scaling.UP
+    if scheme.element is Element.INT4:
+        scale = {"SCALE": types[kind.scale], "SYMMETRIC": scheme.symmetric, "GROUP": scheme.block[1]}
+        return "int4", {**common, **scale}
+    if scheme.scale_dtype == "uint8":
+        return "mxfp8", {**common, "UP": up}
+    return "fp8_block", {**common, "SCALE": types[kind.scale], "UP": up, "FAST": fast}
+
+
+def _tiles(task: Task, tile: Shape) -> tuple[Kind, Table]:
+    """The rows of one task."""
+    rows, columns = task.weight.shape
+    down, across = np.arange(0, rows, tile.rows), np.arange(0, columns, tile.columns)
+    top, left = (axis.reshape(-1) for axis in np.meshgrid(down, across, indexing="ij"))
+    table = np.zeros((len(top), 9), np.int64)
+    cells = _cells(task.scheme, task.weight.shape)
+    places: Iterable[tuple[torch.Tensor, tuple[int, int]]] = (
+        (task.weight, (1, 1)),
+        *zip(task.outs, cells, strict=False),
+    )
+    for at, (tensor, cell) in enumerate(places):
+        step = tensor.stride(0) if tensor.dim() == 2 else 0
+        if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise ValueError(f"a tensor with strides {tuple(tensor.stride())} has rows that are no runs")
+        item = tensor.element_size()
+        table[:, 2 * at] = tensor.data_ptr() + (top // cell[0] * step + left // cell[1]) * item
+        table[:, 2 * at + 1] = step * item
+    height, width = np.minimum(rows - top, tile.rows), np.minimum(columns - left, tile.columns)
+    table[:, 8] = (height << 32) + width
+    aligned = bool((table[:, :4] % 16 == 0).all() and (width % 16 == 0).all())
+    kind = Kind(task.scheme, task.weight.dtype, task.served, task.outs[1].dtype, aligned, tile)
+    return kind, table
+
+
+def _cells(scheme: Scheme, shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Elements of the weight behind one element of each output."""
+    rows, columns = (size or extent for size, extent in zip(scheme.block, shape, strict=True))
+    elements = (1, 8) if scheme.element is Element.INT4 else (1, 1)
+    return [elements, (rows, columns), (8 * rows, columns)]

@@ -1,0 +1,118 @@
+"""The arithmetic of every scheme with torch: the reference, and what runs on a CPU.
+
+The formats are those of the libraries that define them, bit for bit (tests/dataplane/test_quantise.py compares):
+compressed-tensors 0.18 (`calculate_qparams`, `quantize`, `pack_to_int32`) computed in float32, SGLang's
+`per_block_cast_to_fp8` for scales that are powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from .quantisation import PACKED, Element, Scaling, Scheme
+
+E4M3_MAX: Final = 448.0
+_EPSILON: Final = torch.finfo(torch.float32).eps
+"""The scale where all elements are zero, as compressed-tensors has it: nothing is divided by zero."""
+_LEAST_AMAX: Final = 1e-4
+"""DeepGEMM's bound below which a block's power of two does not shrink any more."""
+_BIAS: Final = 127
+_MANTISSA_BITS: Final = 23
+_MX_SHIFT: Final = 8
+"""The largest e4m3 number is 1.75 times two to the power of this."""
+_ROUND_UP: Final = (1 << _MANTISSA_BITS) - 1
+_ROUND_NEAREST: Final = 1 << (_MANTISSA_BITS - 2)
+
+
+def quantise(scheme: Scheme, weight: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+    """Quantise `weight`, (rows, columns) on the scheme's grain, into `outs`: its parts but ``weight_shape``, in order.
+
+    `weight` is in the dtype in which it would be served. `outs` may be strided.
+    """
+    values = weight.float()
+    match scheme.element:
+        case Element.E4M3 if scheme.scale_dtype == "uint8":
+            _mx(scheme, values, outs)
+        case Element.E4M3:
+            _fp8(scheme, values, outs)
+        case Element.INT4:
+            _int4(scheme, values, outs)
+
+
+def _fp8(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+    elements, scales = outs
+    blocks = _blocks(values, scheme)
+    amax = blocks.abs().amax(dim=(1, 3))
+    if scheme.scaling is Scaling.UP:
+        scale = _power_up(amax.clamp(min=_LEAST_AMAX) / E4M3_MAX)
+    else:
+        scale = amax / E4M3_MAX
+        scale = torch.where(scale == 0, _EPSILON, scale)
+    # What divides is the scale as it is stored: so an engine multiplies with the same number.
+    scale = scale.to(scales.dtype)
+    scales.copy_(scale.view(scales.shape))
+    scaled = blocks / scale.float()[:, None, :, None]
+    elements.copy_(_joined(scaled, values).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
+
+
+def _mx(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+    elements, exponents = outs
+    blocks = _blocks(values, scheme)
+    amax = blocks.abs().amax(dim=(1, 3))
+    if scheme.scaling is Scaling.UP:
+        bits = ((amax / E4M3_MAX).view(torch.int32) + _ROUND_UP) >> _MANTISSA_BITS
+    else:
+        bits = (((amax.view(torch.int32) + _ROUND_NEAREST) >> _MANTISSA_BITS) - _MX_SHIFT).clamp(min=0)
+    exponents.copy_(bits.to(torch.uint8))
+    inverse = ((2 * _BIAS - bits) << _MANTISSA_BITS).view(torch.float32)  # a finite magnitude leaves it normal
+    scaled = blocks * inverse[:, None, :, None]
+    elements.copy_(_joined(scaled, values).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
+
+
+def _int4(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+    packed, scales = outs[:2]
+    blocks = _blocks(values, scheme)
+    low = blocks.amin(dim=(1, 3)).clamp(max=0)
+    high = blocks.amax(dim=(1, 3)).clamp(min=0)
+    scale = torch.maximum(-low, high) / 7.5 if scheme.symmetric else (high - low) / 15
+    empty = scale == 0
+    zero = torch.where(empty, 0, (-8 - low / scale).clamp(-8, 7)).round()
+    scale = torch.where(empty, _EPSILON, scale).to(scales.dtype)
+    scales.copy_(scale)
+    scaled = blocks / scale.float()[:, None, :, None]
+    if not scheme.symmetric:
+        scaled = scaled + zero[:, None, :, None]
+        outs[2].copy_(_pack(zero.t()).t())
+    packed.copy_(_pack(_joined(scaled, values).clamp(-8, 7).round()))
+
+
+def _pack(integers: torch.Tensor) -> torch.Tensor:
+    """(rows, 8 n) of -8..7 as (rows, n) int32, the first in the lowest bits."""
+    words = (integers.to(torch.int64) + 8).view(integers.shape[0], -1, PACKED)
+    shifts = torch.arange(0, 4 * PACKED, 4, device=integers.device)
+    unsigned = (words << shifts).sum(dim=2)
+    return torch.where(unsigned >= 1 << 31, unsigned - (1 << 32), unsigned).to(torch.int32)
+
+
+def _blocks(values: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """(blocks down, rows, blocks across, columns); zeros where the last blocks reach beyond the weight."""
+    rows, columns = (size or extent for size, extent in zip(scheme.block, values.shape, strict=True))
+    below, beside = -values.shape[0] % rows, -values.shape[1] % columns
+    if below or beside:
+        values = torch.nn.functional.pad(values, (0, beside, 0, below))
+    return values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns)
+
+
+def _joined(blocks: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """What `_blocks` took apart, without what it added."""
+    down, rows, across, columns = blocks.shape
+    return blocks.reshape(down * rows, across * columns)[: values.shape[0], : values.shape[1]]
+
+
+def _power_up(values: torch.Tensor) -> torch.Tensor:
+    """The least powers of two that are not below `values`, which are normal numbers."""
+    bits = (values.view(torch.int32) + _ROUND_UP) >> _MANTISSA_BITS << _MANTISSA_BITS
+    return bits.view(torch.float32)

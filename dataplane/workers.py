@@ -1,0 +1,193 @@
+"""The workers of one server, led through one exchange for one of its models: the sidecar's end of worker_wire.py.
+
+What is recorded, planned and proven is direct_receiver.py's; here it is said to all workers, and their answers are
+heard, all of them before anything is concluded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from . import worker_wire as wire
+from .deadline import Deadline
+from .direct_wire import Exporting
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
+from .frames import FrameListener, Frames
+from .host import host_identity
+from .manifest import Manifest
+from .plan import Plan, Reader
+from .proof import RankProof, provable
+from .recording import Recording
+
+_LOOK_S: Final = 0.2
+"""How often the server's call is looked at while workers are waited for."""
+_LOOK_AGAIN_S: Final = 0.002
+"""The same once a model is served: the server stands still, and mostly has only to say that it was the last one."""
+RETURN_S: Final = 30.0
+"""For workers to return from the call once they were told how it ended."""
+
+
+class ReplayFailed(TransferFailed):
+    """At least one worker did not copy. All have answered."""
+
+    def __init__(self, detail: str, touched: bool) -> None:
+        super().__init__(detail)
+        self.touched = touched
+        """Some worker began to write."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    frames: Frames
+    hello: wire.Hello
+
+
+class Workers:
+    """In the order of their ranks, once they have come."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+
+    def gather(self, listener: FrameListener, call: Future[None], count: int, first: bool, deadline: Deadline) -> bool:
+        """Wait for `count` workers with the first, or with the next model. False when the server has no next one.
+
+        An answer of the server before all of them came is a failure.
+        """
+        look = _LOOK_S if first else _LOOK_AGAIN_S
+        while len(self._workers) < count:
+            if call.done():
+                call.result()
+                if not first and not self._workers:
+                    return False
+                raise PeerLost(f"the server returned before its {count} workers had come: was our loader called?")
+            try:
+                frames = listener.accept(Deadline(min(look, deadline.check("the server's workers"))), "a worker")
+            except DeadlineExceeded:
+                continue
+            self._workers.append(_Worker(frames, _introduced(frames, deadline)))
+        self._workers.sort(key=lambda worker: worker.hello.rank)
+        return True
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """As plans know them."""
+        return tuple(
+            Reader(worker.hello.rank, host_identity(), worker.hello.device, worker.hello.peers)
+            for worker in self._workers
+        )
+
+    def record(
+        self, manifest: Manifest, known: Mapping[str, Recording], deadline: Deadline
+    ) -> tuple[tuple[str, ...], dict[str, Recording]]:
+        """The digest of each worker's recording, and those that were made now: by whoever has none of this layout."""
+        layout = manifest.digest()
+        without = [
+            worker for worker in self._workers if worker.hello.layout != layout or worker.hello.recording not in known
+        ]
+        for worker in without:
+            wire.say(worker.frames, wire.Record(layout=layout, tensors=manifest.tensors), deadline)
+        made: dict[str, Recording] = {}
+        for worker in without:
+            reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
+            if not isinstance(reply, wire.Recorded):
+                raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
+            recording = provable(Recording.decode(reply.recording, manifest.tensors))
+            digest = recording.digest()
+            made[digest] = recording
+            # Whoever records has let go of its plan, also where the same one will be made again.
+            worker.hello = msgspec.structs.replace(worker.hello, recording=digest, plan="")
+        return tuple(worker.hello.recording for worker in self._workers), made
+
+    def adopt(
+        self, digests: Sequence[str], plans: Sequence[Plan], proofs: Sequence[RankProof], deadline: Deadline
+    ) -> None:
+        """Give each worker its plan, unless it has that one."""
+        for worker, digest, plan, proof in zip(self._workers, digests, plans, proofs, strict=True):
+            if worker.hello.plan == digest:
+                continue
+            wire.say(worker.frames, _adopt(digest, plan, proof), deadline)
+            reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to take its plan")
+            if not isinstance(reply, wire.Adopted):
+                raise TransferFailed(f"worker {worker.hello.rank} did not take its plan: {_said(reply)}")
+
+    def replay(
+        self, epoch: int, version: int, exporters: Sequence[Exporting], plans: Sequence[Plan], deadline: Deadline
+    ) -> list[wire.Replayed]:
+        """All copy at a time. Raises `ReplayFailed` when all have answered and one did not copy."""
+        for worker, plan in zip(self._workers, plans, strict=True):
+            exports = tuple(
+                wire.Exports(
+                    holder=each.holder,
+                    address=each.address,
+                    generation=each.generation,
+                    regions=tuple(source.region for source in plan.sources if source.holder == each.holder),
+                )
+                for each in exporters
+            )
+            replay = wire.Replay(epoch=epoch, version=version, exports=tuple(each for each in exports if each.regions))
+            wire.say(worker.frames, replay, deadline)
+        replies = [
+            wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy") for worker in self._workers
+        ]
+        replayed = [reply for reply in replies if isinstance(reply, wire.Replayed)]
+        if len(replayed) < len(replies):
+            reasons = "; ".join(
+                f"worker {worker.hello.rank} could not copy: {_said(reply)}"
+                for worker, reply in zip(self._workers, replies, strict=True)
+                if not isinstance(reply, wire.Replayed)
+            )
+            wrote = any(not isinstance(reply, wire.Failed) or reply.touched for reply in replies)
+            raise ReplayFailed(reasons, wrote)
+        return replayed
+
+    def let_go(self, message: wire.Done | wire.Failed) -> None:
+        """Let the workers return. Who is gone needs no telling, and the server's answer says so."""
+        for worker in self._workers:
+            try:
+                wire.say(worker.frames, message, Deadline(RETURN_S))
+            except DataplaneError:
+                continue
+
+    def close(self) -> None:
+        """Hang up. Workers that wait for us return from their call."""
+        for worker in self._workers:
+            worker.frames.close()
+        self._workers = []
+
+
+def _adopt(digest: str, plan: Plan, proof: RankProof) -> wire.Adopt:
+    return wire.Adopt(
+        plan=digest,
+        recording=plan.recording,
+        sources=tuple((source.holder, source.region) for source in plan.sources),
+        copies=plan.copies.encode(),
+        staging=plan.staging.encode(),
+        staged=plan.staged,
+        staging_bytes=plan.staging_bytes,
+        proof=proof.table.encode(),
+        groups=proof.table.groups,
+        odd=proof.odd.encode(),
+        odd_bytes=proof.odd_bytes,
+    )
+
+
+def _introduced(frames: Frames, deadline: Deadline) -> wire.Hello:
+    """Who has connected. Hangs up on anybody who does not say so."""
+    try:
+        hello = wire.hear_worker(frames, deadline, "a worker's first words")
+    except BaseException:
+        frames.close()
+        raise
+    if not isinstance(hello, wire.Hello):
+        frames.close()
+        raise PeerLost(f"a worker began with {_said(hello)}")
+    return hello
+
+
+def _said(message: wire.ToSidecar) -> str:
+    return message.reason if isinstance(message, wire.Failed) else type(message).__name__

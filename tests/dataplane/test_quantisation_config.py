@@ -1,0 +1,241 @@
+"""The served checkpoint's own config says which weights are quantised; what it says and we cannot do is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.quantisation import Scheme, UnknownScheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
+from weightbus.dataplane.quantisation_config import Quantisation, outputs, read
+
+Config = dict[str, Any]
+
+QWEN3_FP8: Config = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"],
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+DEEPSEEK_V3: Config = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+WEIGHTS_8: Config = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": None,
+    "num_bits": 8,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "channel",
+    "symmetric": True,
+    "type": "float",
+}
+TOKENS: Config = {
+    "dynamic": True,
+    "num_bits": 8,
+    "observer": None,
+    "strategy": "token",
+    "symmetric": True,
+    "type": "float",
+}
+WEIGHTS_4: Config = {**WEIGHTS_8, "num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+
+
+def compressed(weights: Config, form: str, ignore: list[str] | None = None, **more: object) -> Config:
+    return {
+        "config_groups": {"group_0": {"input_activations": None, "targets": ["Linear"], "weights": weights}},
+        "format": form,
+        "global_compression_ratio": None,
+        "ignore": ["lm_head"] if ignore is None else ignore,
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        **more,
+    }
+
+
+def of(config: Config) -> Quantisation:
+    found = read({"architectures": ["X"], "quantization_config": config})
+    assert found is not None
+    return found
+
+
+def weight(name: str, shape: tuple[int, ...] = (256, 512)) -> TensorSpec:
+    return TensorSpec(name, "bfloat16", shape)
+
+
+@pytest.mark.parametrize(
+    ("config", "scheme"),
+    [
+        (QWEN3_FP8, fp8_block((128, 128))),
+        (DEEPSEEK_V3, fp8_block((128, 128))),
+        ({**DEEPSEEK_V3, "scale_fmt": "ue8m0"}, fp8_block((128, 128), power_of_two=True)),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8_tensor()),
+        ({"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}, mxfp8()),
+        (compressed(WEIGHTS_8, "float-quantized"), fp8_channel()),
+        (compressed({**WEIGHTS_8, "strategy": "tensor"}, "naive-quantized"), fp8_tensor()),
+        (
+            compressed({**WEIGHTS_8, "strategy": "block", "block_structure": [128, 128]}, "float-quantized"),
+            fp8_block((128, 128), scale="weight_scale"),
+        ),
+        (
+            compressed({**WEIGHTS_8, "strategy": "group", "group_size": 32}, "mxfp8-quantized"),
+            mxfp8(compressed=True),
+        ),
+        (compressed(WEIGHTS_4, "pack-quantized"), int4(128, symmetric=True)),
+        (compressed({**WEIGHTS_4, "group_size": 32, "symmetric": False}, "pack-quantized"), int4(32, symmetric=False)),
+        (compressed({**WEIGHTS_4, "strategy": None, "group_size": -1}, "pack-quantized"), int4(0, symmetric=True)),
+        (compressed({**WEIGHTS_4, "actorder": "weight"}, "pack-quantized"), int4(128, symmetric=True)),
+    ],
+)
+def test_known_configs(config: Config, scheme: Scheme) -> None:
+    """Configs as checkpoints on the hub have them choose the scheme that they are stored in."""
+    assert of(config).scheme_of(weight("model.layers.3.mlp.down_proj.weight")) == scheme
+
+
+def test_plain_checkpoints_are_left_alone() -> None:
+    """No quantization_config, no quantisation; one in the text part of a model counts."""
+    assert read({"architectures": ["X"]}) is None
+    assert read({"text_config": {"quantization_config": DEEPSEEK_V3}}) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.0.input_layernorm", "model.norm",
+     "model.layers.0.mlp.shared_expert_gate", "model.layers.61.shared_head.head"],
+)  # fmt: skip
+@pytest.mark.parametrize("config", [QWEN3_FP8, DEEPSEEK_V3])
+def test_what_sglang_never_quantises(name: str, config: Config) -> None:
+    """Tables, norms, routers and the head stay as they are, named in the config or not."""
+    assert of(config).scheme_of(weight(f"{name}.weight")) is None
+    assert of(config).scheme_of(TensorSpec(f"{name}.bias", "bfloat16", (256,))) is None
+
+
+def test_exceptions_are_whole_parts_of_a_path() -> None:
+    """``mlp.gate`` is not ``mlp.gate_proj``; ``layers.1`` is not ``layers.11``; with or without ``model.``."""
+    found = of({**DEEPSEEK_V3, "ignored_layers": ["mlp.gate", "model.layers.1", "layers.2.self_attn"]})
+    quantised = lambda name: found.scheme_of(weight(f"{name}.weight")) is not None  # noqa: E731
+    assert quantised("model.layers.0.mlp.gate_proj")
+    assert not quantised("model.layers.1.mlp.gate_proj")
+    assert quantised("model.layers.11.mlp.gate_proj")
+    assert not quantised("model.layers.2.self_attn.q_proj")
+    assert quantised("model.layers.2.mlp.up_proj")
+
+
+def test_targets_patterns_and_groups() -> None:
+    """A name goes before a pattern, a pattern before a class; ignored patterns match from the start of the name."""
+    config = compressed(
+        WEIGHTS_4, "mixed-precision", ["lm_head", "re:.*mlp.gate$", "re:visual.*", "layers.4.self_attn.q_proj"]
+    )
+    groups = config["config_groups"]
+    groups["group_0"]["format"] = "pack-quantized"
+    groups["group_1"] = {"targets": ["re:.*self_attn.*"], "weights": WEIGHTS_8, "format": "float-quantized",
+                         "input_activations": TOKENS}  # fmt: skip
+    groups["group_2"] = {"targets": ["model.layers.0.self_attn.o_proj"],
+                         "weights": {**WEIGHTS_8, "strategy": "tensor"}, "format": "float-quantized"}  # fmt: skip
+    found = of(config)
+    at = lambda name: found.scheme_of(weight(f"{name}.weight"))  # noqa: E731
+    assert at("model.layers.0.mlp.up_proj") == int4(128, symmetric=True)
+    assert at("model.layers.0.self_attn.q_proj") == fp8_channel()
+    assert at("model.layers.0.self_attn.o_proj") == fp8_tensor()
+    assert at("model.layers.4.self_attn.q_proj") is None
+    assert at("model.visual.blocks.0.attn.qkv") == int4(128, symmetric=True)
+    assert at("visual.blocks.0.attn.qkv") is None
+    assert at("lm_head") is None
+    assert of(compressed(WEIGHTS_4, "pack-quantized", [])).scheme_of(weight("lm_head.weight")) is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "'awq'.*known are"),
+        ({"quant_method": "gptq"}, "'gptq'"),
+        ({"quant_algo": "NVFP4"}, "quantised as ''"),
+        ({**DEEPSEEK_V3, "fmt": "e5m2"}, "fmt"),
+        ({**DEEPSEEK_V3, "activation_scheme": "static"}, "activation_scheme"),
+        ({**DEEPSEEK_V3, "scale_fmt": "e5m3"}, "scale_fmt"),
+        ({**DEEPSEEK_V3, "some_new_word": 1}, "some_new_word"),
+        (compressed({**WEIGHTS_4, "num_bits": 3}, "pack-quantized"), "int3 by group"),
+        (compressed({**WEIGHTS_8, "type": "int"}, "int-quantized"), "int8 by channel"),
+        (compressed({**WEIGHTS_8, "symmetric": False}, "float-quantized"), "asymmetric"),
+        (compressed({**WEIGHTS_4, "actorder": "group"}, "pack-quantized"), "activations"),
+        (compressed(WEIGHTS_4, "marlin-24"), "marlin-24"),
+        (compressed({**WEIGHTS_4, "type": "float", "strategy": "tensor_group"}, "nvfp4-pack-quantized"), "float4"),
+        (compressed(WEIGHTS_8, "float-quantized", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (compressed(WEIGHTS_8, "float-quantized", sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused(config: Config, said: str) -> None:
+    """An unknown scheme, or an unknown word in a known one, is refused before anything is published."""
+    with pytest.raises(UnknownScheme, match=said):
+        of(config)
+    static = compressed(WEIGHTS_8, "float-quantized")
+    static["config_groups"]["group_0"]["input_activations"] = {**TOKENS, "dynamic": False}
+    with pytest.raises(UnknownScheme, match="calibrated"):
+        of(static)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("model.layers.0.mixer.fancy_table.weight", (256, 512), "nothing says whether"),
+        ("model.layers.0.mlp.experts.gate_up_proj", (8, 256, 512), "one by one"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(name: str, shape: tuple[int, ...], said: str) -> None:
+    """A module whose name says nothing, and experts in one tensor, need the checkpoint's files or another source."""
+    with pytest.raises(UnknownScheme, match=said):
+        of(DEEPSEEK_V3).scheme_of(weight(name, shape))
+    ignoring = of({**DEEPSEEK_V3, "modules_to_not_convert": [name.removesuffix(".weight").rpartition(".")[0]]})
+    assert ignoring.scheme_of(weight(name, shape)) is None
+
+
+def test_what_the_format_cannot_hold_is_refused() -> None:
+    """A group that does not divide a weight would be stored as something that no engine reads."""
+    with pytest.raises(UnknownScheme, match=r"200 columns.*leaves as they are"):
+        of(compressed(WEIGHTS_4, "pack-quantized")).scheme_of(weight("model.layers.0.mlp.up_proj.weight", (256, 200)))
+
+
+def stored(*specs: TensorSpec) -> dict[str, TensorSpec]:
+    return {spec.name: spec for spec in specs}
+
+
+def test_files_say_it_better_than_names() -> None:
+    """What has scales in the served checkpoint is quantised here, in their dtype; what has none is not."""
+    found, odd, up = (
+        of(compressed(WEIGHTS_8, "float-quantized")),
+        weight("a.fancy_table.weight"),
+        weight("a.up_proj.weight"),
+    )
+    files = stored(
+        TensorSpec("a.fancy_table.weight", "float8_e4m3fn", (256, 512)),
+        TensorSpec("a.fancy_table.weight_scale", "bfloat16", (256, 1)),
+        up,
+    )
+    assert found.scheme_of(up, files) is None
+    scheme = found.scheme_of(odd, files)
+    assert scheme is not None
+    assert set(outputs(odd, scheme)) <= set(files.values())
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (TensorSpec("a.up_proj.weight_scale_inv", "float32", (2, 5)), r"\(2, 5\).*\(2, 4\)"),
+        (TensorSpec("a.up_proj.weight_scale_inv", "uint8", (2, 4)), "stored as uint8"),
+    ],
+)
+def test_files_that_contradict_the_config(scale: TensorSpec, said: str) -> None:
+    """Scales of another shape or kind than the config says: neither is believed."""
+    up = weight("a.up_proj.weight")
+    files = stored(TensorSpec(up.name, "float8_e4m3fn", up.shape), scale)
+    with pytest.raises(UnknownScheme, match=said):
+        of(DEEPSEEK_V3).scheme_of(up, files)

@@ -1,0 +1,133 @@
+"""The GPU kernels give the reference's bits in Triton's interpreter, and compile for the GPUs that serve.
+
+Run on a real one by tests/gpu/quantised.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import numpy as np
+import torch
+import triton.language as tl
+
+from weightbus.dataplane import quantise_cuda, quantise_torch
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.quantisation import fp8_block, fp8_channel, int4, mxfp8
+from weightbus.dataplane.quantise import Task
+
+SCHEMES = (
+    fp8_block((128, 128)), fp8_block((128, 128), power_of_two=True), fp8_channel(), mxfp8(), mxfp8(compressed=True),
+    int4(32, symmetric=True), int4(128, symmetric=False),
+)
+"""
+
+INTERPRETED = (
+    HEAD
+    + """
+from contextlib import nullcontext
+from triton.runtime import interpreter
+
+convert = interpreter._convert_float
+
+def rounded(values, source, target, mode):
+    # The interpreter cuts off where the hardware rounds (cvt.rn).
+    kinds = {tl.bfloat16: (torch.bfloat16, np.uint16), tl.float8e4nv: (torch.float8_e4m3fn, np.uint8)}
+    if source != tl.float32 or target not in kinds:
+        return convert(values, source, target, mode)
+    kind, bits = kinds[target]
+    made = torch.from_numpy(np.ascontiguousarray(values)).to(kind)
+    return made.view(torch.uint8).numpy().view(bits).reshape(values.shape)
+
+interpreter._convert_float = rounded
+torch.cuda.device_of = lambda memory: nullcontext()
+
+def weight(shape, dtype):
+    generator = torch.Generator().manual_seed(shape[0])
+    spread = torch.exp2(torch.randint(-12, 4, (shape[0], 1), generator=generator))
+    values = torch.randn(shape, generator=generator) * spread
+    values[: shape[0] // 3, : shape[1] // 2] = 0
+    values[-1, -1] = 14.0
+    return values.to(dtype)
+
+for scheme in SCHEMES:
+    for shape, dtype in (((136, 256), torch.bfloat16), ((8, 384), torch.float32)):
+        values = weight(shape, dtype)
+        parts = [part for part in scheme.parts(TensorSpec("w.weight", "bfloat16", shape)) if part.cell[0]]
+        expected = [torch.zeros(part.shape, dtype=getattr(torch, part.dtype)) for part in parts]
+        # As in a bucket: rows farther apart than they are long, and what is between them stays.
+        wide = [torch.full((*part.shape[:-1], part.shape[-1] + 16), 3, dtype=each.dtype)
+                for part, each in zip(parts, expected)]
+        outs = tuple(each[..., : part.shape[-1]] for part, each in zip(parts, wide))
+        quantise_torch.quantise(scheme, values.bfloat16(), expected)
+        source = torch.zeros(shape[0], shape[1] + 8, dtype=dtype)[:, : shape[1]].copy_(values)
+        tasks = quantise_cuda.CudaTasks([Task(scheme, source, torch.bfloat16, outs)])
+        assert not tasks._rest
+        tasks.run()
+        for part, found, each, around in zip(parts, outs, expected, wide):
+            assert torch.equal(found.contiguous().view(torch.uint8), each.view(torch.uint8)), (
+                scheme.name, shape, dtype, part.suffix)
+            assert bool((around[..., part.shape[-1] :].float() == 3).all())
+print("equal")
+"""
+)
+
+COMPILED = (
+    HEAD
+    + """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from weightbus.dataplane import quantise_triton
+from weightbus.dataplane.quantise_cuda import Kind, kernel_of, tile_of
+
+for scheme in SCHEMES:
+    for dtype in (torch.bfloat16,):
+        tile = tile_of(scheme, (2048, 768))
+        kind = Kind(scheme, dtype, torch.bfloat16, torch.bfloat16 if scheme.name.startswith("int4") else torch.float32,
+                    True, tile)
+        for fast in (False, True) if scheme.name == "fp8-block" else (False,):
+            name, constants = kernel_of(kind, fast=fast)
+            kernel = getattr(quantise_triton, name)
+            warps = constants.pop("num_warps")
+            signature = {name: "constexpr" for name in constants} | {"table": "*i64"}
+            source = ASTSource(kernel, signature, constexprs=constants)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+            text = made.asm["ptx"]
+            assert "ld.local" not in text, f"{scheme.name} spills registers"
+            wide = text.count("ld.global.v4") + text.count("ld.global.L1::no_allocate.v4")
+            print(scheme.name, dtype, fast, "wide loads", wide, "of", text.count("ld.global"))
+            assert wide, f"{scheme.name} loads less than 16 bytes at a time"
+print("compiled")
+"""
+)
+
+
+def run(program: str, tmp_path: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_kernels_give_the_bits_of_the_reference(tmp_path: Path) -> None:
+    """Every kernel, on whole and cut tiles, from both dtypes and with strides on both sides."""
+    pytest.importorskip("triton")
+    done = run(INTERPRETED, tmp_path, TRITON_INTERPRET="1")
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]
+
+
+def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
+    """For Hopper, in 16-byte loads and without spilling; a toolchain without ptxas is a reason to skip."""
+    pytest.importorskip("triton")
+    done = run(COMPILED, tmp_path)
+    if "ptxas" in done.stderr and "not found" in done.stderr.lower():
+        pytest.skip("this Triton has no ptxas")
+    assert done.stdout.strip().endswith("compiled"), done.stdout + done.stderr[-2000:]

@@ -1,0 +1,144 @@
+"""Versions that are kept as files: Hugging Face checkpoints, written in the same pass in which a version is digested.
+
+    <save_dir>/<channel>/checkpoint-<version>    appears when the version is committed, complete, by one rename
+
+Buckets are written behind the pass, one after another, while engines still serve: no engine is paused for a disk. A
+version that is not committed leaves nothing. Which ones stay is a policy: the newest `keep_last`, and every
+`keep_every`-th for good. A disk that fails costs the checkpoint and not the version: the report says so.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from weightbus.control.log import get_log
+from weightbus.dataplane.checkpoint_writer import CheckpointWriter
+from weightbus.dataplane.disk_session import Notes
+from weightbus.dataplane.manifest import Manifest
+
+from .errors import BadCheckpoint
+
+_NAME: Final = re.compile(r"checkpoint-(\d+)")
+
+_log = get_log(__name__)
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """Which versions are written, and which of them stay."""
+
+    every: int
+    """Versions that are multiples of it are written."""
+    last: int
+    """So many of the newest stay."""
+    forever: int = 0
+    """Multiples of it stay for good; 0: none."""
+
+    def writes(self, version: int) -> bool:
+        """Whether `version` is to be kept as files."""
+        return version % self.every == 0
+
+    def dropped(self, versions: Iterable[int], current: int) -> tuple[int, ...]:
+        """Those of `versions` that need not stay, ascending, when `current` was written last.
+
+        Versions above `current` are from before the channel went back: they belong to nobody's history any more, and
+        stay until newer ones replace them.
+        """
+        past = sorted({version for version in versions if version <= current})
+        old = past[: -self.last]
+        return tuple(version for version in old if not self.forever or version % self.forever)
+
+
+def place_of(save_dir: Path, channel: str, version: int) -> Path:
+    """Where the checkpoint of a version is kept."""
+    return save_dir / channel / f"checkpoint-{version}"
+
+
+class Archive:
+    """The folder of one channel. Used by whoever leads a publication, one at a time."""
+
+    def __init__(self, save_dir: Path, channel: str, policy: Policy, config_dir: Path | None) -> None:
+        """Config and tokenizer files come from `config_dir`. Raises `BadCheckpoint` when it has no config."""
+        if config_dir is None or not (config_dir / "config.json").is_file():
+            raise BadCheckpoint(
+                save_dir,
+                "a checkpoint needs a config.json: name the folder of the served one with hf_config_dir or served",
+            )
+        self._save_dir, self._channel, self._policy, self._config_dir = save_dir, channel, policy, config_dir
+
+    def saving(self, version: int, manifest: Manifest) -> Saving | None:
+        """What writes `version`; None for one that is not kept."""
+        if not self._policy.writes(version):
+            return None
+        target = place_of(self._save_dir, self._channel, version)
+        return Saving(self, CheckpointWriter(target, manifest, self._config_dir))
+
+    def prune(self, version: int) -> None:
+        """Remove what the policy does not keep, now that `version` is there."""
+        root = self._save_dir / self._channel
+        found = {int(match[1]): path for path in root.iterdir() if (match := _NAME.fullmatch(path.name))}
+        for each in self._policy.dropped(found, version):
+            gone = found[each].with_name(f".{found[each].name}.gone")
+            found[each].rename(gone)  # in one step, so that nobody reads half of it
+            shutil.rmtree(gone)
+            _log.info("checkpoint_dropped", channel=self._channel, version=each)
+
+
+class Saving:
+    """One version on its way to the disk. Failures are kept until the end: the round does not depend on them."""
+
+    def __init__(self, archive: Archive, writer: CheckpointWriter) -> None:
+        self._archive = archive
+        self._writer = writer
+        self._thread = ThreadPoolExecutor(1, "weightbus-save")
+        self._writes: list[Future[None]] = []
+
+    def begin(self) -> None:
+        """A pass over all buckets begins; what an earlier one wrote is given up."""
+        self.settle()
+        self._writes = [self._thread.submit(self._writer.begin)]
+
+    def take(self, index: int, memory: torch.Tensor) -> None:
+        """Write bucket `index`, whose bytes are complete and stay as they are until `free`."""
+        self._writes.append(self._thread.submit(self._add, index, memory))
+
+    def free(self, index: int) -> None:
+        """Return when bucket `index` and all before it are written, or cannot be."""
+        for write in self._writes[: max(0, index + 2)]:
+            write.exception()
+
+    def settle(self) -> None:
+        """Return when nothing is being written any more."""
+        self.free(len(self._writes))
+
+    def finish(self, version: int, notes: Notes) -> tuple[str, str]:
+        """The version is committed: let the checkpoint appear. Returns its path, or why there is none."""
+        try:
+            for write in self._writes:
+                write.result()
+            shutil.rmtree(self._writer.target, ignore_errors=True)  # of a version that was gone back behind
+            self._writer.finish(notes)
+            self._archive.prune(version)
+        except Exception as error:  # noqa: BLE001  the version is served, whatever the disk says; it is in the report
+            _log.exception("checkpoint_not_saved", version=version)
+            self.discard()
+            return "", f"{type(error).__name__}: {error}"
+        self._thread.shutdown()
+        return str(self._writer.target.absolute()), ""
+
+    def discard(self) -> None:
+        """The version is not committed: leave nothing."""
+        self.settle()
+        self._thread.shutdown()
+        self._writer.discard()
+
+    def _add(self, index: int, memory: torch.Tensor) -> None:
+        self._writes[0].result()  # without a folder there is nothing to write into
+        self._writer.add(index, memory)

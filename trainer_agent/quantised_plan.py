@@ -1,0 +1,311 @@
+"""Who quantises which weight, from what, into what: computed once per manifest, as plain data. No torch.
+
+A rank whose pieces of a weight all lie on the grain of its scheme quantises them for itself: experts and whole rows
+once, at their owner. What it makes is a piece like any other, of another tensor, and travels as parcels do. A weight
+that is cut across its blocks is gathered by the root first, in the dtype in which it would be served.
+
+    jobs       what a rank quantises for one bucket: from its own memory, or on the root from what was gathered
+    raw        the layout in which the root gathers: one bucket for each set of buckets that its weights end up in
+    pieces     everything that travels: results in the arena of a rank, and what is not quantised where it lies
+
+The root's own results go straight into the bucket. Those of the others lie in an *arena*, memory that is used again for
+the next bucket; it is numbered behind the local tensors, once for each dtype.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from weightbus.dataplane import cover
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.manifest import ITEM_BYTES, BucketSpec, Manifest, TensorSpec
+from weightbus.dataplane.pieces import DTYPES, Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.quantisation import Part, Scheme
+
+_ALIGNMENT: Final = 16
+
+
+class Weight(msgspec.Struct, frozen=True):
+    """A weight that is quantised, and what it becomes."""
+
+    spec: TensorSpec
+    scheme: Scheme
+    parts: tuple[Part, ...]
+    outputs: tuple[TensorSpec, ...]
+    """As `parts`, under their names."""
+
+    @property
+    def computed(self) -> tuple[tuple[Part, TensorSpec], ...]:
+        """Those that follow from its elements: all but ``weight_shape``."""
+        both = zip(self.parts, self.outputs, strict=True)
+        return tuple((part, spec) for part, spec in both if part.cell[0])
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a rectangle of a tensor goes: bytes from the start of the bucket or the arena, strides in elements."""
+
+    arena: bool
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One quantisation on one rank."""
+
+    weight: int
+    shape: tuple[int, ...]
+    held: Piece | None
+    """Own memory that it reads; None for what was gathered."""
+    raw: tuple[int, int]
+    """... the raw bucket in which that lies, and its first byte there."""
+    targets: tuple[Place, ...]
+    """Of every part but ``weight_shape``."""
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """A gathered tensor that stays as it is: from a raw bucket into the bucket. Root only."""
+
+    raw: tuple[int, int]
+    target: Place
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The numbers of a ``weight_shape``. Root only."""
+
+    numbers: tuple[int, ...]
+    target: Place
+
+
+class BucketWork(msgspec.Struct, frozen=True):
+    """What one rank does for one bucket before parcels travel."""
+
+    raws: tuple[int, ...]
+    """The raw buckets that it needs, on every rank alike."""
+    jobs: tuple[Job, ...]
+    copies: tuple[Copy, ...]
+    shapes: tuple[Shape, ...]
+
+
+class Work(msgspec.Struct, frozen=True):
+    """One rank's part in every bucket of a manifest."""
+
+    buckets: tuple[BucketWork, ...]
+    raw: Manifest | None
+    """What is gathered; None when nothing is."""
+    arena_bytes: int
+    base: int
+    """The number of the arena's first storage: that of dtype `d` is ``base + DTYPES.index(d)``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Which weights are divided among their holders and which are gathered; the same on every rank."""
+
+    manifest: Manifest
+    """Of what the weights become."""
+    weights: tuple[Weight, ...]
+    pieces: Pieces | None
+    """Every raw element once; None when it is not known where they lie."""
+    rows: Mapping[str, Sequence[int]]
+    """By raw tensor: its pieces."""
+    places: Mapping[str, tuple[int, int]]
+    """By tensor of the manifest: its bucket, and the byte in it where it begins."""
+    gathered: frozenset[int]
+    """Weights that no holder can quantise alone."""
+    plain: tuple[TensorSpec, ...]
+    """What is gathered although it stays as it is, because nobody knows where it lies."""
+    raw: Manifest | None
+    """What is gathered: a bucket for each set of buckets that its weights end up in."""
+    raw_places: Mapping[str, tuple[int, int]]
+    serves: tuple[tuple[int, ...], ...]
+    """By raw bucket: the buckets that need it."""
+    root: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, weights: Sequence[Weight], pieces: Pieces | None, root: int = 0) -> Division:
+        """`pieces` hold every raw element once; None gathers everything. `manifest` is of what the weights become."""
+        joined = None if pieces is None else cover.merge(pieces)
+        rows, places = _rows_by_tensor(joined), _places(manifest)
+        gathered = [index for index, each in enumerate(weights) if not _divides(each, joined, rows)]
+        plain = _plain(manifest, weights) if joined is None else ()
+        groups: dict[tuple[int, ...], list[TensorSpec]] = defaultdict(list)
+        for index in gathered:
+            key = sorted({places[spec.name][0] for _, spec in weights[index].computed})
+            groups[tuple(key)].append(weights[index].spec)
+        for spec in plain:
+            groups[places[spec.name][0],].append(spec)
+        raw = _grouped(manifest.model, [groups[key] for key in sorted(groups)])
+        return cls(
+            manifest=manifest,
+            weights=tuple(weights),
+            pieces=joined,
+            rows=rows,
+            places=places,
+            gathered=frozenset(gathered),
+            plain=plain,
+            raw=raw,
+            raw_places={} if raw is None else _places(raw),
+            serves=tuple(sorted(groups)),
+            root=root,
+        )
+
+    def raw_pieces(self) -> Pieces | None:
+        """Where what is gathered lies; None when that is not known."""
+        if self.pieces is None:
+            return None
+        rows = sorted(row for index in self.gathered for row in self.rows[self.weights[index].spec.name])
+        return self.pieces.take(np.array(rows, np.int64))
+
+    def raws_of(self, bucket: int) -> tuple[int, ...]:
+        """The raw buckets with weights that end up, or in part, in `bucket`."""
+        return tuple(number for number, buckets in enumerate(self.serves) if bucket in buckets)
+
+    def work(self, rank: int) -> Work:
+        """What `rank` does."""
+        return _Draft(self, rank).work()
+
+    def travelling(self) -> Pieces:
+        """Pieces of the manifest's tensors: what is quantised elsewhere than on the root, and what is not quantised."""
+        held: dict[int, list[Piece]] = defaultdict(list)
+        if self.pieces is not None:
+            quantised = {weight.spec.name for weight in self.weights}
+            for name, rows in self.rows.items():
+                for row in rows if name not in quantised else ():
+                    held[int(self.pieces.holder[row])].append(self.pieces.at(row))
+            for rank in sorted(set(self.pieces.holder.tolist()) - {self.root}):
+                held[rank].extend(_Draft(self, rank).results)
+        return Pieces.join([Pieces.of(self.manifest.tensors, held[rank], rank) for rank in sorted({self.root, *held})])
+
+
+class _Draft:
+    """One rank's work, while it is put together."""
+
+    def __init__(self, division: Division, rank: int) -> None:
+        self._of = division
+        self._rank = rank
+        self._at_root = rank == division.root
+        self._jobs: list[list[Job]] = [[] for _ in division.manifest.buckets]
+        self.results: list[Piece] = []
+        """What it makes for others, in its arena."""
+        self._ends = [0] * len(self._jobs)
+        mine = None if division.pieces is None else division.pieces.held_by(rank)
+        self._base = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
+        self._copies: list[list[Copy]] = [[] for _ in self._jobs]
+        self._shapes: list[list[Shape]] = [[] for _ in self._jobs]
+        for index, weight in enumerate(division.weights):
+            self._take(index, weight)
+        if self._at_root:
+            self._take_plain()
+
+    def work(self) -> Work:
+        of = self._of
+        buckets = [
+            BucketWork(
+                raws=of.raws_of(index),
+                jobs=tuple(jobs),
+                copies=tuple(self._copies[index]),
+                shapes=tuple(self._shapes[index]),
+            )
+            for index, jobs in enumerate(self._jobs)
+        ]
+        return Work(tuple(buckets), of.raw, max(self._ends, default=0), self._base)
+
+    def _take(self, index: int, weight: Weight) -> None:
+        of = self._of
+        if index in of.gathered:
+            if self._at_root:
+                raw = of.raw_places[weight.spec.name]
+                self._job(index, weight, Box.whole(weight.spec.shape), None, raw)
+            return
+        assert of.pieces is not None
+        for row in of.rows[weight.spec.name]:
+            if int(of.pieces.holder[row]) == self._rank:
+                piece = of.pieces.at(row)
+                self._job(index, weight, piece.box, piece, (0, 0))
+
+    def _job(self, index: int, weight: Weight, box: Box, held: Piece | None, raw: tuple[int, int]) -> None:
+        """Once for each bucket that a part of the weight is in: nearly always one."""
+        made = weight.computed
+        for bucket in sorted({self._of.places[spec.name][0] for _, spec in made}):
+            targets = tuple(self._target(bucket, part, spec, part.box(box)) for part, spec in made)
+            self._jobs[bucket].append(Job(index, box.shape, held, raw, targets))
+
+    def _target(self, bucket: int, part: Part, spec: TensorSpec, box: Box) -> Place:
+        """In the bucket for the root; in the arena for the others, and for what belongs to another bucket."""
+        home, begin = self._of.places[spec.name]
+        if self._at_root and home == bucket:
+            strides = contiguous_strides(spec.shape)
+            first = sum(at * step for at, step in zip(box.start, strides, strict=True))
+            return Place(False, begin + first * ITEM_BYTES[part.dtype], part.dtype, box.shape, strides)
+        offset = self._ends[bucket]
+        self._ends[bucket] += -(-box.size * ITEM_BYTES[part.dtype] // _ALIGNMENT) * _ALIGNMENT
+        strides = contiguous_strides(box.shape)
+        if home == bucket:
+            view = View(self._base + DTYPES.index(part.dtype), offset // ITEM_BYTES[part.dtype], strides)
+            self.results.append(Piece(spec.name, box, part.dtype, view))
+        return Place(True, offset, part.dtype, box.shape, strides)
+
+    def _take_plain(self) -> None:
+        """What is not computed."""
+        for spec in self._of.plain:
+            self._copies[self._of.places[spec.name][0]].append(Copy(self._of.raw_places[spec.name], self._whole(spec)))
+        for weight in self._of.weights:
+            for part, spec in zip(weight.parts, weight.outputs, strict=True):
+                if not part.cell[0]:
+                    self._shapes[self._of.places[spec.name][0]].append(Shape(weight.spec.shape, self._whole(spec)))
+
+    def _whole(self, spec: TensorSpec) -> Place:
+        return Place(False, self._of.places[spec.name][1], spec.dtype, spec.shape, contiguous_strides(spec.shape))
+
+
+def _places(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """By name: the bucket of a tensor, and the byte in it where it begins."""
+    return {
+        spec.name: (index, at)
+        for index in range(len(manifest.buckets))
+        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False)
+    }
+
+
+def _plain(manifest: Manifest, weights: Sequence[Weight]) -> tuple[TensorSpec, ...]:
+    """The manifest's tensors that no weight becomes."""
+    made = {spec.name for weight in weights for spec in weight.outputs}
+    return tuple(spec for spec in manifest.tensors if spec.name not in made)
+
+
+def _rows_by_tensor(pieces: Pieces | None) -> Mapping[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    if pieces is not None:
+        spaces: list[int] = pieces.boxes.space.tolist()
+        for row, tensor in enumerate(spaces):
+            found[pieces.tensors[tensor].name].append(row)
+    return found
+
+
+def _divides(weight: Weight, pieces: Pieces | None, rows: Mapping[str, Sequence[int]]) -> bool:
+    """Every holder of a part can quantise it alone."""
+    if pieces is None:
+        return False
+    found = [pieces.at(row) for row in rows[weight.spec.name]]
+    return all(not each.shift and weight.scheme.alone(each.box, weight.spec.shape) for each in found)
+
+
+def _grouped(model: str, groups: Sequence[Sequence[TensorSpec]]) -> Manifest | None:
+    """A manifest with a bucket for each group."""
+    if not groups:
+        return None
+    tensors: list[TensorSpec] = []
+    buckets: list[BucketSpec] = []
+    for group in groups:
+        first = len(tensors)
+        tensors.extend(sorted(group, key=lambda spec: -ITEM_BYTES[spec.dtype]))
+        buckets.append(BucketSpec(first, len(tensors), sum(spec.nbytes for spec in group)))
+    return Manifest(model, tuple(tensors), tuple(buckets))
