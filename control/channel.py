@@ -272,7 +272,7 @@ class Channel:
         if member and member.phase not in SETTLED:
             self._duties.hurry(agent.name, now)
         else:
-            self._fleet.settle(engine, self.epoch, self.committed, now)
+            self._fleet.settle(engine, self._settling_epoch, self.committed, now)
 
     def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
         """A heartbeat may say that the server changed under the agent. Returns whether it did."""
@@ -285,7 +285,7 @@ class Channel:
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
         elif recovered and not self._takes_part(name) and self._duties.get(name) is None:
-            self._fleet.settle(engine, self.epoch, self.committed, now)
+            self._fleet.settle(engine, self._settling_epoch, self.committed, now)
         return True
 
     def engine_lost(self, name: AgentId, reason: str, now: float) -> None:
@@ -441,6 +441,16 @@ class Channel:
                 wrong.append(f"{engine.name} serves what was never committed")
         if wrong:
             raise InvariantBroken("; ".join(wrong), tuple(self.story))
+
+    @property
+    def _settling_epoch(self) -> Epoch:
+        """Under which engines outside a round are told what to do: the highest that any engine can have seen.
+
+        Not that of a lease under which nothing was published yet: what is answered to it late would be taken for an
+        answer in the round that this lease begins.
+        """
+        unused = self.lease is not None and self.round is None
+        return Epoch(self.epoch - 1) if unused else self.epoch
 
     def _takes_part(self, name: AgentId) -> bool:
         return self.phase(name) not in (None, *SETTLED)
