@@ -299,7 +299,7 @@ def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> No
     gathered: list[float] = []
     bus, now = MemoryBus(), [0.0]
     poll = bus.poll
-    bus.poll = lambda timeout_s, gather_s=0.0: (gathered.append(gather_s), poll(0.0))[1]  # type: ignore[method-assign]
+    bus.poll = lambda _timeout_s, gather_s=0.0: (gathered.append(gather_s), poll(0.0))[1]  # type: ignore[method-assign]
     journal = SqliteJournal(tmp_path / "journal")
     server = Server(bus, journal, LIMITS, observe=lambda _what: None, clock=lambda: now[0])
     link = bus.link()
