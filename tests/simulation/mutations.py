@@ -164,8 +164,20 @@ MUTATIONS: Final = (
     _m(
         "commands-said-once",
         "control/duties.py",
-        "duty.command, wait_s, now + duty.wait_s)",
-        "duty.command, wait_s, now + 1e9)",
+        "duty.due_at, duty.turn = now + duty.wait_s, next(self._turns)",
+        "duty.due_at, duty.turn = now + 1e9, next(self._turns)",
+    ),
+    _m(
+        "what-a-burst-says-is-not-looked-at",
+        COORDINATOR,
+        "            self._stirred[channel.name] = channel\n",
+        "            pass\n",
+    ),
+    _m(
+        "a-burst-does-not-wait-for-the-disk",
+        COORDINATOR,
+        "                if self._waiting or self._writing:\n",
+        "                if False:\n",
     ),
     _m("no-fencing-at-the-engine", APPLICATION, "        if message.epoch < self.epoch:", "        if False:"),
     _m(
