@@ -25,7 +25,7 @@ _KNOWN: Final = (
 _ADVICE: Final = "serve a checkpoint that is quantised so, or the plain one"
 
 _LINEAR: Final = re.compile(
-    r"(.*_proj|.*_proj_with_mqa|[qkvo]|qkv|proj|wq_a|wq_b|wkv_a|wkv_b|wk|wq|wv|wo|w[123]|fc[123]?|linear\w*|dense\w*)"
+    r"(.*_proj|.*_proj_with_mqa|in_proj_qkvz?|[qkvo]|qkv|proj|wq_a|wq_b|wkv_a|wkv_b|wk|wq|wv|wo|w[123]|fc[123]?|linear\w*|dense\w*)"
 )
 """Last part of the names of modules that are linear layers, and that SGLang quantises unless it is told not to."""
 _OTHER: Final = re.compile(

@@ -48,19 +48,21 @@ class CudaTasks:
     """Implements `PreparedTasks`."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._rest = [task for task in tasks if tile_of(task.scheme, task.weight.shape) is None]
+        self._rest: list[Task] = []
         kinds: dict[Kind, list[Table]] = defaultdict(list)
         for task in tasks:
             tile = tile_of(task.scheme, task.weight.shape)
-            if tile is not None:
-                kind, table = _tiles(task, tile)
-                kinds[kind].append(table)
+            if tile is None or not _readable(task.weight):
+                self._rest.append(task)
+                continue
+            kind, table = _tiles(task, tile)
+            kinds[kind].append(table)
         device = tasks[0].weight.device if tasks else torch.device("cpu")
         self._tables = [(kind, torch.as_tensor(np.concatenate(found), device=device)) for kind, found in kinds.items()]
 
     @torch.no_grad()
     def run(self) -> None:
-        """One launch for each kind. Whole tensors and whole rows of integers take several passes of torch."""
+        """One launch for each kind. What no kernel reads takes several passes of torch."""
         for kind, table in self._tables:
             launch(kind, table)
         for task in self._rest:
@@ -128,8 +130,6 @@ def _tiles(task: Task, tile: Shape) -> tuple[Kind, Table]:
     )
     for at, (tensor, cell) in enumerate(places):
         step = tensor.stride(0) if tensor.dim() == 2 else 0
-        if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-            raise ValueError(f"a tensor with strides {tuple(tensor.stride())} has rows that are no runs")
         item = tensor.element_size()
         table[:, 2 * at] = tensor.data_ptr() + (top // cell[0] * step + left // cell[1]) * item
         table[:, 2 * at + 1] = step * item
@@ -138,6 +138,12 @@ def _tiles(task: Task, tile: Shape) -> tuple[Kind, Table]:
     aligned = bool((table[:, :4] % 16 == 0).all() and (width % 16 == 0).all())
     kind = Kind(task.scheme, task.weight.dtype, task.served, task.outs[1].dtype, aligned, tile)
     return kind, table
+
+
+def _readable(weight: torch.Tensor) -> bool:
+    """Its rows are runs of a dtype that kernels know. Outputs always are: they lie in buckets and arenas."""
+    runs = weight.shape[1] == 1 or weight.stride(1) == 1
+    return runs and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _cells(scheme: Scheme, shape: Sequence[int]) -> list[tuple[int, int]]:

@@ -7,6 +7,8 @@ source        the seam to a training framework; megatron, fsdp, full_tensor, hf_
 background    publishes snapshots behind the training loop; watcher publishes checkpoints of a folder
 publication   the machine that decides; leader, drive, staging, delivery carry it out on the root rank
 live          what engines must report of their parameters after a load
+lineage       which version wrote each token of a response, and whether to learn from it
+quantised     another source's weights, quantised on their way; archive keeps versions as files
 
 The names below are loaded when they are asked for: the command line passes through here without torch.
 """
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from .full_tensor import FullTensorSource as FullTensorSource
     from .handle import PublishHandle as PublishHandle
     from .hf_module import HFModuleSource as HFModuleSource
+    from .lineage import Lineage as Lineage
+    from .lineage import Staleness as Staleness
     from .megatron import MegatronSource as MegatronSource
     from .report import PublishReport as PublishReport
     from .settings import TrainerSettings as TrainerSettings
@@ -34,10 +38,12 @@ _HOMES: Final = {
     "FSDPSource": ".fsdp",
     "FullTensorSource": ".full_tensor",
     "HFModuleSource": ".hf_module",
+    "Lineage": ".lineage",
     "MegatronSource": ".megatron",
     "PublishHandle": ".handle",
     "PublishReport": ".report",
     "Source": ".source",
+    "Staleness": ".lineage",
     "TrainerAgent": ".agent",
     "TrainerSettings": ".settings",
     "bridge_exporter": ".exported",

@@ -23,6 +23,7 @@ import mcore_on_cpu
 
 mcore_on_cpu.prepare()
 
+import quantising  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.testing._internal.distributed.fake_pg  # noqa: E402  registers the backend "fake"
@@ -31,11 +32,13 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_families import Case, parse  # noqa: E402
 
 from weightbus.dataplane.manifest import Manifest  # noqa: E402
+from weightbus.dataplane.pieces import Pieces  # noqa: E402
 from weightbus.trainer_agent import megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.assembly import DTYPES, Assembler  # noqa: E402
 from weightbus.trainer_agent.megatron_description import Description, describe  # noqa: E402
 from weightbus.trainer_agent.megatron_stages import check_order  # noqa: E402
 from weightbus.trainer_agent.parcels import plan  # noqa: E402
+from weightbus.trainer_agent.quantised import quantised  # noqa: E402
 from weightbus.trainer_agent.roster import Roster, check, encode, settle  # noqa: E402
 
 
@@ -114,6 +117,7 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
             if spec.name not in expected or not torch.equal(found, expected[spec.name]):
                 odd.append(spec.name)
     odd += [name for name in expected if name not in {spec.name for spec in manifest.tensors}]
+    odd += quantised_otherwise(ranks, pieces, expected, chance)
     return {
         "odd": odd[:5],
         "count": len(odd),
@@ -121,6 +125,27 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
         "kinds": sorted(set[str]().union(*(kinds for _, kinds in found_by))),
         "seconds": round(time.perf_counter() - began, 2),
     }
+
+
+def quantised_otherwise(
+    ranks: Sequence[Description], pieces: Pieces, expected: dict[str, torch.Tensor], chance: random.Random
+) -> list[str]:
+    """What is other bits when ranks quantise the blocks that they hold than when whole tensors are quantised."""
+    config = quantising.config(chance.choice([4, 16, 128]))
+    letters: dict[int, list[torch.Tensor]] = defaultdict(list)
+    sources = [
+        quantised(quantising.Held(rank, pieces, each.parameters, Post(rank, letters)), config)
+        for rank, each in enumerate(ranks)
+    ]
+    manifest = Manifest.of("M", sources[0].tensors(), chance.choice([1, 5000, 1 << 30]))
+
+    def assemble(index: int, out: torch.Tensor) -> None:
+        for source in reversed(sources):
+            source.assemble(manifest, index, out if source.root else None)
+
+    served = {spec.name: expected[spec.name] for spec in ranks[0].tensors}
+    found = quantising.collected(manifest, assemble)
+    return [f"quantised {name}" for name in quantising.differing(found, quantising.whole(served, config))]
 
 
 def main() -> None:

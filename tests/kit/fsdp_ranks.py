@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import quantising
 import torch
 import torch.distributed as dist
 from exporting import export
@@ -38,6 +39,7 @@ from weightbus.trainer_agent.checkpoint_form import revert, stored_tensors
 from weightbus.trainer_agent.fsdp import FSDPSource
 from weightbus.trainer_agent.full_tensor import FullTensorSource
 from weightbus.trainer_agent.kept import local
+from weightbus.trainer_agent.quantised import quantised
 from weightbus.trainer_agent.source import SourceError
 
 EVEN = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 64}
@@ -139,6 +141,10 @@ def run_case(build: Make, shard: Shard) -> dict[str, Any]:
     stepped = export(source, 4000)
     told["unchanged"] = sorted(name for name in found if torch.equal(found[name], stepped[name]))
     told["wrongly exposed"] = wrongly_exposed(source, stepped)
+    served = quantising.config(8)
+    shrunk = export(quantised(source, served), 1500)
+    told["differs quantised"] = quantising.differing(shrunk, quantising.whole(stepped, served)) if shrunk else []
+    told["quantised"] = sum(each.dtype == torch.float8_e4m3fn for each in shrunk.values())
     whole = FullTensorSource(module, dtype=torch.bfloat16, timeout_s=60.0)
     assert {spec.name for spec in whole.tensors()} == {spec.name for spec in source.tensors()}
     told["differs from full_tensor"] = differing(stepped, export(whole, 4000))

@@ -22,9 +22,14 @@ from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
 from weightbus.dataplane.quantisation import SCHEMES, Scheme, UnknownScheme, fp8_block, int4
 from weightbus.dataplane.quantisation_config import Quantisation, Rule, outputs
 from weightbus.trainer_agent.assembly import DTYPES
-from weightbus.trainer_agent.quantised import Described, QuantisedSource, quantised
+from weightbus.trainer_agent.errors import BadCheckpoint
+from weightbus.trainer_agent.fsdp import FSDPSource
+from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.trainer_agent.megatron import MegatronSource
+from weightbus.trainer_agent.quantised import Described, QuantisedSource, as_served, quantised
 from weightbus.trainer_agent.quantised_plan import Division, Weight
-from weightbus.trainer_agent.source import UnsupportedModel
+from weightbus.trainer_agent.settings import TrainerSettings
+from weightbus.trainer_agent.source import Source, UnsupportedModel
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (24, 32),
@@ -193,7 +198,7 @@ def cut(box: Box, random: st.DataObject) -> list[Box]:
     return [*cut(left, random), *cut(right, random)]
 
 
-@settings(deadline=None, max_examples=35)
+@settings(deadline=None, max_examples=20)
 @given(st.data(), st.sampled_from(SCHEMES), st.integers(1, 9000), st.sampled_from(["float32", "bfloat16"]))
 def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_bytes: int, trained: str) -> None:
     """However weights are cut and spread, buckets hold the bytes of the quantised whole, in every pass anew."""
@@ -342,3 +347,35 @@ def test_names_dtypes_and_shapes_are_those_of_the_files(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="o_proj") as caught:
         quantised(Opaque(world, root=True), tmp_path)
     assert isinstance(caught.value.__cause__, UnknownScheme)
+
+
+def test_settings_say_which_checkpoint_is_served(tmp_path: Path) -> None:
+    """`served` before `hf_config_dir` before what the source was told; a folder without a config says nothing."""
+    source = Opaque(World(), root=True)
+    for name, content in (("fp8", {"quantization_config": QUANTISATION}), ("plain", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer").mkdir()
+
+    def chosen(given: Source = source, **named: str) -> bool:
+        folders = {key: tmp_path / value for key, value in named.items()}
+        settings = TrainerSettings(channel="c", insecure_loopback=True, **folders)
+        return isinstance(as_served(given, settings), QuantisedSource)
+
+    assert not chosen()
+    assert chosen(served="fp8")
+    assert chosen(hf_config_dir="fp8")
+    assert not chosen(served="plain", hf_config_dir="fp8")
+    assert not chosen(hf_config_dir="tokenizer")
+    told = Opaque(World(), root=True)
+    told.served = tmp_path / "fp8"  # type: ignore[attr-defined]  # as a source that was given a config has it
+    assert chosen(told)
+    assert not chosen(told, served="plain")
+    with pytest.raises(BadCheckpoint):
+        chosen(served="nowhere")
+
+
+@pytest.mark.parametrize("kind", [MegatronSource, FSDPSource, HFModuleSource])
+def test_sources_of_pieces_describe_themselves(kind: type) -> None:
+    """Ranks of these quantise what they hold; a source that lost one of these names would be gathered in silence."""
+    assert all(hasattr(kind, name) for name in ("rank", "pieces", "exchange", "memory"))

@@ -1,0 +1,92 @@
+"""Sources whose weights are quantised on their way, compared with whole tensors that are quantised at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from weightbus.dataplane import quantise_torch
+from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.pieces import Pieces
+from weightbus.dataplane.quantisation_config import outputs, read
+from weightbus.trainer_agent.assembly import DTYPES
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def config(block: int) -> dict[str, Any]:
+    """The config of a checkpoint in FP8 with blocks that tiny models have several of."""
+    return {"quantization_config": {**FP8, "weight_block_size": [block, block]}}
+
+
+def whole(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What `config` makes of these tensors, each at once."""
+    quantisation = read(config)
+    assert quantisation is not None
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        scheme = quantisation.scheme_of(spec)
+        if scheme is None:
+            found[name] = tensor
+            continue
+        made = {each.name: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for each in outputs(spec, scheme)}
+        quantise_torch.quantise(scheme, tensor, tuple(made.values()))
+        found |= made
+    return found
+
+
+def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names that are not in both, or not bit for bit the same."""
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    return sorted(
+        name
+        for name in found.keys() | expected.keys()
+        if name not in found
+        or name not in expected
+        or found[name].shape != expected[name].shape
+        or found[name].dtype != expected[name].dtype
+        or not torch.equal(bits(found[name]), bits(expected[name]))
+    )
+
+
+class Held:
+    """One rank of a layout, as `Described` and `Source` ask for it: pieces, and the memory that they are in."""
+
+    model = "M"
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, pieces: Pieces, memory: Sequence[torch.Tensor], exchange: Any) -> None:
+        self.rank = rank
+        self.root = rank == 0
+        self.pieces = pieces
+        self.exchange = exchange
+        self._memory = memory
+
+    def tensors(self) -> Sequence[TensorSpec]:
+        return self.pieces.tensors
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        return self._memory
+
+    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
+        raise AssertionError(f"bucket {index} of {manifest.model} was asked for whole: {out}")
+
+    def agree(self, blob: bytes | None) -> bytes:
+        return blob or b""
+
+
+def collected(manifest: Manifest, assemble: Callable[[int, torch.Tensor], None]) -> dict[str, torch.Tensor]:
+    """Every tensor of a manifest, out of its buckets."""
+    found: dict[str, torch.Tensor] = {}
+    for index, bucket in enumerate(manifest.buckets):
+        out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8)
+        assemble(index, out)
+        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+            found[spec.name] = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+    return found

@@ -1,0 +1,159 @@
+"""Which version wrote each token of a response, and whether a trainer should learn from it. Pure.
+
+SGLang says it in ``meta_info``: ``weight_versions`` as runs of output tokens (from 0.5.19 on), and ``weight_version``
+for the last token. A version's label is its number; weights that a server was launched with have another label, and no
+version here.
+
+    versions = Lineage.of(answer["meta_info"], len(answer["output_ids"]))
+    verdict = Staleness(max_lag=1).judge(versions, current=agent.committed)
+    if verdict.keep:
+        loss_mask = verdict.mask
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import msgspec
+
+
+class UnknownLineage(ValueError):
+    """An answer that does not say which weights wrote it, or contradicts itself."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Output tokens `start` to `end`, exclusive, of one version."""
+
+    version: int | None
+    """None for weights that no trainer published: those of the launch."""
+    start: int
+    end: int
+
+
+class _Run(msgspec.Struct, frozen=True):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    weight_version: str | None = None
+    weight_versions: list[_Run] | None = None
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """The versions of one response."""
+
+    spans: tuple[Span, ...]
+    """In order, without gaps; empty for a response without tokens."""
+    exact: bool
+    """False when only the version at the end is known: a server before 0.5.19."""
+
+    @classmethod
+    def of(cls, meta_info: Mapping[str, Any], tokens: int) -> Self:
+        """Read the ``meta_info`` of a response of `tokens` output tokens. Raises `UnknownLineage`."""
+        try:
+            meta = msgspec.convert(dict(meta_info), _Meta)
+        except msgspec.ValidationError as error:
+            raise UnknownLineage(f"meta_info is not what SGLang writes: {error}") from error
+        if meta.weight_versions is None:
+            if meta.weight_version is None:
+                raise UnknownLineage("meta_info names no weight_version: ask an SGLang server, 0.5.11 or later")
+            spans = (Span(_number(meta.weight_version), 0, tokens),) if tokens else ()
+            return cls(spans, exact=False)
+        runs = [run for run in meta.weight_versions if run.start < run.end]
+        ends = [0, *(run.end for run in runs)]
+        if [run.start for run in runs] != ends[:-1] or ends[-1] != tokens:
+            found = ", ".join(f"{run.start}..{run.end}" for run in runs) or "nothing"
+            raise UnknownLineage(f"weight_versions speak of tokens {found}, expected are 0..{tokens} without a gap")
+        return cls(tuple(Span(_number(run.version), run.start, run.end) for run in runs), exact=True)
+
+    def by_token(self) -> list[int | None]:
+        """The version of each output token."""
+        return [span.version for span in self.spans for _ in range(span.start, span.end)]
+
+    @property
+    def versions(self) -> tuple[int | None, ...]:
+        """In the order in which they wrote, each once for each of its runs."""
+        return tuple(span.version for span in self.spans)
+
+    @property
+    def mixed(self) -> bool:
+        """Several versions wrote it, as far as is known."""
+        return len(set(self.versions)) > 1
+
+    def lag(self, current: int) -> int | None:
+        """How far its oldest token is behind `current`; None when no version is known of some. 0 without tokens."""
+        known = [version for version in self.versions if version is not None]
+        if len(known) != len(self.versions):
+            return None
+        return max((current - version for version in known), default=0)
+
+
+class Mixed(enum.StrEnum):
+    """What becomes of a response that several versions wrote."""
+
+    KEEP = "keep"
+    """All of it counts if none of it is too old."""
+    MASK = "mask"
+    """It counts, but for the tokens that are too old."""
+    DROP = "drop"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Whether to learn from a response."""
+
+    keep: bool
+    mask: tuple[bool, ...]
+    """By output token: it counts. All false when the response is dropped."""
+    reason: str = ""
+    """Why it is dropped, or why tokens of it are masked."""
+
+
+class Staleness(msgspec.Struct, frozen=True):
+    """How old what a trainer learns from may be."""
+
+    max_lag: int
+    """Versions that a token may be behind the one in training."""
+    mixed: Mixed | Literal["keep", "mask", "drop"] = Mixed.KEEP
+    launch: bool = False
+    """Weights that servers were launched with count as the version before all others, and not as unknown."""
+    inexact: bool = True
+    """Responses of which only the last version is known count as that version's."""
+
+    def judge(self, lineage: Lineage, current: int) -> Verdict:
+        """What to do with a response when `current` is the version in training."""
+        size = lineage.spans[-1].end if lineage.spans else 0
+        if not lineage.exact and not self.inexact:
+            return _dropped(size, "only the version of its last token is known")
+        mixed = Mixed(self.mixed)
+        if lineage.mixed and mixed is Mixed.DROP:
+            return _dropped(size, f"versions {_names(lineage.versions)} wrote it")
+        fresh = [self._fresh(span.version, current) for span in lineage.spans]
+        if all(fresh):
+            return Verdict(keep=True, mask=(True,) * size)
+        old = _names([span.version for span, good in zip(lineage.spans, fresh, strict=True) if not good])
+        reason = f"tokens of version {old} are more than {self.max_lag} behind {current}"
+        if mixed is not Mixed.MASK or not any(fresh):
+            return _dropped(size, reason)
+        mask = tuple(good for span, good in zip(lineage.spans, fresh, strict=True) for _ in range(span.start, span.end))
+        return Verdict(keep=True, mask=mask, reason=reason)
+
+    def _fresh(self, version: int | None, current: int) -> bool:
+        if version is None:
+            return self.launch and current <= self.max_lag
+        return current - version <= self.max_lag
+
+
+def _dropped(size: int, reason: str) -> Verdict:
+    return Verdict(keep=False, mask=(False,) * size, reason=reason)
+
+
+def _names(versions: Sequence[int | None]) -> str:
+    return ", ".join(dict.fromkeys("of the launch" if each is None else str(each) for each in versions))
+
+
+def _number(label: str) -> int | None:
+    return int(label) if label.isdecimal() and label.isascii() else None
