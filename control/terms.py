@@ -36,6 +36,8 @@ class TransportKind(enum.StrEnum):
     """Same host: POSIX shared memory, or CUDA IPC where the weights are on a GPU."""
     DIRECT = "direct"
     """Same host: the engine's workers copy out of the trainer's own memory into their parameters, along a plan."""
+    SENDS = "sends"
+    """Any host: every rank of the trainer sends each worker of the engine what it stores: gloo or NCCL."""
     DISTRIBUTED = "distributed"
     """One collective group of the source rank and the engine's ranks: gloo or NCCL."""
     DISK = "disk"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 from pathlib import Path
@@ -21,6 +22,9 @@ _BLOCK: Final = 1024 * 1024
 
 class Frames:
     """One end of an established connection. Whoever is at the other end has been looked at."""
+
+    limit: int = MAX_FRAME
+    """Bytes of the largest message that is taken."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -58,8 +62,8 @@ class Frames:
     def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
         """The next message. Raises `PeerLost`, `DeadlineExceeded`."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline, waiting_for))
-        if length > MAX_FRAME:
-            raise PeerLost(f"a message of {length} bytes is announced, at most {MAX_FRAME} are taken")
+        if length > self.limit:
+            raise PeerLost(f"a message of {length} bytes is announced, at most {self.limit} are taken")
         return self._exactly(int(length), deadline, waiting_for)
 
     def _exactly(self, count: int, deadline: Deadline, waiting_for: str) -> bytes:
@@ -77,6 +81,12 @@ class Frames:
                 raise PeerLost(f"the other end closed the connection; {waiting_for} was expected")
             found += block
         return bytes(found)
+
+    def waiting(self) -> bool:
+        """Something was said, or the other end has hung up: `receive` need not wait for the beginning of it."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN | select.POLLHUP)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Twice is fine."""
