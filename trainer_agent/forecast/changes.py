@@ -29,9 +29,9 @@ class Change(msgspec.Struct, frozen=True):
 def changes(forecast: Forecast, fleet: Fleet, now: Round, most: int = 3) -> tuple[Change, ...]:
     """The `most` that save most of the round, best first; of equal ones the first that was tried."""
     found: list[Change] = []
-    for what, other, evenly in _candidates(forecast, fleet):
+    for what, other in _candidates(forecast, fleet):
         try:
-            then = forecast.round(other, evenly=evenly)
+            then = forecast.round(other)
         except FleetError:
             continue  # this fleet cannot be changed so
         if now.total_s - then.total_s > _WORTH * now.total_s:
@@ -39,14 +39,13 @@ def changes(forecast: Forecast, fleet: Fleet, now: Round, most: int = 3) -> tupl
     return tuple(sorted(found, key=lambda change: change.total_s)[:most])
 
 
-def _candidates(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, Fleet, bool]]:
-    """What is changed, the changed fleet, whether replicas take turns evenly."""
+def _candidates(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
+    """What is changed, and the changed fleet."""
     for what, links in _links(fleet.links):
-        yield what, replace(fleet, links=links), False
-    yield "replicas take turns evenly (now by rank number)", fleet, True
-    yield from ((what, replace(fleet, engines=groups), False) for what, groups in _engines(forecast, fleet))
+        yield what, replace(fleet, links=links)
+    yield from ((what, replace(fleet, engines=groups)) for what, groups in _engines(forecast, fleet))
     if any(not group.way or not group.way.by_parts for group in fleet.engines):
-        yield "buckets four times as large", replace(fleet, bucket_mb=4 * fleet.bucket_mb), False
+        yield "buckets four times as large", replace(fleet, bucket_mb=4 * fleet.bucket_mb)
 
 
 def _links(links: Links) -> Iterator[tuple[str, Links]]:

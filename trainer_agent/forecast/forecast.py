@@ -20,27 +20,24 @@ class Forecast:
         self._held: dict[Trainer, Holdings] = {}
         self._needed: dict[tuple[int, int], Needs] = {}
         self._overlaps: dict[tuple[Trainer, int, int], Overlaps] = {}
-        self._traffic: dict[tuple[Trainer, Placed, bool], Traffic] = {}
+        self._traffic: dict[tuple[Trainer, Placed], Traffic] = {}
 
-    def round(self, fleet: Fleet, *, evenly: bool = False) -> Round:
-        """One steady round. `evenly`: replicas take turns by their number, which is not what the planner does.
-
-        Raises `FleetError` for a fleet that cannot be.
-        """
+    def round(self, fleet: Fleet) -> Round:
+        """One steady round. Raises `FleetError` for a fleet that cannot be."""
         ground = place(fleet)
-        traffic = Traffic.join([self._of(ground, group, evenly) for group in ground.groups if group.way.by_parts])
+        traffic = Traffic.join([self._of(ground, group) for group in ground.groups if group.way.by_parts])
         return round_of(fleet, ground, traffic, self._volume(fleet, ground))
 
     def traffic(self, fleet: Fleet) -> Traffic:
         """Bytes by pair of a trainer rank and an engine's GPU, of the groups that get their parts."""
         ground = place(fleet)
-        return Traffic.join([self._of(ground, group, evenly=False) for group in ground.groups if group.way.by_parts])
+        return Traffic.join([self._of(ground, group) for group in ground.groups if group.way.by_parts])
 
-    def _of(self, ground: Ground, group: Placed, evenly: bool) -> Traffic:
-        key = (ground.trainer, group, evenly)
+    def _of(self, ground: Ground, group: Placed) -> Traffic:
+        key = (ground.trainer, group)
         if key not in self._traffic:
             found = self._overlap(ground.trainer, group.engines)
-            self._traffic[key] = by_parts(ground, group, self._holdings(ground.trainer), found, evenly=evenly)
+            self._traffic[key] = by_parts(ground, group, self._holdings(ground.trainer), found)
         return self._traffic[key]
 
     def _holdings(self, trainer: Trainer) -> Holdings:
@@ -73,7 +70,7 @@ class Forecast:
             total=self.tensors.total,
             tensors=len(self.tensors.specs),
             buckets=-(-self.tensors.total // (fleet.bucket_mb * 1024 * 1024)),
-            digested=int(digested(self.tensors, held, trainer.gpus).max()),
+            digested=int(digested(self.tensors, held).max()),
             near_parcels=int(near),
             far_parcels=int(parcels.sum() - parcels[: trainer.gpus_per_host].sum()),
             kept=kept,

@@ -1,8 +1,8 @@
 """Who gives what to whom: the choice of dataplane/plan.py among replicas, for all readers of a fleet at once. Pure.
 
-A worker takes every element from the nearest rank that holds it: its own GPU, its host, any other; among equally near
-ones the one whose number, plus the tensor's, plus the worker's, is least modulo all ranks. Holders being an arithmetic
-series, that one is found without looking at the others.
+A worker takes every element from the nearest rank that holds it: its own GPU, its host, any other; equally near ones
+take turns in the order of their numbers, by the number of the tensor plus that of the worker. Holders being a series
+with equal steps, the one whose turn it is is found without looking at the others.
 """
 
 from __future__ import annotations
@@ -67,25 +67,24 @@ def overlaps(tensors: Tensors, held: Holdings, needed: Needs) -> Overlaps:
     return Overlaps(needed.worker[rows], others, common.space, common.sizes * tensors.item[common.space])
 
 
-def by_parts(ground: Ground, group: Placed, held: Holdings, found: Overlaps, *, evenly: bool = False) -> Traffic:
-    """What the workers of a group get, each its own part; `evenly` asks `in_order` in place of `chosen`."""
+def by_parts(ground: Ground, group: Placed, held: Holdings, found: Overlaps) -> Traffic:
+    """What the workers of a group get, each its own part."""
     world = ground.trainer.gpus
     base, stride, count = held.base[found.row], held.stride[found.row], held.count[found.row]
     turn = found.space + found.worker
-    choose = in_order if evenly else chosen
-    anywhere = choose(base, stride, count, turn, world)
+    anywhere = in_order(base, stride, count, turn)
     host = np.array(ground.host, np.int64)
     near = {host[gpu] for gpu in range(world)}
     parts: list[Traffic] = []
-    for number, gpus in enumerate(group.gpu):
+    for gpus in group.gpu:
         gpu = np.array(gpus, np.int64)[found.worker]
-        source = choose(base, stride, count, turn + number, world) if evenly else anywhere
+        source = anywhere
         if group.way is not Way.SENDS or near & {host[each] for each in gpus}:
             per = ground.trainer.gpus_per_host
             first = host[gpu] * per
             here = within(base, stride, count, first, np.minimum(first + per, world))
             own = within(base, stride, count, gpu, np.minimum(gpu + 1, world))
-            source = np.where(here[1] > 0, choose(here[0], stride, here[1], turn, world), source)
+            source = np.where(here[1] > 0, in_order(here[0], stride, here[1], turn), source)
             source = np.where(own[1] > 0, own[0], source)
         if group.way is Way.DIRECT and bool((host[source] != host[gpu]).any()):
             raise FleetError("direct cannot read parts that only other hosts hold: use sends or nearest")
@@ -93,17 +92,8 @@ def by_parts(ground: Ground, group: Placed, held: Holdings, found: Overlaps, *, 
     return Traffic.join(parts)
 
 
-def chosen(base: Column, stride: Column, count: Column, turn: Column, world: int) -> Column:
-    """Of each series of holders the one with the least (holder + turn) modulo `world`."""
-    first = (base + turn) % world
-    step = -(-(world - first) // stride)
-    better = (step < count) & (first + stride * step - world < first)
-    return base + stride * np.where(better, step, 0)
-
-
-def in_order(base: Column, stride: Column, count: Column, turn: Column, world: int) -> Column:
+def in_order(base: Column, stride: Column, count: Column, turn: Column) -> Column:
     """Of each series of holders the one whose place in it is `turn`, again and again."""
-    del world
     return base + stride * (turn % np.maximum(count, 1))
 
 
@@ -119,10 +109,10 @@ def assembled(tensors: Tensors, held: Holdings) -> Column:
     return _sums(held.base, _sizes(tensors, held.boxes))
 
 
-def digested(tensors: Tensors, held: Holdings, world: int) -> Column:
+def digested(tensors: Tensors, held: Holdings) -> Column:
     """(ranks,): what each rank reads for the digests, in turn (dataplane/shares.py)."""
     space = held.boxes.space
-    return _sums(chosen(held.base, held.stride, held.count, space, world), _sizes(tensors, held.boxes))
+    return _sums(in_order(held.base, held.stride, held.count, space), _sizes(tensors, held.boxes))
 
 
 def _sizes(tensors: Tensors, boxes: Boxes) -> Column:

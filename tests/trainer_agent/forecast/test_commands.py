@@ -55,7 +55,7 @@ def test_a_trillion_parameters_on_512_gpus_take_seconds(capsys: pytest.CaptureFi
     assert found["bytes"] == 2_052_816_510_976
     assert found["fleet"]["engines"][0]["way"] == "sends"
     assert found["round"]["total_s"] > found["round"]["pause_s"] > found["round"]["loads"][0]["seconds"] > 1
-    assert len(found["changes"]) == 3
+    assert found["changes"][0]["what"].startswith("nic twice as fast")
     assert all(change["total_s"] < found["round"]["total_s"] for change in found["changes"])
 
 
