@@ -17,6 +17,8 @@ MAX_PAGES: Final = 4096
 class Role(enum.StrEnum):
     """What an agent may do."""
 
+    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
+
     TRAINER = "trainer"
     """Takes leases, publishes versions, sends tensors."""
     ENGINE = "engine"
@@ -27,6 +29,8 @@ class Role(enum.StrEnum):
 
 class TransportKind(enum.StrEnum):
     """How the tensors of one engine travel in a round."""
+
+    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
 
     LOCAL = "local"
     """Same host: POSIX shared memory, or CUDA IPC where the weights are on a GPU."""

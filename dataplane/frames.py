@@ -17,6 +17,7 @@ from .export_wire import peer_of
 MAX_FRAME: Final = 512 * 1024 * 1024
 """A recording of a million copies takes a fifth of it."""
 _LENGTH: Final = struct.Struct("<Q")
+_BLOCK: Final = 1024 * 1024
 
 
 class Frames:
@@ -66,20 +67,19 @@ class Frames:
         return self._exactly(int(length), deadline, waiting_for)
 
     def _exactly(self, count: int, deadline: Deadline, waiting_for: str) -> bytes:
-        found = bytearray(count)
-        view = memoryview(found)
-        at = 0
-        while at < count:
+        """Memory is taken as bytes come, and not for what is only announced."""
+        found = bytearray()
+        while len(found) < count:
             try:
                 self._socket.settimeout(deadline.check(waiting_for))
-                got = self._socket.recv_into(view[at:])
+                block = self._socket.recv(min(count - len(found), _BLOCK))
             except TimeoutError as error:
                 raise DeadlineExceeded(waiting_for, deadline.seconds) from error
             except OSError as error:
                 raise PeerLost(f"the connection broke: {error}") from error
-            if not got:
+            if not block:
                 raise PeerLost(f"the other end closed the connection; {waiting_for} was expected")
-            at += got
+            found += block
         return bytes(found)
 
     def waiting(self) -> bool:
