@@ -1,9 +1,9 @@
 """How the trained model computes, against the words of the served one's config, setting by setting. No torch.
 
 These settings change nothing in names and shapes, and what a weight is worth all the same: how experts are chosen, what
-attention sees, how a latent attention rotates. A setting that the release lacks, or of which the config says nothing, is
-not compared. What is no field of a TransformerConfig (the rotation of grouped attention is an argument of the model's)
-cannot be.
+attention sees, how a latent attention rotates. A setting that the release lacks, or of which the config says nothing,
+is not compared. What is no field of a TransformerConfig cannot be: the rotation of grouped attention is an argument of
+the model.
 """
 
 from __future__ import annotations
