@@ -97,7 +97,11 @@ def _unrotated(config: object, _: Model) -> object:
 
 def _softmax_scale(config: object, model: Model) -> object:
     scale: object = getattr(config, "softmax_scale", None)
-    return model.sizes["head_dim"] ** -0.5 if scale is None else scale
+    return _plain_scale(model) if scale is None else scale
+
+
+def _plain_scale(model: Model) -> object:
+    return model.sizes["head_dim"] ** -0.5
 
 
 def _scores(model: Model) -> object:
@@ -136,11 +140,12 @@ def _balancing(config: object, _: Model) -> object:
 
 def _mscale(factor: object, weight: object) -> float:
     """YaRN's magnitude: of context that is `factor` times as long."""
-    known = isinstance(factor, (int, float)) and isinstance(weight, (int, float)) and factor > 1
-    return 0.1 * weight * math.log(factor) + 1.0 if known else 1.0
+    if not isinstance(factor, (int, float)) or not isinstance(weight, (int, float)) or factor <= 1:
+        return 1.0
+    return 0.1 * weight * math.log(factor) + 1.0
 
 
-def _stretch(config: object) -> object:
+def _stretch(config: object, _: Model) -> object:
     return getattr(config, "rotary_scaling_factor", 1.0) if getattr(config, "rope_type", None) == "yarn" else 1.0
 
 
@@ -161,8 +166,8 @@ def _served_scale(model: Model) -> object:
     return UNSET if stretch is UNSET else _mscale(stretch, model.words.get("mscale_all_dim", 0.0))
 
 
-def _trained_magnitude(config: object, _: Model) -> object:
-    stretch = _stretch(config)
+def _trained_magnitude(config: object, model: Model) -> object:
+    stretch = _stretch(config, model)
     whole, part = (_mscale(stretch, getattr(config, field, None)) for field in ("mscale", "mscale_all_dim"))
     return whole / part
 
@@ -187,10 +192,10 @@ ATTENTION: Final = (
     Setting("window_size", _window, _no_window),
     Setting("no_rope_freq", _unrotated, _is(value=False)),
 )
-GROUPED_ATTENTION: Final = (Setting("softmax_scale", _softmax_scale, lambda model: model.sizes["head_dim"] ** -0.5),)
+GROUPED_ATTENTION: Final = (Setting("softmax_scale", _softmax_scale, _plain_scale),)
 LATENT_ATTENTION: Final = (
     Setting("rotary_base", _plain("rotary_base"), _word("rope_theta")),
-    Setting("rotary_scaling_factor", lambda config, _: _stretch(config), _served_stretch),
+    Setting("rotary_scaling_factor", _stretch, _served_stretch),
     Setting("mscale_all_dim", _trained_scale, _served_scale),
     Setting("mscale", _trained_magnitude, _served_magnitude),
     _yarn("original_max_position_embeddings"),
