@@ -8,7 +8,10 @@ chosen against a failure seen with libzmq 4.3.5:
   and a peer that reconnects is not ignored as a duplicate of itself;
 - ROUTER_MANDATORY with non-blocking sends: a peer that is gone or slow is an answer (`Delivery`), not a silent drop,
   and cannot hold up the others;
-- ZMTP heartbeats find half-open connections; they prove only that the peer's I/O thread lives, so agents send theirs;
+- half-open connections are found by TCP's own keepalive, which costs us nothing, and at the agent by ZMTP heartbeats as
+  well. Here there are none, and agents name no time to live: libzmq looks through the timers of all connections to end
+  one, and with two thousand of them does little else (`cancel_timer`, O(n) for each PING). Both prove only that the
+  peer's host lives, so agents say that they do;
 - IMMEDIATE at the agent: nothing is queued for a connection that does not stand, to arrive long after it was meant;
 - HANDSHAKE_IVL before bind: connections that never finish their handshake do not collect;
 - CURVE with ZAP_DOMAIN and ZAP_ENFORCE_DOMAIN: when the authenticator's thread is gone, strangers are refused. Without
@@ -25,11 +28,11 @@ import ipaddress
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -37,10 +40,10 @@ from zmq.backend import Socket
 
 from . import codec
 from .errors import ConfigurationError, Malformed, ProtocolError, WeightbusError
-from .events import Peer, Principal
+from .events import MessageReceived, Peer, Principal
 from .ids import AgentId
 from .keys import COORDINATOR, KeyPair, read_secret
-from .links import Delivery, Distrusted, Incoming, Received, Rejected, Throttled, TurnedAway
+from .links import Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
 from .messages import Hint, ToAgent
 from .sockets import MAX_BURST, Waker, burst, check_library, public_of, set_common
 from .throttle import PENANCE_S, RATE, Pace, Throttle
@@ -61,10 +64,12 @@ _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 HANDSHAKE_MS: Final = 10_000
 """Within which a connection has to be through. Two thousand that come at once wait in line for one thread: with less,
 those at the end are cut off, come again, and make the line longer."""
-MAX_USER_IDS: Final = 8192
+MAX_SPEAKERS: Final = 8192
 """Connections whose key is remembered; it is read again from their next message."""
 QUEUE_LIMIT: Final = 1000
 """Messages kept for a peer that does not take them; with one more it counts as gone."""
+LOOK_S: Final = 0.1
+"""How often it is looked what became of connections."""
 FLUSH_S: Final = 0.05
 """How often queued messages are offered again to a slow peer."""
 
@@ -99,19 +104,25 @@ class RouterBus:
         """Messages that were dropped because their agent said too much, by the name of its key."""
         self._throttle = Throttle()
         self._queues: dict[Peer, deque[codec.Frames]] = {}
-        self._user_ids: dict[Peer, str] = {}
+        self._speakers: dict[Peer, str] = {}
         """The key of each connection. A key never changes under a connection, and the ROUTER uses no name twice."""
         self._encoded: tuple[ToAgent | None, codec.Frames] = (None, [])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._waker = Waker()
+        self._resting = zmq.Poller()
+        """Waits for nothing but `wake`."""
+        self._resting.register(self._waker.fileno(), zmq.POLLIN)
         self._poller = zmq.Poller()
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._receive: Final[Callable[[int], bytes]] = partial(Socket.recv, self._router)
+        self._receive_frame: Final = cast("Callable[[int], zmq.Frame]", partial(Socket.recv, self._router, copy=False))
         self._send_frame: Final = partial(Socket.send, self._router)
         """pyzmq's own call, without the options of socket types that we do not use: a third of the time."""
         self._pub: zmq.Socket[bytes] | None = None
         self._monitors: list[zmq.Socket[bytes]] = []
+        self._look_at = time.monotonic()
         try:
             self._authenticate()
             self._secure(self._router)
@@ -148,7 +159,6 @@ class RouterBus:
         monitor.set(zmq.LINGER, 0)
         monitor.set(zmq.RCVHWM, 0)  # libzmq's own thread would wait for us when it is full
         monitor.connect(address)
-        self._poller.register(monitor, zmq.POLLIN)
 
     def _open_pub(self, port: int) -> int:
         pub: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
@@ -161,48 +171,46 @@ class RouterBus:
         self._pub = pub
         return bound
 
-    def poll(self, timeout_s: float) -> Sequence[Incoming]:
-        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[Incoming]:
+        """What came in, at once if anything did; nothing after `timeout_s` or `wake`. First it may gather."""
         if self._authenticator is not None and not self._authenticator.is_alive():
             raise WeightbusError("the thread that authenticates agents died: nobody new can connect; start again")
+        if gather_s:
+            self._resting.poll(round(gather_s * 1000))
         self._flush()
-        wait_s = min(timeout_s, FLUSH_S) if self._queues else timeout_s
-        if self._keys is not None:
-            wait_s = min(wait_s, RELOAD_S)
-        ready = dict(self._poller.poll(max(0, round(wait_s * 1000))))
-        if self._waker.fileno() in ready:
-            self._waker.clear()
-        incoming: list[Incoming] = [*self._follow_trust()]
-        if any(monitor in ready for monitor in self._monitors):
-            incoming += self._turned_away()
-        if self._router in ready:
-            incoming += self._burst()
+        wait_s = min(timeout_s, FLUSH_S if self._queues else RELOAD_S)
+        ready = self._poller.poll(max(0, round(wait_s * 1000)))
+        incoming: list[Incoming] = [*self._follow_trust(), *self._turned_away()]
+        for each, _ in ready:
+            if each is self._router:
+                self._take_burst(incoming)
+            else:
+                self._waker.clear()
         return incoming
 
-    def _burst(self) -> Iterator[Received | Rejected | Throttled]:
+    def _take_burst(self, incoming: list[Incoming]) -> None:
         """What has arrived, but not more than a poll may take."""
-        receive, now = self._router.recv, time.monotonic()
+        receive, receive_frame, speakers, now = self._receive, self._receive_frame, self._speakers, time.monotonic()
         for _ in range(MAX_BURST):
             try:
-                frame = receive(_NOBLOCK, copy=False)
+                peer = Peer(receive(_NOBLOCK))
             except zmq.Again:
                 return
-            peer = Peer(frame.bytes)
-            frames: codec.Frames = []
+            frame = receive_frame(_NOBLOCK)
+            frames: codec.Frames = [frame.bytes]
             while frame.more:  # asked of the frame: the socket's own option takes as long as receiving does
-                frame = receive(_NOBLOCK, copy=False)
+                frame = receive_frame(_NOBLOCK)
                 frames.append(frame.bytes)
-            if self._keys is not None and peer not in self._user_ids:
-                self._note_key(peer, frame)
-            pace = self._throttle.pace(self._user_ids.get(peer, peer), now)
+            speaker = speakers.get(peer) or self._note_speaker(peer, frame)
+            pace = self._throttle.pace(speaker, now)
             if pace is Pace.TAKEN:
-                yield self._read(peer, frames)
+                incoming.append(self._read(peer, speaker, frames))
             else:
-                yield from self._throttled(peer, pace)
+                incoming.extend(self._throttled(speaker, pace))
 
-    def _throttled(self, peer: Peer, pace: Pace) -> Iterator[Throttled]:
+    def _throttled(self, speaker: str, pace: Pace) -> Iterator[Throttled]:
         """A message that is dropped unread: counted, and told of when it begins and when it gets worse."""
-        principal = self._trusted.get(self._user_ids.get(peer, ""))
+        principal = self._trusted.get(speaker)
         agent = principal.name if principal else AgentId("?")
         self.throttled[agent] += 1
         if pace is Pace.SLOWED:
@@ -210,11 +218,12 @@ class RouterBus:
         elif pace is Pace.CUT:
             yield Throttled(agent, f"goes on flooding: not listened to before it was quiet for {PENANCE_S:.0f} s")
 
-    def _note_key(self, peer: Peer, frame: zmq.Frame) -> None:
-        """Of a connection's first message the key it came under is noted."""
-        if len(self._user_ids) >= MAX_USER_IDS:
-            self._user_ids.clear()
-        self._user_ids[peer] = str(frame.get("User-Id"))
+    def _note_speaker(self, peer: Peer, frame: zmq.Frame) -> str:
+        """Of a connection's first message the key it came under is noted; without keys everybody is who they are."""
+        if len(self._speakers) >= MAX_SPEAKERS:
+            self._speakers.clear()
+        speaker = self._speakers[peer] = peer.hex() if self._keys is None else str(frame.get("User-Id"))
+        return speaker
 
     def _follow_trust(self) -> list[Distrusted]:
         if self._keys is None:
@@ -239,7 +248,12 @@ class RouterBus:
             self._open_pub(self.pub_port)
 
     def _turned_away(self) -> list[TurnedAway]:
+        """What became of connections: a few looks a second are enough."""
         found: list[TurnedAway] = []
+        now = time.monotonic()
+        if now < self._look_at:
+            return found
+        self._look_at = now + LOOK_S
         for monitor in self._monitors:
             for frames in burst(monitor):
                 number, value = struct.unpack("=Hi", frames[0].bytes)
@@ -268,7 +282,7 @@ class RouterBus:
     def forget(self, peer: Peer) -> None:
         """Drop what is queued for `peer`."""
         self._queues.pop(peer, None)
-        self._user_ids.pop(peer, None)
+        self._speakers.pop(peer, None)
 
     def hint(self, hint: Hint) -> None:
         """Tell whoever listens; nobody may."""
@@ -298,22 +312,15 @@ class RouterBus:
             self._encoded = (message, codec.TO_AGENT.encode(message, blob))
         return self._encoded[1]
 
-    def _read(self, peer: Peer, frames: codec.Frames) -> Received | Rejected:
-        principal = None
+    def _read(self, peer: Peer, speaker: str, frames: codec.Frames) -> MessageReceived | Rejected:
+        principal = self._trusted.get(speaker)  # asked for every message: ZAP only ever looks at new connections
+        if principal is None and self._keys is not None:
+            return Rejected(peer, Malformed("this connection's key is not trusted any more"))
         try:
-            if self._keys is not None:
-                principal = self._principal(peer)
             message, blob = codec.TO_COORDINATOR.decode(frames)
         except ProtocolError as error:
             return Rejected(peer, error, principal)
-        return Received(peer, message, blob, principal)
-
-    def _principal(self, peer: Peer) -> Principal:
-        """Whom the connection's key belongs to. Asked for every message: ZAP only ever looks at new connections."""
-        principal = self._trusted.get(self._user_ids.get(peer, ""))
-        if principal is None:
-            raise Malformed("this connection's key is not trusted any more")
-        return principal
+        return MessageReceived(peer, message, blob, principal)
 
     def _offer(self, peer: Peer, frames: codec.Frames) -> Delivery:
         try:

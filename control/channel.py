@@ -8,7 +8,7 @@ the record is durable.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -58,11 +58,27 @@ HISTORY: Final = 64
 """Committed versions that are remembered, so that people can see what a channel may go back to."""
 
 
+TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
+
+
 class Tell(msgspec.Struct, frozen=True):
     """Send `message` to whatever connection `agent` is on."""
 
     agent: AgentId
     message: ToAgent
+
+
+class Said(msgspec.Struct, frozen=True):
+    """A line of the story. Thousands are written for each that is read."""
+
+    at: float
+    agent: AgentId
+    message: EngineMessage | TrainerRequest
+
+    def __str__(self) -> str:
+        """When, who, what."""
+        epoch = getattr(self.message, "epoch", None)
+        return f"{self.at:.3f} {self.agent} {type(self.message).__name__}{f' epoch {epoch}' if epoch else ''}"
 
 
 class Past(msgspec.Struct, frozen=True):
@@ -107,7 +123,7 @@ class Channel:
         self.history: tuple[Past, ...] = restored.history
         self.round: Round | None = None
         self.out: list[Out] = []
-        self.story: deque[str] = deque(maxlen=STORY)
+        self.story: deque[object] = deque(maxlen=STORY)
         self._limits = limits
         self._duties = Duties(limits.retry_s, limits.retry_max_s)
         self._answers = Answers(restored.answers)
@@ -256,7 +272,7 @@ class Channel:
         if member and member.phase not in SETTLED:
             self._duties.hurry(agent.name, now)
         else:
-            self._fleet.settle(engine, self.epoch, self.committed, now)
+            self._fleet.settle(engine, self._settling_epoch, self.committed, now)
 
     def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
         """A heartbeat may say that the server changed under the agent. Returns whether it did."""
@@ -269,7 +285,7 @@ class Channel:
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
         elif recovered and not self._takes_part(name) and self._duties.get(name) is None:
-            self._fleet.settle(engine, self.epoch, self.committed, now)
+            self._fleet.settle(engine, self._settling_epoch, self.committed, now)
         return True
 
     def engine_lost(self, name: AgentId, reason: str, now: float) -> None:
@@ -356,23 +372,38 @@ class Channel:
         elif self.lease:
             self._end_lease("the coordinator is stopping")
 
-    def flush(self, now: float) -> list[Out]:
+    def flush(self, now: float) -> Sequence[Out]:
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
-        if self.round:
-            if self.round.notes:
-                self.out += self.round.take_notes()
-            self._fleet.touch(self.round.take_moved())
-        before, self._outlook = self._outlook, (self.round, self.committed)
-        if (before[0] is not None and before[0] is not self.round) or before[1] is not self.committed:
+        round_, committed = self.round, self.committed
+        if round_:
+            if round_.notes:
+                self.out += round_.take_notes()
+            self._fleet.touch(round_.take_moved())
+        before, self._outlook = self._outlook, (round_, committed)
+        if (before[0] is not None and before[0] is not round_) or before[1] is not committed:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        self.out += self._fleet.readiness_changes(self.phase, self.committed)
+        self.out += self._fleet.readiness_changes(self.phase, committed)
+        due = self._duties.due(now)
+        wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants else None
+        if not (self.out or due or wanted):
+            return ()
         waiting, self.out = self.out, []
-        out: list[Out] = [each for each in waiting if not isinstance(each, _RECORDS)] if waiting else []
-        out += [Tell(agent, command) for agent, command in self._duties.due(now)]
+        out: list[Out] = [each for each in waiting if not isinstance(each, _RECORDS)]
+        out += [Tell(agent, command) for agent, command in due]
         out += [each for each in waiting if isinstance(each, _RECORDS)]
-        if self.round and (record := self.round.record(Epoch(self.epoch + 1), now)):
-            out.append(record)
+        if wanted:
+            out.append(wanted)
         return out
+
+    @property
+    def pressing(self) -> bool:
+        """Whether `flush` has more to say than who is ready."""
+        return bool(self.out) or self._duties.fresh or (self.round is not None and self.round.wants is not None)
+
+    @property
+    def calm(self) -> bool:
+        """Whether nobody's next step waits for a message."""
+        return self.round is None and self.lease is None and not self._duties
 
     # -- small things -----------------------------------------------------------------------------------------------
 
@@ -410,6 +441,16 @@ class Channel:
                 wrong.append(f"{engine.name} serves what was never committed")
         if wrong:
             raise InvariantBroken("; ".join(wrong), tuple(self.story))
+
+    @property
+    def _settling_epoch(self) -> Epoch:
+        """Under which engines outside a round are told what to do: the highest that any engine can have seen.
+
+        Not that of a lease under which nothing was published yet: what is answered to it late would be taken for an
+        answer in the round that this lease begins.
+        """
+        unused = self.lease is not None and self.round is None
+        return Epoch(self.epoch - 1) if unused else self.epoch
 
     def _takes_part(self, name: AgentId) -> bool:
         return self.phase(name) not in (None, *SETTLED)

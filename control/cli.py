@@ -25,6 +25,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "engine-agent": "weightbus.engine_agent.commands:engine_agent",
     "trainer-agent": "weightbus.trainer_agent.commands:trainer_agent",
     "rollback": "weightbus.trainer_agent.commands:rollback",
+    "simulate-fleet": "weightbus.trainer_agent.forecast.commands:simulate_fleet",
     "demo": "weightbus.trainer_agent.demo.commands:demo",
 }
 """The same table as in pyproject.toml: it holds when weightbus runs from a tree that is not installed."""
@@ -33,6 +34,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     "engine-agent": "engine",
     "trainer-agent": "trainer",
     "rollback": "trainer",
+    "simulate-fleet": "trainer",
     "demo": "demo",
 }
 """What to install for the commands that the bare distribution has no packages for."""

@@ -61,7 +61,7 @@ class Cohort:
         *,
         limits: Limits,
         duties: Duties,
-        story: deque[str],
+        story: deque[object],
         notes: list[AnyObservation],
     ) -> None:
         self.members: dict[AgentId, Member] = {}
@@ -316,7 +316,9 @@ class Cohort:
 
     def _move(self, member: Member, phase: EnginePhase) -> None:
         left = member.phase
-        member.phase = move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)
+        if phase not in ENGINE_MOVES[left]:
+            move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)  # raises
+        member.phase = phase
         self._counts[left] -= 1
         self._counts[phase] += 1
         self._moved.add(member.name)

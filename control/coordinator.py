@@ -17,33 +17,27 @@ import msgspec
 
 from . import status
 from .admission import may_join, may_say
-from .answers import Replies
 from .blobs import Blobs
-from .channel import Channel, Out, Restored, Tell
+from .channel import Channel, Out, Restored, Said, Tell, TrainerRequest
 from .deadlines import earlier
 from .effects import (
     AgentJoined,
     AgentLeft,
     AnyEffect,
-    AnyObservation,
     AnyRecord,
     Committed,
     EpochTaken,
-    Evict,
     JournalChanged,
-    Observe,
     Persist,
     Probe,
-    PublishHint,
     ReadinessChanged,
-    Refusal,
     RoundClosed,
-    SendTo,
     announced_as,
 )
 from .errors import IllegalMove, InvariantBroken
 from .events import (
     AnyEvent,
+    Burst,
     MessageReceived,
     Peer,
     PeerLost,
@@ -54,14 +48,13 @@ from .events import (
     Token,
     TrustLost,
 )
-from .ids import AgentId, RequestId
+from .ids import AgentId
 from .ids import Channel as ChannelId
 from .lease import Verdict
 from .limits import Limits
 from .membership import Agent, Membership
 from .messages import (
     Abandon,
-    Ack,
     Acquire,
     Alive,
     BlobPage,
@@ -74,28 +67,23 @@ from .messages import (
     Granted,
     Heartbeat,
     Hello,
-    Hint,
     Offered,
     Paused,
     Prepared,
     Publish,
     PutBlob,
-    Refused,
     Release,
     Role,
     Sent,
     Serving,
     Status,
-    ToAgent,
     ToCoordinator,
     Transferred,
     Verified,
     Welcome,
 )
+from .outbox import Outbox
 from .tenure import Answer
-
-HEARTBEAT_KEY: Final = RequestId("heartbeat")
-"""Heartbeats carry no key; this one stands in the `Refused` that tells a stranger to say `Hello`."""
 
 
 class _Silent(msgspec.Struct, frozen=True):
@@ -110,10 +98,8 @@ class _ChannelStop(msgspec.Struct, frozen=True):
     channel: ChannelId
 
 
-ChannelRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 _WRITTEN: Final = (Persisted, PersistFailed)
-_KEYLESS: Final = (Heartbeat, Bye)
-_REMEMBERED: Final = (Publish, Release, Offered, Sent, Abandon)
+_ENGINES_SAY: Final = (Prepared, Paused, Transferred, Verified, Serving, Failed)
 """As tuples, made once: a union in the middle of a function is made anew with every message."""
 _Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
 
@@ -131,10 +117,11 @@ class Coordinator:
         self.stopping = False
         self._waiting: deque[_Work] = deque()
         self._writing: tuple[Persist, ChannelId | None] | None = None
-        self._effects: list[AnyEffect] = []
-        self.replies = Replies(limits.answers)
+        self._stirred: dict[ChannelId, Channel] = {}
+        """Of which something is to be noted when the event is over."""
+        self._out = Outbox(boot, limits.answers)
+        self.replies = self._out.replies
         self._tokens = 0
-        self._hints = 0
         self._probe_at: float | None = None
 
     # -- the door ---------------------------------------------------------------------------------------------------
@@ -143,12 +130,19 @@ class Coordinator:
         """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on a token not given out."""
         if isinstance(event, _WRITTEN):
             self._written(event, now)
+        elif isinstance(event, Burst):
+            for message in event.messages:
+                if self._waiting or self._writing:
+                    self._waiting.append(message)
+                else:
+                    self._received(message, now)
         else:
             self._waiting.append(event)
         while self._waiting and self._writing is None:
             self._work(self._waiting.popleft(), now)
-        effects, self._effects = tuple(self._effects), []
-        return effects
+        while self._stirred:
+            self._flush(self._stirred.popitem()[1], now)
+        return self._out.take()
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due; None when nothing is waited for."""
@@ -156,6 +150,11 @@ class Coordinator:
         for channel in self.channels.values():
             due = earlier(due, channel.next_deadline())
         return due
+
+    @property
+    def calm(self) -> bool:
+        """Whether nobody's next step waits for a message: no lease, no round, nothing asked and not answered."""
+        return not self._writing and all(channel.calm for channel in self.channels.values())
 
     @property
     def stopped(self) -> bool:
@@ -180,7 +179,7 @@ class Coordinator:
         self.blobs.check()
         for channel in self.channels.values():
             channel.check()
-        if self._effects:
+        if self._out:
             raise InvariantBroken("effects were left behind")
 
     # -- work -------------------------------------------------------------------------------------------------------
@@ -206,8 +205,8 @@ class Coordinator:
             case _ChannelStop():
                 self.channels[work.channel].stop(now)
                 self._flush(self.channels[work.channel], now)
-            case Persisted() | PersistFailed():
-                raise InvariantBroken("the journal's answers do not wait in line")
+            case Persisted() | PersistFailed() | Burst():
+                raise InvariantBroken(f"{type(work).__name__} does not wait in line")
             case _:
                 assert_never(work)
 
@@ -246,7 +245,7 @@ class Coordinator:
     def _note_journal(self, failed: str | None, now: float) -> None:
         if (failed is not None) is not self.read_only:
             self.read_only = failed is not None
-            self._observe(JournalChanged(writable=not self.read_only, reason=failed or ""))
+            self._out.observe(JournalChanged(writable=not self.read_only, reason=failed or ""))
         self._probe_at = now + self.limits.probe_s if self.read_only else None
 
     def _persist(self, record: AnyRecord, channel: ChannelId | None) -> None:
@@ -255,7 +254,7 @@ class Coordinator:
         self._tokens += 1
         persist = Persist(token=Token(self._tokens), record=record)
         self._writing = (persist, channel)
-        self._effects.append(persist)
+        self._out.persist(persist)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -267,11 +266,13 @@ class Coordinator:
         agent = self.members.heard(peer, now)
         if agent is None:
             if not isinstance(message, Bye):
-                self._refuse(peer, "?", message, Verdict(Code.UNKNOWN_AGENT, "say Hello first"))
+                self._out.refuse(peer, "?", message, Verdict(Code.UNKNOWN_AGENT, "say Hello first"))
             return
         verdict = may_say(agent, message, event.principal)
-        if not verdict.ok:
-            self._refuse(peer, agent.name, message, verdict)
+        if verdict.code is not None:
+            self._out.refuse(peer, agent.name, message, verdict)
+        elif isinstance(message, _ENGINES_SAY):
+            self._from_engine(agent, message, peer, now)
         else:
             self._take(agent, message, event, now)
 
@@ -280,23 +281,22 @@ class Coordinator:
         if agent.role is Role.TRAINER:
             self._channel(agent.channel).trainer_heard(agent, now)
         match message:
-            case Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
-                self._from_engine(agent, message, peer, now)
             case Heartbeat():
                 self._heartbeat(agent, message, peer, now)
-            case Hello():
-                raise InvariantBroken("a Hello does not come from somebody who is here already")
             case Bye():
                 self._leave(agent, f"said Bye: {message.reason}", now)
             case GetBlob():
                 self._get_blob(agent, message, peer)
             case GetStatus():
-                self._send(peer, Status(request=message.request), status.encode(self.status(now)))
+                self._out.send(peer, Status(request=message.request), status.encode(self.status(now)))
             case PutBlob():
                 blob = event.blob if event.blob is not None else b""
-                self._answer(peer, agent, message, self.blobs.put(message.digest, message.page, message.pages, blob))
+                verdict = self.blobs.put(message.digest, message.page, message.pages, blob)
+                self._out.answer(peer, agent.name, message, verdict)
             case Acquire() | Release() | Publish() | Offered() | Sent() | Abandon():
                 self._from_trainer(agent, message, peer, now)
+            case Hello() | Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
+                raise InvariantBroken(f"{type(message).__name__} is taken elsewhere")
             case _:
                 assert_never(message)
 
@@ -309,7 +309,7 @@ class Coordinator:
         if verdict.ok:
             verdict = self.members.verdict(message, peer, now)
         if not verdict.ok:
-            self._refuse(peer, message.agent, message, verdict)
+            self._out.refuse(peer, message.agent, message, verdict)
             return
         returning = before is not None and before.incarnation == message.incarnation
         if before and not returning:
@@ -318,10 +318,10 @@ class Coordinator:
                 self._waiting.appendleft(event)
                 return
         elif before and before.peer and before.peer != peer:
-            self._effects.append(Evict(peer=before.peer, reason="came back on another connection"))
+            self._out.evict(before.peer, "came back on another connection")
         agent = self.members.join(message, peer, now)
         channel = self._channel(message.channel)
-        self._send(
+        self._out.send(
             peer,
             Welcome(
                 request=message.request,
@@ -339,7 +339,7 @@ class Coordinator:
             incarnation=agent.incarnation,
             returning=returning,
         )
-        self._observe(note)
+        self._out.observe(note)
         if agent.role is Role.ENGINE:
             channel.engine_joined(agent, now)
         elif agent.role is Role.TRAINER:
@@ -350,7 +350,7 @@ class Coordinator:
     def _heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
         committed = channel.committed.version if channel.committed else None
-        self._send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed))
+        self._out.send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed))
         if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
             self._flush(channel, now)
 
@@ -358,35 +358,38 @@ class Coordinator:
         found = self.blobs.page(message.digest, message.page)
         if found is None:
             reason = f"page {message.page} of blob {message.digest[:12]} is not here"
-            self._refuse(peer, agent.name, message, Verdict(Code.UNKNOWN_BLOB, reason))
+            self._out.refuse(peer, agent.name, message, Verdict(Code.UNKNOWN_BLOB, reason))
             return
         blob, pages = found
         answer = BlobPage(request=message.request, digest=message.digest, page=message.page, pages=pages)
-        self._send(peer, answer, blob)
+        self._out.send(peer, answer, blob)
 
     def _from_engine(self, agent: Agent, message: EngineMessage, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
         verdict = channel.engine_answered(agent.name, message, now)
-        channel.story.append(f"{now:.3f} {agent.name} {type(message).__name__} epoch {message.epoch}")
-        self._answer(peer, agent, message, verdict)
-        self._flush(channel, now)
+        channel.story.append(Said(now, agent.name, message))
+        self._out.answer(peer, agent.name, message, verdict)
+        if channel.pressing:
+            self._flush(channel, now)
+        else:
+            self._stirred[channel.name] = channel
 
-    def _from_trainer(self, agent: Agent, message: ChannelRequest, peer: Peer, now: float) -> None:
+    def _from_trainer(self, agent: Agent, message: TrainerRequest, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
         known = self.replies.get(agent.name, message.request)
         if known:
-            self._send(peer, known)
+            self._out.send(peer, known)
             if isinstance(message, Publish):
                 channel.repeat_done(agent, message)
         else:
-            channel.story.append(f"{now:.3f} {agent.name} {type(message).__name__}")
+            channel.story.append(Said(now, agent.name, message))
             verdict = self._ask(channel, agent, message, now)
             if not verdict.ok or not isinstance(message, Acquire):
-                self._answer(peer, agent, message, verdict)
+                self._out.answer(peer, agent.name, message, verdict)
         self.blobs.pin(digest for channel in self.channels.values() for digest in channel.pinned())
         self._flush(channel, now)
 
-    def _ask(self, channel: Channel, agent: Agent, message: ChannelRequest, now: float) -> Verdict:
+    def _ask(self, channel: Channel, agent: Agent, message: TrainerRequest, now: float) -> Verdict:
         match message:
             case Acquire():
                 return self._closed() or channel.acquire(agent, message, now)
@@ -420,8 +423,8 @@ class Coordinator:
     def _leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> None:
         self.members.remove(agent.name)
         if evict and agent.peer:
-            self._effects.append(Evict(peer=agent.peer, reason=reason))
-        self._observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))
+            self._out.evict(agent.peer, reason)
+        self._out.observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))
         channel = self._channel(agent.channel)
         if agent.role is Role.ENGINE:
             channel.engine_lost(agent.name, reason, now)
@@ -429,60 +432,34 @@ class Coordinator:
             channel.trainer_lost(agent, reason, now)
         self._flush(channel, now)
 
-    def _answer(self, peer: Peer, agent: Agent, message: ToCoordinator, verdict: Verdict) -> None:
-        if not verdict.ok:
-            self._refuse(peer, agent.name, message, verdict)
-        elif not isinstance(message, _KEYLESS):
-            ack = Ack(request=message.request)
-            if isinstance(message, _REMEMBERED):
-                self.replies.remember(agent.name, ack)
-            self._send(peer, ack)
-
-    def _refuse(self, peer: Peer, agent: str, message: ToCoordinator, verdict: Verdict) -> None:
-        code = verdict.code or Code.NOT_ALLOWED
-        request = HEARTBEAT_KEY if isinstance(message, _KEYLESS) else message.request
-        refused = Refused(request=request, code=code, reason=verdict.reason, retry_after_s=verdict.retry_after_s)
-        self._send(peer, refused)
-        self._observe(Refusal(agent=agent, message=type(message).__name__, code=code, reason=verdict.reason))
-
-    def _send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
-        self._effects.append(SendTo(peer=peer, message=message, blob=blob))
-
-    def _observe(self, what: AnyObservation) -> None:
-        self._effects.append(Observe(what=what))
-
     def _flush(self, channel: Channel, now: float) -> None:
         outs = channel.flush(now)
         if not outs:
             return
         hinted: set[str] = set()
         for out in outs:
+            if isinstance(out, Tell):
+                if (agent := self.members.get(out.agent)) and agent.peer:
+                    self._out.send(agent.peer, out.message)
+                continue
             self._put(channel, out)
             event = announced_as(out)
             if event and event not in hinted:  # hints name no engine: one says as much as a thousand
                 hinted.add(event)
-                self._hint(channel, event)
+                version = channel.committed.version if channel.committed else None
+                self._out.hint(channel.name, event, version, channel.epoch)
 
     def _put(self, channel: Channel, out: Out) -> None:
         match out:
+            case ReadinessChanged():
+                self._out.observe(out)
             case Tell() | Answer():
                 if isinstance(out, Answer) and isinstance(out.message, Granted):
                     self.replies.remember(out.agent, out.message)
-                agent = self.members.get(out.agent)
-                if agent and agent.peer:
-                    self._send(agent.peer, out.message)
+                if (agent := self.members.get(out.agent)) and agent.peer:
+                    self._out.send(agent.peer, out.message)
             case EpochTaken() | Committed() | RoundClosed():
                 self._persist(out, channel.name)
-            case ReadinessChanged():
-                self._observe(out)
             case _:
-                channel.story.append(str(out))
-                self._observe(out)
-
-    def _hint(self, channel: Channel, event: str) -> None:
-        self._hints += 1
-        version = channel.committed.version if channel.committed else None
-        hint = Hint(
-            seq=self._hints, boot=self.boot, channel=channel.name, event=event, version=version, epoch=channel.epoch
-        )
-        self._effects.append(PublishHint(hint=hint))
+                channel.story.append(out)
+                self._out.observe(out)

@@ -16,6 +16,9 @@ from .messages import Hint, ToAgent, ToCoordinator
 from .session import split_endpoints
 from .sockets import Waker, burst, check_library, public_of, set_common
 
+HEARTBEAT_MS: Final = 10_000
+"""Between ZMTP's own heartbeats, and how long an answer may take: longer than a storm of two thousand handshakes keeps
+the coordinator's I/O thread from answering."""
 FAREWELL_MS: Final = 200
 """How long a closing agent waits for its last message to leave."""
 
@@ -116,6 +119,8 @@ def _set_connecting(each: zmq.Socket[bytes], pair: KeyPair | None, coordinator_k
     each.set(zmq.CONNECT_TIMEOUT, 1000)
     each.set(zmq.RECONNECT_IVL, 100)
     each.set(zmq.RECONNECT_IVL_MAX, 2000)
+    each.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    each.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_MS)
     if pair is not None:
         each.set(zmq.CURVE_PUBLICKEY, pair.public.encode("ascii"))
         each.set(zmq.CURVE_SECRETKEY, pair.secret.encode("ascii"))

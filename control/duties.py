@@ -13,7 +13,7 @@ from .messages import ToEngine, ToTrainer
 Command = ToEngine | ToTrainer
 
 
-class Duty(msgspec.Struct, frozen=True, kw_only=True):
+class Duty(msgspec.Struct):
     """One unanswered command."""
 
     command: Command
@@ -41,7 +41,9 @@ class Duties:
 
     def assign(self, agent: AgentId, command: Command, now: float) -> None:
         """`agent` is to be told `command` now, and again until `drop`."""
-        self._fresh.append(self._enter(agent, command, self._retry_s, now))
+        turn = next(self._turns)
+        self._of[agent] = Duty(command, self._retry_s, now, turn)
+        self._fresh.append((now, turn, agent))
 
     def get(self, agent: AgentId) -> Command | None:
         """What `agent` has not answered yet."""
@@ -63,6 +65,8 @@ class Duties:
     def due(self, now: float) -> list[tuple[AgentId, Command]]:
         """What is to be sent now, the longest due first; each waits twice as long before the next time."""
         out: list[tuple[AgentId, Command]] = []
+        if not self._fresh and (not self._timers or self._timers[0][0] > now):
+            return out
         while (duty := self._next()) and duty.due_at <= now:
             out.append(self._tell(heapq.heappop(self._timers)[2], duty, now))
         fresh, self._fresh = self._fresh, []
@@ -76,6 +80,11 @@ class Duties:
                     heapq.heappush(self._timers, entry)
         return out
 
+    @property
+    def fresh(self) -> bool:
+        """Whether somebody is to be told something for the first time."""
+        return bool(self._fresh)
+
     def next_deadline(self) -> float | None:
         """When something is due."""
         for entry in self._fresh:
@@ -88,14 +97,10 @@ class Duties:
         return len(self._of)
 
     def _tell(self, agent: AgentId, duty: Duty, now: float) -> tuple[AgentId, Command]:
-        wait_s = min(duty.wait_s * 2, self._retry_max_s)
-        heapq.heappush(self._timers, self._enter(agent, duty.command, wait_s, now + duty.wait_s))
+        duty.due_at, duty.turn = now + duty.wait_s, next(self._turns)
+        duty.wait_s = min(duty.wait_s * 2, self._retry_max_s)
+        heapq.heappush(self._timers, (duty.due_at, duty.turn, agent))
         return agent, duty.command
-
-    def _enter(self, agent: AgentId, command: Command, wait_s: float, due_at: float) -> tuple[float, int, AgentId]:
-        turn = next(self._turns)
-        self._of[agent] = Duty(command=command, wait_s=wait_s, due_at=due_at, turn=turn)
-        return due_at, turn, agent
 
     def _next(self) -> Duty | None:
         """The duty that is due first; entries that stand for nothing any more are thrown away."""

@@ -208,7 +208,7 @@ def announced_as(what: object) -> str | None:
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """Root of the effects."""
+    """Root of the seldom effects."""
 
 
 class Persist(Effect, frozen=True):
@@ -218,7 +218,7 @@ class Persist(Effect, frozen=True):
     record: AnyRecord
 
 
-class SendTo(Effect, frozen=True):
+class SendTo(msgspec.Struct, frozen=True):
     """Send to one connection. If it is gone, say `PeerLost` and go on."""
 
     peer: Peer
@@ -239,7 +239,7 @@ class Evict(Effect, frozen=True):
     reason: str
 
 
-class Observe(Effect, frozen=True):
+class Observe(msgspec.Struct, frozen=True):
     """For logs and metrics."""
 
     what: AnyObservation

@@ -61,7 +61,7 @@ def readiness(engine: Engine, phase: EnginePhase | None, committed: Held | None)
     if engine.health is not EngineHealth.CLEAN:
         return Verdict(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
     if phase not in _GENERATES:
-        return Verdict(Code.NOT_ALLOWED, f"in a round: {phase.value if phase else ''}")
+        return Verdict(Code.NOT_ALLOWED, f"in a round: {phase or ''}")
     if committed and engine.held != committed:
         found = f"version {engine.held.version}" if engine.held else "the weights of its launch"
         return Verdict(Code.NOT_ALLOWED, f"holds {found}, committed is {committed.version}")

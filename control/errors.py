@@ -170,16 +170,17 @@ class JournalCorrupt(JournalError):
 class InvariantBroken(WeightbusError):
     """A promise that the code makes to itself does not hold."""
 
-    def __init__(self, what: str, story: Sequence[str] = ()) -> None:
+    def __init__(self, what: str, story: Sequence[object] = ()) -> None:
+        """`story` is what happened lately; its text is made here, where somebody reads it."""
         self.what = what
-        self.story = tuple(story)
-        super().__init__("\n  ".join([what, *(("recently:",) if story else ()), *story]))
+        self.story = tuple(map(str, story))
+        super().__init__("\n  ".join([what, *(("recently:",) if story else ()), *self.story]))
 
 
 class IllegalMove(InvariantBroken):
     """An event that the machine's state does not allow. It raised and changed nothing."""
 
-    def __init__(self, machine: str, state: str, event: str, story: Sequence[str] = ()) -> None:
+    def __init__(self, machine: str, state: str, event: str, story: Sequence[object] = ()) -> None:
         self.machine = machine
         self.state = state
         self.event = event

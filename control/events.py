@@ -5,6 +5,7 @@ Whoever drives the machine owns sockets, disk and clock, and tells it here what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NewType
 
 import msgspec
@@ -35,18 +36,27 @@ class Principal(msgspec.Struct, frozen=True):
         return ANY_CHANNEL in self.channels or channel in self.channels
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Root of the events."""
-
-
-class MessageReceived(Event, frozen=True):
-    """A decoded message came in."""
+class MessageReceived(msgspec.Struct, frozen=True):
+    """A decoded message came in. Made by the bus, thousands in a second, and taken as it is."""
 
     peer: Peer
     message: ToCoordinator
     blob: bytes | None = None
     principal: Principal | None = None
     """Whom the connection's key belongs to, as of now; null where no keys are used."""
+
+
+class Burst(msgspec.Struct, frozen=True):
+    """Messages that came in together, in order.
+
+    The same as one after the other, but what is only noted of them, and asked of nobody, is noted once.
+    """
+
+    messages: Sequence[MessageReceived]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Root of the other events."""
 
 
 class PeerLost(Event, frozen=True):
@@ -83,4 +93,4 @@ class StopRequested(Event, frozen=True):
     """Grant nothing more and bring running rounds to an end; `Coordinator.stopped` says when that is so."""
 
 
-AnyEvent = MessageReceived | PeerLost | TrustLost | Tick | Persisted | PersistFailed | StopRequested
+AnyEvent = MessageReceived | Burst | PeerLost | TrustLost | Tick | Persisted | PersistFailed | StopRequested

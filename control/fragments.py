@@ -110,7 +110,7 @@ class Offer(Fragment, frozen=True):
 
     transport: TransportKind
     address: Text
-    """Local, direct: path of a Unix socket. Distributed: ``tcp://host:port``. Disk: path of the checkpoint folder."""
+    """Local, direct: path of a Unix socket. Sends, distributed: ``tcp://host:port``. Disk: path of the folder."""
     group: Text = ""
     """Distributed: name of the collective group; unchanged while its members are."""
     backend: Text = ""
@@ -118,7 +118,7 @@ class Offer(Fragment, frozen=True):
     world_size: Count = 0
     """Distributed: the source rank and all engine ranks."""
     token: Text = ""
-    """Distributed: a secret of this epoch, by which the two sides know each other. Never logged."""
+    """Sends, distributed: a secret of this epoch, by which the two sides know each other. Never logged."""
     signature: Signature | None = None
     """By whoever signed the publication, where keys are used: that nobody sends engines elsewhere for their bytes."""
 

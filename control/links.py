@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 
 from .errors import ProtocolError
-from .events import Peer, Principal
+from .events import MessageReceived, Peer, Principal
 from .ids import AgentId
 from .messages import Hint, ToAgent, ToCoordinator
 
@@ -27,16 +27,6 @@ class Delivery(enum.Enum):
     """The peer is slow; kept in order, within bounds."""
     GONE = "gone"
     """The connection is no more, or has been slow for too long. Nothing of its queue is kept."""
-
-
-class Received(msgspec.Struct, frozen=True):
-    """A message came in."""
-
-    peer: Peer
-    message: ToCoordinator
-    blob: bytes | None = None
-    principal: Principal | None = None
-    """Whom the connection's key belongs to; null where no keys are used."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -70,14 +60,17 @@ class Throttled(msgspec.Struct, frozen=True):
     reason: str
 
 
-Incoming = Received | Rejected | Distrusted | TurnedAway | Throttled
+Incoming = MessageReceived | Rejected | Distrusted | TurnedAway | Throttled
 
 
 class CoordinatorBus(Protocol):
     """The coordinator's side. One thread owns it; only `wake` may be called from another, or from a signal handler."""
 
-    def poll(self, timeout_s: float) -> Sequence[Incoming]:
-        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[Incoming]:
+        """What came in, at once if anything did; nothing after `timeout_s` or `wake`.
+
+        With `gather_s` it looks only after so long, so that one look finds much. A hint: it need not be taken.
+        """
         ...
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from . import codec
 from .errors import ProtocolError
-from .events import Peer
-from .links import Delivery, Received, Rejected
+from .events import MessageReceived, Peer
+from .links import Delivery, Rejected
 from .messages import Hint, Message, ToAgent, ToCoordinator
 
 
@@ -36,8 +36,9 @@ class MemoryBus:
         """An agent's side, not connected yet."""
         return MemoryLink(self)
 
-    def poll(self, timeout_s: float) -> Sequence[Received | Rejected]:
+    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[MessageReceived | Rejected]:
         """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        del gather_s
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._woken, timeout_s)
             self._woken = False
@@ -165,12 +166,12 @@ class MemoryLink:
                 self._changed.notify_all()
 
 
-def _read(peer: Peer, frames: codec.Frames) -> Received | Rejected:
+def _read(peer: Peer, frames: codec.Frames) -> MessageReceived | Rejected:
     try:
         message, blob = codec.TO_COORDINATOR.decode(frames)
     except ProtocolError as error:
         return Rejected(peer, error)
-    return Received(peer, message, blob)
+    return MessageReceived(peer, message, blob)
 
 
 def _read_answer(frames: codec.Frames) -> tuple[ToAgent, bytes | None] | ProtocolError:

@@ -63,7 +63,7 @@ class Round:
         *,
         limits: Limits,
         duties: Duties,
-        story: deque[str],
+        story: deque[object],
         now: float,
     ) -> None:
         self.publish = publish
@@ -276,41 +276,63 @@ class Round:
         before = None
         while before is not self.state and self.wants is None:
             before = self.state
-            self._hurry(now)
-            self._advance_once(now)
+            if self.publish.policy.slow is SlowEngines.QUORUM:
+                self._hurry(now)
+            self._go_on(now)
+
+    def _go_on(self, now: float) -> None:
+        """Whether what this state waited for has come to its end. COMMITTING waits for the disk."""
+        match self.state:
+            case RoundState.PREPARING:
+                self._prepared(now)
+            case RoundState.PAUSING:
+                self._paused(now)
+            case RoundState.OFFERING:
+                self._offered(now)
+            case RoundState.TRANSFERRING:
+                self._transferred(now)
+            case RoundState.VERIFYING:
+                self._verified(now)
+            case RoundState.RESUMING | RoundState.ABORTING:
+                if self._cohort.settled:
+                    self.wants = Want.CLOSE
+            case _:
+                pass
 
     def _hurry(self, now: float) -> None:
         """Once a quorum is through this step, the rest has little time left."""
         phases = patience.THROUGH.get(self.state)
         if (
             phases
-            and self.publish.policy.slow is SlowEngines.QUORUM
             and self._hurried is not self.state
             and patience.enough(self.publish.policy, self._cohort.count(*phases))
         ):
             self._hurried = self.state
             self._deadline = min(self._deadline, now + self.publish.policy.slow_s)
 
-    def _advance_once(self, now: float) -> None:
-        match self.state:
-            case RoundState.PREPARING if not self.members and not self.publish.policy.min_engines:
-                self._commit(now)
-            case RoundState.PREPARING if not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
-                self._pause(now)
-            case RoundState.PAUSING if not self._cohort.count(EnginePhase.PAUSING) and self._enough(now):
-                self._offer(now)
-            case RoundState.OFFERING if not self._cohort.count(EnginePhase.PAUSED, EnginePhase.BROKEN):
-                self._give_up_transfer("no engine is left to send to", now)
-            case RoundState.TRANSFERRING if self._enough(now):
-                self._withdraw(now)
-                if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
-                    self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
-            case RoundState.VERIFYING if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
-                self._conclude(now)
-            case RoundState.RESUMING | RoundState.ABORTING if self._cohort.settled:
-                self.wants = Want.CLOSE
-            case _:
-                pass
+    def _prepared(self, now: float) -> None:
+        if not self.members and not self.publish.policy.min_engines:
+            self._commit(now)
+        elif not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
+            self._pause(now)
+
+    def _paused(self, now: float) -> None:
+        if not self._cohort.count(EnginePhase.PAUSING) and self._enough(now):
+            self._offer(now)
+
+    def _offered(self, now: float) -> None:
+        if not self._cohort.count(EnginePhase.PAUSED, EnginePhase.BROKEN):
+            self._give_up_transfer("no engine is left to send to", now)
+
+    def _transferred(self, now: float) -> None:
+        if self._enough(now):
+            self._withdraw(now)
+            if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
+                self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
+
+    def _verified(self, now: float) -> None:
+        if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+            self._conclude(now)
 
     def _enough(self, now: float) -> bool:
         """Whether the version can still reach as many engines as its policy asks for; aborts when not."""

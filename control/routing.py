@@ -22,7 +22,7 @@ def objection(kind: TransportKind, trainer: TrainerInfo, engine: EngineInfo) -> 
         return f"dp={engine.dp}: only disk reaches every replica"
     if engine.pp > 1 and kind is TransportKind.DISTRIBUTED:
         return f"pp={engine.pp}: SGLang joins a group only without pipeline stages"
-    if engine.pp > 1 and kind is TransportKind.DIRECT:
+    if engine.pp > 1 and kind in {TransportKind.DIRECT, TransportKind.SENDS}:
         return f"pp={engine.pp}: plans are made for servers without pipeline stages"
     if kind in {TransportKind.LOCAL, TransportKind.DIRECT} and trainer.host != engine.host:
         return "trainer and engine are on different hosts"
@@ -30,7 +30,7 @@ def objection(kind: TransportKind, trainer: TrainerInfo, engine: EngineInfo) -> 
         return "an engine without a GPU cannot open the trainer's device memory"
     if kind is TransportKind.DIRECT and trainer.device != engine.device:
         return f"trainer on {trainer.device}, engine on {engine.device}: no worker reads the other's memory"
-    if kind is TransportKind.DISTRIBUTED and trainer.device != engine.device:
+    if kind in {TransportKind.DISTRIBUTED, TransportKind.SENDS} and trainer.device != engine.device:
         return f"trainer on {trainer.device}, engine on {engine.device}: no common collective backend"
     return ""
 

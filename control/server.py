@@ -20,6 +20,7 @@ from .effects import AnyEffect, AnyObservation, Evict, Observe, Persist, Publish
 from .errors import JournalCorrupt, JournalUnwritable, ProtocolError, WrongProtocol
 from .events import (
     AnyEvent,
+    Burst,
     MessageReceived,
     Peer,
     PeerLost,
@@ -32,7 +33,7 @@ from .events import (
 from .ids import Channel, RequestId
 from .journal import Journal
 from .limits import Limits
-from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Received, Rejected, Throttled, TurnedAway
+from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
 from .messages import Ack, Code, Hint, Refused, ToAgent
 from .status_desk import StatusDesk
 
@@ -41,6 +42,8 @@ IDLE_S: Final = 1.0
 YIELD_S: Final = 0.05
 """How long an `Ack` may wait while messages come in; its agent repeats itself after ten times as long. Hints wait with
 them: of several that say the same, the last is as good as all."""
+GATHER_S: Final = 0.05
+"""How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
@@ -73,6 +76,8 @@ class Server:
         self._stop = threading.Event()
         self._stop_by: float | None = None
         self._desk = StatusDesk(self.machine.status, clock)
+        self._came_at = clock()
+        """When something last came in."""
         self.moved_at = clock()
         """When the loop was last seen to move."""
 
@@ -109,15 +114,21 @@ class Server:
 
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
-        received = self._bus.poll(0.0 if self.yields else timeout_s)
+        received = self._bus.poll(0.0 if self.yields else timeout_s, self._gather_s())
+        if received:
+            self._came_at = self._clock()
         if self.yields and (not received or self._clock() >= self._yield_until):
             self._say_the_rest()
         self._journal.confirm()
         if self._stop.is_set() and self._stop_by is None:
             self._stop_by = self._clock() + STOP_S
             self._events.append(StopRequested())
-        for item in received:
-            self._take(item)
+        messages = [item for item in received if isinstance(item, MessageReceived)]
+        if len(messages) < len(received):
+            for item in received:
+                self._take(item)
+        elif messages:
+            self._events.append(Burst(messages))
         deadline = self.machine.next_deadline()
         if deadline is not None and self._clock() >= deadline:
             self._events.append(Tick())
@@ -125,10 +136,15 @@ class Server:
         self._desk.serve()
         self.moved_at = self._clock()
 
+    def _gather_s(self) -> float:
+        """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
+        streaming = self._clock() - self._came_at < GATHER_S
+        return GATHER_S if streaming and not self.yields and self.machine.calm else 0.0
+
     def _take(self, item: Incoming) -> None:
         match item:
-            case Received(peer=peer, message=message, blob=blob, principal=principal):
-                self._events.append(MessageReceived(peer=peer, message=message, blob=blob, principal=principal))
+            case MessageReceived():
+                self._events.append(item)
             case Rejected():
                 self._reject(item)
             case Distrusted():
@@ -149,8 +165,6 @@ class Server:
 
     def _perform(self, effect: AnyEffect) -> None:
         match effect:
-            case Persist():
-                self._persist(effect)
             case SendTo():
                 if isinstance(effect.message, Ack):
                     self._yield()
@@ -159,6 +173,8 @@ class Server:
                     for ack in self._acks.pop(effect.peer, ()):  # one packet for both
                         self._send(effect.peer, ack)
                     self._send(effect.peer, effect.message, effect.blob)
+            case Persist():
+                self._persist(effect)
             case PublishHint():
                 self._yield()
                 self._hints[effect.hint.channel, effect.hint.event] = effect.hint

@@ -249,6 +249,7 @@ class Session:
             case Alive():
                 if self.welcome is not None and message.boot == self.welcome.boot:
                     self.committed = message.committed
+                    self._beat_at = now + self.welcome.heartbeat_s  # who was answered together speaks together again
                 return ()
             case Commit():
                 self.committed = message.version  # before the next Alive says so

@@ -40,6 +40,7 @@ SECTIONS: Final = (
     "trainer",
     "watch",
     "demo",
+    "simulate_fleet",
 )
 """Every section a file may hold. No name is the beginning of another, because environment variables start with them."""
 

@@ -14,6 +14,11 @@ from .errors import ConfigurationError
 from .keys import KeyPair
 
 HWM: Final = 1000
+KEEPALIVE_IDLE_S: Final = 2
+KEEPALIVE_INTERVAL_S: Final = 1
+KEEPALIVE_COUNT: Final = 3
+UNACKNOWLEDGED_MS: Final = 4000
+"""A silent connection, or one that takes nothing, is given up by the kernel after about four seconds."""
 MAX_BURST: Final = 256
 """Messages taken per poll, so that a flood cannot keep timers from running."""
 
@@ -77,10 +82,12 @@ def set_common(each: zmq.Socket[bytes]) -> None:
     each.set(zmq.SNDHWM, HWM)
     each.set(zmq.RCVHWM, HWM)
     each.set(zmq.MAXMSGSIZE, codec.MAX_FRAME_BYTES)
-    each.set(zmq.HEARTBEAT_IVL, 1000)
-    each.set(zmq.HEARTBEAT_TIMEOUT, 3000)
-    each.set(zmq.HEARTBEAT_TTL, 3000)
     each.set(zmq.IPV6, 1)
+    each.set(zmq.TCP_KEEPALIVE, 1)
+    each.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    each.set(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+    each.set(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_COUNT)
+    each.set(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
 
 
 def burst(each: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:

@@ -10,14 +10,14 @@ from typing import Final
 import msgspec
 
 from .bus import RouterBus, ServerKeys
-from .coordinator import HEARTBEAT_KEY
 from .coordinator_settings import CoordinatorSettings
 from .election import Election, Leader, Term
 from .etcd import EtcdUnavailable
+from .events import MessageReceived
 from .http import HttpPort, Readiness
-from .links import Received
 from .log import get_log
 from .messages import Bye, Code, Heartbeat, Refused, ToCoordinator
+from .outbox import HEARTBEAT_KEY
 from .telemetry import Meters, Side
 
 ASK_S: Final = 0.25
@@ -68,7 +68,7 @@ class Standby:
                     if (term := self._ask(election)) is not None:
                         return term
                 for received in self._bus.poll(max(0.0, ask_at - time.monotonic())):
-                    if isinstance(received, Received) and not isinstance(received.message, Bye):
+                    if isinstance(received, MessageReceived) and not isinstance(received.message, Bye):
                         self._bus.send(received.peer, self._refusal(received.message))
             return None
 

@@ -124,7 +124,7 @@ def move(
     table: Mapping[_State, frozenset[_State]],
     found: _State,
     wanted: _State,
-    story: Sequence[str] = (),
+    story: Sequence[object] = (),
 ) -> _State:
     """The state `wanted`, if `table` allows to go there from `found`. Raises `IllegalMove` otherwise."""
     if wanted not in table[found]:

@@ -28,7 +28,7 @@ class Answer(msgspec.Struct, frozen=True):
 class Tenure:
     """Who holds the channel, and who waits for an epoch to become durable."""
 
-    def __init__(self, channel: Channel, limits: Limits, story: Sequence[str]) -> None:
+    def __init__(self, channel: Channel, limits: Limits, story: Sequence[object]) -> None:
         self.lease: Lease | None = None
         self._channel = channel
         self._limits = limits

@@ -17,6 +17,8 @@ MAX_PAGES: Final = 4096
 class Role(enum.StrEnum):
     """What an agent may do."""
 
+    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
+
     TRAINER = "trainer"
     """Takes leases, publishes versions, sends tensors."""
     ENGINE = "engine"
@@ -28,10 +30,14 @@ class Role(enum.StrEnum):
 class TransportKind(enum.StrEnum):
     """How the tensors of one engine travel in a round."""
 
+    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
+
     LOCAL = "local"
     """Same host: POSIX shared memory, or CUDA IPC where the weights are on a GPU."""
     DIRECT = "direct"
     """Same host: the engine's workers copy out of the trainer's own memory into their parameters, along a plan."""
+    SENDS = "sends"
+    """Any host: every rank of the trainer sends each worker of the engine what it stores: gloo or NCCL."""
     DISTRIBUTED = "distributed"
     """One collective group of the source rank and the engine's ranks: gloo or NCCL."""
     DISK = "disk"

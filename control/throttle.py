@@ -17,7 +17,8 @@ BURST: Final = 10_000
 PATIENCE: Final = 50_000
 PENANCE_S: Final = 5.0
 REMEMBERED: Final = 8_192
-"""Speakers; those that are within their rate are forgotten beyond it, which changes nothing for them."""
+"""Speakers; those that are within their rate are forgotten beyond it, or beyond twice as many as are not, which changes
+nothing for them."""
 
 
 class Pace(enum.Enum):
@@ -38,6 +39,7 @@ class Throttle:
         self._cost_s = 1.0 / rate
         self._room_s = burst / rate
         self._patience = patience
+        self._most = REMEMBERED
         self._busy_until: dict[str | bytes, float] = {}
         self._dropped: Counter[str | bytes] = Counter()
         """By those that flood, since they began to."""
@@ -49,7 +51,7 @@ class Throttle:
         """Count one message of `who` at `now`, and say what becomes of it."""
         until = self._busy_until.get(who, now)
         if until - now <= self._room_s:
-            if len(self._busy_until) >= REMEMBERED:
+            if len(self._busy_until) >= self._most:
                 self._forget(now)
             self._busy_until[who] = max(until, now) + self._cost_s
             if self._dropped and until - now <= self._room_s / 2:
@@ -62,3 +64,4 @@ class Throttle:
 
     def _forget(self, now: float) -> None:
         self._busy_until = {who: until for who, until in self._busy_until.items() if until > now}
+        self._most = max(REMEMBERED, 2 * len(self._busy_until))  # else every message might look at all of them

@@ -34,15 +34,18 @@ def once(pieces: Pieces) -> Pieces:
 def in_turn(pieces: Pieces, first: int = 0, distance: Column | None = None) -> Pieces:
     """Every element from one holder: of what several hold, the nearest one's, equally near ones taking turns.
 
-    Turns go by tensor and begin with another holder for each `first`, so that neither one holder gives everything nor
-    all readers begin with the same one. `distance`, (holders,), is 0 everywhere unless it is given.
+    Turns go by tensor, among the holders of a piece in the order of their numbers, and begin with another one for each
+    `first`: neither one holder gives everything nor do all readers begin with the same one. `distance`, (holders,), is
+    0 everywhere unless it is given.
     """
-    count = int(pieces.holder.max()) + 1 if len(pieces) else 1
-    if distance is not None:
-        count = max(count, len(distance))
-    turn = (pieces.holder + pieces.boxes.space + first) % count
+    if not len(pieces):
+        return pieces
+    count = int(pieces.holder.max()) + 1
     far = np.zeros(len(pieces), np.int64) if distance is None else distance[pieces.holder]
-    best = once(replace(pieces, holder=(far * count + turn) * count + pieces.holder))
+    place, among = _places(side_by_side(far, pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop, pieces.holder))
+    turn = (place - pieces.boxes.space - first) % among
+    wide = int(among.max())
+    best = once(replace(pieces, holder=(far * wide + turn) * count + pieces.holder))
     return replace(best, holder=best.holder % count)
 
 
@@ -83,6 +86,17 @@ def _hole(pieces: Pieces, index: int) -> str:
     wide = shape + (1,) * (pieces.boxes.start.shape[1] - len(shape))
     box = subtract_all(Box.whole(wide), mine)[0]
     return str(Box(box.start[: len(shape)], box.stop[: len(shape)]))
+
+
+def _places(keys: Column) -> tuple[Column, Column]:
+    """(rows,), (rows,): which of the rows that differ in the last column alone each is, and of how many."""
+    order = order_of(keys)
+    heads = np.flatnonzero(_begins(keys[order, :-1]))
+    sizes = np.diff(np.append(heads, len(order)))
+    place, among = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
+    place[order] = np.arange(len(order)) - np.repeat(heads, sizes)
+    among[order] = np.repeat(sizes, sizes)
+    return place, among
 
 
 def _begins(table: Column) -> Column:

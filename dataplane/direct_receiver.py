@@ -42,14 +42,16 @@ from .workers import RETURN_S, ReplayFailed, Workers
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class Layout:
+    """What the trainer's ranks hold, as it was last heard."""
+
     digest: str
     pieces: Pieces
     exports: tuple[ExportMap, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _Agreement:
+class Agreement:
     """What was worked out for one trainer layout and one set of recordings."""
 
     layout: str
@@ -73,9 +75,9 @@ class DirectReceiver:
         self._connection: Frames | None = None
         self._listener: FrameListener | None = None
         self._workers = Workers()
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._recordings: dict[str, Recording] = {}
-        self._agreements: dict[int, _Agreement] = {}
+        self._agreements: dict[int, Agreement] = {}
         """By the model, in the order in which the server calls the loader."""
         self._caller: ThreadPoolExecutor | None = None
         self.seconds: dict[str, float] = {}
@@ -98,7 +100,7 @@ class DirectReceiver:
         self._touched = False
         self.seconds = {}
         deadline = Deadline(deadline_s)
-        connection = self._connection = Frames.connect(address.address, deadline)
+        connection = self._connection = self._connect(address, deadline)
         try:
             welcome = self._shake_hands(connection, session, engine, deadline)
             layout = self._layout_of(connection, welcome, session.manifest, deadline)
@@ -129,6 +131,9 @@ class DirectReceiver:
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 
+    def _connect(self, address: Address, deadline: Deadline) -> Frames:
+        return Frames.connect(address.address, deadline)
+
     def _shake_hands(self, connection: Frames, session: Session, engine: str, deadline: Deadline) -> Welcome:
         hello = direct_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine)
         direct_wire.say(connection, hello, deadline)
@@ -139,7 +144,7 @@ class DirectReceiver:
             raise PeerLost(f"the sender refused this engine: {_reason(reply)}")
         return reply
 
-    def _layout_of(self, connection: Frames, welcome: Welcome, manifest: Manifest, deadline: Deadline) -> _Layout:
+    def _layout_of(self, connection: Frames, welcome: Welcome, manifest: Manifest, deadline: Deadline) -> Layout:
         if self._layout is not None and self._layout.digest == welcome.layout:
             return self._layout
         direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
@@ -148,10 +153,10 @@ class DirectReceiver:
             raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
         exports = tuple(ExportMap.decode(each) for each in reply.exports)
         pieces = Pieces.decode([reply.pieces], manifest.tensors)
-        self._layout = _Layout(welcome.layout, pieces, exports)
+        self._layout = Layout(welcome.layout, pieces, exports)
         return self._layout
 
-    def _agree(self, connection: Frames, agreement: _Agreement, deadline: Deadline) -> None:
+    def _agree(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
         """Have the trainer make the same plans."""
         plans = tuple(
             direct_wire.Proposal(reader=reader, recording=self._recordings[digest].encode(), plan=plan)
@@ -169,7 +174,7 @@ class DirectReceiver:
         connection: Frames,
         session: Session,
         welcome: Welcome,
-        layout: _Layout,
+        layout: Layout,
         engine: str,
         server: EngineServer,
         deadline: Deadline,
@@ -215,8 +220,8 @@ class DirectReceiver:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
     def _prepared(
-        self, connection: Frames, manifest: Manifest, layout: _Layout, model: int, deadline: Deadline
-    ) -> _Agreement:
+        self, connection: Frames, manifest: Manifest, layout: Layout, model: int, deadline: Deadline
+    ) -> Agreement:
         """Recordings and plans for this round; those of the last one if nothing changed."""
         with self._timed("record"):
             recordings, made = self._workers.record(manifest, self._recordings, deadline)
@@ -226,7 +231,7 @@ class DirectReceiver:
             for digest, recording in {**self._recordings, **made}.items()
             if digest in in_use.union(recordings)
         }
-        readers = self._workers.readers
+        readers = self._readers()
         known = self._agreements.get(model)
         if known is None or (known.layout, known.recordings, known.readers) != (layout.digest, recordings, readers):
             found = [self._recordings[digest] for digest in recordings]
@@ -235,16 +240,24 @@ class DirectReceiver:
                     make_plan(layout.pieces, layout.exports, recording, reader)
                     for recording, reader in zip(found, readers, strict=True)
                 )
-                known = _Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
+                known = Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
             with self._timed("agree"):
                 self._agree(connection, known, deadline)
             self._agreements[model] = known
         with self._timed("adopt"):
-            self._workers.adopt(known.digests, known.plans, known.proof.ranks, deadline)
+            self._workers.adopt(known.digests, self._carried(known.plans), known.proof.ranks, deadline)
         return known
 
+    def _readers(self) -> tuple[Reader, ...]:
+        """Whom plans are made for."""
+        return self._workers.readers
+
+    def _carried(self, plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+        """What of the plans the workers carry out by themselves: all of it."""
+        return plans
+
     def _replay(
-        self, session: Session, welcome: Welcome, agreement: _Agreement, deadline: Deadline
+        self, session: Session, welcome: Welcome, agreement: Agreement, deadline: Deadline
     ) -> list[worker_wire.Replayed]:
         """Copy, with `touched` kept true to what the workers say."""
         touched, self._touched = self._touched, True

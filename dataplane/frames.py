@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 from pathlib import Path
@@ -16,10 +17,14 @@ from .export_wire import peer_of
 MAX_FRAME: Final = 512 * 1024 * 1024
 """A recording of a million copies takes a fifth of it."""
 _LENGTH: Final = struct.Struct("<Q")
+_BLOCK: Final = 1024 * 1024
 
 
 class Frames:
     """One end of an established connection. Whoever is at the other end has been looked at."""
+
+    limit: int = MAX_FRAME
+    """Bytes of the largest message that is taken."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -57,26 +62,31 @@ class Frames:
     def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
         """The next message. Raises `PeerLost`, `DeadlineExceeded`."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline, waiting_for))
-        if length > MAX_FRAME:
-            raise PeerLost(f"a message of {length} bytes is announced, at most {MAX_FRAME} are taken")
+        if length > self.limit:
+            raise PeerLost(f"a message of {length} bytes is announced, at most {self.limit} are taken")
         return self._exactly(int(length), deadline, waiting_for)
 
     def _exactly(self, count: int, deadline: Deadline, waiting_for: str) -> bytes:
-        found = bytearray(count)
-        view = memoryview(found)
-        at = 0
-        while at < count:
+        """Memory is taken as bytes come, and not for what is only announced."""
+        found = bytearray()
+        while len(found) < count:
             try:
                 self._socket.settimeout(deadline.check(waiting_for))
-                got = self._socket.recv_into(view[at:])
+                block = self._socket.recv(min(count - len(found), _BLOCK))
             except TimeoutError as error:
                 raise DeadlineExceeded(waiting_for, deadline.seconds) from error
             except OSError as error:
                 raise PeerLost(f"the connection broke: {error}") from error
-            if not got:
+            if not block:
                 raise PeerLost(f"the other end closed the connection; {waiting_for} was expected")
-            at += got
+            found += block
         return bytes(found)
+
+    def waiting(self) -> bool:
+        """Something was said, or the other end has hung up: `receive` need not wait for the beginning of it."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN | select.POLLHUP)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Twice is fine."""

@@ -25,8 +25,9 @@ from .pieces import DTYPES, Piece, Pieces, whole
 from .recording import Recording
 
 _ALIGNMENT: Final = 16
-_UNREACHABLE: Final = 2
-"""Other hosts are read over the network, which is no matter of this plan."""
+_FAR: Final = 2
+_UNREACHABLE: Final = 3
+"""Other hosts are not read. What is sent may come from them."""
 
 
 class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,6 +39,8 @@ class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``cpu``, or the uuid of its GPU."""
     peers: tuple[str, ...] = ()
     """uuids of the GPUs that it can read directly, its own left out."""
+    sent_to: bool = False
+    """It reads nothing: what it needs is sent to it, from wherever that is."""
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -154,13 +157,16 @@ def _chosen(pieces: Pieces, exports: Sequence[ExportMap], reader: Reader) -> Pie
 
 
 def _distance(export: ExportMap, reader: Reader) -> int:
-    """0 for the reader's own device, 1 for one that it reads directly."""
+    """0 for the reader's own device, 1 for one that it reads directly, more for one that sends."""
     devices = {region.device for region in export.regions}
-    if export.host != reader.host or not devices:
+    if not devices:
         return _UNREACHABLE
+    beyond = _FAR if reader.sent_to else _UNREACHABLE
+    if export.host != reader.host:
+        return beyond
     if devices == {reader.device}:
         return 0
-    return 1 if devices <= {reader.device, *reader.peers} else _UNREACHABLE
+    return 1 if devices <= {reader.device, *reader.peers} else beyond
 
 
 def _table(wanted: Pieces, chosen: Pieces, regions: _Regions, begin: Column | None = None) -> CopyTable:

@@ -236,3 +236,24 @@ class Receiver(Protocol):
     def shutdown(self) -> None:
         """Let go of everything."""
         ...
+
+
+@runtime_checkable
+class Stager(Receiver, Protocol):
+    """A receiver that can take a version beside the weights that are served."""
+
+    @property
+    def mode(self) -> str:
+        """How the last version was taken, for people."""
+        ...
+
+    def can_stage(self, manifest: Manifest) -> bool:
+        """There is a plan for it, and room."""
+        ...
+
+    def stage(self, session: Session, address: Address, engine: str, deadline_s: float) -> bool:
+        """Take it while the server generates; `receive` of the same session puts it into place.
+
+        False when the server has to stand still for it. Changes nothing that is served; raises `TransferFailed`.
+        """
+        ...

@@ -1,4 +1,4 @@
-"""Picks a transport by its name on the control plane: ``direct``, ``local``, ``distributed`` or ``disk``."""
+"""Picks a transport by its name on the control plane: `KINDS`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .local import LocalSender
 from .local_receiver import LocalReceiver
 from .transport import Receiver, Sender
 
-KINDS: Final = ("direct", "local", "distributed", "disk")
+KINDS: Final = ("direct", "local", "sends", "distributed", "disk")
 
 
 def default_runtime_dir() -> Path:
@@ -36,12 +36,14 @@ def sender(
     checkpoint_dir: Path | None = None,
     hf_config_dir: Path | None = None,
     expose: Callable[[], Exposed] | None = None,
+    describe: Callable[[], Exposed] | None = None,
 ) -> Sender:
     """The trainer's half of transport `kind`; nothing is opened before `offer`.
 
-    `host` is the address under which engines reach this machine (distributed), `checkpoint_dir` a folder that both
-    sides see, `hf_config_dir` where config.json and the tokenizer of every checkpoint are copied from (disk), `expose`
-    says what can be read in place (direct). Raises `Unsupported` when the kind is unknown or lacks what it needs.
+    `host` is the address under which engines reach this machine (distributed, sends), `checkpoint_dir` a folder that
+    both sides see, `hf_config_dir` where config.json and the tokenizer of every checkpoint are copied from (disk),
+    `expose` says what can be read in place (direct), `describe` what the ranks send out of (sends). Raises
+    `Unsupported` when the kind is unknown or lacks what it needs.
     """
     match kind:
         case "direct":
@@ -50,6 +52,14 @@ def sender(
             return DirectSender(runtime_dir or default_runtime_dir(), channel, expose)
         case "local":
             return LocalSender(runtime_dir or default_runtime_dir(), channel)
+        case "sends":
+            from .sends import SendsSender  # noqa: PLC0415  costs the import of torch.distributed
+
+            if describe is None:
+                raise Unsupported(
+                    "this trainer's source cannot send out of its memory: choose the distributed transport"
+                )
+            return SendsSender(host, channel, torch.device(device), describe)
         case "distributed":
             from .distributed import DistributedSender  # noqa: PLC0415  costs the import of torch.distributed
 
@@ -64,13 +74,20 @@ def sender(
             raise Unsupported(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
 
 
-def receiver(kind: str, *, runtime_dir: Path | None = None) -> Receiver:
-    """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them."""
+def receiver(kind: str, *, runtime_dir: Path | None = None, beside: bool = True) -> Receiver:
+    """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them.
+
+    `beside`: what is sent may be taken while the server generates.
+    """
     match kind:
         case "direct":
             return DirectReceiver(runtime_dir or default_runtime_dir())
         case "local":
             return LocalReceiver(runtime_dir or default_runtime_dir())
+        case "sends":
+            from .sends_receiver import SendsReceiver  # noqa: PLC0415  costs the import of torch.distributed
+
+            return SendsReceiver(runtime_dir or default_runtime_dir(), beside=beside)
         case "distributed":
             from .distributed import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
 

@@ -12,6 +12,16 @@ from the call at `Done`. Only what a worker does not know yet is sent: a steady 
              <-------------------  Replay
       Replayed ----------------->
              <-------------------  Done
+
+Where weights are sent (sends.py), `Expect` follows `Adopt`; the worker answers on a connection of a thread of its own,
+which stays open between rounds and hears `Take`. Then `Flip` stands for `Replay`.
+
+    worker's thread              sidecar
+      Expecting ---------------->
+             <-------------------  Weigh       (may it be taken while the server generates?)
+      Room --------------------->
+             <-------------------  Take
+      Taken -------------------->
 """
 
 from __future__ import annotations
@@ -23,6 +33,7 @@ import msgspec
 from .deadline import Deadline
 from .frames import Frames
 from .manifest import TensorSpec
+from .sends_wire import Group
 from .wire_message import WireMessage, decode
 
 
@@ -37,6 +48,8 @@ class Hello(WireMessage, frozen=True, tag=True):
     """Digest of the tensors of its recording."""
     recording: str = ""
     plan: str = ""
+    schedule: str = ""
+    """Of what it can be sent: a thread of its own is connected to the sidecar, and stays so."""
 
 
 class Record(WireMessage, frozen=True, tag=True):
@@ -105,6 +118,59 @@ class Replayed(WireMessage, frozen=True, tag=True):
     verify_s: float
 
 
+class Expect(WireMessage, frozen=True, tag=True):
+    """Sidecar: what the worker will be sent from now on, for the plan that it has. The tables are of schedule.py."""
+
+    schedule: str
+    messages: bytes
+    unpack: bytes
+    socket: str
+    """Where its thread is to connect, and wait for `Take`."""
+
+
+class Expecting(WireMessage, frozen=True, tag=True):
+    """Worker's thread, first: which schedule it carries out."""
+
+    rank: int
+    schedule: str
+
+
+class Weigh(WireMessage, frozen=True, tag=True):
+    """Sidecar: is there room to take everything beside the parameters?"""
+
+
+class Room(WireMessage, frozen=True, tag=True):
+    """Worker's thread: bytes that it takes, and bytes that are free."""
+
+    needed: int
+    free: int
+
+
+class Take(WireMessage, frozen=True, tag=True):
+    """Sidecar: join this group, and take everything. `beside` the parameters, or into them while the server stands."""
+
+    group: Group
+    beside: bool
+
+
+class Moving(WireMessage, frozen=True, tag=True):
+    """Worker's thread, every `sends_wire.BEAT_S` until it has taken everything: it does not stand still."""
+
+
+class Taken(WireMessage, frozen=True, tag=True):
+    """Worker's thread: everything has arrived."""
+
+    seconds: float
+    nbytes: int
+
+
+class Flip(WireMessage, frozen=True, tag=True):
+    """Sidecar: put what was taken into place, then say what the engine holds."""
+
+    epoch: int
+    version: int
+
+
 class Done(WireMessage, frozen=True, tag=True):
     """Sidecar: return to the server."""
 
@@ -116,8 +182,8 @@ class Failed(WireMessage, frozen=True, tag=True):
     touched: bool = False
 
 
-ToWorker = Record | Adopt | Replay | Done | Failed
-ToSidecar = Hello | Recorded | Adopted | Replayed | Failed
+ToWorker = Record | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed
+ToSidecar = Hello | Recorded | Adopted | Replayed | Expecting | Room | Moving | Taken | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_WORKER: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)

@@ -6,7 +6,7 @@ heard, all of them before anything is concluded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +23,7 @@ from .manifest import Manifest
 from .plan import Plan, Reader
 from .proof import RankProof, provable
 from .recording import Recording
+from .schedule import Schedule
 
 _LOOK_S: Final = 0.2
 """How often the server's call is looked at while workers are waited for."""
@@ -131,6 +132,40 @@ class Workers:
             )
             replay = wire.Replay(epoch=epoch, version=version, exports=tuple(each for each in exports if each.regions))
             wire.say(worker.frames, replay, deadline)
+        return self._replayed(deadline)
+
+    def expect(
+        self, schedules: Sequence[Schedule], there: Collection[int], socket: str, deadline: Deadline
+    ) -> frozenset[int]:
+        """Give each worker its schedule, unless it has that one and its thread is `there`; the ranks that got one."""
+        new: list[_Worker] = []
+        for worker, each in zip(self._workers, schedules, strict=True):
+            digest = each.digest()
+            if worker.hello.schedule == digest and worker.hello.rank in there:
+                continue
+            expect = wire.Expect(
+                schedule=digest, messages=each.messages.encode(), unpack=each.unpack.encode(), socket=socket
+            )
+            wire.say(worker.frames, expect, deadline)
+            new.append(worker)
+        for worker in new:
+            reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to take its schedule")
+            if not isinstance(reply, wire.Adopted):
+                raise TransferFailed(f"worker {worker.hello.rank} did not take its schedule: {_said(reply)}")
+        return frozenset(worker.hello.rank for worker in new)
+
+    @property
+    def plans(self) -> tuple[str, ...]:
+        """Digests of those that they have."""
+        return tuple(worker.hello.plan for worker in self._workers)
+
+    def flip(self, epoch: int, version: int, deadline: Deadline) -> list[wire.Replayed]:
+        """All put what they were sent into place. Raises `ReplayFailed` when all have answered and one did not."""
+        for worker in self._workers:
+            wire.say(worker.frames, wire.Flip(epoch=epoch, version=version), deadline)
+        return self._replayed(deadline)
+
+    def _replayed(self, deadline: Deadline) -> list[wire.Replayed]:
         replies = [
             wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy") for worker in self._workers
         ]

@@ -3,7 +3,7 @@
 What the server holds, and whether it may generate, is the affair of `Weights` (weights.py), a machine of its own; here
 is what is done about it. The rules that keep a client from an answer of mixed weights are short:
 
-* before the first byte of a transfer leaves, the server is paused and a durable record calls it dirty;
+* before the first byte of what is served changes, the server is paused and a durable record calls it dirty;
 * a dirty or pending server is not resumed by anything but the commit of a version that it was proven to hold;
 * another launch of the server is another server: whatever was known of it is forgotten, and it is paused at once.
 
@@ -30,6 +30,7 @@ from weightbus.control.messages import (
     Welcome,
 )
 
+from . import weights as w
 from .answers import Answers
 from .events import (
     Answer,
@@ -38,6 +39,7 @@ from .events import (
     Commanded,
     Effect,
     Event,
+    Finished,
     ForgetAnswers,
     Label,
     Note,
@@ -54,26 +56,13 @@ from .events import (
     Run,
     ServerFound,
     ServerGone,
+    Stage,
     Ticked,
     Validate,
     Verify,
     Welcomed,
 )
-from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Running, View, told
-from .weights import (
-    Began,
-    Committed,
-    Doubted,
-    Launched,
-    Proved,
-    Recognised,
-    Resumed,
-    Spared,
-    Stilled,
-    Touched,
-    WeightEvent,
-    Weights,
-)
+from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Beside, Running, View, told, view_of
 
 STORY: Final = 48
 """Recent events that an error carries."""
@@ -84,7 +73,7 @@ class Application:
 
     def __init__(self, channel: Channel, incarnation: str, record: Record | None) -> None:
         self.story: deque[str] = deque(maxlen=STORY)
-        self.weights = Weights(self.story)
+        self.weights = w.Weights(self.story)
         self.up = False
         self.epoch = Epoch(record.epoch if record else 0)
         self.identity = ""
@@ -92,6 +81,7 @@ class Application:
         self._record = record
         self._prepared: tuple[Version, Digest, Digest] | None = None
         """What was last found to fit, and to come from a trainer: nothing else is taken."""
+        self._beside = Beside()
         self._checkpoint = ""
         self._labelled: Version | None = None
         """The version that the server is labelled with ahead of its commit."""
@@ -148,20 +138,8 @@ class Application:
 
     def view(self) -> View:
         """What may be said of the engine now. A server that does not answer holds nothing that counts."""
-        health, held = self.health, self.held
-        if not self.up and health is not EngineHealth.DIRTY:
-            health, held = EngineHealth.PENDING, None
-        return View(
-            up=self.up,
-            health=health,
-            held=held,
-            paused=self.paused is True,
-            weights=self.weights.state,
-            version=self.weights.version,
-            reached=self._reached,
-            epoch=self.epoch,
-            doing=type(self._running.operation).__name__.lower() if self._running else "",
-            reason=self.reason,
+        return view_of(
+            self.weights, self._running, up=self.up, reached=self._reached, epoch=self.epoch, reason=self.reason
         )
 
     def check(self) -> None:
@@ -172,7 +150,7 @@ class Application:
         if self._running is not None and self._running.number != self._numbers:
             raise InvariantBroken("an operation was begun while another one ran", tuple(self.story))
 
-    def _learn(self, event: WeightEvent, now: float) -> tuple[Remember, ...]:
+    def _learn(self, event: w.WeightEvent, now: float) -> tuple[Remember, ...]:
         """Something is known of the weights; what must be durable because of it."""
         return tuple(self._remember() for _ in self.weights.handle(event, now))
 
@@ -222,18 +200,23 @@ class Application:
     def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PAUSE, self.reason)
-        self._lease_s = command.lease_s
+        self._lease_s, self._beside.mode = command.lease_s, command.mode.value
+        if self._beside.may(self.weights):
+            self._reached = Step.PAUSE
+            return (self._answers.paused(command, 0.0),)
         return self._run(PauseServer(command.mode.value, command.deadline_s), command, now)
 
     def _transfer(self, command: Transfer, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.TRANSFER, self.reason)
-        if self.paused is not True:
-            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
         if (command.version, command.manifest, command.table) != self._prepared:
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
-        dirty = self._learn(Began(command.version), now)
+        if self._beside.may(self.weights):
+            return self._run(Stage(command, self._checkpoint), command, now)
+        if self.paused is not True:
+            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
+        dirty = self._learn(w.Began(command.version), now)
         self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
         return (*dirty, *self._run(Receive(command, self._checkpoint), command, now))
 
@@ -281,21 +264,25 @@ class Application:
 
     def _outlived(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
         """The server was launched again meanwhile, on the same address: the calls may have met either of the two."""
-        effects: tuple[Effect, ...] = self._learn(Doubted(), now)
+        effects: tuple[Effect, ...] = self._learn(w.Doubted(), now)
         untouched = isinstance(result, Broken) and not result.touched
         if isinstance(running.operation, Receive) and not untouched:
-            effects = (*effects, *self._learn(Touched(), now))
+            effects = (*effects, *self._learn(w.Touched(), now))
         if running.command is None:
             return effects
         return (*effects, *self._fail(running.command, STEP_OF[type(running.operation)], self.reason))
 
-    def _settle(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
+    def _settle(  # noqa: PLR0911  one line for each operation
+        self, running: Running, result: Result, now: float
+    ) -> tuple[Effect, ...]:
         command, seconds = running.command, now - running.started
         match running.operation:
             case Validate():
                 return self._validated(command, result, seconds)
             case PauseServer():
                 return self._pausing_ended(command, result, seconds, now)
+            case Stage():
+                return self._staging_ended(running.operation.command, result, now)
             case Receive():
                 return self._receiving_ended(running.operation.command, result, seconds, now)
             case Verify():
@@ -310,6 +297,7 @@ class Application:
         if isinstance(result, Broken):
             return self._fail(command, Step.PREPARE, result.reason)
         self._prepared = (command.version, command.manifest, command.table)
+        self._beside.able = isinstance(result, Finished) and result.beside
         self._reached = Step.PREPARE
         return (self._answers.prepared(command, seconds),)
 
@@ -317,27 +305,41 @@ class Application:
         self, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
         if isinstance(result, Broken):
-            doubted = self._learn(Doubted(), now)  # it may have happened all the same
+            doubted = self._learn(w.Doubted(), now)  # it may have happened all the same
             if command is None:
                 return (*doubted, Note("pause_failed", result.reason))
-            return (*doubted, *self._fail(command, Step.PAUSE, result.reason))
+            step = Step.TRANSFER if isinstance(command, Transfer) else Step.PAUSE
+            return (*doubted, *self._fail(command, step, result.reason))
         if self.paused is not True:
             self._paused_at = now
-        stilled = self._learn(Stilled(), now)
+        stilled = self._learn(w.Stilled(), now)
         if command is None:
             return (*stilled, Note("server_held_back", self.reason))
         self._quiet_since, self._reached = now, Step.PAUSE
+        if isinstance(command, Transfer):
+            return (*stilled, *(self._unless_unwanted(command) or self._transfer(command, now)))
         return (*stilled, self._answers.paused(command, seconds))
+
+    def _staging_ended(self, command: Transfer, result: Result, now: float) -> tuple[Effect, ...]:
+        """Nothing that is served has changed. Whether it was taken or has to be taken now, the server stands for it."""
+        if isinstance(result, Broken):
+            return self._fail(command, Step.TRANSFER, result.reason)
+        return self._unless_unwanted(command) or self._run(PauseServer(self._beside.mode, HOLD_S), command, now)
+
+    def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
+        """What was taken beside is not put into place when something else was asked for meanwhile."""
+        what = type(self._waiting).__name__
+        return () if self._waiting is None else self._fail(command, Step.TRANSFER, f"{what} came before the flip")
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):
             reason = result.reason if isinstance(result, Broken) else "the transfer ended without a receipt"
             if isinstance(result, Broken) and not result.touched:
                 self.reason = reason
-                return (*self._learn(Spared(), now), *self._fail(command, Step.TRANSFER, reason))
+                return (*self._learn(w.Spared(), now), *self._fail(command, Step.TRANSFER, reason))
             self.reason = f"version {command.version} was not taken completely: {reason}"
-            return (*self._learn(Touched(), now), *self._fail(command, Step.TRANSFER, reason))
-        arrived = self._learn(Touched(), now)
+            return (*self._learn(w.Touched(), now), *self._fail(command, Step.TRANSFER, reason))
+        arrived = self._learn(w.Touched(), now)
         transferred = self._answers.transferred(command, result, seconds)
         return (*arrived, transferred, *self._run(Verify(command, result.checked), command, now))
 
@@ -347,7 +349,7 @@ class Application:
             self.reason = f"version {command.version} was not proven: {reason}"
             return self._fail(command, Step.VERIFY, reason)
         held = Held(version=command.version, manifest=command.manifest, table=command.table)
-        loaded = self._learn(Proved(held), now)
+        loaded = self._learn(w.Proved(held), now)
         self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
         # Requests wait. While the coordinator commits, the server gets its label, and the record, which until then
         # speaks of a worse state than the true one, is written.
@@ -365,12 +367,12 @@ class Application:
         self, release: Release, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
         if isinstance(result, Broken):
-            doubted = self._learn(Doubted(), now) if release.version is None else ()
+            doubted = self._learn(w.Doubted(), now) if release.version is None else ()
             if command is None:
                 return (*doubted, Note("resume_failed", result.reason))
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
         self._reached, self.reason = None, ""
-        freed = Resumed(ordered=command is not None) if release.version is None else Committed()
+        freed = w.Resumed(ordered=command is not None) if release.version is None else w.Committed()
         kept = self._learn(freed, now)
         if command is None:
             return (*kept, Note("resumed_by_itself", f"nothing heard for {self._lease_s:g} s"))
@@ -428,7 +430,7 @@ class Application:
     def _recognise(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
         if known == event.identity and self._record is not None:
             self._ours = self._record.health is not EngineHealth.PENDING  # which needs no round to be written
-            known_again = self._learn(Recognised(self._record.health, self._record.held), now)
+            known_again = self._learn(w.Recognised(self._record.health, self._record.held), now)
             self._checkpoint = self._record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
             return (*known_again, Note("server_recognised", self.health.value))
@@ -438,7 +440,7 @@ class Application:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
         self._checkpoint, self._ours = event.checkpoint, False
         updated = self._record is not None or self.epoch > 0 or event.label.isdigit()
-        kept = self._learn(Launched(fresh=not updated), now)
+        kept = self._learn(w.Launched(fresh=not updated), now)
         if not updated:
             self.reason = ""
             return (*kept, Note("server_found", event.identity))

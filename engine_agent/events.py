@@ -39,8 +39,15 @@ class PauseServer(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
+class Stage(msgspec.Struct, frozen=True):
+    """Take the version beside the weights that are served, while the server generates. Changes nothing."""
+
+    command: Transfer
+    checkpoint: str
+
+
 class Receive(msgspec.Struct, frozen=True):
-    """Take every bucket and load it."""
+    """Take every bucket and load it; or put into place what `Stage` took."""
 
     command: Transfer
     checkpoint: str
@@ -71,13 +78,16 @@ class Release(msgspec.Struct, frozen=True):
     """It has the label of `version` already."""
 
 
-Operation = Validate | PauseServer | Receive | Verify | Label | Release
+Operation = Validate | PauseServer | Stage | Receive | Verify | Label | Release
 
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
 class Finished(msgspec.Struct, frozen=True):
     """It worked."""
+
+    beside: bool = False
+    """Of `Validate`: the version can be taken beside the weights that are served."""
 
 
 class Received(msgspec.Struct, frozen=True):

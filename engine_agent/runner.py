@@ -381,7 +381,7 @@ class EngineAgent:
         return True
 
     def _receiver(self, kind: str) -> Receiver:
-        return transports.receiver(kind, runtime_dir=self.settings.runtime_dir)
+        return transports.receiver(kind, runtime_dir=self.settings.runtime_dir, beside=self.settings.beside)
 
     # -- what is said of the engine -----------------------------------------------------------------------------------
 
@@ -448,5 +448,6 @@ class EngineAgent:
             "reason": readiness.reason,
             "engine": self._view,
             "facts": facts,
+            "taken": self._worker.taken,
         }
         return msgspec.json.encode(document)

@@ -70,9 +70,13 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     transports: Annotated[tuple[TransportKind, ...], Meta(description="those that may be used", min_length=1)] = (
         TransportKind.DIRECT,
         TransportKind.LOCAL,
+        TransportKind.SENDS,
         TransportKind.DISTRIBUTED,
         TransportKind.DISK,
     )
+    beside: Annotated[
+        bool, Meta(description="take what is sent beside the served weights where memory allows (sends)")
+    ] = True
     verify: Annotated[Proof, Meta(description="required: serve only what was proven; available: prove what can be")] = (
         Proof.REQUIRED
     )

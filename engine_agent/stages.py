@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from weightbus.control.ids import Epoch, Version
-from weightbus.control.messages import EngineHealth, Held, Step, ToEngine
+from weightbus.control.messages import EngineHealth, Held, PauseMode, Step, ToEngine
 
 from .events import (
     Broken,
@@ -19,10 +19,11 @@ from .events import (
     Release,
     ServerFound,
     ServerGone,
+    Stage,
     Validate,
     Verify,
 )
-from .weights import WeightState
+from .weights import GENERATES, Weights, WeightState
 
 HOLD_S: Final = 30.0
 """Deadline for pausing or resuming a server outside of a round, and pause between two tries."""
@@ -32,6 +33,7 @@ UNSETTLED_S: Final = 10.0
 STEP_OF: Final[dict[type[Operation], Step]] = {
     Validate: Step.PREPARE,
     PauseServer: Step.PAUSE,
+    Stage: Step.TRANSFER,
     Receive: Step.TRANSFER,
     Verify: Step.VERIFY,
     Label: Step.RESUME,
@@ -77,6 +79,41 @@ class View(msgspec.Struct, frozen=True):
     def on_its_way(self) -> bool:
         """Not clean because a round is taking its course: weights arrive, are proven, or wait for the commit."""
         return self.up and (self.doing in _ARRIVING or self.reached is Step.VERIFY)
+
+
+def view_of(
+    weights: Weights, running: Running | None, *, up: bool, reached: Step | None, epoch: Epoch, reason: str
+) -> View:
+    """What may be said of the engine now. A server that does not answer holds nothing that counts."""
+    health, held = weights.health, weights.held
+    if not up and health is not EngineHealth.DIRTY:
+        health, held = EngineHealth.PENDING, None
+    return View(
+        up=up,
+        health=health,
+        held=held,
+        paused=weights.paused is True,
+        weights=weights.state,
+        version=weights.version,
+        reached=reached,
+        epoch=epoch,
+        doing=type(running.operation).__name__.lower() if running else "",
+        reason=reason,
+    )
+
+
+class Beside:
+    """Whether the version that was prepared can be taken beside what is served."""
+
+    def __init__(self) -> None:
+        self.able = False
+        """There is a plan and room for it."""
+        self.mode = PauseMode.RETRACT.value
+        """How the server is paused for the flip."""
+
+    def may(self, weights: Weights) -> bool:
+        """It can, and the server generates from clean weights: it needs no pause before the flip."""
+        return self.able and weights.state in GENERATES and weights.paused is False
 
 
 def told(event: Event) -> str:

@@ -28,8 +28,8 @@ def transports_of(facts: ServerFacts) -> tuple[str, ...]:
         return ("direct",)
     if facts.pp > 1:
         return ("local", "disk")
-    direct = ("direct",) if LOADER in facts.loaders else ()
-    return (*direct, "local", "distributed", "disk")
+    in_place = ("direct", "sends") if LOADER in facts.loaders else ()
+    return (*in_place, "local", "distributed", "disk")
 
 
 def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Expected, transport: str) -> None:

@@ -25,7 +25,7 @@ from weightbus.control.telemetry import (
 from weightbus.control.trust import TrustList
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.manifest import DigestTable, Manifest
-from weightbus.dataplane.transport import Address, Receiver, Session, Timed
+from weightbus.dataplane.transport import Address, Receiver, Session, Stager, Timed
 
 from . import checkpoint, validate
 from .errors import CalledOff, Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
@@ -40,6 +40,7 @@ from .events import (
     Received,
     Release,
     Result,
+    Stage,
     Validate,
     Verify,
 )
@@ -151,9 +152,13 @@ class Worker:
         match operation:
             case Validate(command, folder, serving):
                 self._believe(command, serving)
-                self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
+                layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
+                receiver = self._receivers.get(command.transport.value)
+                return Finished(beside=isinstance(receiver, Stager) and receiver.can_stage(layout))
             case PauseServer(mode, deadline_s):
                 self._server.pause(mode, min(deadline_s, CALL_S))
+            case Stage(command, folder):
+                self._stage(command, folder)
             case Receive(command, folder):
                 return self._receive(command, folder)
             case Verify(command, checked):
@@ -202,27 +207,44 @@ class Worker:
 
     # -- the transfer -------------------------------------------------------------------------------------------------
 
+    def _believe_offer(self, command: Transfer) -> None:
+        if self._trust is not None:
+            self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
+
+    def _stage(self, command: Transfer, folder: str) -> None:
+        """Take it beside what is served, if that is still possible. If not, `_receive` takes it."""
+        started = time.monotonic()
+        self._active = None
+        self._believe_offer(command)
+        self._go_on()
+        layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
+        self._go_on()
+        receiver = self._receivers.get(command.offer.transport.value)
+        if not isinstance(receiver, Stager):
+            return
+        self._active = receiver
+        session = Session(command.channel, command.epoch, command.version, layout, table)
+        left = max(command.deadline_s - (time.monotonic() - started), 0.001)
+        receiver.stage(session, _address(command), self._name, left)
+
     def _receive(self, command: Transfer, folder: str) -> Result:
         started = time.monotonic()
         self._active = None
         self._server.untouched()
-        if self._trust is not None:
-            self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
+        self._believe_offer(command)
         if command.offer.transport is TransportKind.DISTRIBUTED:
             # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
             self._server.label(min(command.deadline_s, _ALIVE_S))
         self._go_on()
         layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
-        offer = command.offer
-        kind = offer.transport.value
+        kind = command.offer.transport.value
         self._go_on()
         receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._make(kind))
         self._active = receiver
         session = Session(command.channel, command.epoch, command.version, layout, table)
-        address = Address(offer.address, offer.group, offer.backend, offer.world_size, offer.token)
         left = max(command.deadline_s - (time.monotonic() - started), 0.001)
         try:
-            receipt = receiver.receive(session, address, self._name, command.rank_offset, self._server, left)
+            receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
         except Exception:
             self._end_update_quietly()
             raise
@@ -242,7 +264,7 @@ class Worker:
     # -- after --------------------------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
-        if checked and command.offer.transport is TransportKind.DIRECT:
+        if checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}:
             return Proven("live-digest")  # by the workers, of what they hold
         _, table = self._read(command.manifest, command.table, VERIFY_S)
         wanted = (self.live_digest(), self._server.tp)
@@ -277,6 +299,8 @@ class Worker:
 
     def _release(self, release: Release) -> None:
         """Label last but for the flush, flush before anything generates."""
+        if isinstance(self._active, Stager):
+            self._active.close()  # what was taken and not put into place is nobody's
         until = time.monotonic() + release.deadline_s
         if release.version is not None and not release.labelled:
             self._server.set_label(str(release.version), min(release.deadline_s, CALL_S))
@@ -284,11 +308,21 @@ class Worker:
             self._server.flush(max(until - time.monotonic(), 0.001))
         self._server.resume(min(release.deadline_s, CALL_S))
 
+    @property
+    def taken(self) -> str:
+        """How the last version was taken, where there is a choice."""
+        return next((each.mode for each in self._receivers.values() if isinstance(each, Stager)), "")
+
     def called(self, call: str, seconds: float, *, failed: bool) -> None:
         """One HTTP call to the server was made."""
         self._meters.observe(CALL_SECONDS, seconds, call=call)
         if failed:
             self._meters.add(CALL_FAILURES, call=call)
+
+
+def _address(command: Transfer) -> Address:
+    offer = command.offer
+    return Address(offer.address, offer.group, offer.backend, offer.world_size, offer.token)
 
 
 def compare(wanted: dict[str, tuple[str, ...]], found: list[dict[str, str]]) -> None:

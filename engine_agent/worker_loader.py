@@ -89,6 +89,7 @@ def _follow(state: WorkerState, path: str) -> None:
     """Do what the sidecar says until it lets go."""
     frames = Frames.connect(path, Deadline(_PATIENCE_S))
     try:
+        state.stand(standing=True)
         wire.say(frames, state.hello(_rank()), Deadline(_PATIENCE_S))
         while True:
             message = wire.hear_sidecar(frames, Deadline(_PATIENCE_S))
@@ -96,10 +97,11 @@ def _follow(state: WorkerState, path: str) -> None:
                 return
             wire.say(frames, _obey(state, message), Deadline(_PATIENCE_S))
     finally:
+        state.stand(standing=False)
         frames.close()
 
 
-def _obey(state: WorkerState, message: wire.Record | wire.Adopt | wire.Replay) -> wire.ToSidecar:
+def _obey(state: WorkerState, message: wire.ToWorker) -> wire.ToSidecar:  # noqa: PLR0911  one for each message
     """Do one thing; whatever goes wrong is the sidecar's to judge."""
     began = time.perf_counter()
     try:
@@ -112,6 +114,13 @@ def _obey(state: WorkerState, message: wire.Record | wire.Adopt | wire.Replay) -
                 return wire.Adopted(seconds=time.perf_counter() - began)
             case wire.Replay():
                 return state.replay(message)
+            case wire.Expect():
+                state.expect(message, _rank())
+                return wire.Adopted(seconds=time.perf_counter() - began)
+            case wire.Flip():
+                return state.flip()
+            case _:
+                return wire.Failed(reason=f"{type(message).__name__} is not for the loader", touched=state.touched)
     except Exception as error:  # noqa: BLE001 - see above
         _log.exception("weightbus: %s failed", type(message).__name__)
         return wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048], touched=state.touched)

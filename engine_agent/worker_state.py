@@ -27,6 +27,7 @@ from weightbus.dataplane.transport import Address
 
 from .model_tensors import ModelTensors
 from .recorder import NamedTensors, record
+from .taker import Taker
 
 _OPEN_S = 30.0
 """For all memory of one trainer rank."""
@@ -64,6 +65,7 @@ class WorkerState:
         self._odd: PreparedCopies | None = None
         self._casts: list[Callable[[], bool]] = []
         self._bound: _Bound | None = None
+        self._taker: Taker | None = None
 
     def hello(self, rank: int) -> wire.Hello:
         """Who this is. A model whose tensors were replaced since has nothing."""
@@ -77,6 +79,7 @@ class WorkerState:
             layout=self._layout if plan else "",
             recording=plan.recording if plan else "",
             plan=plan.plan if plan else "",
+            schedule=self._taker.schedule if plan and self._taker and self._taker.alive else "",
         )
 
     def record(self, message: wire.Record, rank: int) -> Recording:
@@ -95,6 +98,7 @@ class WorkerState:
         targets = [bytes_of(tensor) for tensor in self._held.tensors]
         device = self._held.device
         self._unbind()
+        self._hang_up()
         self._buffer = torch.empty(message.staging_bytes, dtype=torch.uint8, device=device)
         self._odd_buffer = torch.empty(message.odd_bytes, dtype=torch.uint8, device=device)
         proof, odd = BoxTable.decode(message.proof, message.groups), CopyTable.decode(message.odd)
@@ -108,22 +112,58 @@ class WorkerState:
         self._casts = _cast_checks(odd, held)
         self._plan = message
 
+    def expect(self, message: wire.Expect, rank: int) -> None:
+        """Start the thread that takes what is sent. It connects to the sidecar, and stays."""
+        if self._plan is None:
+            raise TransferFailed("a schedule came before its plan")
+        self._hang_up()
+        targets = [*(bytes_of(tensor) for tensor in self._held.tensors), self._buffer]
+        self._taker = Taker(message, rank, targets, self._held.device)
+        self._taker.standing.set()
+
+    def stand(self, *, standing: bool) -> None:
+        """Whether the scheduler stands in the loader: what is sent goes into its parameters only then."""
+        if self._taker is not None:
+            self._taker.standing.set() if standing else self._taker.standing.clear()
+
+    def flip(self) -> wire.Replayed:
+        """Put what was sent into place, load what is no copy, and say what the model holds now."""
+        plan, taker = self._plan, self._taker
+        if plan is None or taker is None:
+            raise TransferFailed("there is no plan by which anything was sent")
+        began = time.perf_counter()
+        self.touched = True
+        taker.flip()
+        self._finish(plan)
+        return self._proven(began)
+
     def replay(self, message: wire.Replay) -> wire.Replayed:
         """Copy, load what is no copy, and say what the model holds now."""
-        plan, proof, odd = self._plan, self._proof, self._odd
-        if plan is None or proof is None or odd is None:
+        plan = self._plan
+        if plan is None:
             raise TransferFailed("there is no plan to replay")
         self.touched = False
         began = time.perf_counter()
         bound = self._bind(plan, message.exports)
         self.touched = True
         bound.copies.run()
+        if plan.staged:
+            bound.staging.run()
+        self._finish(plan)
+        self._importer.check()
+        return self._proven(began)
+
+    def _finish(self, plan: wire.Adopt) -> None:
+        """What is not a copy: padding, and tensors for the engine's own loader."""
         for view, value in self._constants:
             view.fill_(value)
         if plan.staged:
-            bound.staging.run()
             cast("Callable[[NamedTensors], object]", self._model.load_weights)(self._staged(plan.staged))
-        self._importer.check()
+
+    def _proven(self, began: float) -> wire.Replayed:
+        proof, odd = self._proof, self._odd
+        if proof is None or odd is None:
+            raise TransferFailed("there is no plan to prove")
         copied = time.perf_counter()
         lanes = proof.run()
         odd.run()
@@ -186,6 +226,11 @@ class WorkerState:
         part: torch.Tensor = self._held.tensors[constant.target][cut]
         return part
 
+    def _hang_up(self) -> None:
+        if self._taker is not None:
+            self._taker.close()
+            self._taker = None
+
     def _unbind(self) -> None:
         if self._bound is not None:
             self._bound.copies.close()
@@ -195,6 +240,7 @@ class WorkerState:
     def _forget(self) -> None:
         """Everything that speaks of tensors which may have been replaced."""
         self._unbind()
+        self._hang_up()
         self._importer.close()
         self._layout, self._plan, self._proof, self._odd, self._casts = "", None, None, None, []
         self._held = ModelTensors(self._model)

@@ -24,6 +24,7 @@ from weightbus.control.messages import Outcome, TransportKind
 from weightbus.control.status import PastStatus
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.manifest import Manifest
+from weightbus.dataplane.transport import Address
 
 from .background import End
 from .drive import Progress
@@ -31,7 +32,7 @@ from .errors import AgentClosed, ConnectFailed, raise_for
 from .exposure import Exposure
 from .handle import PublishHandle
 from .leader import Leader, exposure_of, lead
-from .orders import Assemble, Beat, Expose, Finish, NotReady, Ranks, Ready, Taken, unexpected
+from .orders import Assemble, Beat, Expose, Finish, Join, NotReady, Ranks, Ready, Taken, unexpected
 from .publication import Ending, Verdict
 from .quantised import as_served
 from .report import Mode, PublishReport
@@ -192,7 +193,7 @@ class TrainerAgent:
         end = self._follow(version)
         return self._alone(version, unexpected(Taken(version), "the end of its publication")) if end is None else end
 
-    def _follow(self, version: int) -> End | None:
+    def _follow(self, version: int) -> End | None:  # noqa: C901  one line for each order
         """Do what the leader says until it says that the publication is over; None when a snapshot was taken."""
         cause: BaseException | None = None
         while True:
@@ -203,13 +204,15 @@ class TrainerAgent:
                         self._source.assemble(self.manifest, order.index, None)
                     case Expose() if cause is None and self._exposure is not None:
                         self._exposure.take_part(digests=order.digests)
+                    case Join() if cause is None and self._exposure is not None:
+                        self._exposure.join(Address(order.address, token=order.token), order.epoch, order.deadline_s)
                     case Beat():
                         pass
                     case Taken() if order.version == version and cause is None:
                         return None
                     case Finish() if order.report.version == version:
                         return order.verdict, order.report, cause
-                    case Assemble() | Expose() | Taken() if cause is not None:
+                    case Assemble() | Expose() | Join() | Taken() if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
                         return self._alone(version, cause)
                     case _:

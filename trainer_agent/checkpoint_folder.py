@@ -182,9 +182,21 @@ def _json(path: Path) -> dict[str, Any]:
         raise UnfinishedCheckpoint(path, f"it cannot be read: {error.strerror}") from error
 
 
+def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raise `BadCheckpoint` for a name that stands there twice: one of the two would be read, and nobody says which."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadCheckpoint(path, f"it names {twice!r} twice")
+    return found
+
+
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        content: object = json.loads(text)
+        content: object = json.loads(text, object_pairs_hook=lambda pairs: _object(path, pairs))
+    except BadCheckpoint:
+        raise
     except ValueError as error:  # half a file looks like this too; it is bad only when nothing changes any more
         raise UnfinishedCheckpoint(path, f"it is not JSON: {error}") from error
     except RecursionError as error:

@@ -30,6 +30,7 @@ _WRAPPERS: Final = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_w
 
 
 _HEADS: Final = "num_attention_heads"
+_HEAD: Final = "lm_head.weight"
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ def architecture(module: nn.Module) -> str:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel and torch.compile."""
+    """The module inside DistributedDataParallel, DataParallel and torch.compile."""
     while isinstance(inner := getattr(module, "_orig_mod", None) or _wrapped(module), nn.Module):
         module = inner
     return module
@@ -85,7 +86,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     inner = getattr(module, "module", None)
-    return inner if isinstance(module, nn.parallel.DistributedDataParallel) else None
+    return inner if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel) else None
 
 
 def head_dim(module: nn.Module) -> int | None:
@@ -112,6 +113,11 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
         name = _WRAPPERS.sub("", raw)
         if "lora_" in name or ".adapter" in name:
             raise UnsupportedModel(f"{name!r} is part of an adapter: merge it into its base weights before publishing")
+        if ".parametrizations." in f".{name}":
+            raise UnsupportedModel(
+                f"{name!r} is one of several tensors that a weight is computed from: remove the parametrization "
+                "(torch.nn.utils.parametrize.remove_parametrizations) before publishing"
+            )
         if name not in ignored and isinstance(tensor, torch.Tensor):  # FP8 modules keep other things there
             named[name] = tensor
     _check_tied(module, named)
@@ -120,6 +126,13 @@ def stored_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     for name in sorted(named, key=lambda each: each in secondary):  # stable: the model's order, tied names last
         by_tensor.setdefault(id(named[name]), name)
     kept = set(by_tensor.values())
+    dropped = named.keys() - kept
+    if _HEAD in dropped and isinstance(module, _HasConfig) and not _may_tie(module):
+        first = by_tensor[id(named[_HEAD])]
+        raise LayoutMismatch(
+            f"{_HEAD!r} and {first!r} are one tensor, and the config does not tie them, so that an engine wants both: "
+            "set tie_word_embeddings=True, or give each a tensor of its own"
+        )
     return {name: tensor for name, tensor in named.items() if name in kept}
 
 
@@ -138,6 +151,11 @@ def _check_tied(module: nn.Module, named: Mapping[str, torch.Tensor]) -> None:
                 f"the config ties {name!r} to {first!r}, the module holds two tensors: call tie_weights() before it is"
                 " sharded, and shard both in one group, or set tie_word_embeddings=False"
             )
+
+
+def _may_tie(module: nn.Module) -> bool:
+    """Whether several names for one tensor are what the config, or the model by itself, means."""
+    return getattr(module.config, "tie_word_embeddings", None) is not False or bool(_tied_names(module))
 
 
 def _says_tied(module: nn.Module) -> bool:

@@ -48,6 +48,10 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Raise `AssemblyFailed` when a file was written to since it was opened: parts of two versions may be read."""
+        ...
+
     def close(self) -> None:
         """Let go of the files."""
         ...
@@ -67,6 +71,8 @@ class SafetensorsFiles:
             for path in sorted({place.path for place in places}):
                 self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 self._open.callback(os.close, self._files[path])
+            self._opened = {path: _written(os.fstat(file)) for path, file in self._files.items()}
+            _check_sizes(self._opened, places)
         except BaseException:
             self.close()
             raise
@@ -80,9 +86,31 @@ class SafetensorsFiles:
             _read_into(self._files[place.path], place, memory[at : at + spec.nbytes])
             at += spec.nbytes
 
+    def check(self) -> None:
+        """By size and time of the open files: whoever deletes the folder meanwhile changes neither."""
+        for path, file in self._files.items():
+            if _written(os.fstat(file)) != self._opened[path]:
+                raise AssemblyFailed(changed(path))
+
     def close(self) -> None:
         """Close the files."""
         self._open.close()
+
+
+def changed(path: Path) -> str:
+    """What is said of a file that was written to while it was read."""
+    return f"{path} was written to while it was read: save every checkpoint into a folder of its own, once"
+
+
+def _written(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _check_sizes(opened: Mapping[Path, tuple[int, int]], places: Sequence[Place]) -> None:
+    """Raise `UnfinishedCheckpoint` for a file that is not the one whose header was read."""
+    for path, (size, _) in opened.items():
+        if size != max(place.offset + place.spec.nbytes for place in places if place.path == path):
+            raise UnfinishedCheckpoint(path.parent, f"{path.name} changed while it was looked into")
 
 
 def staging_device(name: str) -> torch.device:
@@ -192,12 +220,14 @@ class CheckpointSource:
         return self._checkpoint.tensors
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
-        """Read bucket `index` into `out`."""
+        """Read bucket `index` into `out`; with the last one, see that nobody wrote meanwhile."""
         if out is None:
             raise ValueError("the root gives a buffer")
         nbytes = manifest.buckets[index].nbytes
         host = out[:nbytes] if out.device.type == "cpu" else self._host(manifest)[:nbytes]
         self._checkpoint.read(manifest.tensors_of(index), host)
+        if index == len(manifest.buckets) - 1:
+            self._checkpoint.check()
         if host.device != out.device:
             out[:nbytes].copy_(host)
 

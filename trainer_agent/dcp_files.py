@@ -29,8 +29,9 @@ from weightbus.dataplane.manifest import TensorSpec
 
 from . import dcp_names
 from .assembly import DTYPES
+from .checkpoint_folder import fingerprint
 from .checkpoint_form import Slice, slices, stored_tensors
-from .checkpoint_source import CorruptCheckpoint
+from .checkpoint_source import CorruptCheckpoint, changed
 from .dcp_names import NoSuchModel
 from .errors import BadCheckpoint, UnfinishedCheckpoint
 from .source import AssemblyFailed
@@ -50,6 +51,7 @@ class DcpFiles:
         self.model = model
         self.config = config
         self._folder = folder
+        self._opened = fingerprint(folder)
         saved = _saved_tensors(folder)
         _check_counts(folder, config, saved)
         form = _form(folder, config)
@@ -76,6 +78,11 @@ class DcpFiles:
             self._left[cut.source] -= 1
             if not self._left[cut.source]:
                 del self._loaded[cut.source]
+
+    def check(self) -> None:
+        """By names, sizes and times; files that are gone were read while they were there, or raised."""
+        if (self._folder / METADATA).is_file() and fingerprint(self._folder) != self._opened:
+            raise AssemblyFailed(changed(self._folder))
 
     def close(self) -> None:
         """Forget what is loaded."""

@@ -22,11 +22,10 @@ from weightbus.control.messages import Offer, TransportKind
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
 from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot
 
+from .staging import IN_PLACE
+
 _OFFER_S: Final = 30.0
 """Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""
-
-_IN_PLACE: Final = frozenset({TransportKind.DIRECT})
-"""Receivers read the ranks' memory: their lane waits for no bucket and holds no slot."""
 
 _log = get_log(__name__)
 
@@ -88,7 +87,7 @@ class Delivery:
         """The bucket that should be assembled now; None when its slot is still in use, or all are there."""
         with self._turn:
             index = self._filled
-            alive = [lane for lane in self._lanes if not lane.over and lane.kind not in _IN_PLACE]
+            alive = [lane for lane in self._lanes if not lane.over and lane.kind not in IN_PLACE]
             free = all(lane.reclaimed > index - len(self._slots) for lane in alive)
             return index if index < self._buckets and free and alive else None
 
@@ -215,7 +214,7 @@ class _Lane:
             self._turn.wait_for(lambda: self.told or self.stopped, self._left("the offer to be told"))
         self._sender.ready(self._left("the receivers"))
         count, depth = len(self._session.manifest.buckets), len(self._slots)
-        if self.kind in _IN_PLACE:
+        if self.kind in IN_PLACE:
             return self._sender.finish(self._left("the receivers to finish"))
         for index in range(count):
             self._await(index)

@@ -320,6 +320,9 @@ class Drive:
         session = Session(of.settings.channel, effect.epoch, self.version, staging.manifest, staging.table)
         self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, effect.deadline_s)
         offers = delivery.open()
+        for offer in offers:
+            if offer.transport is m.TransportKind.SENDS:
+                staging.join(offer, effect.epoch, effect.deadline_s)
         if staging.whole:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})

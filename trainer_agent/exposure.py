@@ -1,7 +1,8 @@
-"""Lets engines read the live weights of all ranks where they are: what the direct transport offers.
+"""Gives engines the live weights of all ranks out of where they are: what `direct` and `sends` offer.
 
-Every rank exports its own memory and digests its share of it; the root joins what they say of themselves. Pieces and
-maps travel when they are new; in a steady round a rank sends its generation and its sums.
+Every rank exports its own memory, or describes it, and digests its share of it; the root joins what they say of
+themselves. Pieces and maps travel when they are new; in a steady round a rank sends its generation and its sums. What
+is read, engines fetch; what is sent, every rank sends by a thread of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportab
 from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.exports import ExportMap
 from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.own_memory import OwnMemory
 from weightbus.dataplane.pieces import Pieces
+from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.share_digest import PASS_BYTES, ShareDigest
 from weightbus.dataplane.shares import Division, divide
+from weightbus.dataplane.transport import Address
 
 from .mirror import Mirror
 
@@ -55,7 +59,9 @@ class _Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank says in every round."""
 
     refusal: str = ""
-    """Why it cannot expose its memory."""
+    """Why nothing of it can be had."""
+    unread: str = ""
+    """Why nobody can read its memory, which it can send."""
     layout: str = ""
     """Digest of its `_Layout`."""
     address: str = ""
@@ -67,6 +73,9 @@ class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     pieces: bytes
     exports: bytes
+    """Of what can be read; empty where nothing can."""
+    own: bytes
+    """Of what it sends out of; empty where it does not."""
 
 
 class _Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,10 +107,26 @@ class _Local:
 class Exposure:
     """Exports one rank's tensors for as long as it lives. Calls are collective, but for `current` and `close`."""
 
-    def __init__(self, source: Exposable, manifest: Manifest, runtime_dir: Path, channel: str) -> None:
+    def __init__(
+        self,
+        source: Exposable,
+        manifest: Manifest,
+        runtime_dir: Path,
+        channel: str,
+        *,
+        read: bool = True,
+        sent: bool = False,
+    ) -> None:
+        """`read`: engines open the memory. `sent`: ranks send out of it. Equal on every rank."""
         self._source = source
         self._manifest = manifest
-        self._exporter = RegionExporter(runtime_dir, channel, source.rank)
+        self._exporter = RegionExporter(runtime_dir, channel, source.rank) if read else None
+        self._own = OwnMemory(source.rank) if sent else None
+        self._sends = RankSends(channel, source.rank)
+        self.unread = "" if read else "it was not asked for"
+        """Why the memory cannot be read; empty when it can."""
+        self._described: Exposed | None = None
+        self._pieces: Pieces | None = None
         self._local: _Local | None = None
         self._tensors: list[torch.Tensor] = []
         self._layouts: tuple[str, ...] = ()
@@ -109,9 +134,10 @@ class Exposure:
         self._division: Division | None = None
         self._unsummed = ""
         self._share: ShareDigest | None = None
-        self._exports: ExportMap | None = None
+        self._maps: tuple[ExportMap | None, ExportMap | None] = (None, None)
+        """What can be read, and what is sent out of."""
         self._name = ""
-        """Of this rank's pieces and of `_exports`."""
+        """Of this rank's pieces and of `_maps`."""
 
     @property
     def current(self) -> Exposed:
@@ -124,6 +150,17 @@ class Exposure:
         """`current`, to be asked for at each offer."""
         return self.current
 
+    def described(self) -> Exposed:
+        """What the ranks send out of. Raises `NotExportable` before there is anything."""
+        if self._described is None:
+            raise NotExportable("nothing is described yet")
+        return self._described
+
+    def join(self, address: Address, epoch: int, deadline_s: float) -> None:
+        """Have this rank take part in sending `epoch`, by a thread of its own. Not collective."""
+        if self._own is not None:
+            self._sends.begin(address, epoch, self._own.regions, deadline_s)
+
     def expose(self) -> None:
         """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike."""
         mine = self._exported()
@@ -131,14 +168,15 @@ class Exposure:
         refusals = [f"rank {rank}: {each.refusal}" for rank, each in enumerate(found) if each.refusal]
         if refusals:
             raise NotExportable("; ".join(refusals[:_SHOWN]))
+        self._give_up_reading([f"rank {rank}: {each.unread}" for rank, each in enumerate(found) if each.unread])
         layouts = tuple(each.layout for each in found)
         exporters = tuple(
             Exporting(holder=rank, address=each.address, generation=each.generation) for rank, each in enumerate(found)
         )
-        if layouts != self._layouts or self._exposed is None:
+        if layouts != self._layouts or self._pieces is None:
             self._learn(self._source.collect(_encode(self._layout())), exporters)
             self._layouts = layouts
-        elif exporters != self._exposed.exporters:
+        elif self._exposed is not None and exporters != self._exposed.exporters:
             self._exposed = replace(self._exposed, exporters=exporters)
 
     def digests(self) -> bytes | None:
@@ -169,8 +207,10 @@ class Exposure:
     def close(self) -> None:
         """Share no more. Engines notice before they read again."""
         self._drop_share()
-        self._exporter.close()
-        self._exposed, self._layouts = None, ()
+        self._sends.close()
+        if self._exporter is not None:
+            self._exporter.close()
+        self._exposed, self._described, self._pieces, self._layouts = None, None, None, ()
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
@@ -187,21 +227,37 @@ class Exposure:
             local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory)
         local.mirror.refresh([memory[index] for index in local.used])
         self._tensors = [memory[index] for index in local.used] + local.mirror.tensors
-        exports = self._exporter.export(self._tensors)
-        if exports is not self._exports:  # the exporter gives the map that it gave while nothing has moved
-            self._exports, self._name = exports, local.digest + exports.digest()
+        exports, unread = self._read()
+        # After that: exporting moves storages of the host.
+        own = None if self._own is None else self._own.describe(self._tensors)
+        if exports is not self._maps[0] or own is not self._maps[1]:  # both are the same while nothing has moved
+            self._maps = exports, own
+            self._name = "".join((local.digest, *(each.digest() if each else "-" for each in self._maps)))
             self._drop_share()
+        exporter = self._exporter if exports is not None else None
         return _Standing(
+            unread=unread,
             layout=self._name,
-            address=self._exporter.address().address,
-            generation=self._exporter.generation,
+            address=exporter.address().address if exporter else "",
+            generation=exporter.generation if exporter else 0,
         )
+
+    def _read(self) -> tuple[ExportMap | None, str]:
+        """What can be read, or why nothing can, where it can be sent instead."""
+        if self._exporter is None:
+            return None, ""
+        try:
+            return self._exporter.export(self._tensors), ""
+        except (NotExportable, Unsupported, OSError) as error:
+            if self._own is None:
+                raise
+            return None, f"{error}" or type(error).__name__
 
     def _layout(self) -> _Layout:
         """What this rank's standing named."""
         assert self._local is not None
-        assert self._exports is not None
-        return _Layout(self._local.pieces.encode(), self._exports.encode())
+        exports, own = (b"" if each is None else each.encode() for each in self._maps)
+        return _Layout(self._local.pieces.encode(), exports, own)
 
     @property
     def _device(self) -> torch.device:
@@ -224,15 +280,28 @@ class Exposure:
     def _learn(self, blobs: Sequence[bytes], exporters: tuple[Exporting, ...]) -> None:
         layouts = [_LAYOUT.decode(each) for each in blobs]
         pieces = Pieces.decode([each.pieces for each in layouts], self._manifest.tensors)
-        exports = tuple(ExportMap.decode(each.exports) for each in layouts)
-        self._exposed = Exposed(pieces, exports, exporters)
+        self._pieces = pieces
+        self._exposed = self._described = None
+        if not self.unread:
+            self._exposed = Exposed(pieces, tuple(ExportMap.decode(each.exports) for each in layouts), exporters)
+        if self._own is not None:
+            self._described = Exposed(pieces, tuple(ExportMap.decode(each.own) for each in layouts), ())
         self._division, self._unsummed = None, ""
         self._drop_share()
 
+    def _give_up_reading(self, refusals: Sequence[str]) -> None:
+        """One rank that cannot be read is enough; all of them know, and go on by sending."""
+        if not refusals or self._exporter is None:
+            return
+        self.unread = "; ".join(refusals[:_SHOWN])
+        self._exporter.close()
+        self._exporter, self._exposed, self._pieces = None, None, None
+
     def _divided(self) -> Division | None:
         if self._division is None and not self._unsummed:
+            assert self._pieces is not None
             try:
-                self._division = divide(self.current.pieces)
+                self._division = divide(self._pieces)
             except (Unsupported, CoverageError) as error:
                 self._unsummed = str(error)
         return self._division

@@ -6,7 +6,7 @@ more than slices of what is in memory, so that `FSDPSource` refuses them; and to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 
+from .agreement import together
 from .assembly import DTYPES, check_manifest
 from .checkpoint_form import architecture, head_dim, revert, stored_tensors
 from .module_pieces import device_of, served_dtypes
 from .ranks import DEFAULT_TIMEOUT_S, Ranks
-from .source import AssemblyFailed, check_manifestable
+from .roster import Roster
+from .source import AssemblyFailed, SourceError, UnsupportedModel, check_manifestable
 
 
 class FullTensorSource:
@@ -34,22 +36,15 @@ class FullTensorSource:
         group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Arguments as those of `FSDPSource`. Collective."""
+        """Arguments and errors as those of `FSDPSource`. Collective."""
         self._ranks = Ranks(group, timeout_s)
         self._module = module
         self._model = model or architecture(module)
-        stored = stored_tensors(module)
-        self._device = device_of(list(stored.values()))
-        self._dtypes = served_dtypes(module, stored, dtype)
-        blank = {
-            name: torch.empty(tuple(tensor.shape), dtype=DTYPES[self._dtypes[name]], device="meta")
-            for name, tensor in stored.items()
-        }
-        self._tensors = tuple(
-            TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in revert(module, blank).items()
-        )
-        check_manifestable(self._tensors)
+        try:
+            _, (self._device, self._dtypes, self._tensors) = together(self._ranks, lambda: self._attempt(dtype))
+        except SourceError:
+            self._ranks.close()  # every rank raises, so every rank comes here
+            raise
         self._whole: dict[str, torch.Tensor] = {}
 
     @property
@@ -98,6 +93,26 @@ class FullTensorSource:
     def close(self) -> None:
         """Let go of the groups. Collective."""
         self._ranks.close()
+
+    def _attempt(
+        self, dtype: torch.dtype | None
+    ) -> tuple[Roster, tuple[torch.device, Mapping[str, str], tuple[TensorSpec, ...]]]:
+        """What this rank would serve. All must gather the same, one after another, or wait for each other."""
+        stored = stored_tensors(self._module)
+        if not stored:
+            raise UnsupportedModel(f"{type(self._module).__name__} has no parameters")
+        dtypes = served_dtypes(self._module, stored, dtype)
+        blank = {
+            name: torch.empty(tuple(tensor.shape), dtype=DTYPES[dtypes[name]], device="meta")
+            for name, tensor in stored.items()
+        }
+        tensors = tuple(
+            TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in revert(self._module, blank).items()
+        )
+        check_manifestable(tensors)
+        facts = {"model": self._model, "tensors": Manifest.of(self._model, tensors).digest()}
+        return Roster(facts, b""), (device_of(list(stored.values())), dtypes, tensors)
 
     @torch.no_grad()
     def _gather(self) -> None:

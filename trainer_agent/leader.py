@@ -43,7 +43,7 @@ from .report import Mode, PublishReport, Stopwatch
 from .settings import TrainerSettings
 from .snapshot import Store, StoredWeights
 from .source import Source, SourceError
-from .staging import InPlace, Pool, Staging
+from .staging import IN_PLACE, InPlace, Pool, Staging
 
 _log = get_log(__name__)
 
@@ -157,8 +157,8 @@ class Leader:
     def _claim(self, version: int) -> Claim:
         if self._exposure is not None:
             raise ConfigurationError(
-                "transport = direct reads the weights that are being trained, and not a snapshot of them: publish with"
-                ' mode="live", or take direct off the list'
+                "transport = direct and sends give the weights that are being trained, and not a snapshot of them:"
+                ' publish with mode="live", or take both off the list'
             )
         if self._background.knows(version):
             raise ValueError(f"version {version} is being published already: publish a higher one, or wait for it")
@@ -249,12 +249,14 @@ def lead(
     """Connect to the coordinator and make the staging memory. Root only."""
     exposure = _tried(exposure_of(source, settings, manifest), source, settings)
     kinds = settings.transports()
-    if exposure is None:
+    if exposure is None or exposure.unread:
         kinds = tuple(kind for kind in kinds if kind is not TransportKind.DIRECT)
+    if exposure is None:
+        kinds = tuple(kind for kind in kinds if kind is not TransportKind.SENDS)
     if not kinds:
         raise ConfigurationError(
-            "transport = direct is the only one allowed, and this trainer's memory cannot be read by others (the log"
-            " says why): allow local too"
+            f"transport = {', '.join(settings.transport)} is all that is allowed, and this trainer's memory cannot be"
+            " given in place (the log says why): allow local too"
         )
     buckets = len(manifest.buckets)
     pool = BucketPool(
@@ -303,24 +305,28 @@ def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
 
 def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:
     """The means to let engines read this rank, where that was asked for and can be. The same answer on every rank."""
-    if TransportKind.DIRECT not in settings.transport or not isinstance(source, Exposable):
+    read, sent = (kind in settings.transport for kind in (TransportKind.DIRECT, TransportKind.SENDS))
+    if not (read or sent) or not isinstance(source, Exposable):
         return None
-    return Exposure(source, manifest, settings.runtime_dir or default_runtime_dir(), settings.channel)
+    folder = settings.runtime_dir or default_runtime_dir()
+    return Exposure(source, manifest, folder, settings.channel, read=read, sent=sent)
 
 
 def _tried(exposure: Exposure | None, source: Source, settings: TrainerSettings) -> Exposure | None:
     """Expose once, at the start: what cannot be exported goes through staging buckets, by the next transport."""
     if exposure is None:
-        if TransportKind.DIRECT in settings.transport:
-            _log.warning("not_direct", reason=f"{type(source).__name__} does not say where its tensors lie")
+        if IN_PLACE & set(settings.transport):
+            _log.warning("not_in_place", reason=f"{type(source).__name__} does not say where its tensors lie")
         return None
     Ranks(source).tell(Expose(digests=False))
     try:
         exposure.expose()
     except NotExportable as error:
-        _log.warning("not_direct", reason=str(error))
+        _log.warning("not_in_place", reason=str(error))
         exposure.close()
         return None
+    if exposure.unread and TransportKind.DIRECT in settings.transport:
+        _log.warning("not_direct", reason=exposure.unread)
     return exposure
 
 
@@ -366,6 +372,7 @@ def _sender_maker(
     source: Source, settings: TrainerSettings, exposure: Exposure | None
 ) -> Callable[[TransportKind], Sender]:
     expose = None if exposure is None else exposure.standing
+    describe = None if exposure is None else exposure.described
 
     def make(kind: TransportKind) -> Sender:
         return sender(
@@ -377,6 +384,7 @@ def _sender_maker(
             checkpoint_dir=settings.checkpoint_dir,
             hf_config_dir=settings.hf_config_dir,
             expose=expose,
+            describe=describe,
         )
 
     return make

@@ -42,6 +42,15 @@ class Expose(Order, frozen=True):
     digests: bool
 
 
+class Join(Order, frozen=True):
+    """Take part in sending `epoch`, by a thread of this rank's own, to whoever comes to `address`."""
+
+    address: str
+    token: str
+    epoch: int
+    deadline_s: float
+
+
 class Beat(Order, frozen=True):
     """Nothing to do; the leader is alive."""
 
@@ -59,7 +68,7 @@ class Finish(Order, frozen=True):
     report: PublishReport
 
 
-AnyOrder = Ready | NotReady | Assemble | Expose | Beat | Taken | Finish
+AnyOrder = Ready | NotReady | Assemble | Expose | Join | Beat | Taken | Finish
 
 _DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
 
@@ -88,6 +97,8 @@ def unexpected(order: AnyOrder, expected: str) -> RuntimeError:
             told = f"to assemble bucket {order.index}"
         case Expose():
             told = "to expose its memory"
+        case Join():
+            told = f"to send epoch {order.epoch}"
         case Beat():
             told = "to wait"
         case Taken():

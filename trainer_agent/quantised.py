@@ -164,6 +164,7 @@ class _Assembly:
         self._gatherer: Assembler | None = None
         self._kept: dict[int, torch.Tensor | None] = {}
         self._bound: dict[int, _Bound] = {}
+        self._constants: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.no_grad()
     def run(self, index: int, out: torch.Tensor | None) -> None:
@@ -181,7 +182,7 @@ class _Assembly:
                 number, at = copy.raw
                 _view(out, copy.target).copy_(_typed(self._raw(number), at, copy.target))
             for shape in work.shapes:
-                _view(out, shape.target).copy_(torch.tensor(shape.numbers))
+                _view(out, shape.target).copy_(self._numbers(shape.numbers))
         if self._assembler is not None:
             self._assembler.run(index, out, self._source.device)
         self._let_go(index)
@@ -238,6 +239,12 @@ class _Assembly:
         storage, view = self._storages[job.held.view.storage], job.held.view
         part = storage.as_strided(job.shape, view.strides, storage.storage_offset() + view.offset)
         return part.to(self._source.device)
+
+    def _numbers(self, numbers: tuple[int, ...]) -> torch.Tensor:
+        """On the device of the buckets; models have few different shapes."""
+        if numbers not in self._constants:
+            self._constants[numbers] = torch.tensor(numbers, device=self._source.device)
+        return self._constants[numbers]
 
     @property
     def _away(self) -> bool:

@@ -118,6 +118,8 @@ class Division:
     """By raw tensor: its pieces."""
     places: Mapping[str, tuple[int, int]]
     """By tensor of the manifest: its bucket, and the byte in it where it begins."""
+    local: Mapping[int, Sequence[tuple[int, int]]]
+    """By rank: weights, and the pieces of them that it quantises for itself."""
     gathered: frozenset[int]
     """Weights that no holder can quantise alone."""
     plain: tuple[TensorSpec, ...]
@@ -149,6 +151,7 @@ class Division:
             pieces=joined,
             rows=rows,
             places=places,
+            local=_local(weights, frozenset(gathered), joined, rows),
             gathered=frozenset(gathered),
             plain=plain,
             raw=raw,
@@ -200,10 +203,12 @@ class _Draft:
         self._base = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
         self._copies: list[list[Copy]] = [[] for _ in self._jobs]
         self._shapes: list[list[Shape]] = [[] for _ in self._jobs]
-        for index, weight in enumerate(division.weights):
-            self._take(index, weight)
+        for index, row in division.local.get(rank, ()):
+            assert division.pieces is not None
+            piece = division.pieces.at(row)
+            self._job(index, division.weights[index], piece.box, piece, (0, 0))
         if self._at_root:
-            self._take_plain()
+            self._take_gathered()
 
     def work(self) -> Work:
         of = self._of
@@ -217,19 +222,6 @@ class _Draft:
             for index, jobs in enumerate(self._jobs)
         ]
         return Work(tuple(buckets), of.raw, max(self._ends, default=0), self._base)
-
-    def _take(self, index: int, weight: Weight) -> None:
-        of = self._of
-        if index in of.gathered:
-            if self._at_root:
-                raw = of.raw_places[weight.spec.name]
-                self._job(index, weight, Box.whole(weight.spec.shape), None, raw)
-            return
-        assert of.pieces is not None
-        for row in of.rows[weight.spec.name]:
-            if int(of.pieces.holder[row]) == self._rank:
-                piece = of.pieces.at(row)
-                self._job(index, weight, piece.box, piece, (0, 0))
 
     def _job(self, index: int, weight: Weight, box: Box, held: Piece | None, raw: tuple[int, int]) -> None:
         """Once for each bucket that a part of the weight is in: nearly always one."""
@@ -253,8 +245,12 @@ class _Draft:
             self.results.append(Piece(spec.name, box, part.dtype, view))
         return Place(True, offset, part.dtype, box.shape, strides)
 
-    def _take_plain(self) -> None:
-        """What is not computed."""
+    def _take_gathered(self) -> None:
+        """What the root does with what others sent, and what is not computed."""
+        for index in sorted(self._of.gathered):
+            weight = self._of.weights[index]
+            raw = self._of.raw_places[weight.spec.name]
+            self._job(index, weight, Box.whole(weight.spec.shape), None, raw)
         for spec in self._of.plain:
             self._copies[self._of.places[spec.name][0]].append(Copy(self._of.raw_places[spec.name], self._whole(spec)))
         for weight in self._of.weights:
@@ -296,6 +292,18 @@ def _divides(weight: Weight, pieces: Pieces | None, rows: Mapping[str, Sequence[
         return False
     found = [pieces.at(row) for row in rows[weight.spec.name]]
     return all(not each.shift and weight.scheme.alone(each.box, weight.spec.shape) for each in found)
+
+
+def _local(
+    weights: Sequence[Weight], gathered: frozenset[int], pieces: Pieces | None, rows: Mapping[str, Sequence[int]]
+) -> Mapping[int, Sequence[tuple[int, int]]]:
+    """By rank: the pieces that it quantises for itself."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    holders: list[int] = [] if pieces is None else pieces.holder.tolist()
+    for index, weight in enumerate(weights):
+        for row in () if index in gathered else rows[weight.spec.name]:
+            found[holders[row]].append((index, row))
+    return found
 
 
 def _grouped(model: str, groups: Sequence[Sequence[TensorSpec]]) -> Manifest | None:

@@ -11,13 +11,16 @@ of a manifest. It decides nothing about versions, engines or transports, and nev
         AssemblyFailed       a collective broke off: the source cannot be used again, build a new one
 """
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Protocol
 
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.manifest import Manifest, TensorSpec
+
+if TYPE_CHECKING:  # what reads configs of served models alone has no torch
+    import torch
 
 
 class SourceError(Exception):

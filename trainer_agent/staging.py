@@ -8,15 +8,15 @@ must read the same weights, and the second one is compared bucket by bucket.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from weightbus.control import routing
 from weightbus.control.log import get_log
-from weightbus.control.messages import EngineInfo, TrainerInfo, TransportKind
+from weightbus.control.messages import EngineInfo, Offer, TrainerInfo, TransportKind
 from weightbus.dataplane import integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.manifest import DigestTable, Manifest
-from weightbus.dataplane.transport import Slot
+from weightbus.dataplane.transport import Address, Slot
 
 from . import orders
 from .archive import Saving
@@ -27,6 +27,10 @@ from .report import Stopwatch
 from .source import Source, SourceError
 
 _log = get_log(__name__)
+
+
+IN_PLACE: Final = frozenset({TransportKind.DIRECT, TransportKind.SENDS})
+"""No buckets: engines are given what lies in the ranks' memory. Their lanes wait for no slot and hold none."""
 
 
 class Pool(Protocol):
@@ -43,7 +47,7 @@ class Pool(Protocol):
 
 
 class InPlace:
-    """The way without buckets: engines read what the ranks expose, and the ranks digest it where it lies."""
+    """The way without buckets: engines get what the ranks expose or send, and the ranks digest it where it lies."""
 
     def __init__(self, exposure: Exposure, trainer: TrainerInfo) -> None:
         self.exposure = exposure
@@ -51,8 +55,13 @@ class InPlace:
         self._said = ""
 
     def reads(self, engine: EngineInfo) -> bool:
-        """The coordinator will let `engine` read the ranks' memory."""
-        return routing.choose(self._trainer, engine).transport is TransportKind.DIRECT
+        """The coordinator will let `engine` have the ranks' memory itself."""
+        return routing.choose(self._trainer, engine).transport in IN_PLACE
+
+    def join(self, ranks: orders.Ranks, offer: Offer, epoch: int, deadline_s: float) -> None:
+        """Have every rank send to whoever comes to `offer`. Collective; returns at once."""
+        ranks.tell(orders.Join(offer.address, offer.token, epoch, deadline_s))
+        self.exposure.join(Address(offer.address, token=offer.token), epoch, deadline_s)
 
     def digests(self, ranks: orders.Ranks, *, wanted: bool) -> bytes | None:
         """Expose the memory as it is now, and digest it if that is `wanted` and possible. Collective."""
@@ -106,6 +115,11 @@ class Staging:
         self._filled = False
         self._saving: Saving | None = None
         self._wanted: frozenset[Want] = frozenset()
+
+    def join(self, offer: Offer, epoch: int, deadline_s: float) -> None:
+        """Have every rank send to whoever comes to `offer`. Collective; returns at once."""
+        if self._in_place is not None:
+            self._in_place.join(self._ranks, offer, epoch, deadline_s)
 
     @property
     def slots(self) -> Sequence[Slot]:

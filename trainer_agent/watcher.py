@@ -23,7 +23,7 @@ from .checkpoint_source import Checkpoint, CheckpointSource, CorruptCheckpoint, 
 from .errors import BadCheckpoint, ConnectFailed, PublishFailed, PublishRefused, UnfinishedCheckpoint
 from .source import SourceError
 from .watch_settings import WatchSettings
-from .watching import Effect, Ended, Inspect, Inspected, Listed, Publish, Reject, Skip, Verdict, Watching
+from .watching import Effect, Ended, Inspect, Inspected, Late, Listed, Publish, Reject, Skip, Verdict, Watching
 
 _log = get_log(__name__)
 
@@ -108,6 +108,9 @@ class Watcher:
             case Skip():
                 self.meters.add(CHECKPOINTS, outcome="skipped")
                 self._log.info("checkpoint_skipped", folder=effect.name, version=effect.version, reason=effect.reason)
+            case Late():
+                advice = "what is served is as it was then; save changed weights under another step"
+                self._log.info("checkpoint_changed_late", folder=effect.name, version=effect.version, advice=advice)
             case Reject():
                 self.meters.add(CHECKPOINTS, outcome="bad")
                 self._note("checkpoint_bad", folder=effect.name, version=effect.version, error=effect.reason)

@@ -110,7 +110,14 @@ class Reject(msgspec.Struct, frozen=True):
     reason: str
 
 
-Effect = Inspect | Publish | Skip | Reject
+class Late(msgspec.Struct, frozen=True):
+    """It changed after it was published, and versions never change. Said once: the file may not count."""
+
+    name: str
+    version: int
+
+
+Effect = Inspect | Publish | Skip | Reject | Late
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -130,6 +137,8 @@ class _Entry(msgspec.Struct):
     reason: str = ""
     due: float = 0.0
     failures: int = 0
+    published: bool = False
+    """By this watcher, as it was then."""
 
 
 class Watching:
@@ -147,8 +156,8 @@ class Watching:
         match event:
             case Listed():
                 self._latest = event.latest
-                self._take(event.folders, now)
-                return (*self._close_old(), *self._close_stale(now), *self._choose(now))
+                late = self._take(event.folders, now)
+                return (*late, *self._close_old(), *self._close_stale(now), *self._choose(now))
             case Inspected():
                 return self._inspected(event)
             case Ended():
@@ -156,15 +165,19 @@ class Watching:
             case _:  # pragma: no cover
                 assert_never(event)
 
-    def _take(self, folders: Sequence[Folder], now: float) -> None:
-        """Note what came, went and changed."""
+    def _take(self, folders: Sequence[Folder], now: float) -> tuple[Effect, ...]:
+        """Note what came, went and changed. What changed too late is said."""
         known, self._entries = self._entries, {}
+        late: list[Effect] = []
         for folder in sorted(folders, key=lambda each: (each.version, each.name)):
             entry = known.get(folder.name)
             if entry is None or (entry.folder != folder and entry.state is not State.LOOKING):
                 settled = entry is not None and entry.state is State.CLOSED and not entry.reason
+                if entry is not None and entry.published:
+                    late.append(Late(folder.name, folder.version))
                 entry = _Entry(folder, now, State.CLOSED if settled else State.CHANGED)
             self._entries[folder.name] = entry
+        return tuple(late)
 
     def _choose(self, now: float) -> tuple[Effect, ...]:
         if any(entry.state is State.LOOKING for entry in self._entries.values()):
@@ -209,6 +222,7 @@ class Watching:
                 self.done = max(entry.folder.version, self.done or 0)
                 entry.state, entry.reason = State.CLOSED, ""
                 if event.verdict is Verdict.PUBLISHED:
+                    entry.published = True
                     return ()
                 return (Skip(event.name, entry.folder.version, event.reason),)
             case Verdict.BAD:

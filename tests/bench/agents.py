@@ -10,8 +10,10 @@ differs. Answers to requests that nobody waits for are only counted. Not an exam
 from __future__ import annotations
 
 import json
+import select
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +22,7 @@ import msgspec
 import zmq
 
 from weightbus.control import codec
+from weightbus.control.dealer import HEARTBEAT_MS
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.control.keys import CurveFiles, read_public, read_secret
 from weightbus.control.messages import (
@@ -52,6 +55,10 @@ _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _DECODE: Final = msgspec.msgpack.Decoder(ToAgent).decode
 _COUNTED: Final = frozenset({b"Ack", b"Alive", b"Welcome"})
 _ANY_KEY: Final = RequestId("??????-????????")
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_MORE: Final = int(zmq.SNDMORE)
+LATE_S: Final = 2.0
+"""How long the last answers are waited for."""
 COMMAND: Final = b"C"
 """The first byte of what the bare ROUTER wants answered; what begins otherwise acknowledges an answer."""
 
@@ -136,7 +143,11 @@ class Herd:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4 * count + 64)
         self._sides: dict[str, list[zmq.Socket[bytes]]] = {"ours": [], "bare": []}
-        self._pollers: dict[str, zmq.Poller] = {}
+        self._ready: dict[str, select.epoll] = {}
+        """By side: the sockets' own descriptors. To look at a thousand sockets for every message that comes would cost
+        more than all the rest; edge-triggered, as ZeroMQ's descriptors are."""
+        self._places: dict[str, dict[int, int]] = {}
+        """By side: which agent a descriptor is of."""
         self._decoded: dict[bytes, tuple[Message, tuple[bytes, ...]]] = {}
         """By payload: the command, and what is answered, but for the key."""
         self._bare_answer = b""
@@ -145,82 +156,104 @@ class Herd:
     def connect(self, side: str, endpoint: str, keys: Path) -> dict[str, Any]:
         """Connect every agent at once; for `ours` until each was welcomed, for `bare` until each was answered."""
         sockets = self._sides[side]
-        poller = self._pollers[side] = zmq.Poller()
-        poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        ready = self._ready[side] = select.epoll()
+        ready.register(sys.stdin.fileno(), select.EPOLLIN)
         secrets = [_curve(keys, agent.name) for agent in self._agents]
         began = time.monotonic()
         for secret in secrets:
             dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RECONNECT_IVL, 100)
-            if side == "ours":  # as bus.py sets them for real agents
-                dealer.set(zmq.HEARTBEAT_IVL, 1000)
-                dealer.set(zmq.HEARTBEAT_TIMEOUT, 3000)
-                dealer.set(zmq.HEARTBEAT_TTL, 3000)
+            if side == "ours":  # as dealer.py sets them for real agents
+                dealer.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+                dealer.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_MS)
             dealer.curve_secretkey, dealer.curve_publickey, dealer.curve_serverkey = secret
             dealer.connect(endpoint)
             sockets.append(dealer)
-            poller.register(dealer, zmq.POLLIN)
-        for agent, dealer in zip(self._agents, sockets, strict=True):
+            ready.register(dealer.fileno(), select.EPOLLIN | select.EPOLLET)
+        for at, (agent, dealer) in enumerate(zip(self._agents, sockets, strict=True)):
             hello = agent.hello() if side == "ours" else agent.beat(0)
             dealer.send_multipart([_HEADER, _ENCODE(hello)] if side == "ours" else [_ENCODE(hello)])
+            self._drain(side, at, dealer, echo=False)  # a socket that was never read signals nothing
         answered: set[int] = set()
-        places = {dealer: at for at, dealer in enumerate(sockets)}
+        places = self._places[side] = {dealer.fileno(): at for at, dealer in enumerate(sockets)}
         while len(answered) < len(sockets):
             if time.monotonic() > began + 120:
                 raise TimeoutError(f"{len(answered)} of {len(sockets)} agents were answered within 120 s")
-            time.sleep(0.005)  # to look at a thousand sockets for every answer would be what is measured
-            for each, _ in poller.poll(1000):
-                if not isinstance(each, int) and self._drain(side, places[each], each, echo=False):
-                    answered.add(places[each])
+            for each, _ in ready.poll(1.0):
+                at = places.get(each)
+                if at is not None and self._drain(side, at, sockets[at], echo=False):
+                    answered.add(at)
         return {"seconds": time.monotonic() - began}
 
     def serve(self, side: str, size: int = 0) -> dict[str, Any]:
         """Answer until the next line on stdin; to the bare socket with `size` bytes."""
         self._bare_answer = bytes(size)
-        sockets, poller = self._sides[side], self._pollers[side]
-        places = {dealer: at for at, dealer in enumerate(sockets)}
+        sockets, ready, places = self._sides[side], self._ready[side], self._places[side]
+        for at, dealer in enumerate(sockets):  # what came before is no edge any more
+            self._drain(side, at, dealer)
         while True:
-            for each, _ in poller.poll():
-                if isinstance(each, int):
+            for each, _ in ready.poll():
+                at = places.get(each)
+                if at is None:
                     return {"decoded": len(self._decoded)}
-                self._drain(side, places[each], each)
+                self._drain(side, at, sockets[at])
 
-    def beat(self, seconds: float, interval_s: float) -> dict[str, Any]:
-        """One heartbeat of each agent per `interval_s`, evenly spread; returns how many were sent and answered."""
-        sockets = self._sides["ours"]
-        before, sent = self._counts[b"Alive"], 0
-        began = time.monotonic()
+    def beat(self, seconds: float, interval_s: float, settle_s: float = 0.0) -> dict[str, Any]:
+        """Heartbeats as real agents send them: the next one `interval_s` after the answer to the last.
+
+        They begin evenly spread. Returns how many were sent and answered in the last `seconds`, and when these began.
+        """
+        sockets, ready, places = self._sides["ours"], self._ready["ours"], self._places["ours"]
+        now = time.monotonic()
         gap = interval_s / len(sockets)
-        while (now := time.monotonic()) < began + seconds:
-            due = int((now - began) / gap) + 1
-            for number in range(sent, due):
-                at = number % len(sockets)
+        due = deque((now + at * gap, at) for at in range(len(sockets)))
+        counted_from, until = now + settle_s, now + settle_s + seconds
+        sent = answered = beats = 0
+        while now < until or (answered < sent and now < until + LATE_S):
+            while due and due[0][0] <= now < until:
+                at = due.popleft()[1]
+                beats += 1
                 self._drain("ours", at, sockets[at])
-                beat = self._agents[at].beat(number // len(sockets))
-                sockets[at].send_multipart([_HEADER, _ENCODE(beat)])
-            sent = due
-            time.sleep(0.001)
-        time.sleep(0.5)
-        for at, dealer in enumerate(sockets):
-            self._drain("ours", at, dealer)
-        return {"sent": sent, "answered": self._counts[b"Alive"] - before}
+                self._say(sockets[at], _ENCODE(self._agents[at].beat(beats)))
+                sent += now >= counted_from
+            wait_s = min(0.1, max(0.0, due[0][0] - now)) if due else 0.1
+            for each, _ in ready.poll(wait_s):
+                before, at = self._counts[b"Alive"], places.get(each)
+                if at is None:
+                    continue
+                self._drain("ours", at, sockets[at])
+                if self._counts[b"Alive"] > before:
+                    answered += now >= counted_from
+                    due.append((time.monotonic() + interval_s, at))
+            now = time.monotonic()
+        return {"sent": sent, "answered": answered}
 
     def close(self) -> None:
         """Drop every connection."""
         self._context.destroy(linger=0)
 
     def _drain(self, side: str, at: int, dealer: zmq.Socket[bytes], *, echo: bool = True) -> bool:
-        """Take and answer what one agent was sent; returns whether it was anything."""
+        """Take and answer what one agent was sent; returns whether it was anything.
+
+        Ends when nothing is left: the descriptor tells of changes only.
+        """
         some = False
-        while dealer.get(zmq.EVENTS) & zmq.POLLIN:
-            frames = dealer.recv_multipart(zmq.NOBLOCK)
+        while True:
+            try:
+                payload = dealer.recv(_NOBLOCK)
+            except zmq.Again:
+                return some
             some = True
             if side == "ours":
-                self._hear(self._agents[at], dealer, frames[1])
-            elif echo and frames[0][:1] == COMMAND:
-                dealer.send_multipart([self._bare_answer])
-        return some
+                self._hear(self._agents[at], dealer, dealer.recv(_NOBLOCK))
+            elif echo and payload[:1] == COMMAND:
+                dealer.send(self._bare_answer)
+
+    @staticmethod
+    def _say(dealer: zmq.Socket[bytes], payload: bytes) -> None:
+        dealer.send(_HEADER, _MORE)
+        dealer.send(payload)
 
     def _hear(self, agent: Agent, dealer: zmq.Socket[bytes], payload: bytes) -> None:
         length = payload[6] & 0x1F  # a map of few fields, then "type", then a short string: its tag
@@ -229,7 +262,7 @@ class Herd:
             self._counts[tag] += 1
             return
         if tag == b"Refused" and b"unknown_agent" in payload:  # its connection broke and came back
-            dealer.send_multipart([_HEADER, _ENCODE(agent.hello())])
+            self._say(dealer, _ENCODE(agent.hello()))
             return
         known = self._decoded.get(payload)
         if known is None:
@@ -239,7 +272,7 @@ class Herd:
             known = self._decoded[payload] = told, tuple(map(_ENCODE, answers(told, lambda: _ANY_KEY)))
         agent.hear(known[0])
         for answer in known[1]:
-            dealer.send_multipart([_HEADER, answer.replace(_ANY_KEY.encode(), agent.key().encode())])
+            self._say(dealer, answer.replace(_ANY_KEY.encode(), agent.key().encode()))
 
 
 def _curve(folder: Path, name: str) -> CURVE_KEYS:
@@ -262,7 +295,7 @@ def main() -> None:
             case "idle":
                 answer = {}
             case "beat":
-                answer = herd.beat(asked["seconds"], asked["interval_s"])
+                answer = herd.beat(**asked)
             case other:
                 raise ValueError(other)
         _say(answer)

@@ -151,7 +151,7 @@ class Trainer:
                     offers = (m.Offer(transport=m.TransportKind.DISK, address="/nowhere"),)
                     client.request(m.Offered(request=key(), channel=CHANNEL, epoch=epoch, offers=offers))
                     client.request(m.Sent(request=key(), channel=CHANNEL, epoch=epoch))
-                case m.RoundDone() as done if done.version == version:
+                case m.RoundDone() as done if done.epoch == granted.epoch:  # an earlier attempt's may come twice
                     return done
                 case m.Welcome():
                     client.request(publish, deadline_s=DEADLINE_S)

@@ -9,8 +9,8 @@ import pytest
 
 from weightbus.control.admission import ALLOWED
 from weightbus.control.events import MessageReceived, Peer, Principal, TrustLost
-from weightbus.control.ids import AgentId, Channel
-from weightbus.control.messages import Code, Granted, Hello, Message, Refused, Role, ToCoordinator
+from weightbus.control.ids import AgentId, Channel, RequestId, Version
+from weightbus.control.messages import Acquire, Code, Granted, Hello, Message, Refused, Role, ToCoordinator
 
 from .test_codec import TO_COORDINATOR
 from .world import CHANNEL, World, engine_info, trainer_info
@@ -133,3 +133,20 @@ def test_an_engine_that_is_distrusted_leaves_the_ready_list() -> None:
     assert world.ready == ("e0",)
     world.handle(TrustLost(agent=AgentId("e0"), reason="r"))
     assert world.ready == ()
+
+
+def test_a_rollback_takes_a_trainer_s_key() -> None:
+    """With an engine's key nobody goes back: neither as the engine that it is, nor as the trainer it claims to be."""
+    world = World()
+    trainer = world.trainer()
+    for version in (1, 2):
+        world.publish(trainer, version)
+    records = list(world.records)
+    key = Principal(AgentId("x"), Role.ENGINE, (CHANNEL,))
+    back = Acquire(request=RequestId("k"), channel=CHANNEL, version=Version(1), rollback=True)
+    assert not_allowed(say(world, hello_of(Role.TRAINER), key)), "the key is an engine's"
+    assert not_allowed(say(world, msgspec.structs.replace(hello_of(Role.TRAINER), agent=trainer.name), key))
+    say(world, hello_of(Role.ENGINE), key)
+    assert not_allowed(say(world, back, key))
+    assert world.records == records
+    assert world.committed == 2

@@ -16,10 +16,10 @@ from weightbus.control import codec, sockets
 from weightbus.control.bus import RouterBus, ServerKeys
 from weightbus.control.dealer import DealerLink, HintReader
 from weightbus.control.errors import ConfigurationError, Malformed, WeightbusError, WrongProtocol
-from weightbus.control.events import Peer, Principal
+from weightbus.control.events import MessageReceived, Peer, Principal
 from weightbus.control.ids import AgentId, Channel, Epoch, RequestId
 from weightbus.control.keys import COORDINATOR, CurveFiles, write_pair
-from weightbus.control.links import Delivery, Distrusted, Received, Rejected, Throttled, TurnedAway
+from weightbus.control.links import Delivery, Distrusted, Rejected, Throttled, TurnedAway
 from weightbus.control.messages import Ack, Bye, GetStatus, Hint, Role
 from weightbus.control.provision import Member, provision
 from weightbus.control.sockets import new_keypair, public_of
@@ -66,13 +66,13 @@ def link_to(bus: RouterBus, curve: CurveFiles | None = None) -> DealerLink:
     return link
 
 
-def say(bus: RouterBus, link: DealerLink, key: str = "k") -> Received | Rejected:
+def say(bus: RouterBus, link: DealerLink, key: str = "k") -> MessageReceived | Rejected:
     """Send one message from `link` and return how it came in."""
     until(lambda: link.send(GetStatus(request=RequestId(key))) or link.poll(0.01))
     received = until(lambda: bus.poll(0.5))
     assert isinstance(received, list)
     (item,) = received
-    assert isinstance(item, Received | Rejected)
+    assert isinstance(item, MessageReceived | Rejected)
     return item
 
 
@@ -84,7 +84,7 @@ def test_messages_go_both_ways(bus: RouterBus) -> None:
     """A request comes in with its peer; the answer goes to that peer and no other."""
     one, other = link_to(bus), link_to(bus)
     first, second = say(bus, one), say(bus, other)
-    assert isinstance(first, Received)
+    assert isinstance(first, MessageReceived)
     assert (first.message, first.blob, first.principal) == (GetStatus(request=RequestId("k")), None, None)
     assert first.peer != second.peer
     assert bus.send(first.peer, Ack(request=RequestId("k"))) is Delivery.SENT
@@ -142,13 +142,13 @@ def test_a_flood_is_dropped_and_its_neighbour_heard(bus: RouterBus) -> None:
         return bus.throttled.total() >= 50
 
     until(flooded)
-    assert sum(isinstance(item, Received) for item in found) == 20
+    assert sum(isinstance(item, MessageReceived) for item in found) == 20
     assert [item.reason for item in found if isinstance(item, Throttled)] == [
         "says more than 2000 messages a second: what is above is dropped"
     ]
     while bus.poll(0.05):
         pass
-    assert isinstance(say(bus, neighbour, "well"), Received)
+    assert isinstance(say(bus, neighbour, "well"), MessageReceived)
     flood.close()
     neighbour.close()
 
@@ -172,7 +172,7 @@ def test_garbage_is_rejected_by_kind(bus: RouterBus) -> None:
     raw.send_multipart([b"WB\x09>", b"\xc0"])
     raw.send_multipart([b"junk"])
     raw.send_multipart(codec.TO_COORDINATOR.encode(Bye()))
-    items: list[Received | Rejected] = []
+    items: list[MessageReceived | Rejected] = []
     until(lambda: items.extend(bus.poll(0.5)) or len(items) == 3)
     raw.close(linger=0)
     context.term()
@@ -187,7 +187,7 @@ def test_oversize_frame_costs_the_connection_only(bus: RouterBus) -> None:
     raw.connect(f"tcp://127.0.0.1:{bus.router_port}")
     raw.send_multipart([b"x" * (codec.MAX_FRAME_BYTES + 1)])
     link = link_to(bus)
-    assert isinstance(say(bus, link), Received)
+    assert isinstance(say(bus, link), MessageReceived)
     link.close()
     raw.close(linger=0)
     context.term()
@@ -265,7 +265,7 @@ def test_friend_is_known_by_its_key(curve_bus: RouterBus, folder: Path) -> None:
     """With keys, every message says whose connection it came on."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
     item = say(curve_bus, link)
-    assert isinstance(item, Received)
+    assert isinstance(item, MessageReceived)
     assert item.principal == Principal(AgentId("friend"), Role.ENGINE, (Channel("c"),))
     link.close()
 
@@ -286,7 +286,7 @@ def trust_second(bus: RouterBus, folder: Path, role: Role) -> list[object]:
 def test_distrust_cuts_a_standing_connection(curve_bus: RouterBus, folder: Path) -> None:
     """Whoever is taken off the list is named at once, and nothing more is taken from its connection."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
-    assert isinstance(say(curve_bus, link), Received)
+    assert isinstance(say(curve_bus, link), MessageReceived)
     distrust(folder, "friend")
     begun = time.monotonic()
     first = until(lambda: curve_bus.poll(5.0))
@@ -306,13 +306,13 @@ def test_distrust_cuts_a_standing_connection(curve_bus: RouterBus, folder: Path)
 def test_distrust_of_one_leaves_the_others(curve_bus: RouterBus, folder: Path) -> None:
     """A list that grows or loses somebody else changes nothing for those who stay."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
-    assert isinstance(say(curve_bus, link), Received)
+    assert isinstance(say(curve_bus, link), MessageReceived)
     assert trust_second(curve_bus, folder, Role.TRAINER) == []
     distrust(folder, "second")
     found = until(lambda: curve_bus.poll(0.3))
     assert isinstance(found, list)
     assert [(type(item), item.agent) for item in found] == [(Distrusted, "second")]
-    assert isinstance(say(curve_bus, link), Received)
+    assert isinstance(say(curve_bus, link), MessageReceived)
     link.close()
 
 
@@ -424,14 +424,30 @@ COMMON = {
     zmq.SNDHWM: 1000,
     zmq.RCVHWM: 1000,
     zmq.MAXMSGSIZE: 1 << 20,
-    zmq.HEARTBEAT_IVL: 1000,
-    zmq.HEARTBEAT_TIMEOUT: 3000,
-    zmq.HEARTBEAT_TTL: 3000,
+    zmq.HEARTBEAT_TTL: 0,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 2,
+    zmq.TCP_KEEPALIVE_INTVL: 1,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 4000,
     zmq.ROUTING_ID: b"",
     zmq.MECHANISM: zmq.CURVE,
 }
-BOUND = {zmq.HANDSHAKE_IVL: 10_000, zmq.BACKLOG: 4096, zmq.CURVE_SERVER: 1, zmq.ZAP_DOMAIN: b"weightbus"}
-CONNECTED = {zmq.CONNECT_TIMEOUT: 1000, zmq.RECONNECT_IVL: 100, zmq.RECONNECT_IVL_MAX: 2000, zmq.CURVE_SERVER: 0}
+BOUND = {
+    zmq.HEARTBEAT_IVL: 0,
+    zmq.HANDSHAKE_IVL: 10_000,
+    zmq.BACKLOG: 4096,
+    zmq.CURVE_SERVER: 1,
+    zmq.ZAP_DOMAIN: b"weightbus",
+}
+CONNECTED = {
+    zmq.HEARTBEAT_IVL: 10_000,
+    zmq.HEARTBEAT_TIMEOUT: 10_000,
+    zmq.CONNECT_TIMEOUT: 1000,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 2000,
+    zmq.CURVE_SERVER: 0,
+}
 
 
 def test_the_profile_of_every_socket(curve_bus: RouterBus, folder: Path) -> None:
@@ -462,5 +478,5 @@ def test_a_peer_that_comes_back_is_never_ignored(bus: RouterBus) -> None:
         until(lambda: link.send(GetStatus(request=RequestId("old"))) or link.poll(0.01))  # noqa: B023  used at once
         link.open()
         until(lambda: link.send(GetStatus(request=RequestId("new"))) or link.poll(0.01))  # noqa: B023  used at once
-        until(lambda: any("new" in str(item) for item in bus.poll(0.1) if isinstance(item, Received)))
+        until(lambda: any("new" in str(item) for item in bus.poll(0.1) if isinstance(item, MessageReceived)))
         link.close()

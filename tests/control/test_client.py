@@ -20,10 +20,10 @@ from weightbus.control.errors import (
     NotWanted,
     RequestRefused,
 )
-from weightbus.control.events import Peer
+from weightbus.control.events import MessageReceived, Peer
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
 from weightbus.control.keys import COORDINATOR, CurveFiles, write_pair
-from weightbus.control.links import Received, TurnedAway
+from weightbus.control.links import TurnedAway
 from weightbus.control.memory_bus import MemoryBus
 from weightbus.control.messages import (
     MAX_PAGE_BYTES,
@@ -66,13 +66,13 @@ class Coordinator:
         self.peers: list[Peer] = []
         self.blobs: dict[str, bytes] = {}
         self.pages: dict[str, dict[int, bytes]] = {}
-        self.answer: Callable[[Received], tuple[ToAgent, bytes | None] | None] = self.usual
+        self.answer: Callable[[MessageReceived], tuple[ToAgent, bytes | None] | None] = self.usual
         self.copies = 1
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def usual(self, item: Received) -> tuple[ToAgent, bytes | None] | None:  # noqa: PLR0911  # one for each message
+    def usual(self, item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:  # noqa: PLR0911  # one for each message
         message = item.message
         if isinstance(message, Hello):
             self.peers.append(item.peer)
@@ -136,7 +136,7 @@ class Coordinator:
             for item in self.bus.poll(1.0):
                 if isinstance(item, TurnedAway):
                     continue  # a client that closed, or was killed, in the middle of its handshake
-                assert isinstance(item, Received)
+                assert isinstance(item, MessageReceived)
                 self.seen.append(item.message)
                 answer = self.answer(item)
                 for _ in range(self.copies if answer else 0):
@@ -220,7 +220,7 @@ def test_doubled_answers_and_commands_count_once(there: Coordinator, client: Bus
     """Every answer twice: each request ends once, nothing is left in the inbox; a repeated command is read once."""
     there.copies = 2
 
-    def order_first(item: Received) -> tuple[ToAgent, bytes | None] | None:
+    def order_first(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
         if isinstance(item.message, Acquire):
             for _ in range(3):
                 there.bus.send(item.peer, ABORT)  # here and not in the test: one thread owns the socket
@@ -309,7 +309,7 @@ def test_taken_name_is_waited_for(there: Coordinator) -> None:
     """A name that is free again a moment later is got by waiting; one that is not is named as the reason."""
     refusals = iter([True, False])
 
-    def answer(item: Received) -> tuple[ToAgent, bytes | None] | None:
+    def answer(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
         if isinstance(item.message, Hello) and next(refusals, True):
             reason = "another process has it"
             key = item.message.request
@@ -462,7 +462,7 @@ def test_own_heartbeat_is_sent_with_a_number() -> None:
     def answer() -> None:
         while len(beats) < 2:
             for item in bus.poll(1.0):
-                assert isinstance(item, Received)
+                assert isinstance(item, MessageReceived)
                 if isinstance(item.message, Hello):
                     key = item.message.request
                     welcome = Welcome(

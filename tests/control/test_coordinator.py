@@ -11,13 +11,14 @@ from weightbus.control.effects import (
     Committed,
     JournalChanged,
     Persist,
+    PublishHint,
     ReadinessChanged,
     RoundEnded,
     SendTo,
     StateEntered,
 )
 from weightbus.control.errors import IllegalMove
-from weightbus.control.events import MessageReceived, Persisted, PersistFailed, StopRequested, Tick, Token
+from weightbus.control.events import Burst, MessageReceived, Persisted, PersistFailed, StopRequested, Tick, Token
 from weightbus.control.ids import Version
 from weightbus.control.messages import (
     Abandon,
@@ -37,6 +38,7 @@ from weightbus.control.messages import (
     PauseMode,
     Policy,
     Prepare,
+    Prepared,
     Publish,
     Refused,
     RoundDone,
@@ -542,3 +544,42 @@ def test_serving_an_older_commit_of_the_same_number_proves_nothing(monkeypatch: 
     assert world.ready == ("e0",)
     world.publish(trainer, 8)
     assert world.ready == ("e0", "e1")
+
+
+def test_a_burst_is_the_same_as_one_after_the_other() -> None:
+    """Every agent is told the same, and the same is written down; hints alone may be fewer."""
+    told: list[list[SendTo | Persist]] = []
+    hints: list[int] = []
+    for together in (False, True):
+        world = World()
+        engines = [world.engine(f"e{number}") for number in range(4)]
+        for engine in engines:
+            engine.ignore(Prepare)
+        world.trainer().acquire(1)
+        world.settle()
+        epoch = engines[0].got(Prepare)[0].epoch  # type: ignore[attr-defined]
+        answers = [
+            MessageReceived(each.peer, Prepared(request=each.key(), channel=CHANNEL, epoch=epoch, seconds=0.1))
+            for each in engines
+        ]
+        answers.insert(2, MessageReceived(engines[0].peer, engines[0].heartbeat()))
+        events = [Burst(answers)] if together else answers
+        effects = [effect for event in events for effect in world.machine.handle(event, world.now)]
+        world.machine.check()
+        told.append([effect for effect in effects if isinstance(effect, SendTo | Persist)])
+        hints.append(sum(isinstance(effect, PublishHint) for effect in effects))
+    assert told[0] == told[1]
+    assert len(told[0]) == 4 + 1 + 4, "an Ack each, an Alive, and a Pause for each"
+    assert hints[1] <= hints[0]
+
+
+def test_a_burst_waits_for_what_is_written_in_its_middle() -> None:
+    """What follows an Acquire in the same burst is not answered before the epoch is durable."""
+    world = World()
+    trainer, engine = world.trainer(), world.engine("e0")
+    asked = Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1))
+    burst = Burst([MessageReceived(trainer.peer, asked), MessageReceived(engine.peer, engine.heartbeat())])
+    (persist,) = [each for each in world.machine.handle(burst, world.now) if isinstance(each, SendTo | Persist)]
+    assert isinstance(persist, Persist)
+    after = world.machine.handle(Persisted(token=persist.token), world.now)
+    assert [each.peer for each in after if isinstance(each, SendTo)] == [trainer.peer, engine.peer]

@@ -677,6 +677,32 @@ def test_answer_of_an_older_epoch_is_refused() -> None:
     assert "stale_epoch" in world.transcript[-1]
 
 
+def test_a_late_answer_to_what_came_before_the_round_does_not_count_in_it() -> None:
+    """An engine that came back while the lease was granted, and whose answer to that takes long, is not quarantined."""
+    world, one, _, trainer = fleet()
+    world.publish(trainer, 1)
+    trainer.stop_before = Publish
+    trainer.acquire(2)
+    world.settle()
+    one.ignore(Commit)
+    one.connect()
+    world.settle()
+    settling = one.got(Commit)[-1]
+    assert isinstance(settling, Commit)
+    late = Serving(
+        request=one.key(), channel=CHANNEL, epoch=settling.epoch, version=settling.version, seconds=0.1, paused_s=0.0
+    )
+    one.script[Commit] = lambda _command: late  # says of the old version that it serves, when the new one is committed
+    trainer.stop_before, trainer.deaf = None, False
+    assert trainer.publishing
+    trainer.say(trainer.publishing)
+    world.settle()
+    world.advance_until(lambda: trainer.done is not None and trainer.done.version == 2)
+    assert trainer.done
+    assert {report.outcome for report in trainer.done.engines} == {Outcome.COMMITTED}
+    safe(world)
+
+
 def test_late_answer_of_the_first_drive_does_not_count_for_the_second() -> None:
     """An engine that is driven again is verified by what it says under the new epoch, not by an old `Verified`."""
     world, victim, _, trainer = fleet()

@@ -26,6 +26,7 @@ from weightbus.control.messages import (
     Alive,
     Code,
     Granted,
+    Heartbeat,
     Hello,
     Hint,
     Message,
@@ -290,4 +291,32 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
     server.step(0.0)
     assert sent[2:] == [(one, acks[0])]
     assert bus.hints == hints[1:], "of two that say the same, the last"
+    journal.close()
+
+
+def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> None:
+    """Messages that follow one another closely are looked at together, but never while a lease is held or asked for."""
+    gathered: list[float] = []
+    bus, now = MemoryBus(), [0.0]
+    poll = bus.poll
+    bus.poll = lambda _timeout_s, gather_s=0.0: (gathered.append(gather_s), poll(0.0))[1]  # type: ignore[method-assign]
+    journal = SqliteJournal(tmp_path / "journal")
+    server = Server(bus, journal, LIMITS, observe=lambda _what: None, clock=lambda: now[0])
+    link = bus.link()
+    link.open()
+    hello = msgspec.structs.replace(Trainer(World(), "t0", trainer_info()).hello(), incarnation="1")
+
+    def gathers(*said: Heartbeat | Hello | Acquire) -> bool:
+        for message in said:
+            link.send(message)
+        server.step(0.0)
+        server.step(0.0)
+        return gathered[-1] > 0.0
+
+    now[0] = 10.0
+    assert gathers(hello), "the next may follow at once"
+    now[0] += 1.0
+    assert not gathers(), "nothing came for long"
+    assert gathers(Heartbeat(seq=1))
+    assert not gathers(Acquire(request=RequestId("k"), channel=CHANNEL, version=Version(1))), "a lease is held"
     journal.close()

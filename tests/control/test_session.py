@@ -111,6 +111,16 @@ def test_heartbeats_follow_the_welcome(joined: Conversation) -> None:
     assert joined.after(1.0) == (SayAlive(2),)
 
 
+def test_who_is_answered_together_speaks_together_again(joined: Conversation) -> None:
+    """The next heartbeat follows the answer to the last, so that those of a fleet come in groups; or the clock."""
+    assert joined.after(1.0) == (SayAlive(1),)
+    joined.now += 0.3
+    joined(Heard(Alive(seq=1, boot=1, committed=None)))
+    assert joined.after(0.9) == ()
+    assert joined.after(0.1) == (SayAlive(2),)
+    assert joined.after(1.0) == (SayAlive(3),), "nothing was answered"
+
+
 def test_the_committed_version_is_known_from_every_word_that_names_it(joined: Conversation) -> None:
     """The Welcome may be hours old: what `Alive` says counts, unless it is of another boot."""
     assert joined.session.committed is None

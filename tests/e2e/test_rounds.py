@@ -242,6 +242,21 @@ def test_megatron_ranks_are_read_where_they_are(fleet: Fleet, expected: dict[int
         assert ({name: fleet.checksums(name) for name in ("one", "two")} == stock) is (seed == 5)
 
 
+def test_megatron_ranks_send_to_every_worker_what_it_stores(fleet: Fleet, expected: dict[int, Answers]) -> None:
+    """Over TCP, out of the ranks' memories and into the parameters of TP1 and TP2; the second time beside them.
+
+    The trainer's ranks are processes that say nothing to the servers but over the group.
+    """
+    for version, seed in ((13, 6), (14, 5)):
+        fleet.publish(version, seed, "sends")
+        report = fleet.answer()
+        assert _outcomes(report) == {"one": "committed", "two": "committed"}
+        assert {(each["transport"], each["verified_by"]) for each in report["engines"]} == {("sends", "live-digest")}
+        assert "assemble" not in report["seconds"]
+        for name in ("one", "two"):
+            _serves(fleet, name, expected[seed], str(version))
+
+
 @pytest.mark.parametrize(
     ("version", "victim", "transport"),
     [(15, "sidecar", "local"), (17, "sidecar", "distributed")],

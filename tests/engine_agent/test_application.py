@@ -8,7 +8,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from weightbus.control import messages as m
 from weightbus.control.errors import InvariantBroken
 from weightbus.control.messages import EngineHealth, Step
-from weightbus.engine_agent.events import Answer, ForgetAnswers, Label, Receive, Record, Release, Remember, Run
+from weightbus.engine_agent.events import (
+    Answer,
+    Finished,
+    ForgetAnswers,
+    Label,
+    Receive,
+    Record,
+    Release,
+    Remember,
+    Run,
+)
 from weightbus.engine_agent.stages import HOLD_S
 
 from .world import MANIFEST, OTHER, TABLE, World, answers, cancels, only, ran
@@ -181,6 +191,82 @@ def test_transfer_needs_a_paused_server() -> None:
     failed = only(world.transfer())
     assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
     assert world.doing is None
+
+
+def to_staged(world: World) -> None:
+    """A clean server takes a version beside what it serves."""
+    world.to_serving()
+    world.prepare(2, 8)
+    world.end(Finished(beside=True))
+    assert ran(world.pause(2)) == []
+    assert ran(world.transfer(2, 8)) == ["Stage"]
+
+
+def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
+    """It answers that it is ready and generates on; paused, then dirty on disk, then put into place, in that order."""
+    world = World()
+    world.to_serving()
+    world.prepare(2, 8)
+    world.end(Finished(beside=True))
+    paused = world.pause(2)
+    assert isinstance(only(paused), m.Paused)
+    assert ran(paused) == []
+    assert (world.machine.paused, world.machine.health) == (False, CLEAN)
+    assert ran(world.transfer(2, 8)) == ["Stage"]
+    assert (world.machine.paused, world.machine.health) == (False, CLEAN)
+    assert ran(world.end()) == ["PauseServer"]
+    remember, run = world.end()
+    assert isinstance(remember, Remember)
+    assert remember.record.health is DIRTY
+    assert isinstance(run, Run)
+    assert isinstance(run.operation, Receive)
+    assert isinstance(only(world.end()), m.Transferred)
+    world.end()
+    world.commit(2, 8)
+    assert only(world.end()).version == 8
+
+
+@pytest.mark.parametrize("ends", ["Stage", "PauseServer"])
+def test_a_version_not_taken_beside_costs_nothing(ends: str) -> None:
+    """Its transfer failed, and it serves what it served: an abort finds it clean."""
+    world = World()
+    to_staged(world)
+    if ends == "PauseServer":
+        world.end()
+    failed = only(world.fail())
+    assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
+    world.abort(2)
+    if world.doing is not None:
+        world.end()
+    assert (world.machine.paused, world.machine.health) == (False, CLEAN)
+
+
+@pytest.mark.parametrize("during", ["Stage", "PauseServer"])
+def test_an_abort_keeps_it_from_being_put_into_place(during: str) -> None:
+    """Whatever had arrived beside the weights: nothing of it reaches them."""
+    world = World()
+    to_staged(world)
+    if during == "PauseServer":
+        world.end()
+    assert cancels(world.abort(2))
+    effects = world.end()
+    assert ran(effects) in ([], ["Release"])
+    if world.doing is not None:
+        world.end()
+    assert (world.machine.paused, world.machine.health) == (False, CLEAN)
+
+
+def test_a_server_that_does_not_generate_takes_nothing_beside() -> None:
+    """A dirty or paused one is paused and loaded as ever."""
+    world = World()
+    world.to_paused()
+    world.transfer()
+    world.fail(touched=True)
+    world.prepare(epoch=2)
+    world.end(Finished(beside=True))
+    assert ran(world.pause(epoch=2)) == ["PauseServer"]
+    world.end()
+    assert ran(world.transfer(epoch=2)) == ["Receive"]
 
 
 def test_lower_epochs_are_dropped() -> None:

@@ -16,13 +16,17 @@ import msgspec
 import numpy as np
 
 from weightbus.dataplane import direct_wire, export_wire, handles, local_wire, wire_message, worker_wire
+from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.exports import ExportMap, Place, Region
 from weightbus.dataplane.manifest import DigestTable, LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.meeting import _Sealed
+from weightbus.dataplane.pieces import Piece, Pieces, View, whole
 from weightbus.dataplane.plan import Reader
+from weightbus.dataplane.recording import Cause, Constant, LoadedTensor, Patch, Recording
+from weightbus.dataplane.recording import Target as Recorded
 
 from .decoder import SHOWN, Tally
 from .mutations import Mutator
@@ -158,6 +162,15 @@ def _targets() -> tuple[Target, ...]:
             (TABLE.encode(),),
             lambda found: found.encode(),
         ),
+        Target(
+            "pieces", lambda data: Pieces.decode([data], SPECS), (_pieces().encode(),), lambda found: found.encode()
+        ),
+        Target(
+            "recording",
+            lambda data: Recording.decode(data, SPECS),
+            (_recording().encode(),),
+            lambda found: found.encode(),
+        ),
         Target("copy table", _copies, (_rows(COPY_ROW),), lambda found: found.encode(), words=True),
         Target("box table", _boxes, (_rows(BOX_ROW),), lambda found: found.encode(), words=True),
         Target("rendezvous store", _hear, (_said(),), None),
@@ -208,6 +221,28 @@ def _inside(grid: Any, step: Any, at: int, before: int, after: int, size: int) -
     first, last = at + sum(min(each, 0) for each in reach) + before, at + sum(max(each, 0) for each in reach) + after
     if not 0 <= first <= last <= size:
         raise AssertionError(f"accepted, and reaches bytes {first}..{last} of {size}")
+
+
+def _pieces() -> Pieces:
+    """Every tensor whole, and half of one once more."""
+    half = Piece("lm_head.weight", Box((1, 0), (3, 8)), "float32", View(1, 8, (8, 1)))
+    return Pieces.of(SPECS, [*(whole(spec, "float32", place) for place, spec in enumerate(SPECS)), half])
+
+
+def _recording() -> Recording:
+    targets = tuple(Recorded(spec.name, "float32", spec.shape, (8, 1)[-len(spec.shape) :], True) for spec in SPECS)
+    patch = Patch(1, Box((0, 0), (1, 8)))
+    return Recording(
+        rank=0,
+        targets=targets,
+        copies=_pieces(),
+        loaded=(LoadedTensor(0, Cause.COMPUTED, "mul"),),
+        unread=(1,),
+        dropped=(0,),
+        constants=(Constant(1, patch.box, 0.0),),
+        unwritten=(patch,),
+        rewritten=(patch,),
+    )
 
 
 def _export_map() -> ExportMap:

@@ -170,9 +170,11 @@ def refusals() -> dict[str, str]:
     """What every rank is told when the module on one of them, or on all, cannot be served."""
     told: dict[str, str] = {}
 
-    def attempt(what: str, module: nn.Module | None, **given: Any) -> None:
+    def attempt(
+        what: str, module: nn.Module | None, kind: type[FSDPSource | FullTensorSource] = FSDPSource, **given: Any
+    ) -> None:
         try:
-            FSDPSource(module, timeout_s=60.0, **given).close()
+            kind(module, timeout_s=60.0, **given).close()
         except SourceError as error:
             told[what] = f"{type(error).__name__}: {error}"
         dist.barrier()
@@ -182,6 +184,7 @@ def refusals() -> dict[str, str]:
     by_layer()(module)
     module.lm_head.adapter = nn.Linear(2, 2) if rank else None
     attempt("an adapter on rank 1", module)
+    attempt("an adapter on rank 1, gathered whole", module, FullTensorSource)
     module = make("qwen3", EVEN)()
     by_layer()(module)
     attempt("another dtype on rank 1", module, dtype=torch.bfloat16 if rank else torch.float32)

@@ -149,16 +149,20 @@ class Trainer:
         parts, maps, addresses = [], [], []
         for rank, (exporter, shard) in enumerate(zip(self.exporters, self.shards, strict=True)):
             maps.append(exporter.export(list(shard.values())))
-            pieces: list[Piece] = []
-            for number, (name, tensor) in enumerate(shard.items()):
-                first = tensor.shape[0] * rank if tensor.dim() == 2 else 0
-                start = (first,) + (0,) * (tensor.dim() - 1)
-                stop = (first + tensor.shape[0], *tensor.shape[1:])
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                pieces.append(Piece(name, Box(start, stop), dtype, View(number, 0, tuple(tensor.stride()))))
-            parts.append(Pieces.of(self.manifest.tensors, pieces, rank))
+            parts.append(self.pieces(rank))
             addresses.append(Exporting(holder=rank, address=exporter.address().address, generation=exporter.generation))
         return Exposed(Pieces.join(parts), tuple(maps), tuple(addresses))
+
+    def pieces(self, rank: int) -> Pieces:
+        """What a rank holds."""
+        pieces: list[Piece] = []
+        for number, (name, tensor) in enumerate(self.shards[rank].items()):
+            first = tensor.shape[0] * rank if tensor.dim() == 2 else 0
+            start = (first,) + (0,) * (tensor.dim() - 1)
+            stop = (first + tensor.shape[0], *tensor.shape[1:])
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            pieces.append(Piece(name, Box(start, stop), dtype, View(number, 0, tuple(tensor.stride()))))
+        return Pieces.of(self.manifest.tensors, pieces, rank)
 
     @property
     def manifest(self) -> Manifest:

@@ -50,7 +50,7 @@ INVARIANTS: Final = {
     "one-table": "a committed version has one digest table",
     "nothing-lost": "what a trainer was told to be committed is committed on disk, with that trainer's own table",
     "same-answer": "the same request gets the same answer",
-    "ready-is-ready": "who is listed as ready holds exactly the committed bits",
+    "ready-is-ready": "who is listed as ready holds exactly the committed bits, and was heard of lately",
     "commit-verified": "a version is committed only when a server has held exactly its buckets",
     "enough-engines": "a version is committed only with as many verified engines as its trainer asked for",
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
@@ -60,7 +60,8 @@ INVARIANTS: Final = {
     "nothing-raises": "no machine contradicts itself, whatever it is told",
 }
 READY_GRACE_S: Final = 25.0
-"""How long a server that changed by itself may stay listed: the silence after which its agent counts as lost, twice."""
+"""How long a server that changed by itself, or whose agent is silent, may stay listed: the silence after which an agent
+counts as lost, twice."""
 REMEMBERED: Final = (Acquire, Release, Publish, Offered, Sent, Abandon)
 
 
@@ -268,9 +269,11 @@ class Judge:
 
     def _against(self, name: str) -> str:
         """What speaks against an engine: nothing, what it did by itself and takes time to learn, or ``wrong``."""
-        server, held = self._world.server(name), self._committed
+        server, held, agent = self._world.server(name), self._committed, self._world.engines[name]
         wanted = self._world.tag_of(held.table) if held else LAUNCH
         if server.tags == (wanted,):
+            if not agent.alive or agent.frozen or self._world.network.unheard(name):
+                return "its agent says nothing"
             return "" if server.generates or server.frozen else "does not generate"
         return "was launched anew" if server.tags == (LAUNCH,) or not server.up else "wrong"
 

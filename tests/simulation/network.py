@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control.errors import ProtocolError
-from weightbus.control.events import Peer
-from weightbus.control.links import Delivery, Received, Rejected
+from weightbus.control.events import MessageReceived, Peer
+from weightbus.control.links import Delivery, Rejected
 from weightbus.control.messages import Alive, Heartbeat, Hint, ToAgent, ToCoordinator
 
 from .process import Process
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 0.005
 DROPPED_AFTER_S = 4.0
-"""ZeroMQ's own heartbeats notice a partition after so long."""
+"""TCP's keepalive notices a partition after so long."""
 
 
 class Weather(msgspec.Struct, kw_only=True):
@@ -123,7 +123,7 @@ class Network:
         self._connections: dict[Peer, Connection] = {}
         self._cut: dict[str, tuple[bool, bool]] = {}
         """Agent -> (nothing goes up, nothing comes down)."""
-        self._received: list[Received | Rejected] = []
+        self._received: list[MessageReceived | Rejected] = []
 
     # -- the agents' side
 
@@ -180,14 +180,14 @@ class Network:
         self.messages += 1
         if not isinstance(message, Heartbeat):
             self.loop.note(connection.line.name, f"-> {brief(message)}")
-        self._received.append(Received(connection.peer, message, blob))
+        self._received.append(MessageReceived(connection.peer, message, blob))
         coordinator.soon(coordinator.step)
 
     # -- the coordinator's side: links.CoordinatorBus
 
-    def poll(self, timeout_s: float) -> Sequence[Received | Rejected]:
+    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[MessageReceived | Rejected]:
         """What came in. Never waits."""
-        del timeout_s
+        del timeout_s, gather_s
         taken, self._received = self._received, []
         return taken
 
@@ -218,6 +218,10 @@ class Network:
         if not isinstance(message, Alive):
             self.loop.note(connection.line.name, f"<- {brief(message)}")
         connection.line.arrived(message, blob)
+
+    def unheard(self, name: str) -> bool:
+        """Whether nothing that an agent says comes through."""
+        return self._cut.get(name, (False, False))[0]
 
     def forget(self, peer: Peer) -> None:
         """Nothing is queued here."""
@@ -253,6 +257,13 @@ class Network:
         if was_open and line.connection is connection:
             line.connection = None
             self.dial(line, line.opened)
+
+    def stall(self, name: str, seconds: float) -> None:
+        """What is sent to an agent on the connection that it has now arrives so much later, if it reads it still."""
+        self.loop.note(name, f"** what it is sent arrives {seconds:.1f} s later")
+        for connection in self._connections.values():
+            if connection.line.name == name:
+                connection.down_until = max(connection.down_until, self.loop.now + seconds)
 
     def cut(self, name: str, *, up: bool, down: bool) -> None:
         """A partition between one agent and the coordinator."""

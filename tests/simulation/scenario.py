@@ -113,7 +113,7 @@ def draw(seed: int) -> Scenario:
         faults=tuple(faults),
         calm_from=calm_from,
     )
-    return _with_data_plane(drawn)
+    return _with_neglect(_with_data_plane(drawn))
 
 
 def _with_data_plane(drawn: Scenario) -> Scenario:
@@ -131,6 +131,33 @@ def _with_data_plane(drawn: Scenario) -> Scenario:
         engine = rng.choice(drawn.engines).name
         faults.append(Fault(at=at, kind="data-cut", who=engine, lasts=lasts, moment=moment))
     return msgspec.structs.replace(drawn, sealed=sealed, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _with_neglect(drawn: Scenario) -> Scenario:
+    """A channel whose trainers are gone for a while, so that no next round mends what happens to an engine meanwhile.
+
+    By dice of their own, too.
+    """
+    rng = random.Random(f"weightbus-neglect-{drawn.seed}")
+    if rng.random() >= 0.1:
+        return drawn
+    at, engine = rng.uniform(1.0, 8.0), rng.choice(drawn.engines).name
+    match rng.choice(("late", "silent")):
+        case "late":  # an order of a life that is over arrives after those of the next one
+            moment = rng.choice(("preparing", "pausing", "offering"))
+            faults = [
+                Fault(at=at, kind="stall", who=engine, lasts=rng.uniform(2.0, 6.0), moment=moment),
+                Fault(at=at, kind="kill", who="coordinator", lasts=rng.uniform(0.1, 1.0), moment=moment),
+            ]
+            away = [Fault(at=at, kind="kill", who=name, lasts=40.0, moment=moment) for name in drawn.trainers]
+            over = at + 10.0
+        case _:  # its agent says nothing any more, and no round finds out
+            faults = [Fault(at=at, kind="freeze", who=engine, lasts=45.0)]
+            away = [Fault(at=at, kind="kill", who=name, lasts=50.0) for name in drawn.trainers]
+            over = at + 45.0
+    earlier = [fault for fault in drawn.faults if fault.at < at]
+    faults = sorted((*earlier, *faults, *away), key=lambda fault: fault.at)
+    return msgspec.structs.replace(drawn, faults=tuple(faults), calm_from=max(drawn.calm_from, over))
 
 
 def _engine(rng: random.Random, name: str) -> EngineSpec:

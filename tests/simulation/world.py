@@ -354,6 +354,9 @@ class World:
         due = [fault for fault in self._awaited if fault.moment == state]
         for fault in due:
             self._awaited.remove(fault)
+            if fault.kind == "stall":  # before what the state has to say is sent
+                self._befalls_in_time(fault)
+                continue
             self.loop.after(self._dice.choice((0.0, 0.004, 0.02, 0.1)), lambda each=fault: self._befalls_in_time(each))
 
     def _befalls_in_time(self, fault: Fault) -> None:
@@ -378,6 +381,8 @@ class World:
             case "cut" | "cut-up" | "cut-down":
                 self.network.cut(who, up=fault.kind != "cut-down", down=fault.kind != "cut-up")
                 self.loop.after(lasts, lambda: self.network.heal(who))
+            case "stall":
+                self.network.stall(who, lasts)
             case "data-cut":
                 self.loop.note(who, "** its data plane is cut off")
                 self.cut_off.add(who)

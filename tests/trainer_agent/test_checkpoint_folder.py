@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from safetensors.torch import save_file
 from weightbus.control.errors import ConfigurationError
 from weightbus.control.ids import MAX_VERSION
 from weightbus.control.settings import load
+from weightbus.dataplane.manifest import Manifest
 from weightbus.trainer_agent import checkpoint_folder as folders
-from weightbus.trainer_agent.checkpoint_source import open_checkpoint, staging_device
+from weightbus.trainer_agent.checkpoint_source import CheckpointSource, open_checkpoint, staging_device
 from weightbus.trainer_agent.errors import BadCheckpoint, UnfinishedCheckpoint
+from weightbus.trainer_agent.source import AssemblyFailed
 from weightbus.trainer_agent.watch_settings import SECTION, WatchSettings
 
 GIVEN = {"channel": "c", "insecure_loopback": True}
@@ -134,6 +137,43 @@ def test_what_no_manifest_can_hold_is_a_bad_checkpoint(
     (tmp_path / "config.json").write_text('{"architectures": ["M"]}')
     with pytest.raises(BadCheckpoint, match="cannot be published: ManifestError"):
         open_checkpoint(tmp_path, "", None, dcp=False)
+
+
+def test_a_name_that_stands_twice_is_bad(tmp_path: Path) -> None:
+    """JSON allows it, and readers take one or the other."""
+    whole = single(tmp_path) / folders.SINGLE
+    content = whole.read_bytes()
+    whole.write_bytes(content.replace(b'"a":', b'"b":'))
+    with pytest.raises(BadCheckpoint, match="names 'b' twice"):
+        folders.safetensors(tmp_path)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_checkpoint_that_is_written_to_while_it_is_read_is_no_version(tmp_path: Path, writes: bool) -> None:
+    """Buckets of two states may each look right. A folder that is only deleted is read to its end."""
+    (sharded(tmp_path) / "config.json").write_text('{"architectures": ["M"]}')
+    source = CheckpointSource(open_checkpoint(tmp_path, "", None, dcp=False), torch.device("cpu"))
+    manifest = Manifest.of(source.model, source.tensors(), 1)
+    buffers = [torch.empty(bucket.nbytes, dtype=torch.uint8) for bucket in manifest.buckets]
+    source.assemble(manifest, 0, buffers[0])
+    path = tmp_path / "model-1.safetensors"
+    if writes:
+        os.utime(path, ns=(1, 1))
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+    else:
+        shutil.rmtree(tmp_path)
+
+    for index in range(1, len(buffers) - 1):
+        source.assemble(manifest, index, buffers[index])
+    last = len(buffers) - 1
+    if writes:
+        with pytest.raises(AssemblyFailed, match=r"model-1\.safetensors was written to while it was read"):
+            source.assemble(manifest, last, buffers[last])
+    else:
+        source.assemble(manifest, last, buffers[last])
+    source.close()
 
 
 @pytest.mark.parametrize("named", ["M\ud800", "", "a b", 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -182,3 +183,14 @@ def test_whatever_a_config_makes_transformers_raise_is_about_the_checkpoint(
     folder = written(tmp_path, {"model": tensors(1)})
     with pytest.raises(BadCheckpoint, match=f"cannot build the model of its config: {type(error).__name__}"):
         DcpFiles(folder, "M", {"model_type": "odd"})
+
+
+def test_files_that_are_written_to_while_they_are_read_are_no_version(tmp_path: Path) -> None:
+    """What was read may be of two states; a folder that is gone was read while it was there."""
+    files = DcpFiles(written(tmp_path / "a", {"model": tensors(1)}), "M", {})
+    files.check()
+    written(tmp_path / "a", {"model": tensors(2)})
+    with pytest.raises(AssemblyFailed, match="was written to while it was read"):
+        files.check()
+    shutil.rmtree(tmp_path / "a")
+    files.check()

@@ -24,6 +24,7 @@ CASES = {
 }
 REFUSALS = {
     "an adapter on rank 1": ("RanksDisagree", "'lm_head.adapter.weight' is part of an adapter"),
+    "an adapter on rank 1, gathered whole": ("RanksDisagree", "'lm_head.adapter.weight' is part of an adapter"),
     "another dtype on rank 1": ("RanksDisagree", "rank 1 has tensors="),
     "a part that is not sharded and not equal": ("RanksDisagree", "model.norm.weight (not sharded)="),
     "tied in the config alone": ("LayoutMismatch", "call tie_weights() before it is sharded"),

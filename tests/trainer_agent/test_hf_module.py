@@ -211,3 +211,42 @@ def test_fused_experts_are_refused() -> None:
     module.experts.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 4))
     with pytest.raises(UnsupportedModel, match=r"experts\.gate_up_proj"):
         HFModuleSource(module)
+
+
+class Config:
+    """Of a model whose head is a matrix of its own."""
+
+    tie_word_embeddings = False
+
+
+class Untied(nn.Module):
+    """Says one thing and holds another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config()
+        self.embed = nn.Embedding(5, 4)
+        self.lm_head = nn.Linear(4, 5, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+def test_a_head_that_is_shared_and_not_tied_is_refused() -> None:
+    """An engine that follows the config wants it, and nobody would send it."""
+    with pytest.raises(LayoutMismatch, match=r"'lm_head\.weight' and 'embed\.weight' are one tensor"):
+        HFModuleSource(Untied())
+    module = Untied()
+    module.lm_head.weight = nn.Parameter(torch.ones(5, 4))
+    assert [spec.name for spec in HFModuleSource(module).tensors()] == ["embed.weight", "lm_head.weight"]
+
+
+def test_names_are_those_inside_of_data_parallel() -> None:
+    """The wrapper is no part of the model."""
+    inside = [spec.name for spec in HFModuleSource(Tiny()).tensors()]
+    assert [spec.name for spec in HFModuleSource(nn.DataParallel(Tiny())).tensors()] == inside
+
+
+def test_a_weight_that_is_computed_is_refused() -> None:
+    """Its parts are not what a checkpoint holds."""
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    with pytest.raises(UnsupportedModel, match="remove the parametrization"):
+        HFModuleSource(nn.Sequential(module))

@@ -8,6 +8,7 @@ from weightbus.trainer_agent.watching import (
     Folder,
     Inspect,
     Inspected,
+    Late,
     Limits,
     Listed,
     Publish,
@@ -60,7 +61,7 @@ def test_nothing_is_done_twice() -> None:
     machine.handle(listed(10), 5.0)
     published(machine, 10, 5.0)
     for now, mark in ((6.0, "a"), (20.0, "b"), (40.0, "b")):
-        assert machine.handle(listed(10, s10=mark), now) == ()
+        assert all(isinstance(effect, Late) for effect in machine.handle(listed(10, s10=mark), now))
 
 
 def test_the_newest_finished_one_is_published_and_older_ones_are_skipped() -> None:
@@ -161,3 +162,15 @@ def test_a_folder_that_goes_is_forgotten(version: int) -> None:
     machine.handle(listed(10, 30), 0.0)
     machine.handle(listed(version), 1.0)
     assert machine.handle(listed(version), 5.0) == (Inspect(f"step-{version}"),)
+
+
+def test_what_changes_after_it_was_published_is_said_once() -> None:
+    """It is not published again, for a version never changes; nor would anybody know otherwise that it is another."""
+    machine = Watching(LIMITS)
+    machine.handle(listed(10), 0.0)
+    machine.handle(listed(10), 5.0)
+    published(machine, 10, 5.0)
+    assert machine.handle(listed(10), 6.0) == ()
+    assert machine.handle(listed(10, s10="b"), 7.0) == (Late("step-10", 10),)
+    assert machine.handle(listed(10, s10="c"), 8.0) == ()
+    assert machine.handle(listed(10, s10="c"), 80.0) == ()

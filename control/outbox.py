@@ -1,0 +1,81 @@
+"""What the coordinator wants done, in the order in which it came about, until its driver takes it. Pure.
+
+That order is part of the contract (effects.py). Here stands also what was answered under which key, so that the same
+request gets the same answer.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .answers import Replies
+from .effects import AnyEffect, AnyObservation, Evict, Observe, Persist, PublishHint, Refusal, SendTo
+from .events import Peer
+from .ids import AgentId, Channel, Epoch, RequestId, Version
+from .lease import Verdict
+from .messages import Abandon, Ack, Bye, Code, Heartbeat, Hint, Offered, Publish, Refused, Release, Sent, ToAgent
+from .messages import ToCoordinator as Message
+
+HEARTBEAT_KEY: Final = RequestId("heartbeat")
+"""Heartbeats carry no key; this one stands in the `Refused` that tells a stranger to say `Hello`."""
+_KEYLESS: Final = (Heartbeat, Bye)
+_REMEMBERED: Final = (Publish, Release, Offered, Sent, Abandon)
+"""As tuples, made once: a union in the middle of a function is made anew with every message."""
+
+
+class Outbox:
+    """The effects of one event after the other."""
+
+    def __init__(self, boot: int, answers: int) -> None:
+        """`answers` are remembered by request key."""
+        self.replies = Replies(answers)
+        self._boot = boot
+        self._hints = 0
+        self._effects: list[AnyEffect] = []
+
+    def __len__(self) -> int:
+        return len(self._effects)
+
+    def take(self) -> tuple[AnyEffect, ...]:
+        """Everything since this was asked last."""
+        effects, self._effects = tuple(self._effects), []
+        return effects
+
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
+        """To one connection."""
+        self._effects.append(SendTo(peer, message, blob))
+
+    def evict(self, peer: Peer, reason: str) -> None:
+        """Forget the connection."""
+        self._effects.append(Evict(peer=peer, reason=reason))
+
+    def persist(self, persist: Persist) -> None:
+        """Make a record durable."""
+        self._effects.append(persist)
+
+    def observe(self, what: AnyObservation) -> None:
+        """For logs and metrics."""
+        self._effects.append(Observe(what))
+
+    def hint(self, channel: Channel, event: str, version: Version | None, epoch: Epoch) -> None:
+        """For whoever listens."""
+        self._hints += 1
+        hint = Hint(seq=self._hints, boot=self._boot, channel=channel, event=event, version=version, epoch=epoch)
+        self._effects.append(PublishHint(hint=hint))
+
+    def answer(self, peer: Peer, agent: AgentId, message: Message, verdict: Verdict) -> None:
+        """An `Ack`, or a refusal with its reason."""
+        if verdict.code is not None:
+            self.refuse(peer, agent, message, verdict)
+        elif not isinstance(message, _KEYLESS):
+            ack = Ack(request=message.request)
+            if isinstance(message, _REMEMBERED):
+                self.replies.remember(agent, ack)
+            self._effects.append(SendTo(peer, ack))
+
+    def refuse(self, peer: Peer, agent: str, message: Message, verdict: Verdict) -> None:
+        """A refusal changed nothing and is not remembered."""
+        code = verdict.code or Code.NOT_ALLOWED
+        request = HEARTBEAT_KEY if isinstance(message, _KEYLESS) else message.request
+        self.send(peer, Refused(request=request, code=code, reason=verdict.reason, retry_after_s=verdict.retry_after_s))
+        self.observe(Refusal(agent=agent, message=type(message).__name__, code=code, reason=verdict.reason))

@@ -1,0 +1,116 @@
+"""Carries out a worker's part of its schedule: receives turn by turn, and unpacks what does not lie in one piece.
+
+In place, messages go straight into the parameters where they lie there in one piece, and the rest through a buffer of
+one turn: the server must stand still. *Beside* them, everything goes into a buffer as large as the worker's share,
+while the server goes on generating; `flip` then copies all of it into place, as fast as memory is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import torch
+
+from .boxes import Column
+from .copy_engine import CopyEngine, PreparedCopies
+from .copy_table import AXES, CopyTable
+from .deadline import Deadline
+from .outbox import Exchange
+from .pair_group import Parcel
+from .pieces import DTYPES
+from .schedule import NOWHERE, Messages
+from .tensor_bytes import sizes_of
+
+_BYTES: Final = DTYPES.index("uint8")
+
+
+class Inbox:
+    """Bound to memory. `receive` is called on the thread of the transfer, `flip` on the scheduler's."""
+
+    def __init__(
+        self,
+        messages: Messages,
+        unpack: CopyTable,
+        targets: Sequence[torch.Tensor],
+        engine: CopyEngine,
+        device: torch.device,
+        *,
+        beside: bool,
+    ) -> None:
+        """`holder` of a message is its sender's rank in the group.
+
+        Raises `ManifestError`, and `torch.OutOfMemoryError` where there is no room beside the parameters.
+        """
+        messages.check(sizes_of(targets), sending=False)
+        self.beside = beside
+        staged = np.ones(len(messages), bool) if beside else messages.target == NOWHERE
+        at, self.staging_bytes = messages.places(staged, by_turn=not beside)
+        self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
+        placed = replace(unpack, source=np.zeros_like(unpack.source), source_at=unpack.source_at + at[unpack.source])
+        self._flip: PreparedCopies | None = None
+        self._unpacks: list[PreparedCopies | None] = [None] * messages.turns
+        if beside:
+            placed = _both(placed, _straight(messages, at))
+        placed.check(np.array([self.staging_bytes]), sizes_of(targets))
+        if beside:
+            self._flip = engine.copies(placed, [self._staging], targets)
+        else:
+            for turn in range(messages.turns):
+                rows = np.flatnonzero(messages.turn[unpack.source] == turn)
+                if len(rows):
+                    self._unpacks[turn] = engine.copies(placed.take(rows), [self._staging], targets)
+        self._receives: list[list[Parcel]] = [[] for _ in range(messages.turns)]
+        columns = (messages.turn, messages.holder, messages.nbytes, messages.target, messages.target_at, at, staged)
+        table: list[list[int]] = np.stack(columns, axis=1).tolist()
+        for turn, holder, nbytes, target, target_at, begin, aside in table:
+            region, first = (self._staging, begin) if aside else (targets[target], target_at)
+            self._receives[turn].append(Parcel(region[first : first + nbytes], holder))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all messages."""
+        return sum(each.memory.numel() for turn in self._receives for each in turn)
+
+    def receive(self, group: Exchange, turn_s: float) -> None:
+        """All turns; each has `turn_s`. Raises `TransferFailed`."""
+        for receives, unpack in zip(self._receives, self._unpacks, strict=True):
+            group.exchange((), receives, Deadline(turn_s))
+            if unpack is not None:
+                unpack.run()
+
+    def flip(self) -> None:
+        """Put what was taken beside the parameters into them."""
+        if self._flip is not None:
+            self._flip.run()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        for each in (self._flip, *self._unpacks):
+            if each is not None:
+                each.close()
+        self._flip, self._unpacks, self._receives = None, [], []
+        self._staging = torch.empty(0, dtype=torch.uint8)
+
+
+def beside_bytes(messages: Messages) -> int:
+    """What taking all of them beside the parameters needs."""
+    return messages.places(np.ones(len(messages), bool), by_turn=False)[1]
+
+
+def _straight(messages: Messages, at: Column) -> CopyTable:
+    """Rows that copy whole messages out of the buffer."""
+    rows = np.flatnonzero(messages.target != NOWHERE)
+    none = np.zeros(len(rows), np.int64)
+    ones, steps = np.ones((len(rows), AXES), np.int64), np.zeros((len(rows), AXES), np.int64)
+    kind = np.full(len(rows), _BYTES)
+    return CopyTable(
+        none, messages.target[rows], at[rows], messages.target_at[rows], kind, kind, messages.nbytes[rows], ones, steps,
+        steps,
+    )  # fmt: skip
+
+
+def _both(one: CopyTable, other: CopyTable) -> CopyTable:
+    return CopyTable.of_numbers(np.concatenate([one.numbers(), other.numbers()]))

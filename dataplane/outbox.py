@@ -1,0 +1,115 @@
+"""Carries out a trainer rank's part of the schedules: packs what does not lie in one piece, and sends turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from .boxes import Column
+from .copy_engine import CopyEngine, PreparedCopies
+from .copy_table import CopyTable
+from .deadline import Deadline
+from .pair_group import Parcel
+from .schedule import NOWHERE, Messages
+from .tensor_bytes import sizes_of
+
+
+class Exchange(Protocol):
+    """What is asked of `PairGroup`."""
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], deadline: Deadline) -> None:
+        """Move all of these."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Mail:
+    """What one engine worker is sent: `Schedule.of_holder`."""
+
+    peer: int
+    """The worker's rank in the group."""
+    messages: Messages
+    pack: CopyTable
+
+
+class Outbox:
+    """Bound to memory. Used from one thread; the memory is read during `send` and at no other time."""
+
+    def __init__(self, mail: Sequence[Mail], regions: Sequence[torch.Tensor], engine: CopyEngine) -> None:
+        """Raises `ManifestError` for what reaches out of its region."""
+        everything, pack, peer = _joined(mail)
+        everything.check(sizes_of(regions), sending=True)
+        at, self.staging_bytes = everything.places(everything.source == NOWHERE, by_turn=True)
+        device = regions[0].device if len(regions) else torch.device("cpu")
+        self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
+        placed = replace(pack, target=np.zeros_like(pack.target), target_at=pack.target_at + at[pack.target])
+        placed.check(sizes_of(regions), np.array([self.staging_bytes]))
+        self._packs: list[PreparedCopies | None] = []
+        self._sends: list[list[Parcel]] = []
+        for turn in range(everything.turns):
+            rows = np.flatnonzero(everything.turn[pack.target] == turn)
+            self._packs.append(engine.copies(placed.take(rows), regions, [self._staging]) if len(rows) else None)
+            self._sends.append(
+                [
+                    Parcel(_view(self._staging if source == NOWHERE else regions[source], begin, nbytes), to)
+                    for source, begin, nbytes, to in _ends(everything, everything.source, at, turn, peer)
+                ]
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all messages."""
+        return sum(each.memory.numel() for turn in self._sends for each in turn)
+
+    def send(self, group: Exchange, turn_s: float) -> None:
+        """All turns; each has `turn_s`. Raises `TransferFailed`."""
+        for pack, sends in zip(self._packs, self._sends, strict=True):
+            if pack is not None:
+                pack.run()
+            group.exchange(sends, (), Deadline(turn_s))
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        for pack in self._packs:
+            if pack is not None:
+                pack.close()
+        self._packs, self._sends = [], []
+
+
+def _joined(mail: Sequence[Mail]) -> tuple[Messages, CopyTable, Column]:
+    """All messages and rows, and the peer of each message."""
+    before = np.cumsum([0, *(len(each.messages) for each in mail)])
+    packs = [
+        replace(each.pack, target=each.pack.target + first).numbers()
+        for each, first in zip(mail, before.tolist(), strict=False)
+    ]
+    messages = np.concatenate([Messages.decode(b"").numbers(), *(each.messages.numbers() for each in mail)])
+    peer = np.concatenate([np.full(len(each.messages), each.peer) for each in mail] or [np.empty(0, np.int64)])
+    joined = CopyTable.of_numbers(np.concatenate([CopyTable.empty().numbers(), *packs]))
+    return Messages(*(messages[:, column] for column in range(messages.shape[1]))), joined, peer
+
+
+def _ends(
+    messages: Messages, region: Column, staged_at: Column, turn: int, peer: Column
+) -> list[tuple[int, int, int, int]]:
+    """(region, byte, bytes, peer) of the messages of a turn, in their order."""
+    rows = np.flatnonzero(messages.turn == turn)
+    begin = np.where(region == NOWHERE, staged_at, messages.source_at)
+    table: list[tuple[int, int, int, int]] = list(
+        zip(
+            region[rows].tolist(),
+            begin[rows].tolist(),
+            messages.nbytes[rows].tolist(),
+            peer[rows].tolist(),
+            strict=True,
+        )
+    )
+    return table
+
+
+def _view(region: torch.Tensor, begin: int, nbytes: int) -> torch.Tensor:
+    return region[begin : begin + nbytes]

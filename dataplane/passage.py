@@ -1,0 +1,104 @@
+"""One process's part in the group of one epoch: it joins, moves its messages, and can be called off meanwhile.
+
+Joining and moving block, so a thread of their own does it. The caller watches the connection to whoever leads, and
+breaks the group when it is told to, or when nobody is there any more: so a death anywhere is known everywhere at once,
+also to ranks that exchange nothing with the one that died.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from .deadline import Deadline
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
+from .pair_group import PairGroup
+from .sealed_frames import address_towards, host_and_port
+from .sends_wire import BEAT_S, Group
+
+_LOOK_S: Final = 0.02
+_END_S: Final = 5.0
+"""How long a thread whose group was broken may take to notice."""
+
+
+@dataclass(slots=True, eq=False)
+class _Outcome:
+    group: PairGroup | None = None
+    done: bool = False
+    error: BaseException | None = None
+
+
+class Passage:
+    """For one epoch."""
+
+    def __init__(self, where: Group, rank: int, device: torch.device) -> None:
+        self._where = where
+        self._rank = rank
+        self._device = device
+
+    def run(self, move: Callable[[PairGroup], None], called_off: Callable[[], str], beat: Callable[[], None]) -> float:
+        """Join, `move`, and return the seconds that it took after all had come.
+
+        `called_off` is asked often for a reason to give up, and `beat` is called every `BEAT_S`. Whatever goes wrong
+        breaks the group for all. Raises `TransferFailed`.
+        """
+        outcome, began = _Outcome(), [time.monotonic()]
+        thread = threading.Thread(target=self._pass, args=(move, outcome, began), name="weightbus-sends", daemon=True)
+        thread.start()
+        due = time.monotonic() + BEAT_S
+        while thread.is_alive():
+            if time.monotonic() >= due:
+                due += BEAT_S
+                beat()
+            reason = called_off()
+            if reason:
+                self._break(outcome, thread, reason)
+                raise PeerLost(reason)
+            thread.join(_LOOK_S)
+        if outcome.error is not None:
+            if isinstance(outcome.error, DataplaneError):
+                raise outcome.error
+            raise TransferFailed(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
+        return time.monotonic() - began[0]
+
+    def _pass(self, move: Callable[[PairGroup], None], outcome: _Outcome, began: list[float]) -> None:
+        group: PairGroup | None = None
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            group = self._join()
+            began[0] = time.monotonic()
+            outcome.group = group
+            if outcome.done:
+                group.abort("called off while it formed")  # `move` raises
+            move(group)
+        except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
+            outcome.error = error
+            if group is not None:
+                group.abort(str(error) or type(error).__name__)
+
+    def _join(self) -> PairGroup:
+        where = self._where
+        deadline = Deadline(where.form_s)
+        host, port = host_and_port(where.store)
+        try:
+            left = timedelta(seconds=deadline.check("the group's store"))
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
+        except RuntimeError as error:
+            raise DeadlineExceeded("the group's store", where.form_s) from error
+        mine = address_towards(host, port)
+        return PairGroup.form(store, where.name, mine, self._device, self._rank, where.size, deadline)
+
+    @staticmethod
+    def _break(outcome: _Outcome, thread: threading.Thread, reason: str) -> None:
+        outcome.done = True  # a group that forms from now on is broken where it is made
+        if outcome.group is not None:
+            outcome.group.abort(reason)
+            thread.join(_END_S)

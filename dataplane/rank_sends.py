@@ -1,0 +1,170 @@
+"""What one rank of the trainer does in the sends transport: a thread that joins the group of an epoch and sends.
+
+The rank's own loop only says when (`begin`), with what its leader told it; the memory is described before. The thread
+reads it until the leader has heard that it is through, and a publication does not end before that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from . import sends_wire as wire
+from .copy_engines import engine_for
+from .copy_table import CopyTable
+from .deadline import Deadline
+from .errors import DataplaneError, PeerLost, TransferFailed
+from .outbox import Mail, Outbox
+from .passage import Passage
+from .schedule import Messages
+from .sealed_frames import SealedFrames
+from .transport import Address
+
+_PACKET_S = 10.0
+_END_S = 10.0
+
+
+class RankSends:
+    """Used from one thread."""
+
+    def __init__(self, channel: str, rank: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._parts: dict[str, tuple[Messages, CopyTable]] = {}
+        """By digest of the schedule."""
+        self._outbox: tuple[object, Outbox] | None = None
+        """With what it was made from."""
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self.failure = ""
+        """Of the last epoch; for people."""
+
+    def begin(self, address: Address, epoch: int, regions: Sequence[torch.Tensor], deadline_s: float) -> None:
+        """Take part in `epoch`, behind the caller's back. What came before is broken off."""
+        self.stop()
+        if regions and regions[0].device.type == "cuda":
+            torch.cuda.synchronize(regions[0].device)  # a training step may have written on any stream
+        self._stop = threading.Event()
+        self.failure = ""
+        arguments = (address, epoch, tuple(regions), Deadline(deadline_s), self._stop)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="weightbus-rank-sends", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Break off what runs. The memory is not read any more when this returns, but by a thread that is stuck."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_END_S)
+            self._thread = None
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.stop()
+        if self._outbox is not None:
+            self._outbox[1].close()
+            self._outbox = None
+        self._parts = {}
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        address: Address,
+        epoch: int,
+        regions: tuple[torch.Tensor, ...],
+        deadline: Deadline,
+        stop: threading.Event,
+    ) -> None:
+        frames: SealedFrames | None = None
+        try:
+            frames = SealedFrames.reach(address.address, address.token, deadline)
+            hello = wire.RankHello(channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(self._parts))
+            wire.say(frames, hello, deadline)
+            begin = self._begun(frames, deadline, stop)
+            outbox = self._bound(begin.letters, regions)
+            device = regions[0].device if regions else torch.device("cpu")
+            where = begin.group
+            seconds = Passage(where, where.rank, device).run(
+                lambda group: outbox.send(group, where.turn_s), lambda: _called_off(frames, stop), lambda: _beat(frames)
+            )
+            wire.say(frames, wire.Through(seconds=seconds, nbytes=outbox.nbytes), Deadline(_PACKET_S))
+        except DataplaneError as error:
+            self.failure = str(error) or type(error).__name__
+        except Exception as error:  # noqa: BLE001  the leader hears of it, and the training loop must go on
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            if frames is not None:
+                if self.failure:
+                    _tell(frames, f"rank {self._rank}: {self.failure}")
+                    frames.close()
+                else:
+                    _linger(frames, deadline, stop)
+
+    def _begun(self, frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> wire.Begin:
+        while not frames.waiting():
+            deadline.check("the sender to begin")
+            if stop.wait(0.01):
+                raise PeerLost("this rank has gone on")
+        message = wire.hear_sender(frames, deadline, "the sender to begin")
+        if not isinstance(message, wire.Begin):
+            raise PeerLost(f"the sender did not begin: {_reason(message)}")
+        return message
+
+    def _bound(self, letters: Sequence[wire.Letters], regions: Sequence[torch.Tensor]) -> Outbox:
+        """The outbox of these letters; the one of the last epoch if nothing is new."""
+        for each in letters:
+            if each.messages or each.schedule not in self._parts:
+                self._parts[each.schedule] = Messages.decode(each.messages), CopyTable.decode(each.pack)
+        self._parts = {each.schedule: self._parts[each.schedule] for each in letters}
+        made_from = (
+            tuple((each.peer, each.schedule) for each in letters),
+            tuple((each.data_ptr(), each.numel()) for each in regions),
+        )
+        if self._outbox is not None and self._outbox[0] == made_from:
+            return self._outbox[1]
+        if self._outbox is not None:
+            self._outbox[1].close()
+        device = regions[0].device if regions else torch.device("cpu")
+        mail = [Mail(each.peer, *self._parts[each.schedule]) for each in letters]
+        made = Outbox(mail, regions, engine_for(device))
+        self._outbox = made_from, made
+        return made
+
+
+def _beat(frames: SealedFrames) -> None:
+    try:
+        wire.say(frames, wire.Beat(), Deadline(_PACKET_S))
+    except DataplaneError:
+        return  # the sender is gone: that is heard of next
+
+
+def _called_off(frames: SealedFrames, stop: threading.Event) -> str:
+    """Why it should not go on; the sender says nothing else while the group moves."""
+    if stop.is_set():
+        return "this rank has gone on"
+    if not frames.waiting():
+        return ""
+    try:
+        return _reason(wire.hear_sender(frames, Deadline(_PACKET_S), "the sender"))
+    except TransferFailed as error:
+        return f"the sender is gone: {error}"
+
+
+def _linger(frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> None:
+    """Keep the connection until the sender closes it: an end before its word was read would look like a death."""
+    while not frames.waiting() and deadline.left() and not stop.wait(0.02):
+        pass
+    frames.close()
+
+
+def _tell(frames: SealedFrames, reason: str) -> None:
+    try:
+        wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
+    except DataplaneError:
+        return  # it is gone, nothing to tell
+
+
+def _reason(message: wire.ToReceiver) -> str:
+    return message.reason if isinstance(message, wire.Refused | wire.Failed) else type(message).__name__

@@ -1,0 +1,400 @@
+"""Every rank of the trainer sends each worker of each engine what it stores: the half of the trainer's leader.
+
+The leader moves no weights here. It listens, gives receivers the layout, makes their plans once more, and, when all
+have prepared, has trainer ranks and workers join one group (pair_group.py) in which the schedules (schedule.py) are
+carried out. Until then a receiver that does not come is left out. From then on the group is one: whoever fails fails it
+for all that are not through, everybody is told at once, and the next epoch forms a new one. SENDS.md tells it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from . import direct_wire
+from . import sends_wire as wire
+from .broadcast_group import backend_for, serve_store
+from .deadline import Deadline
+from .direct import Exposed
+from .errors import DataplaneError, ManifestError, PeerLost, TransferFailed
+from .frames import Frames
+from .meeting import new_token
+from .plan import Plan, make_plan
+from .recording import Recording
+from .schedule import Schedule, pair_bytes_of, schedule
+from .sealed_frames import SealedListener
+from .transport import JOIN_S, Address, Peer, Session, Slot
+
+FORM_S: Final = 15.0
+"""For a group whose members have all said that they are prepared."""
+TURN_S: Final = 10.0
+"""For one turn of a rank: a rank that stands still is given up after it. 512 MB in it are 50 MB/s."""
+_LOOK_S: Final = 0.1
+"""How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
+_PACKET_S: Final = 10.0
+"""For one message to or from a peer that has begun to speak."""
+_GREETING_S: Final = 2.0
+"""For the first words of whoever connects."""
+
+
+class _End:
+    """Somebody that is connected: an engine's sidecar, or a rank of the trainer."""
+
+    def __init__(self, name: str, workers: int = 0) -> None:
+        self.name = name
+        self.workers = workers
+        """Of an engine. A rank of the trainer has none."""
+        self.frames: Frames | None = None
+        self.prepared: wire.Prepared | None = None
+        self.known: frozenset[str] = frozenset()
+        """Schedules whose part a rank has."""
+        self.through = self.finished = False
+        self.heard_at = 0.0
+        """While the group forms and moves."""
+
+
+class SendsSender:
+    """Implements `Sender`. `describe` is called at each offer: the memory of the version that is published."""
+
+    def __init__(
+        self,
+        host: str,
+        channel: str,
+        device: torch.device,
+        describe: Callable[[], Exposed],
+        *,
+        turn_s: float = TURN_S,
+        form_s: float = FORM_S,
+    ) -> None:
+        """`host` is the address under which engines and the trainer's other ranks reach this machine."""
+        self._host, self._channel, self._device, self._describe = host, channel, device, describe
+        self._turn_s, self._form_s = turn_s, form_s
+        self._exposed: Exposed | None = None
+        self._layout = ""
+        self._epoch = 0
+        self._token = ""
+        self._pair_bytes = 0
+        self._plans: dict[str, tuple[Plan, int]] = {}
+        """Plans that were agreed to, by digest, and how many targets their recordings have."""
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._failed: dict[str, str] = {}
+        self._withdrawn: dict[str, str] = {}
+        self._engines: dict[str, _End] = {}
+        self._ranks: dict[int, _End] = {}
+        self._began = False
+        self._listener: SealedListener | None = None
+        self._selector: selectors.BaseSelector | None = None
+        self._store: TCPStore | None = None
+        """The one reference to the server: letting go of it ends every wait in the store."""
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Engines that did not take the version, with the reason."""
+        return self._failed
+
+    @property
+    def spared(self) -> frozenset[str]:
+        """Nobody: before the group begins no engine fails for another, afterwards bytes are under way to all."""
+        return frozenset()
+
+    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+        """Listen for `peers`, and for the trainer's ranks. Raises `Unsupported` where NCCL would hang."""
+        self.close()
+        backend = backend_for(self._device)
+        exposed = self._describe()
+        if exposed.pieces.tensors != session.manifest.tensors:
+            raise TransferFailed(
+                "the described pieces are of other tensors than the manifest: describe what is published"
+            )
+        ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
+        pair_bytes = pair_bytes_of(max(ranks, workers))
+        if (exposed.layout, pair_bytes) != (self._layout, self._pair_bytes):
+            self._plans.clear()
+            self._schedules.clear()
+        self._exposed, self._layout, self._pair_bytes = exposed, exposed.layout, pair_bytes
+        self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
+        self._engines = {peer.engine: _End(peer.engine, peer.tp) for peer in peers}
+        self._ranks = {export.holder: _End(f"rank {export.holder}") for export in exposed.exports}
+        self._token = new_token()
+        self._listener = SealedListener(self._host, self._token)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        return Address(
+            self._listener.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token
+        )
+
+    def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
+        """Wait until every rank and every engine has come and is prepared, or is in `failed`; then let them begin."""
+        deadline = Deadline(deadline_s)
+        coming = Deadline(min(deadline_s, join_s))
+        self._wait(coming, lambda end: end.frames is None, "did not come")
+        self._require_all_ranks()
+        self._wait(deadline, lambda end: bool(end.workers) and end.prepared is None, "was not prepared")
+        self._require_some()
+        self._begin()
+
+    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+        """Nothing is sent from buckets."""
+        del index, slot, deadline_s
+
+    def reclaim(self, index: int, deadline_s: float) -> None:
+        """Nobody reads buckets."""
+        del index, deadline_s
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until every engine holds the version, or is in `failed`."""
+        deadline = Deadline(deadline_s)
+        self._wait(deadline, lambda end: not end.through, "had not moved everything", silent_s=wire.SILENT_S)
+        self._wait(deadline, lambda end: bool(end.workers) and not end.finished, "had not finished")
+
+    def withdraw(self, engine: str, reason: str) -> None:
+        """Fail `engine` when this sender waits the next time; when the group has begun, with it all of the others."""
+        self._withdrawn.setdefault(engine, reason)
+
+    def close(self) -> None:
+        """Hang up on everybody. Whoever is still in the group breaks it."""
+        for end in (*self._engines.values(), *self._ranks.values()):
+            self._hang_up(end, "" if end.through else "the sender closed this session")
+        self._engines, self._ranks, self._store = {}, {}, None
+        if self._selector is not None:
+            self._selector.close()
+            self._selector = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _wait(
+        self, deadline: Deadline, pending: Callable[[_End], bool], reproach: str, silent_s: float = math.inf
+    ) -> None:
+        while late := [end for end in self._everybody() if pending(end)]:
+            still = [end for end in late if time.monotonic() - end.heard_at > silent_s]
+            if still:
+                self._drop(still[0], f"{still[0].name} stands still: nothing was heard of it for {silent_s:.1f} s")
+                continue
+            left = deadline.left()
+            if not left:
+                for end in late:
+                    self._drop(end, f"{end.name} {reproach} within {deadline.seconds:.1f} s")
+                return
+            self._pump(min(left, _LOOK_S))
+
+    def _everybody(self) -> list[_End]:
+        return [*self._engines.values(), *self._ranks.values()]
+
+    def _pump(self, timeout_s: float) -> None:
+        if self._selector is None:
+            raise TransferFailed("nothing is on offer: call offer first")
+        for engine, reason in tuple(self._withdrawn.items()):
+            if engine in self._engines and not self._engines[engine].finished:
+                self._drop(self._engines[engine], reason)
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._admit()
+            else:
+                self._hear(key.data)
+
+    def _require_some(self) -> None:
+        if not self._engines:
+            reasons = "; ".join(f"{engine}: {reason}" for engine, reason in self._failed.items())
+            raise TransferFailed(f"no engine is left to serve ({reasons})")
+
+    def _require_all_ranks(self) -> None:
+        assert self._exposed is not None
+        missing = [export.holder for export in self._exposed.exports if export.holder not in self._ranks]
+        if missing:
+            raise PeerLost(f"ranks {missing} of the trainer did not come to send")
+        self._require_some()
+
+    # -- who comes ----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        assert self._listener is not None
+        assert self._selector is not None
+        deadline = Deadline(_GREETING_S)
+        try:
+            frames = self._listener.accept(deadline, "somebody")
+        except DataplaneError:  # whoever it was is gone; who never comes is named at the deadline
+            return None
+        try:
+            hello = wire.hear_receiver(frames, deadline)
+            end, reason = self._known(hello)
+            if end is None:
+                wire.say(frames, wire.Refused(epoch=self._epoch, reason=reason), deadline)
+                return frames.close()
+            if isinstance(hello, wire.RankHello):
+                end.known = frozenset(hello.known)
+            else:
+                invited = wire.Invited(
+                    epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes, plans=tuple(self._plans)
+                )
+                wire.say(frames, invited, deadline)
+        except DataplaneError:
+            return frames.close()
+        end.frames = frames
+        self._selector.register(frames, selectors.EVENT_READ, end)
+        return None
+
+    def _known(self, hello: wire.ToSender) -> tuple[_End | None, str]:
+        """Who has come; or None, and why it may not."""
+        if not isinstance(hello, wire.Hello | wire.RankHello):
+            return None, f"whoever comes begins with Hello, not with {type(hello).__name__}"
+        if (hello.channel, hello.epoch) != (self._channel, self._epoch):
+            return None, f"this is channel {self._channel!r} at epoch {self._epoch}"
+        end = self._ranks.get(hello.rank) if isinstance(hello, wire.RankHello) else self._engines.get(hello.engine)
+        if end is None or self._began:
+            return None, "it does not take part, or the others have begun already"
+        return (None, f"{end.name} is connected already") if end.frames is not None else (end, "")
+
+    def _hear(self, end: _End) -> None:  # noqa: C901  one line for each message
+        if end.frames is None:  # dropped by an earlier event of the same batch
+            return
+        deadline = Deadline(_PACKET_S)
+        end.heard_at = time.monotonic()
+        try:
+            match wire.hear_receiver(end.frames, deadline):
+                case wire.Beat():
+                    pass
+                case wire.GiveLayout():
+                    assert self._exposed is not None
+                    exports = tuple(export.encode() for export in self._exposed.exports)
+                    wire.say(end.frames, wire.Layout(pieces=self._exposed.pieces.encode(), exports=exports), deadline)
+                case wire.Propose() as proposed:
+                    for each in proposed.plans:
+                        self._agree(each)
+                    wire.say(end.frames, wire.Agreed(), deadline)
+                case wire.Prepared() as prepared if end.workers and not self._began:
+                    self._check(end, prepared)
+                    end.prepared = prepared
+                case wire.Through() if self._began:
+                    end.through = True
+                case wire.Finished() if end.through:
+                    end.finished = True
+                case wire.Failed(reason=reason):
+                    self._drop(end, reason)
+                case message:
+                    self._drop(end, f"it said {type(message).__name__} out of turn")
+        except DataplaneError as error:
+            self._drop(end, f"{end.name}: {error}")
+
+    def _agree(self, proposal: direct_wire.Proposal) -> None:
+        """Make the same plan. Raises `TransferFailed` when it is another one."""
+        assert self._exposed is not None
+        recording = Recording.decode(proposal.recording, self._exposed.pieces.tensors)
+        plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
+        found = plan.digest()
+        if found != proposal.plan:
+            raise TransferFailed(
+                f"worker {proposal.reader.rank} planned {proposal.plan[:12]}, the trainer {found[:12]} from the same "
+                "layouts: both sides must run one version of weightbus"
+            )
+        self._plans[found] = plan, len(recording.targets)
+
+    def _check(self, end: _End, prepared: wire.Prepared) -> None:
+        """Make the same schedules. Raises `TransferFailed` when they are others."""
+        if len(prepared.plans) != end.workers:
+            raise TransferFailed(f"{len(prepared.plans)} plans came for {end.workers} workers")
+        for plan, theirs in zip(prepared.plans, prepared.schedules, strict=True):
+            if plan not in self._plans:
+                raise TransferFailed(f"plan {plan[:12]} was not agreed to: propose it first")
+            ours = self._schedule(plan).digest()
+            if ours != theirs:
+                raise ManifestError(
+                    f"a worker scheduled {theirs[:12]}, the trainer {ours[:12]} from the same plan: both sides must "
+                    "run one version of weightbus"
+                )
+
+    def _schedule(self, plan: str) -> Schedule:
+        key = plan, self._pair_bytes
+        if key not in self._schedules:
+            self._schedules[key] = schedule(*self._plans[plan], self._pair_bytes)
+        return self._schedules[key]
+
+    # -- the group ----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Give everybody its rank: the trainer's come first, then the engines' workers in the order of their names."""
+        self._store = serve_store(self._host)
+        first = len(self._ranks)
+        letters: list[tuple[int, str]] = []
+        offsets: dict[str, int] = {}
+        for name in sorted(self._engines):
+            prepared = self._engines[name].prepared
+            assert prepared is not None
+            offsets[name] = first + len(letters)
+            letters += [(first + len(letters) + at, plan) for at, plan in enumerate(prepared.plans)]
+        size = first + len(letters)
+        told = [
+            (end, wire.Begin(group=self._group(size, holder), letters=self._letters(holder, end, letters)))
+            for holder, end in self._ranks.items()
+        ]
+        told += [(end, wire.Begin(group=self._group(size, offsets[name]))) for name, end in self._engines.items()]
+        self._began = True
+        for end, begin in told:
+            end.heard_at = time.monotonic()
+            self._tell(end, begin)
+
+    def _group(self, size: int, rank: int) -> wire.Group:
+        assert self._store is not None
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        name = f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}"
+        return wire.Group(
+            store=f"tcp://{host}:{self._store.port}", name=name, size=size, rank=rank, form_s=self._form_s,
+            turn_s=self._turn_s,
+        )  # fmt: skip
+
+    def _letters(self, holder: int, end: _End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
+        found: list[wire.Letters] = []
+        for peer, plan in letters:
+            digest = self._schedule(plan).digest()
+            if digest in end.known:
+                found.append(wire.Letters(peer=peer, schedule=digest))
+                continue
+            messages, pack = self._schedule(plan).of_holder(holder, self._plans[plan][0])
+            found.append(wire.Letters(peer=peer, schedule=digest, messages=messages.encode(), pack=pack.encode()))
+        return tuple(found)
+
+    def _tell(self, end: _End, message: wire.Begin) -> None:
+        if end.frames is None:
+            return
+        try:
+            wire.say(end.frames, message, Deadline(_PACKET_S))
+        except DataplaneError as error:
+            self._drop(end, f"{end.name}: {error}")
+
+    def _drop(self, end: _End, reason: str) -> None:
+        """It is out. While the group moves, so is everybody who is not through."""
+        self._out(end, reason)
+        if self._began and not end.through:
+            self._store = None
+            for other in self._everybody():
+                if not other.through:
+                    self._out(other, f"the group broke: {reason}")
+
+    def _out(self, end: _End, reason: str) -> None:
+        self._hang_up(end, "" if end.finished else reason)
+        if not end.workers:
+            if not end.through:
+                self._ranks = {rank: each for rank, each in self._ranks.items() if each is not end}
+        elif not end.finished:  # it has the version: going away afterwards is its right
+            self._failed.setdefault(end.name, reason)
+            self._engines.pop(end.name, None)
+
+    def _hang_up(self, end: _End, reason: str) -> None:
+        frames, end.frames = end.frames, None
+        if frames is None:
+            return
+        if self._selector is not None:
+            self._selector.unregister(frames)
+        if reason:
+            with contextlib.suppress(DataplaneError):  # it is gone, nothing to tell
+                wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
+        frames.close()

@@ -1,0 +1,150 @@
+"""What the two halves of the sends transport, and the ranks of the trainer, say to each other over `SealedFrames`.
+
+receiver                     sender                      every rank of the trainer
+  Hello  ------------------->       <-------------------  RankHello
+         <-------------------  Invited | Refused
+  GiveLayout --------------->                             (only when the layout is new)
+         <-------------------  Layout
+  Propose ------------------>                             (only when the plan is new)
+         <-------------------  Agreed
+  Prepared ----------------->                             (its workers know their schedules)
+         <-------------------  Begin  ------------------->
+             ... all join the group; tensors travel there, never here ...
+  Through | Failed --------->       <-------------------  Through | Failed
+  Finished | Failed -------->                             (the engine holds the version, and has proven it)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from .deadline import Deadline
+from .direct_wire import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
+from .frames import Frames
+from .wire_message import WireMessage, decode
+
+
+class RankHello(WireMessage, frozen=True, tag=True):
+    """A rank of the trainer, first."""
+
+    channel: str
+    epoch: int
+    rank: int
+    known: tuple[str, ...]
+    """Digests of the schedules whose part it still has."""
+
+
+class Invited(WireMessage, frozen=True, tag=True):
+    """Sender: the receiver takes part."""
+
+    epoch: int
+    layout: str
+    """Digest of what `Layout` holds."""
+    pair_bytes: int
+    """What one pair of ranks may move in a turn: part of every schedule."""
+    plans: tuple[str, ...] = ()
+    """Those that need not be proposed."""
+
+
+class Prepared(WireMessage, frozen=True, tag=True):
+    """Receiver: its workers know what they will be sent."""
+
+    plans: tuple[str, ...]
+    schedules: tuple[str, ...]
+
+
+class Group(WireMessage, frozen=True, tag=True):
+    """The group of this epoch."""
+
+    store: str
+    """``tcp://host:port``."""
+    name: str
+    size: int
+    rank: int
+    """Of the trainer's rank, or of the engine's first worker."""
+    form_s: float
+    turn_s: float
+
+
+class Letters(WireMessage, frozen=True, tag=True):
+    """What one rank of the trainer sends to one worker. The tables are left out where the rank has them."""
+
+    peer: int
+    """Rank of the worker in the group."""
+    schedule: str
+    messages: bytes = b""
+    pack: bytes = b""
+
+
+class Begin(WireMessage, frozen=True, tag=True):
+    """Sender: join the group, and move."""
+
+    group: Group
+    letters: tuple[Letters, ...] = ()
+    """For ranks of the trainer."""
+
+
+class Beat(WireMessage, frozen=True, tag=True):
+    """Receiver or rank, every `BEAT_S` while the group forms and moves: it does not stand still."""
+
+
+class Through(WireMessage, frozen=True, tag=True):
+    """Receiver or rank: everything of it has moved."""
+
+    seconds: float
+    nbytes: int
+
+
+ToReceiver = Invited | Refused | Layout | Agreed | Begin | Failed
+ToSender = Hello | RankHello | GiveLayout | Propose | Prepared | Beat | Through | Finished | Failed
+
+BEAT_S: Final = 0.5
+SILENT_S: Final = 10.0
+"""Who has said nothing for so long while the group forms or moves stands still, and is given up with the group."""
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_TO_RECEIVER: Final[msgspec.msgpack.Decoder[ToReceiver]] = msgspec.msgpack.Decoder(ToReceiver)
+_TO_SENDER: Final[msgspec.msgpack.Decoder[ToSender]] = msgspec.msgpack.Decoder(ToSender)
+
+__all__ = [
+    "BEAT_S",
+    "SILENT_S",
+    "Agreed",
+    "Beat",
+    "Begin",
+    "Failed",
+    "Finished",
+    "GiveLayout",
+    "Group",
+    "Hello",
+    "Invited",
+    "Layout",
+    "Letters",
+    "Prepared",
+    "Propose",
+    "RankHello",
+    "Refused",
+    "Through",
+    "ToReceiver",
+    "ToSender",
+    "hear_receiver",
+    "hear_sender",
+    "say",
+]
+
+
+def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> None:
+    """Raises `PeerLost`, `DeadlineExceeded`."""
+    frames.send(_ENCODER.encode(message), deadline)
+
+
+def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:
+    """For receivers and ranks. Raises `PeerLost`, `DeadlineExceeded`."""
+    return decode(_TO_RECEIVER, frames.receive(deadline, waiting_for))
+
+
+def hear_receiver(frames: Frames, deadline: Deadline) -> ToSender:
+    """For senders. Raises `PeerLost`, `DeadlineExceeded`."""
+    return decode(_TO_SENDER, frames.receive(deadline, "a receiver"))

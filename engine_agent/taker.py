@@ -1,0 +1,168 @@
+"""A worker's own thread for what it is sent: it waits for the sidecar between rounds, joins groups, and receives.
+
+The scheduler is never kept waiting by it. *Beside* the parameters it receives while the server generates; into them
+only while the scheduler stands in our loader, which `standing` says. Both ends of a round, `Take` and `Flip`, are the
+sidecar's word; when the sidecar is gone, the thread lets go of everything and ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from weightbus.dataplane import worker_wire as wire
+from weightbus.dataplane.copy_engines import engine_for
+from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import DataplaneError, TransferFailed
+from weightbus.dataplane.frames import Frames
+from weightbus.dataplane.inbox import Inbox, beside_bytes
+from weightbus.dataplane.pair_group import PairGroup
+from weightbus.dataplane.passage import Passage
+from weightbus.dataplane.schedule import Messages
+
+_CONNECT_S: Final = 30.0
+_SAY_S: Final = 30.0
+_FOREVER_S: Final = 366 * 86400.0
+"""Between rounds. The end of the sidecar ends the wait."""
+_MEMINFO: Final = Path("/proc/meminfo")
+
+_log = logging.getLogger(__name__)
+
+
+class Taker:
+    """For one schedule. Made and asked by the scheduler's thread."""
+
+    def __init__(self, expect: wire.Expect, rank: int, targets: Sequence[torch.Tensor], device: torch.device) -> None:
+        """`targets` are those of the recording, then the buffer of the plan. Connects; raises `DataplaneError`."""
+        self.schedule = expect.schedule
+        self.standing = threading.Event()
+        """The scheduler stands in our loader."""
+        self._messages, self._unpack = Messages.decode(expect.messages), CopyTable.decode(expect.unpack)
+        self._targets, self._device, self._rank = targets, device, rank
+        self._inbox: Inbox | None = None
+        self._taken = False
+        self._touched = False
+        self._closed = False
+        self._frames = Frames.connect(expect.socket, Deadline(_CONNECT_S))
+        wire.say(self._frames, wire.Expecting(rank=rank, schedule=self.schedule), Deadline(_SAY_S))
+        self._thread = threading.Thread(target=self._run, name="weightbus-taker", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Its sidecar is there."""
+        return self._thread.is_alive() and not self._closed
+
+    def flip(self) -> None:
+        """Put what was taken into place, once. Raises `TransferFailed` when there is nothing whole."""
+        if not self._taken or self._inbox is None:
+            raise TransferFailed("nothing was taken that could be put into place")
+        self._taken = False
+        self._inbox.flip()
+        if self._inbox.beside:
+            self._drop()
+
+    def close(self) -> None:
+        """Let go of everything. What is under way is broken off."""
+        self._closed = True
+        self._frames.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_SAY_S)
+        self._drop()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                message = wire.hear_sidecar(self._frames, Deadline(_FOREVER_S))
+                match message:
+                    case wire.Weigh():
+                        self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
+                    case wire.Take():
+                        self._say(self._take(message))
+                    case wire.Failed():  # of what has ended already
+                        self._taken = False
+                    case _:
+                        _log.error("weightbus: the sidecar said %s to a thread that receives", type(message).__name__)
+                        return
+        except DataplaneError as error:
+            if not self._closed:
+                _log.info("weightbus: the thread that receives ends: %s", error)
+        except Exception:  # noqa: BLE001 - the server goes on without this
+            _log.exception("weightbus: the thread that receives failed unforeseen")
+        finally:
+            self._closed = True
+            self._taken = False
+            self._frames.close()
+
+    def _say(self, message: wire.ToSidecar) -> None:
+        wire.say(self._frames, message, Deadline(_SAY_S))
+
+    def _take(self, message: wire.Take) -> wire.Taken | wire.Failed:
+        """Receive everything; whatever goes wrong is the sidecar's to judge."""
+        self._taken = self._touched = False
+        if not message.beside and not self.standing.is_set():
+            return wire.Failed(reason="the scheduler is at work: nothing is received into its parameters")
+        try:
+            inbox = self._bound(beside=message.beside)
+            where = message.group
+
+            def move(group: PairGroup) -> None:
+                self._touched = not message.beside
+                inbox.receive(group, where.turn_s)
+
+            seconds = Passage(where, where.rank, self._device).run(move, self._called_off, self._beat)
+        except Exception as error:  # noqa: BLE001 - see above
+            if message.beside:
+                self._drop()
+            return wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048], touched=self._touched)
+        self._taken = True
+        return wire.Taken(seconds=seconds, nbytes=inbox.nbytes)
+
+    def _bound(self, *, beside: bool) -> Inbox:
+        if self._inbox is None or self._inbox.beside != beside:
+            self._drop()
+            engine = engine_for(self._device)
+            self._inbox = Inbox(self._messages, self._unpack, self._targets, engine, self._device, beside=beside)
+        return self._inbox
+
+    def _drop(self) -> None:
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None:
+            inbox.close()
+
+    def _beat(self) -> None:
+        try:
+            self._say(wire.Moving())
+        except DataplaneError:
+            return  # the sidecar is gone: that is heard of next
+
+    def _called_off(self) -> str:
+        if self._closed:
+            return "this worker has gone on"
+        if not self._frames.waiting():
+            return ""
+        try:
+            message = wire.hear_sidecar(self._frames, Deadline(_SAY_S))
+        except TransferFailed as error:
+            self._closed = True
+            return f"the sidecar is gone: {error}"
+        return message.reason if isinstance(message, wire.Failed) else f"the sidecar said {type(message).__name__}"
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can be had without taking it from anybody: a GPU's free memory with torch's own reserve, or the host's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,271 @@
+"""Schedules against an oracle that knows only what must arrive, and what a schedule promises besides."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane.copy_torch import TorchEngine
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import ManifestError
+from weightbus.dataplane.exports import ExportMap, Place, Region
+from weightbus.dataplane.inbox import Inbox, beside_bytes
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.outbox import Mail, Outbox
+from weightbus.dataplane.pair_group import Parcel
+from weightbus.dataplane.pieces import Box, Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.plan import Plan, Reader, make_plan
+from weightbus.dataplane.recording import Recording, Target
+from weightbus.dataplane.schedule import NOWHERE, Messages, Schedule, pair_bytes_of, schedule
+
+from .test_plan import TENSORS, cut, exported, fill, joined, layouts, random_values, recording_of, sizes
+
+SENT_TO = Reader(rank=0, host="elsewhere", device="cpu", sent_to=True)
+PAIR_BYTES = st.sampled_from([64, 128, 512, 1 << 20])
+ALONE_BYTES = st.sampled_from([1, 16, 200, 1 << 20])
+
+
+class Wire:
+    """Stands for the group: ranks take turns as they like, a message passes only when both ends are there."""
+
+    def __init__(self) -> None:
+        self.turns: dict[int, deque[tuple[list[Parcel], list[Parcel]]]] = {}
+        self.rank = 0
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], deadline: Deadline) -> None:
+        del deadline
+        self.turns.setdefault(self.rank, deque()).append((list(sends), list(receives)))
+
+
+def deliver(ranks: dict[int, Iterator[tuple[list[Parcel], list[Parcel]]]], order: random.Random) -> None:
+    """Every rank posts a turn and waits for all of it, as `PairGroup` does. Fails when all wait for each other."""
+    posted: dict[int, tuple[deque[Parcel], deque[Parcel]]] = {}
+    live = dict(ranks)
+    while True:
+        for rank, turns in list(live.items()):
+            if rank not in posted or not any(posted[rank]):
+                turn = next(turns, None)
+                if turn is None:
+                    del live[rank]
+                    posted.pop(rank, None)
+                else:
+                    posted[rank] = deque(turn[0]), deque(turn[1])
+        if not live:
+            return
+        pairs = [
+            (rank, sent, taken)
+            for rank, (sends, _) in posted.items()
+            for peer in {each.peer for each in sends}
+            for sent in [next(each for each in sends if each.peer == peer)]
+            for taken in [next((each for each in posted.get(peer, ((), ()))[1] if each.peer == rank), None)]
+            if taken is not None
+        ]
+        moved = False
+        order.shuffle(pairs)
+        for rank, sent, taken in pairs:
+            assert sent.memory.numel() == taken.memory.numel(), "both ends of a message are of one size"
+            taken.memory.copy_(sent.memory)
+            posted[rank][0].remove(sent)
+            posted[sent.peer][1].remove(taken)
+            moved = True
+        finished = any(not any(each) for rank, each in posted.items() if rank in live)
+        assert moved or finished, "every rank waits for another one"
+
+
+def turns_of(box: Outbox | Inbox) -> Iterator[tuple[list[Parcel], list[Parcel]]]:
+    """What a box asks of its group, turn by turn: packed before it is asked, unpacked when it was answered."""
+    if isinstance(box, Outbox):
+        for pack, sends in zip(box._packs, box._sends, strict=True):
+            if pack is not None:
+                pack.run()
+            yield sends, []
+    else:
+        for receives, unpack in zip(box._receives, box._unpacks, strict=True):
+            yield [], receives
+            if unpack is not None:
+                unpack.run()
+
+
+def outboxes(plans: list[Plan], made: list[Schedule], memories: list[torch.Tensor]) -> list[Outbox]:
+    """Of every holder, with what it sends to all workers, whose ranks follow the holders'."""
+    return [
+        Outbox(
+            [
+                Mail(len(memories) + at, *each.of_holder(holder, plan))
+                for at, (plan, each) in enumerate(zip(plans, made, strict=True))
+            ],
+            [memory.view(torch.uint8)],
+            TorchEngine(),
+        )
+        for holder, memory in enumerate(memories)
+    ]  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
+    """Any cut of the trainer against those of two workers, in place and beside, however small the turns."""
+    trainer = data.draw(layouts(TENSORS, 3, data.draw(st.integers(1, 3))))
+    workers = [data.draw(layouts(TENSORS[:3], 1))[0] for _ in range(2)]
+    pair_bytes, alone_bytes = data.draw(PAIR_BYTES), data.draw(ALONE_BYTES)
+    beside = data.draw(st.booleans())
+    values = random_values()
+    memories = fill(trainer, values)
+    plans = [
+        make_plan(joined(trainer), exported(trainer), recording_of(each, sizes([each])[0], loaded=(3,)), SENT_TO)
+        for each in workers
+    ]
+    made = [schedule(plan, 1, pair_bytes, alone_bytes) for plan in plans]
+    targets = [torch.zeros(sizes([each])[0], dtype=torch.bfloat16) for each in workers]
+    buffers = [torch.zeros(plan.staging_bytes, dtype=torch.uint8) for plan in plans]
+
+    out = outboxes(plans, made, memories)
+    ins = [
+        Inbox(
+            each.messages, each.unpack, [target.view(torch.uint8), buffer], TorchEngine(), target.device, beside=beside
+        )
+        for each, target, buffer in zip(made, targets, buffers, strict=True)
+    ]  # fmt: skip
+    deliver({rank: turns_of(box) for rank, box in enumerate([*out, *ins])}, random.Random(data.draw(st.integers(0, 9))))
+    if beside:
+        assert not any(bool(target.any()) for target in targets)
+    for box in ins:
+        box.flip()
+
+    for engine, target, buffer, each in zip(workers, targets, buffers, made, strict=True):
+        expected = torch.zeros_like(target)
+        for piece in engine:
+            expected.as_strided(piece.box.shape, piece.view.strides, piece.view.offset).copy_(cut(values, piece))
+        assert torch.equal(target, expected)
+        assert torch.equal(buffer[: TENSORS[3].nbytes].view(torch.bfloat16).view(2, 6, 8), values["d"])
+        straight = each.messages.nbytes[each.messages.target != NOWHERE].sum()
+        assert straight + each.unpack.target_bytes.sum() == sum(spec.nbytes for spec in TENSORS)
+    turns = [np.bincount(each.messages.holder * 10_000 + each.messages.turn, each.messages.nbytes) for each in made]
+    assert max(float(turn.max()) for turn in turns) <= pair_bytes
+    assert all(box.staging_bytes <= pair_bytes * len(workers) for box in out)
+    assert beside or all(box.staging_bytes <= pair_bytes * len(memories) for box in ins)
+    assert (
+        all(box.staging_bytes == beside_bytes(each.messages) for box, each in zip(ins, made, strict=True)) or not beside
+    )
+
+
+def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tuple[Pieces, list[ExportMap], Recording]:
+    """`count` matrices of 64 KB that lie whole in one rank and in one worker."""
+    tensors = tuple(TensorSpec(f"t{index}", "bfloat16", (128, 256)) for index in range(count))
+    boxes = [Box.whole(spec.shape) for spec in tensors]
+    strides = contiguous_strides((128, 256))
+    pieces = [
+        Piece(spec.name, box, dtype, View(index, 0, strides))
+        for index, (spec, box) in enumerate(zip(tensors, boxes, strict=True))
+    ]
+    wanted = [Piece(piece.tensor, piece.box, stored, piece.view) for piece in pieces]
+    targets = tuple(Target(spec.name, stored, (128, 256), strides, parameter=True) for spec in tensors)
+    item = {"bfloat16": 2, "float32": 4}[dtype]
+    export = ExportMap(
+        0, "here", (Region(128 * 256 * item, "cpu"),) * count, tuple(Place(at, 0) for at in range(count))
+    )
+    return Pieces.of(tensors, pieces), [export], Recording(0, targets, Pieces.of(tensors, wanted))
+
+
+def test_what_lies_in_one_piece_is_never_copied() -> None:
+    """Out of the trainer's storage into the engine's parameter: no packing, no unpacking, no staging."""
+    pieces, exports, recording = model(8)
+    plan = make_plan(pieces, exports, recording, SENT_TO)
+
+    made = schedule(plan, 8, pair_bytes_of(1))
+
+    assert len(made.pack) == len(made.unpack) == 0
+    assert made.messages.nbytes.tolist() == [128 * 256 * 2] * 8
+    assert made.messages.turns == 1
+
+
+@pytest.mark.parametrize(("held", "stored"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_cast_travels_in_the_narrower_dtype(held: str, stored: str) -> None:
+    """Masters in float32 are cast before they are sent, parameters in float32 after."""
+    pieces, exports, recording = model(2, held, stored)
+
+    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_of(1))
+
+    assert made.messages.nbytes.sum() == 2 * 128 * 256 * 2
+
+
+def test_small_rows_share_a_message() -> None:
+    """A thousand norms are one message and not a thousand."""
+    tensors = tuple(TensorSpec(f"n{index}", "bfloat16", (64,)) for index in range(1000))
+    pieces = [
+        Piece(spec.name, Box.whole((64,)), "bfloat16", View(0, 100 * at, (1,))) for at, spec in enumerate(tensors)
+    ]
+    wanted = [Piece(spec.name, Box.whole((64,)), "bfloat16", View(at, 0, (1,))) for at, spec in enumerate(tensors)]
+    targets = tuple(Target(spec.name, "bfloat16", (64,), (1,), parameter=True) for spec in tensors)
+    recording = Recording(0, targets, Pieces.of(tensors, wanted))
+    export = ExportMap(0, "here", (Region(200 * 1000, "cpu"),), (Place(0, 0),))
+
+    made = schedule(make_plan(Pieces.of(tensors, pieces), [export], recording, SENT_TO), 1000, pair_bytes_of(1))
+
+    assert len(made.messages) == 1
+    assert made.messages.nbytes.sum() == 1000 * 128
+
+
+def test_replicas_share_the_sending() -> None:
+    """Four equal replicas, sixteen tensors: each sends a quarter."""
+    pieces, exports, recording = model(16)
+    replicas = Pieces.join([replace(pieces, holder=np.full(len(pieces), rank)) for rank in range(4)])
+    maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(4)]
+
+    made = schedule(make_plan(replicas, maps, recording, SENT_TO), 16, pair_bytes_of(4))
+
+    assert np.bincount(made.messages.holder, made.messages.nbytes).tolist() == [4 * 65536] * 4
+
+
+def test_both_sides_make_the_same_schedule() -> None:
+    """Equal plans, equal digest; another bound of a turn, another digest."""
+    pieces, exports, recording = model(8)
+    plan = make_plan(pieces, exports, recording, SENT_TO)
+    again = make_plan(pieces, exports, Recording.decode(recording.encode(), pieces.tensors), SENT_TO)
+
+    assert schedule(plan, 8, 1 << 20).digest() == schedule(again, 8, 1 << 20).digest()
+    assert schedule(plan, 8, 1 << 16).digest() != schedule(plan, 8, 1 << 20).digest()
+
+
+def test_other_hosts_send_and_are_not_read() -> None:
+    """The same trainer: who is sent to has a plan, who reads has none."""
+    pieces, exports, recording = model(1)
+
+    assert len(make_plan(pieces, exports, recording, SENT_TO).copies) == 1
+    with pytest.raises(ManifestError):
+        make_plan(pieces, exports, recording, Reader(0, "elsewhere", "cpu"))
+
+
+def test_a_message_outside_of_its_region_is_refused() -> None:
+    """Nothing is sent from, or received into, memory that is nobody's."""
+    pieces, exports, recording = model(2)
+    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20)
+    messages = Messages.decode(made.messages.encode())
+
+    messages.check(np.array([65536, 65536]), sending=True)
+    with pytest.raises(ManifestError, match="message 1"):
+        messages.check(np.array([65536, 65535]), sending=False)
+    with pytest.raises(ManifestError, match="message 1"):
+        messages.check(np.array([65536]), sending=True)
+    with pytest.raises(ManifestError, match="not a table"):
+        Messages.decode(b"x" * 55)
+
+
+def test_large_plans_are_scheduled_in_seconds() -> None:
+    """Columns, not rows: 100,000 rows in a few seconds of one core."""
+    pieces, exports, recording = model(4)
+    plan = make_plan(pieces, exports, recording, SENT_TO)
+    rows = np.arange(100_000) % 4
+    copies = plan.copies.take(rows)
+
+    made = schedule(replace(plan, copies=copies), 4, 1 << 26)
+
+    assert len(made.messages) == 100_000

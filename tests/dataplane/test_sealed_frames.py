@@ -1,0 +1,111 @@
+"""What is said between hosts: by whoever knows the epoch's token, once, in order, and by nobody else."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import DeadlineExceeded, Forged, PeerLost, TransferFailed
+from weightbus.dataplane.sealed_frames import SealedFrames, SealedListener, address_towards, host_and_port
+
+WAIT_S = 20.0
+Pair = tuple[SealedFrames, SealedFrames]
+
+
+def pair(host: str = "127.0.0.1", theirs: str = "token") -> Pair:
+    """Both ends of a connection; the one that connects believes that the token is `theirs`."""
+    listener = SealedListener(host, "token")
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, Deadline(WAIT_S), "somebody")
+        reached = SealedFrames.reach(listener.address, theirs, Deadline(WAIT_S))
+        found = accepted.result(WAIT_S), reached
+    listener.close()
+    return found
+
+
+@pytest.fixture
+def ends() -> Iterator[Pair]:
+    made = pair()
+    yield made
+    for end in made:
+        end.close()
+
+
+def test_messages_of_any_size_arrive_in_order(ends: Pair) -> None:
+    """Both ways, empty ones too."""
+    ours, theirs = ends
+    for message in (b"", b"one", bytes(300_000)):
+        theirs.send(message, Deadline(WAIT_S))
+        assert ours.receive(Deadline(WAIT_S), "a message") == message
+        ours.send(message, Deadline(WAIT_S))
+        assert theirs.receive(Deadline(WAIT_S), "a message") == message
+
+
+def test_who_does_not_know_the_token_says_nothing() -> None:
+    """Either end refuses the first word of a stranger."""
+    ours, stranger = pair(theirs="another")
+    stranger.send(b"hello", Deadline(WAIT_S))
+    ours.send(b"hello", Deadline(WAIT_S))
+
+    for end in (ours, stranger):
+        with pytest.raises(Forged, match="stranger"):
+            end.receive(Deadline(WAIT_S), "a message")
+        end.close()
+
+
+def test_what_was_said_once_is_not_said_again(ends: Pair) -> None:
+    """A message that is played back, into the same connection or back to whoever said it, is none."""
+    ours, theirs = ends
+    theirs.send(b"begin", Deadline(WAIT_S))
+    mac = theirs._mac(b"begin", 0, by_listener=False)
+    assert ours.receive(Deadline(WAIT_S), "a message") == b"begin"
+
+    for end, raw in ((ours, theirs._socket), (theirs, ours._socket)):
+        raw.sendall(struct.pack("<Q", len(mac) + 5) + mac + b"begin")
+        with pytest.raises(Forged):
+            end.receive(Deadline(WAIT_S), "a message")
+
+
+def test_a_stranger_cannot_fill_the_memory() -> None:
+    """Before somebody has shown that he knows the token, large messages are refused unread."""
+    ours, stranger = pair(theirs="another")
+    stranger._socket.sendall(struct.pack("<Q", 1 << 20))
+
+    with pytest.raises(PeerLost, match="is announced"):
+        ours.receive(Deadline(WAIT_S), "a message")
+    ours.close()
+    stranger.close()
+
+
+def test_whoever_says_nothing_costs_a_deadline() -> None:
+    """A connection that greets nobody, and an address where nobody listens."""
+    listener = SealedListener("127.0.0.1", "token")
+    with socket.create_connection(host_and_port(listener.address)), pytest.raises(DeadlineExceeded):
+        listener.accept(Deadline(0.2), "somebody")
+    listener.close()
+
+    with pytest.raises(PeerLost, match="does not answer"):
+        SealedFrames.reach(listener.address, "token", Deadline(WAIT_S))
+
+
+def test_ipv6_and_what_is_no_address() -> None:
+    """Brackets around the host; anything but tcp with a port is refused with advice."""
+    try:
+        ours, theirs = pair("::1")
+    except TransferFailed:
+        pytest.skip("no IPv6 here")
+    theirs.send(b"six", Deadline(WAIT_S))
+    assert ours.receive(Deadline(WAIT_S), "a message") == b"six"
+    assert address_towards("::1", 9) == "::1"
+    assert address_towards("127.0.0.1", 9) == "127.0.0.1"
+    ours.close()
+    theirs.close()
+
+    for wrong in ("/run/socket", "tcp://host", "http://h:1", "tcp://h:99999999"):
+        with pytest.raises(TransferFailed, match="expected tcp"):
+            host_and_port(wrong)

@@ -1,0 +1,131 @@
+"""A trainer's ranks send to toy workers: all halves, real sockets and gloo, no server."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightbus.dataplane.errors import DigestMismatch, StaleSession, TransferFailed
+from weightbus.dataplane.transport import Peer
+from weightbus.engine_agent import taker
+
+from ..kit.toy_direct import WAIT_S, holds
+from ..kit.toy_sends import SendingTrainer, SendsWorld
+
+
+def has_ipv6() -> bool:
+    """The loopback of IPv6 is there."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
+def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorld]:
+    made = SendsWorld(tmp_path / "r", request.param, monkeypatch)
+    yield made
+    made.close()
+
+
+def test_a_round_brings_the_live_weights(world: SendsWorld) -> None:
+    """From two ranks into one worker or two: as the engine's own loader would have done it."""
+    receipt = world.round()
+
+    assert holds(world.server, world.trainer.values)
+    assert receipt.checked
+    assert world.trainer.sends.failed == {}
+
+
+def test_from_the_second_round_on_it_is_taken_beside(world: SendsWorld) -> None:
+    """The server stands still for the flip only, and holds the new values afterwards."""
+    world.round(stage=True)
+    assert world.receiver.mode.startswith("paused: the workers know no plan")
+    for seed in (1, 2):
+        world.trainer.step(seed)
+        world.round(stage=True)
+        assert world.receiver.mode == "beside"
+        assert holds(world.server, world.trainer.values)
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+def test_hosts_may_speak_ipv6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's port, the group's store and the group itself."""
+    world = SendsWorld(tmp_path / "r", 1, monkeypatch, host="::1")
+    world.round()
+    assert holds(world.server, world.trainer.values)
+    world.close()
+
+
+def test_whoever_forbids_it_is_paused_for_the_whole_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy of the sidecar, and said in its status."""
+    world = SendsWorld(tmp_path / "r", 1, monkeypatch, beside=False)
+    for seed in (1, 2):
+        world.trainer.step(seed)
+        world.round(stage=True)
+        assert world.receiver.mode == "paused: it is not to be taken beside the weights that are served"
+        assert holds(world.server, world.trainer.values)
+    world.close()
+
+
+def test_without_room_it_is_paused(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers say what they need and what is free."""
+    world.round()
+    monkeypatch.setattr(taker, "free_bytes", lambda _device: 100)
+    world.trainer.step(1)
+    world.round(stage=True)
+    assert "100 free" in world.receiver.mode
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_trainer_that_began_anew_is_told_the_plans_again(world: SendsWorld) -> None:
+    """The engine knows its plan, the trainer does not; nothing is recorded again."""
+    world.round()
+    world.trainer.close()
+    world.trainer = SendingTrainer(world.runtime)
+    world.trainer.step(7)
+    world.round(stage=True)
+    assert world.receiver.mode == "beside"
+    assert holds(world.server, world.trainer.values)
+
+
+def test_who_does_not_come_is_left_out_and_the_others_begin(world: SendsWorld) -> None:
+    """Before the group begins no engine fails for another."""
+    session = world.trainer.session(1)
+    address = world.offer(session, [Peer("e", world.server.tp), Peer("absent", 1)])
+    taken = world.receive(session, "e", address)
+    world.trainer.sends.withdraw("absent", "its agent died")
+    world.trainer.sends.ready(WAIT_S)
+    world.trainer.sends.finish(WAIT_S)
+
+    assert taken.result(WAIT_S).checked
+    assert world.trainer.sends.failed == {"absent": "its agent died"}
+    assert holds(world.server, world.trainer.values)
+
+
+def test_another_epoch_is_refused(world: SendsWorld) -> None:
+    """A receiver of an older epoch gets nothing, and its server is not called."""
+    address = world.offer(world.trainer.session(5))
+    taken = world.receive(world.trainer.session(4), "e", address)
+    with pytest.raises(TransferFailed):
+        world.trainer.sends.ready(WAIT_S, 1.0)
+
+    assert isinstance(taken.exception(WAIT_S), StaleSession)
+    assert world.server.calls == 0
+    assert not world.receiver.touched
+
+
+def test_what_is_not_the_version_is_noticed(world: SendsWorld) -> None:
+    """A flipped bit in one rank: the digest table says another thing, and names the tensor."""
+    session = world.trainer.session(1)
+    world.trainer.shards[0]["up"].view(torch.uint8)[1, 3].bitwise_xor_(4)
+
+    with pytest.raises(DigestMismatch, match="up"):
+        world.round(session)
+    assert world.receiver.touched
+    assert "DigestMismatch" in world.trainer.sends.failed["e"]

@@ -1,0 +1,272 @@
+"""Sent rounds of which a member is killed or stands still, at every point: the others know within a deadline.
+
+Two ranks send to two engines. The victim is a process: the trainer's second rank, or a server of one worker; sidecars
+are killed and stopped as their sockets see it. Whoever survives serves what it served, bit for bit, and takes the next
+epoch, which has no room for the victim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightbus.dataplane import sends, sends_receiver, sends_wire
+from weightbus.dataplane.errors import DataplaneError, TransferFailed
+from weightbus.dataplane.sends_receiver import SendsReceiver
+from weightbus.dataplane.transport import Peer, Receipt
+from weightbus.engine_agent.model_tensors import ModelTensors
+
+from ..kit.sends_ends import OF_WORKERS, POINTS
+from ..kit.toy_direct import WAIT_S, Server, holds
+from ..kit.toy_sends import SendsWorld
+
+KIT = Path(__file__).parents[1] / "kit"
+ALL = bool(os.environ.get("WEIGHTBUS_ALL_POINTS"))
+"""Every point; otherwise those that differ."""
+RANKS_AT = POINTS if ALL else ("formed", "moving", "through")
+WORKERS_AT = OF_WORKERS if ALL else ("formed", "moving", "flip")
+STILL_S = 2.0
+"""Deadline of a turn and of forming here. By default they are 10 and 15 s."""
+PROMPT_S = 30.0
+"""For all that must not wait for a deadline of minutes, on a machine that does other things."""
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+
+
+class Ends:
+    """Processes that are one end of a round."""
+
+    def __init__(self) -> None:
+        self._template = subprocess.Popen(
+            [sys.executable, str(KIT / "sends_ends.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._early: list[dict[str, Any]] = []
+        assert self.answer() == {"up": True}
+
+    def start(self, **job: Any) -> int:
+        """Returns its process id."""
+        assert self._template.stdin is not None
+        self._template.stdin.write(json.dumps(job).encode() + b"\n")
+        self._template.stdin.flush()
+        found: dict[str, Any] = {}
+        while "pid" not in found:  # the new process may be quicker than its parent
+            found = self._line()
+            self._early += [found] if "pid" not in found else []
+        return int(found["pid"])
+
+    def answer(self) -> dict[str, Any]:
+        """The next line of any of them."""
+        return self._early.pop(0) if self._early else self._line()
+
+    def _line(self) -> dict[str, Any]:
+        assert self._template.stdout is not None
+        ready, _, _ = select.select([self._template.stdout], [], [], WAIT_S)
+        assert ready, "no answer from the other process"
+        return dict(json.loads(self._template.stdout.readline()))
+
+    def close(self) -> None:
+        assert self._template.stdin is not None
+        assert self._template.stdout is not None
+        self._template.stdin.close()
+        self._template.wait(30)
+        self._template.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorld]:
+    """Ranks and engine ``e`` are here; versions travel in several turns."""
+    monkeypatch.setattr(sends, "pair_bytes_of", lambda _ranks: 256)
+    monkeypatch.setattr(sends_wire, "SILENT_S", 2 * STILL_S)
+    monkeypatch.setattr(sends_receiver, "_END_S", STILL_S)
+    made = SendsWorld(tmp_path / "r", 1, monkeypatch)
+    made.trainer.sends._turn_s = made.trainer.sends._form_s = STILL_S
+    yield made
+    made.close()
+
+
+def state(server: Server) -> list[torch.Tensor]:
+    """Everything that the workers hold."""
+    return [tensor.clone() for model in server.models for tensor in ModelTensors(model).tensors]
+
+
+def unchanged(server: Server, before: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(state(server), before, strict=True))
+
+
+def served(world: SendsWorld) -> None:
+    """Deliver the epoch that is on offer, and give up when nobody is left."""
+    began = time.monotonic()
+    with contextlib.suppress(TransferFailed):
+        world.trainer.sends.ready(WAIT_S, PROMPT_S / 3)
+        world.trainer.sends.finish(WAIT_S)
+    world.trainer.sends.close()
+    assert time.monotonic() - began < PROMPT_S
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
+@pytest.mark.parametrize("point", RANKS_AT)
+def test_a_rank_of_the_trainer(world: SendsWorld, ends: Ends, point: str, number: int) -> None:
+    """Its engine goes on serving the version before, untouched; the next trainer's epoch is taken."""
+    world.round(stage=True)
+    before, old = state(world.server), dict(world.trainer.values)
+    world.trainer.step(5)
+    session = world.trainer.session(2)
+    world.trainer.describe()
+    address = world.trainer.sends.offer(session, [Peer("e", 1)])
+    world.trainer.summon(address, 2, ranks=(0,))
+    pid = ends.start(
+        half="rank", root=str(world.runtime), seed=5, address=address.address, token=address.token, epoch=2,
+        point=point, signal=int(number), at=2 if point == "moving" else 1,
+    )  # fmt: skip
+    taken = world.receive(session, "e", address, stage=True)
+    served(world)
+
+    failure = taken.exception(PROMPT_S)
+    if point == "through":
+        assert failure is None
+        assert holds(world.server, world.trainer.values)
+    else:
+        assert isinstance(failure, DataplaneError)
+        assert not world.receiver.touched
+        assert unchanged(world.server, before)
+        assert holds(world.server, old)
+        assert set(world.trainer.sends.failed) == {"e"}
+    os.kill(pid, signal.SIGKILL)
+    world.epoch = 2
+    world.trainer.step(6)
+    world.round(stage=True)
+    assert holds(world.server, world.trainer.values)
+
+
+class Remote:
+    """A server that is a process; when it dies or stands still, the call of the loader fails, as HTTP would."""
+
+    tp, drafts = 1, False
+
+    def __init__(self, ends: Ends, folder: Path, **job: Any) -> None:
+        self._socket = str(folder / "call.sock")
+        self.pid = ends.start(half="server", socket=self._socket, **job)
+        assert ends.answer() == {"listening": True}
+
+    def load_direct(self, path: str, deadline_s: float) -> None:
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.settimeout(min(deadline_s, PROMPT_S / 2))
+            try:
+                caller.connect(self._socket)
+                caller.sendall(path.encode())
+                if caller.recv(64) != b"returned":
+                    raise TransferFailed("the server is gone")
+            except OSError as error:
+                raise TransferFailed(f"the server is gone: {error}") from error
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
+@pytest.mark.parametrize("point", WORKERS_AT)
+def test_a_worker_of_an_engine(  # noqa: PLR0917 - fixtures
+    world: SendsWorld, ends: Ends, tmp_path: Path, request: pytest.FixtureRequest, point: str, number: int
+) -> None:
+    """The other engine goes on serving, and takes the next epoch; the victim is known to be one."""
+    at = {"moving": 6, "flip": 2, "flipped": 2, "begun": 2, "forming": 2, "formed": 2, "through": 2}[point]
+    sidecar = SendsReceiver(world.runtime)
+    request.addfinalizer(sidecar.shutdown)
+    victim = Remote(ends, tmp_path, point=point, signal=int(number), at=at)
+
+    def victims_half(session: Any, address: Any) -> Future[Receipt]:
+        def both() -> Receipt:
+            sidecar.stage(session, address, "v", WAIT_S)
+            patience_s = PROMPT_S if session.epoch == 1 else PROMPT_S / 3
+            return sidecar.receive(session, address, "v", 0, victim, patience_s)  # type: ignore[arg-type]
+
+        return world.pool.submit(both)
+
+    for epoch in (1, 2):
+        before, old = state(world.server), dict(world.trainer.values)
+        world.trainer.step(epoch)
+        session = world.trainer.session(epoch)
+        world.trainer.describe()
+        address = world.offer(session, [Peer("e", 1), Peer("v", 1)])
+        halves = world.receive(session, "e", address, stage=True), victims_half(session, address)
+        if epoch == 2 and point in ("flip", "flipped"):
+            threading.Timer(STILL_S, lambda: world.trainer.sends.withdraw("v", "its server does not answer")).start()
+        served(world)
+        ours, theirs = (half.exception(WAIT_S) for half in halves)
+        if epoch == 1 and point != "moving":
+            assert ours is None
+            assert theirs is None
+    assert isinstance(theirs, DataplaneError)
+    if ours is None:
+        assert holds(world.server, world.trainer.values)
+    else:
+        assert not world.receiver.touched
+        assert unchanged(world.server, before)
+        assert holds(world.server, old)
+        assert point not in ("through", "flip", "flipped") or number == signal.SIGSTOP
+    os.kill(victim.pid, signal.SIGKILL)
+    world.epoch = 2
+    world.trainer.step(6)
+    world.round(stage=True)
+    assert holds(world.server, world.trainer.values)
+
+
+class Killed(BaseException):
+    """Stands for the end of the sidecar's process: its connections close, and it does nothing more."""
+
+
+@pytest.mark.parametrize("stands", [False, True], ids=["killed", "stopped"])
+@pytest.mark.parametrize("heard", range(4))
+def test_a_sidecar(world: SendsWorld, monkeypatch: pytest.MonkeyPatch, heard: int, *, stands: bool) -> None:
+    """At any answer of its workers, in a round that is taken beside: its server serves what it served, or all of it."""
+    world.round(stage=True)
+    before = state(world.server)
+    world.trainer.step(3)
+    hear, left, waiting = sends_receiver.worker_wire.hear_worker, [heard], threading.Event()
+
+    def hear_or_die(*arguments: Any) -> Any:
+        if not left[0]:
+            monkeypatch.setattr(sends_receiver.worker_wire, "hear_worker", hear)
+            if stands:
+                waiting.wait(WAIT_S)
+            world.receiver.shutdown()
+            raise Killed
+        left[0] -= 1
+        return hear(*arguments)
+
+    monkeypatch.setattr(sends_receiver.worker_wire, "hear_worker", hear_or_die)
+    session = world.trainer.session(2)
+    world.trainer.describe()
+    taken = world.receive(session, "e", world.offer(session), stage=True)
+    if stands:
+        threading.Timer(STILL_S, lambda: world.trainer.sends.withdraw("e", "its agent is silent")).start()
+    served(world)
+    waiting.set()
+
+    assert isinstance(taken.exception(WAIT_S), Killed)
+    assert set(world.trainer.sends.failed) == {"e"}
+    if heard < 3:
+        assert unchanged(world.server, before)
+    world.receiver = SendsReceiver(world.runtime)
+    world.epoch = 2
+    world.trainer.step(4)
+    world.round()
+    assert holds(world.server, world.trainer.values)

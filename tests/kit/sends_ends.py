@@ -1,0 +1,141 @@
+"""Ends of sent rounds in processes of their own: reads jobs, a JSON object a line, and forks a process for each.
+
+    {"half": "rank", "root": .., "seed": 1, "address": .., "token": .., "epoch": 1}   is the trainer's second rank
+    {"half": "server", "socket": ..}     is a server of one worker: what comes on that Unix socket calls the loader
+
+With ``"point"`` a process signals itself with ``"signal"`` when it comes there for the ``"at"``-th time:
+
+    begun     it was told to begin (rank), or to take (worker)
+    forming   before it joins the group
+    formed    it has joined
+    moving    before a turn
+    through   everything has moved
+    flip      before what was taken is put into place (worker)
+    flipped   after that (worker)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.kit.toy_direct import SPECS, WAIT_S, Shard
+from tests.kit.toy_sends import SendingTrainer
+from weightbus.dataplane.pair_group import PairGroup
+from weightbus.dataplane.rank_sends import RankSends
+from weightbus.dataplane.transport import Address
+from weightbus.engine_agent import worker_loader
+from weightbus.engine_agent.recorder import record
+from weightbus.engine_agent.taker import Taker
+
+POINTS = ("begun", "forming", "formed", "moving", "through")
+"""Of ranks."""
+OF_WORKERS = (*POINTS, "flip", "flipped")
+
+
+def say(**answer: object) -> None:
+    """One line."""
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def doomed(job: dict[str, Any]) -> None:
+    """Signal this process when it comes to its point."""
+    left = [int(job.get("at", 1))]
+
+    def reach(point: str) -> None:
+        if point == job.get("point"):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), job["signal"])
+
+    def before(owner: Any, name: str, point: str, after: str = "") -> None:
+        real: Callable[..., Any] = getattr(owner, name)
+
+        def watched(*arguments: Any, **more: Any) -> Any:
+            reach(point)
+            found = real(*arguments, **more)
+            reach(after)
+            return found
+
+        setattr(owner, name, watched)
+
+    form = PairGroup.form.__func__  # type: ignore[attr-defined]
+
+    def formed(kind: Any, *arguments: Any) -> Any:
+        reach("forming")
+        group = form(kind, *arguments)
+        reach("formed")
+        return group
+
+    PairGroup.form = classmethod(formed)  # type: ignore[method-assign, assignment]
+    before(PairGroup, "exchange", "moving")
+    before(RankSends, "_bound", "begun")
+    before(Taker, "_take", "begun", "through")
+    before(Taker, "flip", "flip", "flipped")
+
+
+def rank(job: dict[str, Any]) -> None:
+    """Send one version as the second rank."""
+    made = SendingTrainer(Path(job["root"]))
+    made.step(job["seed"])
+    made.describe()
+    doomed(job)
+    made.sending[1].begin(Address(job["address"], token=job["token"]), job["epoch"], made.memories[1].regions, WAIT_S)
+    thread = made.sending[1]._thread
+    assert thread is not None
+    thread.join()
+
+
+def server(job: dict[str, Any]) -> None:
+    """Call the loader whenever that is asked for, and answer when it has returned."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(job["socket"])
+    listener.listen()
+    model = Shard(0, 1)
+    doomed(job)
+    say(listening=True)
+    while True:
+        caller, _ = listener.accept()
+        with caller:
+            path = caller.recv(4096).decode()
+            worker_loader.load(model, [(f"weightbus:{path}", torch.empty(0))])
+            caller.sendall(b"returned")
+
+
+def main() -> None:
+    """Fork a process for each job until the jobs end, then see that none is left."""
+    children: list[int] = []
+    model = Shard(0, 1)
+    record(model, model.load_weights, SPECS, 0)  # imports what every child would import for itself, for seconds
+    say(up=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            job = json.loads(line)
+            threading.current_thread().name = job["half"]
+            try:
+                {"rank": rank, "server": server}[job["half"]](job)
+            except Exception as error:  # noqa: BLE001  told to the test
+                say(error=f"{type(error).__name__}: {error}")
+            os._exit(0)
+        children.append(pid)
+        say(pid=pid)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

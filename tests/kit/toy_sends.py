@@ -1,0 +1,105 @@
+"""A trainer of two ranks that send, and engines of toy workers: all halves of a round without a server.
+
+Ranks and workers are threads of this process; sockets, groups and everything else are what runs in production.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightbus.dataplane.direct import Exposed
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.own_memory import OwnMemory
+from weightbus.dataplane.pieces import Pieces
+from weightbus.dataplane.rank_sends import RankSends
+from weightbus.dataplane.sends import SendsSender
+from weightbus.dataplane.sends_receiver import SendsReceiver
+from weightbus.dataplane.transport import Address, Peer, Receipt, Session
+from weightbus.engine_agent import worker_loader
+
+from .toy_direct import SPECS, WAIT_S, Server, Shard, Trainer
+
+
+class SendingTrainer(Trainer):
+    """As the other toy trainer holds its model, and sends it."""
+
+    def __init__(
+        self, runtime: Path, specs: tuple[TensorSpec, ...] = SPECS, host: str = "127.0.0.1", turn_s: float = WAIT_S
+    ) -> None:
+        super().__init__(runtime, specs)
+        self.memories = [OwnMemory(rank) for rank in range(2)]
+        self.sending = [RankSends("c", rank) for rank in range(2)]
+        self.sends = SendsSender(host, "c", torch.device("cpu"), self.describe, turn_s=turn_s)
+
+    def describe(self) -> Exposed:
+        maps = tuple(
+            memory.describe(list(shard.values())) for memory, shard in zip(self.memories, self.shards, strict=True)
+        )
+        return Exposed(Pieces.join([self.pieces(rank) for rank in range(2)]), maps, ())
+
+    def summon(self, address: Address, epoch: int, ranks: Sequence[int] = (0, 1)) -> None:
+        """What the leader's order makes every rank do."""
+        for rank in ranks:
+            self.sending[rank].begin(address, epoch, self.memories[rank].regions, WAIT_S)
+
+    def close(self) -> None:
+        self.sends.close()
+        for each in self.sending:
+            each.close()
+        super().close()
+
+
+class SendsWorld:
+    """A trainer and an engine, and rounds between them."""
+
+    def __init__(
+        self, runtime: Path, tp: int, monkeypatch: pytest.MonkeyPatch, host: str = "127.0.0.1", *, beside: bool = True
+    ) -> None:
+        self.runtime = runtime
+        self.trainer = SendingTrainer(runtime, host=host)
+        self.server = Server(tp, monkeypatch, Shard)
+        self.receiver = SendsReceiver(runtime, beside=beside)
+        self.epoch = 0
+        self.pool = ThreadPoolExecutor(4)
+
+    def offer(self, session: Session, peers: Sequence[Peer] = ()) -> Address:
+        """Open the sender for the engine, or `peers`, and call the trainer's ranks."""
+        address = self.trainer.sends.offer(session, peers or [Peer("e", self.server.tp)])
+        self.trainer.summon(address, session.epoch)
+        return address
+
+    def round(self, session: Session | None = None, *, stage: bool = False) -> Receipt:
+        """One transfer; raises what the receiver raises."""
+        self.epoch += 1
+        sent = session or self.trainer.session(self.epoch)
+        taken = self.receive(sent, "e", self.offer(sent), stage=stage)
+        self.trainer.sends.ready(WAIT_S)
+        self.trainer.sends.finish(WAIT_S)
+        return taken.result(WAIT_S)
+
+    def receive(self, session: Session, engine: str, address: Address, *, stage: bool = False) -> Future[Receipt]:
+        """The engine's half, in a thread of its own."""
+
+        def both() -> Receipt:
+            if stage:
+                self.receiver.stage(session, address, engine, WAIT_S)
+            return self.receiver.receive(session, address, engine, 0, self.server, WAIT_S)  # type: ignore[arg-type]
+
+        return self.pool.submit(both)
+
+    def close(self) -> None:
+        self.receiver.shutdown()
+        worker_loader.forget()
+        self.pool.shutdown()
+        self.trainer.close()
+
+
+def token() -> str:
+    """A secret."""
+    return secrets.token_hex(16)

@@ -1,0 +1,138 @@
+"""``weightbus simulate-fleet``: what it answers, what it refuses, and that it needs neither torch nor patience."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightbus.control.cli import main
+from weightbus.trainer_agent.forecast.changes import changes
+from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Links, Trainer, Way, Where
+from weightbus.trainer_agent.forecast.forecast import Forecast
+from weightbus.trainer_agent.forecast.tensors import Tensors
+
+MODEL = str(Path(__file__).parents[2] / "gpu" / "models" / "deepseek.json")
+KIMI_K2 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_routed_experts": 384, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 163840,
+    "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""The sizes of its published config."""
+LARGE = (
+    "--gpus", "512", "--tp", "8", "--pp", "8", "--ep", "32", "--etp", "1",
+    "--engines", "32", "--engine-tp", "16", "--engine-ep", "16",
+)  # fmt: skip
+
+
+def asked(capsys: pytest.CaptureFixture[str], *flags: str) -> Any:
+    """The document."""
+    assert main(["simulate-fleet", "--json", *flags]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What it says of a fleet that cannot be."""
+    assert main(["simulate-fleet", *flags]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_trillion_parameters_on_512_gpus_take_seconds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Exact bytes of a model of 70,000 tensors, and all that would help, in a few seconds of one core."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(KIMI_K2))
+    began = time.process_time()
+    found = asked(capsys, "--model", str(tmp_path), *LARGE)
+    assert time.process_time() - began < 60  # about 5; CI's machines do other things too
+    assert 1.02e12 < found["parameters"] < 1.04e12
+    assert found["bytes"] == 2_052_816_510_976
+    assert found["fleet"]["engines"][0]["way"] == "sends"
+    assert found["round"]["total_s"] > found["round"]["pause_s"] > found["round"]["loads"][0]["seconds"] > 1
+    assert found["changes"][0]["what"].startswith("nic twice as fast")
+    assert all(change["total_s"] < found["round"]["total_s"] for change in found["changes"])
+
+
+def test_people_get_steps_links_and_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bar for each step, the busiest links, what would help, and what was only assumed."""
+    assert main(["simulate-fleet", "--model", MODEL, "--figures"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("transfer", "###", "busiest link", "NIC out of GPU 0", "what would help most", "not measured"):
+        assert word in shown
+
+
+def test_a_fleet_may_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """TOML with several groups of engines says what flags say of one; the slower group decides."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(
+        "[trainer]\ngpus = 4\nep = 4\netp = 1\n[[engines]]\ncount = 4\nwhere = 'trainer-gpus'\n"
+        "[[engines]]\ncount = 2\n[links]\nnic = 10.0\n"
+    )
+    mixed = asked(capsys, "--model", MODEL, "--fleet", str(file))
+    beyond = asked(
+        capsys, "--model", MODEL, *["--gpus", "4", "--ep", "4", "--etp", "1", "--engines", "2", "--nic", "10"]
+    )
+    assert [group["way"] for group in mixed["fleet"]["engines"]] == ["direct", "sends"]
+    links = [load["link"] for load in mixed["round"]["loads"]]
+    assert {"copies within GPU", "NVLink out of GPU", "NIC out of GPU"} <= set(links)
+    assert mixed["round"]["loads"][0] == beyond["round"]["loads"][0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--gpus 8 --tp 3", "8 trainer GPUs are no multiple of tp x pp = 3 x 1"),
+        ("--gpus 8 --ep 3 --etp 1", "no multiple of ep x etp = 3 x 1"),
+        ("--gpus 32 --tp 32", "16 heads, which tp = 32 does not divide: change tp"),
+        ("--gpus 8 --pp 8", "use at most one stage for each"),
+        ("--engine-tp 4 --engine-ep 3", "4 engine tp are no multiple of engine ep = 3"),
+        ("--engine-tp 3", "16 heads, engine tp = 3 does not divide them"),
+        ("--engines 2 --where trainer-gpus", "the trainer has 1: use fewer engines"),
+        ("--way direct", "direct cannot serve engines at other-hosts"),
+        ("--way sends --where trainer-gpus", "NCCL gives a GPU to one rank"),
+        ("--fleet /nowhere.toml", "/nowhere.toml cannot be read"),
+        ("--fleet /nowhere.toml --gpus 4", "both describe the fleet"),
+        ("--gpus 0", "gpus = "),
+    ],
+)
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], flags: str, said: str) -> None:
+    """Found, expected, what to do: exit code 2, and no traceback."""
+    message = refused(capsys, "--model", MODEL, *flags.split())
+    assert said in message
+    assert "Traceback" not in message
+
+
+def test_files_that_describe_nothing_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A misspelt field is named, with those that there are; so is a config that names no model."""
+    file = tmp_path / "fleet.json"
+    file.write_text('{"trainer": {"gpu": 4}}')
+    assert "gpus, gpus_per_host, tp" in refused(capsys, "--model", MODEL, "--fleet", str(file))
+    assert "names no architectures" in refused(capsys, "--model", str(file))
+
+
+def test_changes_are_calculated_and_not_told() -> None:
+    """What is said to be saved is what the changed fleet takes; what cannot be is not said."""
+    forecast = Forecast(Tensors.parse(json.loads(Path(MODEL).read_text())))
+    fleet = Fleet(Trainer(4, 4, ep=4, etp=1), (Engines(4, where=Where.OTHER, way=Way.SENDS),), Links(nic=1.0))
+    now = forecast.round(fleet)
+    found = {change.what: change for change in changes(forecast, fleet, now, 20)}
+    twice = forecast.round(Fleet(fleet.trainer, fleet.engines, Links(nic=2.0)))
+    assert found["nic twice as fast: 2 GB/s"].total_s == twice.total_s
+    assert "by direct" not in found
+    assert [change.total_s for change in found.values()] == sorted(change.total_s for change in found.values())
+
+
+def test_it_needs_no_torch() -> None:
+    """A laptop with numpy answers: torch is not imported on the way."""
+    program = (
+        "import sys; sys.modules['torch'] = None; from weightbus.control.cli import main;"
+        f"sys.exit(main(['simulate-fleet', '--model', {MODEL!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

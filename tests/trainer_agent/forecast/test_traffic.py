@@ -1,0 +1,150 @@
+"""The bytes of a forecast are those of the real planner, on every layout that it can be asked about."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane.boxes import Boxes, volumes
+from weightbus.dataplane.copy_table import ITEM_SIZES, CopyTable
+from weightbus.dataplane.exports import ExportMap, Place, Region
+from weightbus.dataplane.pieces import DTYPES, Pieces
+from weightbus.dataplane.plan import Reader, make_plan
+from weightbus.dataplane.recording import Recording, Target
+from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, FleetError, Trainer, Way, Where, place
+from weightbus.trainer_agent.forecast.forecast import Forecast
+from weightbus.trainer_agent.forecast.holdings import Holdings, holdings
+from weightbus.trainer_agent.forecast.needs import needs
+from weightbus.trainer_agent.forecast.tensors import Tensors
+
+from ...kit.tiny_families import FAMILIES
+
+MODELS = {
+    name: Tensors.parse({"architectures": [tiny.architecture], **tiny.config}, "bfloat16")
+    for name, tiny in FAMILIES.items()
+    if name != "qwen3_vl"  # its config is in a section that only transformers writes
+}
+
+
+@st.composite
+def fleets(draw: st.DrawFn, hosts: int = 1) -> tuple[str, Fleet]:
+    """A family, a trainer of up to 16 ranks and engines of up to 4 workers."""
+    name = draw(st.sampled_from(sorted(MODELS)))
+    sparse = MODELS[name].model.family.experts
+    size = st.sampled_from([1, 2])
+    tp, pp, dp = draw(size), draw(size), draw(st.sampled_from([1, 2, 4]))
+    etp, ep = (draw(size), draw(st.sampled_from([1, 2, 4]))) if sparse else (None, 1)
+    gpus = tp * pp * dp
+    engine_tp = draw(st.sampled_from([1, 2, 4]))
+    engine_ep = draw(st.sampled_from([each for each in (1, 2, 4) if engine_tp % each == 0])) if sparse else 1
+    count = draw(st.sampled_from([1, 2]))
+    where = draw(st.sampled_from(list(Where)))
+    way = Way.NEAREST if where is Where.GPUS else Way.SENDS
+    trainer = Trainer(gpus, -(-gpus // hosts), tp, pp, ep, etp)
+    return name, Fleet(trainer, (Engines(count, engine_tp, engine_ep, where, way),))
+
+
+def predicted(name: str, fleet: Fleet) -> Counter[tuple[int, int]] | None:
+    """Bytes by rank and GPU; None for a fleet that cannot be."""
+    try:
+        found = Forecast(MODELS[name]).traffic(fleet)
+    except FleetError:
+        return None
+    columns = (found.source.tolist(), found.target.tolist(), found.nbytes.tolist())
+    return Counter({(source, target): nbytes for source, target, nbytes in zip(*columns, strict=True)})
+
+
+def holders(held: Holdings, row: int) -> list[int]:
+    return [int(held.base[row] + held.stride[row] * k) for k in range(int(held.count[row]))]
+
+
+def pieces_of(tensors: Tensors, boxes: Boxes, holder: Sequence[int]) -> Pieces:
+    """Every box a local tensor of its own, packed."""
+    axes = max(len(spec.shape) for spec in tensors.specs)
+    boxes = Boxes(boxes.space, boxes.start[:, :axes], boxes.stop[:, :axes])
+    extents = boxes.extents
+    number: Counter[int] = Counter()
+    storage = []
+    for each in holder:
+        storage.append(number[each])
+        number[each] += 1
+    stride = np.stack([np.prod(extents[:, axis + 1 :], axis=1, dtype=np.int64) for axis in range(axes)], axis=1)
+    dtype = np.array([DTYPES.index(tensors.specs[space].dtype) for space in boxes.space.tolist()])
+    zeros = np.zeros(len(boxes), np.int64)
+    return Pieces(tensors.specs, boxes, np.array(holder), np.array(storage), dtype, zeros, stride, zeros)
+
+
+def planned(name: str, fleet: Fleet) -> Counter[tuple[int, int]]:
+    """The same from `make_plan`, worker by worker, out of replicas that are listed one by one."""
+    tensors, ground = MODELS[name], place(fleet)
+    held = holdings(tensors, fleet.trainer)
+    listed = [(row, each) for row in range(len(held.base)) for each in holders(held, row)]
+    pieces = pieces_of(tensors, held.boxes.take(np.array([row for row, _ in listed])), [each for _, each in listed])
+    sizes = pieces.boxes.sizes * ITEM_SIZES[pieces.dtype]
+    exports = []
+    for rank in range(fleet.trainer.gpus):
+        ends = np.cumsum([0, *(-(-sizes[pieces.holder == rank] // 8) * 8).tolist()]).tolist()
+        places = tuple(Place(0, end) for end in ends[:-1])
+        exports.append(ExportMap(rank, f"{ground.host[rank]}", (Region(max(ends[-1], 1), f"GPU-{rank}"),), places))
+    group = ground.groups[0]
+    needed = needs(tensors, group.engines)
+    found: Counter[tuple[int, int]] = Counter()
+    for gpus in group.gpu:
+        for worker, gpu in enumerate(gpus):
+            boxes = needed.boxes.take(np.flatnonzero(needed.worker == worker))
+            copies = pieces_of(tensors, boxes, [0] * len(boxes))
+            targets = tuple(
+                Target(f"p{row}", tensors.specs[space].dtype, extent, stride, parameter=True)
+                for row, (space, extent, stride) in enumerate(
+                    zip(boxes.space.tolist(), map(tuple, boxes.extents.tolist()), map(tuple, copies.stride.tolist()),
+                        strict=True)
+                )
+            )  # fmt: skip
+            beside = [rank for rank in range(fleet.trainer.gpus) if ground.host[rank] == ground.host[gpu]]
+            peers = tuple(f"GPU-{rank}" for rank in beside if rank != gpu)
+            reader = Reader(worker, f"{ground.host[gpu]}", f"GPU-{gpu}", peers, sent_to=True)
+            plan = make_plan(pieces, exports, Recording(worker, targets, copies), reader)
+            found.update(by_holder(plan.copies, [source.holder for source in plan.sources], gpu))
+    return found
+
+
+def by_holder(copies: CopyTable, holder: Sequence[int], gpu: int) -> Counter[tuple[int, int]]:
+    nbytes = copies.run * np.prod(copies.grid, axis=1) * ITEM_SIZES[copies.target_dtype]
+    found: Counter[tuple[int, int]] = Counter()
+    for source, size in zip(copies.source.tolist(), nbytes.tolist(), strict=True):
+        found[holder[source], gpu] += size
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(fleets(), fleets(hosts=2)))
+def test_who_gives_what_is_what_the_planner_says(asked: tuple[str, Fleet]) -> None:
+    """Byte by byte for each pair of ranks, whatever is cut how: own GPU before own host before any other, and turns."""
+    name, fleet = asked
+    found = predicted(name, fleet)
+    if found is not None:
+        assert found == planned(name, fleet)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_parts_make_up_the_model(name: str) -> None:
+    """What ranks hold is every tensor once, and what workers keep is at least all that is read."""
+    tensors = MODELS[name]
+    experts = 2 if tensors.model.family.experts else 1
+    held = holdings(tensors, Trainer(4, tp=2, pp=2, ep=experts, etp=1))
+    whole = [int(np.prod(spec.shape)) for spec in tensors.specs]
+    assert volumes(held.boxes, len(whole)).tolist() == whole
+    kept = volumes(needs(tensors, Engines(tp=2, ep=experts)).boxes, len(whole))
+    read = [n for block in tensors.blocks if block.read for n in range(block.first, end_of(block))]
+    assert all(kept[number] >= whole[number] for number in read)
+    assert sum(kept.tolist()) == sum(kept[number] for number in read)
+
+
+def end_of(block: Any) -> int:
+    return int(block.first + block.plain + block.each * block.experts)

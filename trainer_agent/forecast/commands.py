@@ -1,0 +1,49 @@
+"""The subcommand ``weightbus simulate-fleet``."""
+
+from __future__ import annotations
+
+import argparse
+
+import msgspec
+from rich.console import Console
+
+from weightbus.control import settings
+
+from .settings import SECTION, SimulateSettings
+
+
+class SimulateFleetCommand:
+    """Predicts a round of a fleet, shows where the time goes and what would help."""
+
+    help = "predict the time of a round for a model, a trainer's layout and engines; needs no GPU"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """One flag for each setting."""
+        settings.configure(parser, SimulateSettings)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Calculate and print."""
+        resolved = settings.from_args(SimulateSettings, SECTION, args)
+        console = Console(highlight=False, soft_wrap=True)
+        if args.check_config:
+            console.print(resolved.render(), markup=False)
+            return 0
+        # Imported here: it brings numpy, for which the list of commands should not wait.
+        from .forecast import Forecast  # noqa: PLC0415
+        from .report import figures_table, render, report_of  # noqa: PLC0415
+        from .settings import config_of, fleet_of  # noqa: PLC0415
+        from .tensors import Tensors  # noqa: PLC0415
+
+        given = resolved.value
+        fleet = fleet_of(given)
+        report = report_of(Forecast(Tensors.parse(config_of(given.model), given.dtype)), fleet, given.changes)
+        if given.json:
+            print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())  # noqa: T201
+            return 0
+        console.print(render(report))
+        if given.figures:
+            console.print(figures_table())
+        return 0
+
+
+simulate_fleet = SimulateFleetCommand()

@@ -1,0 +1,47 @@
+"""Every constant of the forecast, and where it was measured. One set for all fleets; none is fitted to a single run.
+
+The runs are in tests/gpu/results and tests/bench/results, of two H200s and of two busy cores. What nobody measured
+says so.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """A number and how it is known."""
+
+    value: float
+    source: str
+    measured: bool = True
+
+
+DEVICE_GB_S: Final = Figure(1940.0, "colocated.json: 31.2 GB copied on one H200 in 16 ms")
+NVLINK_GB_S: Final = Figure(375.0, "peer.json: 31.2 GB read from the other H200 in 83 ms")
+BOTH_WAYS: Final = Figure(0.9, "crosswise.json beside peer.json: what is left of NVLink one way while both are used")
+NIC_GB_S: Final = Figure(45.0, "not measured: 0.9 of a 400 Gb/s NIC", measured=False)
+STORAGE_GB_S: Final = Figure(0.75, "stock.json: 16.4 GB written and read in 43.8 s, one machine's disk")
+GATHER_GB_S: Final = Figure(253.0, "gather.json: what the first rank receives of a model that two hold")
+
+DIGEST_GB_S: Final = Figure(3200.0, "copies.json, digest: parameters where they lie")
+DIGEST_TENSOR_S: Final = Figure(3.0e-6, "colocated, peer and crosswise.json: 9,435 tensors")
+DIGEST_BUCKET_S: Final = Figure(2.8e-3, "stock.json: 30 buckets of 512 MB")
+PROOF_GB_S: Final = Figure(3200.0, "colocated and peer.json: a worker reads its live parameters")
+CHECKSUM_GB_S: Final = Figure(280.0, "stock.json: the server's own checksum of them")
+LOCAL_BUCKET_S: Final = Figure(6.9e-3, "stock.json: one call to the server for each bucket")
+GROUP_BUCKET_S: Final = Figure(3.8e-3, "stock.json, NCCL: the same, beside the broadcast")
+LOAD_TENSOR_S: Final = Figure(55e-6, "colocated.json, flattened buckets: the server's loader")
+LOAD_FAR_TENSOR_S: Final = Figure(175e-6, "peer and crosswise.json: the same where buckets are on another GPU")
+
+ACQUIRE_S: Final = Figure(2.5e-3, "every run with one engine")
+ANNOUNCE_S: Final = Figure(3.0e-3, "every run with one engine")
+PREPARE_S: Final = Figure(3.6e-3, "every run with one engine")
+PAUSE_S: Final = Figure(3.9e-3, "every run with one engine")
+OFFER_S: Final = Figure(14e-3, "colocated, crosswise and model-*.json: a transfer but for its copy and its proof")
+VERIFY_S: Final = Figure(1.5e-3, "every run with one engine")
+COMMIT_S: Final = Figure(1.0e-3, "every run with one engine: label, journal and fsync")
+RESUME_S: Final = Figure(8.0e-3, "every run with one engine")
+BARRIER_ENGINE_S: Final = Figure(0.5e-3, "control.json: 512 agents, on two busy cores that ran them, too")

@@ -1,0 +1,200 @@
+"""What is asked of the forecast: a trainer's layout, groups of engines and links between them. Pure data, checked.
+
+GPUs are numbered: the trainer's by rank, host after host, then those that only engines have. A group of engines is on
+the trainer's own GPUs, on further GPUs of its hosts, or on hosts of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from weightbus.control.errors import ConfigurationError
+
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Rate = Annotated[float, Meta(gt=0)]
+
+
+class FleetError(ConfigurationError):
+    """A fleet that cannot be: what was found, what is expected, what to do."""
+
+
+class Where(enum.StrEnum):
+    """On which GPUs engines run."""
+
+    GPUS = "trainer-gpus"
+    HOSTS = "trainer-hosts"
+    OTHER = "other-hosts"
+
+
+class Way(enum.StrEnum):
+    """How bytes travel. Those that weightbus offers have its transports' names."""
+
+    DIRECT = "direct"
+    SENDS = "sends"
+    NEAREST = "nearest"
+    """Each part from its nearest holder: copied on a GPU or a host, sent from other hosts. Predicted, not offered."""
+    DISTRIBUTED = "distributed"
+    LOCAL = "local"
+    DISK = "disk"
+
+    @property
+    def by_parts(self) -> bool:
+        """Every worker gets its own part, from whichever ranks hold it. The others bring whole tensors by the root."""
+        return self in {Way.DIRECT, Way.SENDS, Way.NEAREST}
+
+
+class Trainer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trainer in Megatron's layout; what is left over is data parallelism."""
+
+    gpus: Count = 1
+    gpus_per_host: Count = 8
+    tp: Count = 1
+    pp: Count = 1
+    ep: Count = 1
+    etp: Count | None = None
+    """None: as tp, which is Megatron's default."""
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that one expert is cut into."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.gpus // self.pp
+
+    def check(self) -> None:
+        """Raise `FleetError` unless the ranks come out even."""
+        _divides(self.gpus, self.tp * self.pp, "trainer GPUs", f"tp x pp = {self.tp} x {self.pp}")
+        experts = f"ep x etp = {self.ep} x {self.expert_tp}"
+        _divides(self.stage, self.ep * self.expert_tp, "ranks of a pipeline stage", experts)
+        if self.gpus > self.gpus_per_host:
+            _divides(self.gpus, self.gpus_per_host, "trainer GPUs", f"gpus_per_host = {self.gpus_per_host}")
+
+
+class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Equal engines: how many, how each is cut, where they run and how they are reached."""
+
+    count: Count = 1
+    tp: Count = 1
+    ep: Count = 1
+    where: Where = Where.OTHER
+    way: Way | None = None
+    """None: the first that can be, of direct, sends and nearest."""
+    gpus_per_host: Count = 8
+    """On hosts of their own."""
+    shift: Annotated[int, Meta(ge=0)] = 0
+    """Worker w is on the GPU that worker w + shift would have: away from the trainer's part of the same number."""
+
+    @property
+    def workers(self) -> int:
+        """GPUs of all of them."""
+        return self.count * self.tp
+
+
+class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rates in GB/s, one way; None: the figure of figures.py."""
+
+    device: Rate | None = None
+    """Copies within a GPU."""
+    nvlink: Rate | None = None
+    """One GPU to others of its host."""
+    nic: Rate | None = None
+    """One NIC."""
+    nics_per_host: Count | None = None
+    """None: one for each GPU."""
+    storage: Rate | None = None
+    """What all hosts together read and write."""
+
+
+class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything but the model."""
+
+    trainer: Trainer = Trainer()
+    engines: tuple[Engines, ...] = (Engines(),)
+    links: Links = Links()
+    bucket_mb: Count = 512
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """A group of engines on GPUs."""
+
+    engines: Engines
+    way: Way
+    gpu: tuple[tuple[int, ...], ...]
+    """(engines, tp): the number of each worker's GPU."""
+
+
+class Ground(msgspec.Struct, frozen=True):
+    """The GPUs of a fleet: who is where."""
+
+    trainer: Trainer
+    host: tuple[int, ...]
+    """Of each GPU."""
+    groups: tuple[Placed, ...]
+
+
+def place(fleet: Fleet) -> Ground:
+    """Number the GPUs and choose ways. Raises `FleetError` for what cannot be."""
+    trainer = fleet.trainer
+    trainer.check()
+    if not fleet.engines:
+        raise FleetError("a fleet without engines has no round to predict: give at least one group")
+    host = [gpu // trainer.gpus_per_host for gpu in range(trainer.gpus)]
+    hosts = host[-1] + 1
+    groups: list[Placed] = []
+    taken = 0
+    for engines in fleet.engines:
+        _divides(engines.tp, engines.ep, "engine tp", f"engine ep = {engines.ep}")
+        first = len(host)
+        if engines.where is Where.GPUS:
+            first, taken = taken, taken + engines.workers
+            if taken > trainer.gpus:
+                raise FleetError(
+                    f"engines on the trainer's GPUs take {taken} of them, the trainer has {trainer.gpus}: use fewer"
+                    " engines, a smaller engine tp, or put some on trainer-hosts or other-hosts"
+                )
+        elif engines.where is Where.HOSTS:
+            host += [worker * hosts // engines.workers for worker in range(engines.workers)]
+        else:
+            beyond = max(host[-1] + 1, max(host) + 1)
+            host += [beyond + worker // engines.gpus_per_host for worker in range(engines.workers)]
+        gpus = [first + (worker + engines.shift) % engines.workers for worker in range(engines.workers)]
+        way = _way(engines, trainer, {host[gpu] for gpu in gpus})
+        of_each = tuple(tuple(gpus[at : at + engines.tp]) for at in range(0, engines.workers, engines.tp))
+        groups.append(Placed(engines, way, of_each))
+    return Ground(trainer, tuple(host), tuple(groups))
+
+
+def _way(engines: Engines, trainer: Trainer, hosts: set[int]) -> Way:
+    if engines.way is not None:
+        problem = _objection(engines.way, engines, trainer, hosts)
+        if problem:
+            raise FleetError(f"{engines.way.value} cannot serve engines at {engines.where.value}: {problem}")
+        return engines.way
+    order = (Way.DIRECT, Way.SENDS, Way.NEAREST)
+    return next(way for way in order if not _objection(way, engines, trainer, hosts))
+
+
+def _objection(way: Way, engines: Engines, trainer: Trainer, hosts: set[int]) -> str:
+    """Why `way` is impossible; empty when it is not. Host 0 is that of the trainer's first rank."""
+    if way in {Way.DIRECT, Way.LOCAL} and hosts != {0}:
+        return (
+            f"it reaches engines on the host of the trainer's first rank, these are on {len(hosts)} host(s), others"
+            " among them: use sends, distributed or disk"
+        )
+    if way is Way.DIRECT and trainer.gpus > trainer.gpus_per_host:
+        return f"the trainer is on {trainer.gpus // trainer.gpus_per_host} hosts, one is read: use sends or nearest"
+    if way in {Way.SENDS, Way.DISTRIBUTED} and engines.where is Where.GPUS:
+        return "NCCL gives a GPU to one rank, and the trainer's has it: use direct, local, disk or nearest"
+    return ""
+
+
+def _divides(whole: int, part: int, what: str, by: str) -> None:
+    if whole % part:
+        raise FleetError(f"{whole} {what} are no multiple of {by}: change one of them")

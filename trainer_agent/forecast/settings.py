@@ -1,0 +1,106 @@
+"""Settings of ``weightbus simulate-fleet``, and the fleet that they describe: by flags, or by a file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import msgspec
+from msgspec import Meta
+
+from weightbus.control.errors import ConfigurationError
+
+from .fleet import Count, Fleet, FleetError, Links, Rate, Trainer, Way, Where
+
+SECTION = "simulate_fleet"
+
+
+class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked."""
+
+    model: Annotated[Path, Meta(description="the served model: its Hugging Face config.json, or the folder with it")]
+    dtype: Annotated[str | None, Meta(description="in which it is served; none: as its config says")] = None
+    fleet: Annotated[
+        Path | None, Meta(description="TOML or JSON with trainer, engines (several groups) and links, for these flags")
+    ] = None
+    gpus: Annotated[Count | None, Meta(description="of the trainer; none: 1")] = None
+    gpus_per_host: Annotated[Count | None, Meta(description="of trainer and engines; none: 8")] = None
+    tp: Annotated[Count | None, Meta(description="the trainer's tensor parallel ranks; none: 1")] = None
+    pp: Annotated[Count | None, Meta(description="its pipeline stages; none: 1")] = None
+    ep: Annotated[Count | None, Meta(description="its expert parallel ranks; none: 1")] = None
+    etp: Annotated[Count | None, Meta(description="ranks that it cuts an expert into; none: as tp")] = None
+    engines: Annotated[Count | None, Meta(description="how many servers; none: 1")] = None
+    engine_tp: Annotated[Count | None, Meta(description="GPUs of each; none: 1")] = None
+    engine_ep: Annotated[Count | None, Meta(description="its expert parallel groups; none: 1")] = None
+    where: Annotated[Where | None, Meta(description="on which GPUs engines run; none: other-hosts")] = None
+    way: Annotated[Way | None, Meta(description="how bytes travel; none: the first of direct, sends, nearest")] = None
+    bucket_mb: Annotated[Count | None, Meta(description="size of buckets of whole tensors; none: 512")] = None
+    device: Annotated[Rate | None, Meta(description="GB/s of copies within a GPU; none: as measured")] = None
+    nvlink: Annotated[Rate | None, Meta(description="GB/s of a GPU to its host's others; none: as measured")] = None
+    nic: Annotated[Rate | None, Meta(description="GB/s of a NIC; none: 45, an assumption")] = None
+    nics_per_host: Annotated[Count | None, Meta(description="NICs that a host shares; none: one for each GPU")] = None
+    storage: Annotated[Rate | None, Meta(description="GB/s of files, all hosts together; none: as measured")] = None
+    changes: Annotated[int, Meta(description="how many changes that would help to show", ge=0, le=20)] = 3
+    figures: Annotated[bool, Meta(description="show every constant and where it was measured")] = False
+    json: Annotated[bool, Meta(description="print the document")] = False
+
+
+_TRAINER = ("gpus", "gpus_per_host", "tp", "pp", "ep", "etp")
+_ENGINES = {"engines": "count", "engine_tp": "tp", "engine_ep": "ep", "where": "where", "way": "way"}
+_LINKS = ("device", "nvlink", "nic", "nics_per_host", "storage")
+
+
+def fleet_of(given: SimulateSettings) -> Fleet:
+    """The fleet of the file, or of the flags; links go by the flags in either case.
+
+    Raises `FleetError` for a file that describes none, and where file and flags both speak of a layout.
+    """
+    said = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not None}
+    links = {name: said[name] for name in _LINKS if name in said}
+    if given.fleet is None:
+        engines = {field: said[name] for name, field in _ENGINES.items() if name in said}
+        if "gpus_per_host" in said:
+            engines["gpus_per_host"] = said["gpus_per_host"]
+        trainer = {name: said[name] for name in _TRAINER if name in said}
+        document = {"trainer": trainer, "engines": [engines], "links": links}
+        return msgspec.convert(document | _bucket(said), Fleet)
+    both = [name for name in (*_TRAINER, *_ENGINES) if name in said]
+    if both:
+        flag = "--" + both[0].replace("_", "-")
+        raise FleetError(f"{flag} and --fleet {given.fleet} both describe the fleet: say it in one of them")
+    document = _read(given.fleet)
+    try:
+        found = msgspec.convert(document | _bucket(said), Fleet)
+    except msgspec.ValidationError as problem:
+        fields = f"[trainer] {', '.join(Trainer.__struct_fields__)}; [links] {', '.join(Links.__struct_fields__)}"
+        raise FleetError(f"{given.fleet} describes no fleet: {problem}. Known: {fields}; [[engines]]") from problem
+    return msgspec.structs.replace(found, links=msgspec.structs.replace(found.links, **links))
+
+
+def config_of(path: Path) -> Mapping[str, object]:
+    """The model's config. Raises `FleetError` when it is none."""
+    file = path / "config.json" if path.is_dir() else path
+    document = _read(file)
+    if "architectures" not in document:
+        raise FleetError(f"{file} names no architectures: give the config.json of a Hugging Face checkpoint")
+    return document
+
+
+def _bucket(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {"bucket_mb": said["bucket_mb"]} if "bucket_mb" in said else {}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        text = file.read_text(encoding="utf-8")
+        found = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except OSError as problem:
+        raise ConfigurationError(f"{file} cannot be read: {problem.strerror}") from problem
+    except ValueError as problem:
+        raise FleetError(f"{file} is neither TOML (*.toml) nor JSON: {problem}") from problem
+    if not isinstance(found, dict):
+        raise FleetError(f"{file} holds a {type(found).__name__}, a table is expected")
+    return cast("dict[str, Any]", found)
