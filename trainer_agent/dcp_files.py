@@ -58,6 +58,7 @@ class DcpFiles:
         self._slices, found = _named(folder, form, saved, prefix)
         self._keys = {each.source: found + each.source for each in self._slices}
         self._saved = {source: saved[key] for source, key in self._keys.items()}
+        _check_tied(folder, form, found, saved)
         self.tensors = tuple(
             TensorSpec(each.tensor, self._served(folder, each, form), each.shape) for each in self._slices
         )
@@ -105,18 +106,49 @@ class DcpFiles:
         }
         if not blank:
             return
-        state: dict[str, Any] = {self._keys[source]: tensor for source, tensor in blank.items()}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # that one process reads it is meant
-                load(state, storage_reader=FileSystemReader(self._folder), no_dist=True)
-        except CheckpointException as error:  # no Exception, which it wraps together with whatever else ended the load
-            _raise_unreadable(self._folder, [cause for cause, _ in error.failures.values()])
-        except Exception as error:  # noqa: BLE001  files that contradict their metadata make torch raise anything
-            _raise_unreadable(self._folder, [error])
+        _load(self._folder, {self._keys[source]: tensor for source, tensor in blank.items()})
         self._loaded |= blank
         for source in blank:
             self._left[source] = sum(each.source == source for each in self._slices)
+
+
+def _load(folder: Path, state: dict[str, Any]) -> None:
+    """Read tensors by their keys. Raises `AssemblyFailed`, or `CorruptCheckpoint`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that one process reads it is meant
+            load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    except CheckpointException as error:  # no Exception, which it wraps together with whatever else ended the load
+        _raise_unreadable(folder, [cause for cause, _ in error.failures.values()])
+    except Exception as error:  # noqa: BLE001  files that contradict their metadata make torch raise anything
+        _raise_unreadable(folder, [error])
+
+
+def _check_tied(folder: Path, form: _Form, prefix: str, saved: Mapping[str, TensorStorageMetadata]) -> None:
+    """What the config ties and the files hold twice must be the same: one of them is served.
+
+    Raises `BadCheckpoint`, and `UnfinishedCheckpoint` when it cannot be read now.
+    """
+    for name, owner in form.tied.items():
+        stored = next((each.tensor for each in form.slices if each.source == owner), owner)
+        one = prefix + (owner if prefix + owner in saved else stored)
+        other = prefix + name
+        if one == other or other not in saved or one not in saved:
+            continue
+        state = {key: torch.empty(saved[key].size, dtype=saved[key].properties.dtype) for key in (one, other)}
+        try:
+            _load(folder, state)
+        except CorruptCheckpoint as error:
+            raise BadCheckpoint(folder, str(error)) from error
+        except AssemblyFailed as error:
+            raise UnfinishedCheckpoint(folder, str(error)) from error
+        first, second = (state[key].to(state[one].dtype).flatten().view(torch.uint8) for key in (one, other))
+        if not torch.equal(first, second):  # by bytes: what is no number is not equal to itself
+            raise BadCheckpoint(
+                folder,
+                f"its config ties {other!r} to {one!r}, and they are saved with different weights: save the model "
+                f"with its weights tied, or with tie_word_embeddings false in its config",
+            )
 
 
 def _raise_unreadable(folder: Path, causes: Sequence[BaseException]) -> NoReturn:
@@ -162,8 +194,8 @@ class _Form(msgspec.Struct, frozen=True):
     """What its config says; empty where it says nothing."""
     buffers: dict[str, str]
     """Dtypes of those tensors in memory that are no parameters, by name."""
-    tied: frozenset[str]
-    """Names in memory of tensors that the checkpoint holds under another."""
+    tied: dict[str, str]
+    """Names in memory of tensors that the checkpoint holds under another -> that name in memory."""
 
 
 def _named(
@@ -179,7 +211,7 @@ def _named(
             found = tuple(saved[prefix + name].size)
             if found != shape:
                 raise BadCheckpoint(folder, f"{prefix + name!r} has shape {found}, its config gives {shape}")
-        dcp_names.check_complete(saved, prefix, shapes.keys() | form.tied)
+        dcp_names.check_complete(saved, prefix, shapes.keys() | form.tied.keys())
     except NoSuchModel as error:
         raise BadCheckpoint(folder, str(error)) from error
     return cuts, prefix
@@ -228,8 +260,14 @@ def _form(folder: Path, config: Mapping[str, Any]) -> _Form:
         buffers={
             name: str(each.dtype).removeprefix("torch.") for name, each in tensors.items() if name not in parameters
         },
-        tied=frozenset(module.state_dict()) - shapes.keys(),
+        tied=_tied(module, tensors),
     )
+
+
+def _tied(module: torch.nn.Module, stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    owners = {id(tensor): name for name, tensor in stored.items()}
+    state = cast("dict[str, torch.Tensor]", module.state_dict(keep_vars=True))
+    return {name: owners.get(id(tensor), name) for name, tensor in state.items() if name not in stored}
 
 
 def _cut(whole: torch.Tensor, cut: Slice) -> torch.Tensor:

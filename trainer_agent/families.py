@@ -80,6 +80,8 @@ class Family(msgspec.Struct, frozen=True):
     """Rotary embeddings turn neighbours, not halves."""
     variant: str | None = None
     """Megatron's name of its attention, where that is experimental."""
+    scores: str = "softmax"
+    """What makes scores of the router's logits, where the config does not say it (``scoring_func``)."""
 
 
 _BIASED: Final = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
@@ -96,6 +98,7 @@ _DEEPSEEK_V3: Final = Family(
     attention=LATENT_ATTENTION,
     experts=(*ROUTED_EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS),
     prediction=_NEXT_LAYER,
+    scores="sigmoid",
 )
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -119,6 +122,7 @@ FAMILIES: Final[dict[str, Family]] = {
         experts=(*ROUTED_EXPERTS, *ROUTER_BIAS, *SHARED_EXPERTS),
         switches={"qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
         prediction=_NEXT_LAYER,
+        scores="sigmoid",
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK_V3,  # Kimi-K2 names this architecture, too
     "KimiK2ForCausalLM": _DEEPSEEK_V3,
@@ -140,6 +144,7 @@ FAMILIES: Final[dict[str, Family]] = {
         attention=(*ATTENTION, *WIDE_HEAD_NORMS),
         experts=(*ROUTED_EXPERTS, *ROUTER_BIAS),
         switches={"qk_norm": True},
+        scores="sigmoid",
         keys={"expert_ffn": "intermediate_size"},
         renames=(
             ("mlp.gate.e_score", "block_sparse_moe.e_score"),

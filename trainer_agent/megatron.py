@@ -1,11 +1,14 @@
 """A `Source` over a Megatron-core model in training: tensor, expert, pipeline and virtual pipeline parallelism.
 
-Refuses, on every rank and at construction, whatever it cannot map: a parameter without a rule, a feature that changes
-what the weights mean, an axis that is not understood, a model that is not the one of the Hugging Face config.
+Refuses, on every rank and at construction, whatever it cannot map: a parameter without a rule, two of one rank for one
+served tensor, an axis that is not understood, a setting of the TransformerConfig that changes what the weights mean and
+is not as the Hugging Face config has it. Tables in megatron_checks and megatron_computing name these settings; what a
+trainer does outside of that config (its own modules, the rotation of grouped attention) leaves nothing to compare.
 
     families, blocks, rules     what served models consist of, as tables
     served                      one served model: sizes, layers, tensors
-    megatron_names, -_checks    where a parameter belongs; whether trained and served model are one
+    megatron_names              where a parameter belongs
+    megatron_checks, -_computing   whether trained and served model are one: what they are, and how they compute
     megatron_chunks             what a rank holds, -_description as pieces of the served model
     parcels, assembly           how it gets into buckets
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from .megatron_computing import differences
 from .served import Model
 from .source import LayoutMismatch, UnsupportedModel
 
@@ -28,6 +29,15 @@ _ALWAYS: Final = (
     _Expectation("normalization", "RMSNorm", "the served families have RMSNorm"),
     _Expectation("qk_l2_norm", False, "the served families have RMSNorm, if any, on q and k"),
     _Expectation("moe_single_grouped_weight", False, "experts are read one by one"),
+    _Expectation("moe_mlp_glu_interleave_size", None, "gate and up are read as two halves, not as blocks in turn"),
+    _Expectation("moe_shared_expert_glu_interleave_size", None, "gate and up are read as two halves, not in turn"),
+    _Expectation("glu_linear_offset", 0.0, "the served families add nothing to what is gated"),
+    _Expectation("softmax_type", "vanilla", "the served families have no attention sinks"),
+    _Expectation("apply_residual_connection_post_layernorm", False, "the served families add what was not normed"),
+    _Expectation("moe_apply_probs_on_input", False, "the served families weigh what experts give, not what they get"),
+    _Expectation("moe_router_force_load_balancing", False, "experts would be chosen at random, for measuring only"),
+    _Expectation("moe_router_force_biased", None, "experts would be chosen at random, for measuring only"),
+    _Expectation("dsa_indexer_scoring_relu", True, "the served family's indexer cuts scores at zero"),
     _Expectation("moe_latent_size", None, "experts of a latent size are not served"),
     _Expectation("use_mup", False, "the served families have no width multipliers"),
     _Expectation("gtp_weight_remat_size", 1, "weights cut along this further axis are not read yet"),
@@ -67,7 +77,8 @@ def check_config(config: object, model: Model) -> None:
         found = getattr(config, wanted.field, wanted.expected)
         if (found or None) != (wanted.expected or None):
             raise UnsupportedModel(
-                f"the trained model has {wanted.field}={found!r}, {wanted.expected!r} is expected: {wanted.why}"
+                f"the trained model has {wanted.field}={found!r}, {wanted.expected!r} is expected: {wanted.why}; "
+                f"train with what is expected, or serve another model"
             )
     activation = getattr(getattr(config, "activation_func", None), "__name__", "silu")
     if activation != "silu":
@@ -79,6 +90,12 @@ def check_config(config: object, model: Model) -> None:
                 f"the trained model has {field}={found!r}, the Hugging Face config gives {expected!r}: "
                 f"build the source with the config of the model that is being trained"
             )
+    for setting, found, meant, expected in differences(config, model):
+        amounts = "" if meant == found else f", which amounts to {meant!r}"
+        raise LayoutMismatch(
+            f"the trained model has {setting}={found!r}{amounts}; the Hugging Face config gives {expected!r}: train "
+            f"with that, or build the source with the config of the model that is being trained"
+        )
 
 
 def check_tied(tied: bool, model: Model) -> None:

@@ -26,6 +26,9 @@ from .source import LayoutMismatch, UnknownParameter, UnsupportedModel
 NOT_READ: Final = ("gtp_remat", "expt_gtp_remat")
 """Groups along which weights are cut further, since Megatron-core 0.19."""
 
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
+_OUTPUT: Final = "output_layer.weight"
+
 _ATTENTION_SYMBOLS: Final = "*G+D"
 _MLP_SYMBOLS: Final = "-E"
 
@@ -103,6 +106,7 @@ class Chunk:
     def parameters(self) -> Iterator[tuple[Found, torch.Tensor]]:
         """Every parameter and buffer that is served, with its rule. Raises `UnknownParameter` for any other."""
         self._check_left_out()
+        self._check_output()
         for name, parameter in self._trained():
             found = self._find(name, parameter, _attributes(parameter))
             if type(parameter) is not nn.Parameter:
@@ -126,7 +130,7 @@ class Chunk:
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
         tied = "tied" in self._model.switches
         for name, parameter in self._module.named_parameters():
-            if tied and name == "output_layer.weight":
+            if tied and name == _OUTPUT:
                 continue  # the last stage's duplicate of the embedding, kept equal by megatron's own all-reduce
             yield name, parameter
 
@@ -146,6 +150,21 @@ class Chunk:
             if not name.startswith((family.trained, *family.left_out)):
                 advice = f"neither {family.trained!r} nor left out by name ({', '.join(family.left_out)})"
                 raise UnknownParameter(name, parameter.shape, _attributes(parameter), advice)
+
+    def _check_output(self) -> None:
+        """Beside its first embedding, a tied model has no output layer of its own; of a later stage Megatron sees."""
+        module = self._module
+        if "tied" not in self._model.switches or not getattr(module, "pre_process", True):
+            return
+        named = dict(module.named_parameters(remove_duplicate=False))
+        first, output = named.get(_EMBEDDING), named.get(_OUTPUT)
+        if first is None or output is None or output is first:
+            return
+        if output.shape != first.shape or output.data_ptr() != first.data_ptr():
+            raise LayoutMismatch(
+                f"the Hugging Face config ties {_OUTPUT!r} to {_EMBEDDING!r}, the trained model has two tensors: make "
+                f"them one parameter, or train with share_embeddings_and_output_weights=False and serve such a config"
+            )
 
     def _expert(self, local: int) -> int:
         share = self.groups.expert

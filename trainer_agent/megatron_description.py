@@ -56,6 +56,7 @@ def describe(
         raise UnsupportedModel("no model chunks: pass the model of this rank")
     model = chunks[0].model
     held = [(chunk, found, parameter) for chunk in chunks for found, parameter in chunk.parameters()]
+    _check_once(held)
     parameters = tuple(parameter for _, _, parameter in held)
     served = _served_dtype(dtype, model, parameters)
     tensors = served_tensors(model, served)
@@ -78,6 +79,24 @@ def describe(
     pieces = Pieces.of(tensors, rows, holder)
     stages = tuple(chunk.stage(index) for index, chunk in enumerate(chunks))
     return Description(model, tensors, pieces, parameters, described_facts, Kept(lambda: _now(chunks)), stages)
+
+
+def _check_once(held: Sequence[tuple[Chunk, Found, torch.Tensor]]) -> None:
+    """Raise `LayoutMismatch` for two parameters of this rank that would be one served tensor.
+
+    Of replicas one is read, and these are none. A parameter of the same name in another chunk is one: the embedding,
+    where a later chunk of the rank predicts further tokens.
+    """
+    seen: dict[tuple[str, str, int | None], tuple[Chunk, str]] = {}
+    for chunk, found, _ in held:
+        served = found.rule.served[0].name
+        at = (found.prefix, served, found.expert)
+        if at in seen and (seen[at][0] is chunk or seen[at][1] != found.name):
+            raise LayoutMismatch(
+                f"both {seen[at][1]!r} and {found.name!r} would be served as {found.prefix + served!r}: remove the one "
+                f"that the model does not compute with"
+            )
+        seen[at] = (chunk, found.name)
 
 
 def _now(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:

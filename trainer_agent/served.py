@@ -15,6 +15,7 @@ from weightbus.dataplane.manifest import TensorSpec
 from .blocks import EMBEDDING, FINAL_NORM, OUTPUT, Rules
 from .families import FAMILIES, Family, Prediction
 from .rules import Cut, Fusion, Heads, Norm, Rule, Target
+from .served_words import Word, words_of
 from .source import SERVED, LayoutMismatch, UnsupportedModel
 
 
@@ -38,6 +39,8 @@ class Model(msgspec.Struct, frozen=True):
     eps: float
     dtype: str | None
     """In which the config says it is served."""
+    words: dict[str, Word] = {}
+    """What else it says of how the model computes, by its own words."""
 
     @classmethod
     def parse(cls, config: Mapping[str, object]) -> Model:
@@ -60,6 +63,7 @@ class Model(msgspec.Struct, frozen=True):
             predictions=fields.first(predicted, 0) if family.prediction else 0,
             eps=fields.number("rms_norm_eps"),
             dtype=_dtype(fields),
+            words=fields.words(),
         )
 
     @property
@@ -251,6 +255,9 @@ class _Fields:
 
     def switch(self, value: bool | str) -> bool:
         return bool(self.get(value, False)) if isinstance(value, str) else value
+
+    def words(self) -> dict[str, Word]:
+        return words_of(self._inner)
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)

@@ -152,6 +152,15 @@ def refusals() -> dict[str, str]:
     attempt("a model without values", [chunk.to_empty(device="meta") for chunk in build(hf, layout)], hf)
     chunks = build(hf, layout, num_moe_experts=2, moe_router_topk=2, moe_ffn_hidden_size=96)
     attempt("experts", chunks, hf)
+    chunks = build(hf, layout)
+    if dist.get_rank() == 1:
+        chunks[0].decoder.layers[0].self_attention.linear_qkv.layer_norm_weight = nn.Parameter(torch.ones(64))
+    attempt("one norm twice on rank 1", chunks, hf)
+    start(Layout())
+    tied = CONTENTS["qwen3-tied"]
+    (chunk,) = build(tied, Layout())
+    chunk.output_layer.weight = nn.Parameter(chunk.embedding.word_embeddings.weight.detach().clone())
+    attempt("tied with an output of its own", [chunk], tied)
     return told
 
 

@@ -22,6 +22,7 @@ from weightbus.trainer_agent.source import AssemblyFailed
 
 SHAPES = {"model.embed.weight": (8, 4), "model.norm.weight": (4,), "model.hash": (3,)}
 BUFFER = "model.hash"
+HEAD = "lm_head.weight"
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -42,7 +43,7 @@ def form(monkeypatch: pytest.MonkeyPatch) -> None:
             shapes=dict(SHAPES),
             cast=frozenset(SHAPES.keys() - {BUFFER}),
             dtype=config.get("dtype", "bfloat16"),
-            tied=frozenset(),
+            tied={HEAD: "model.embed.weight"} if config.get("tied") else {},
             buffers={BUFFER: "int64"},
         )
 
@@ -73,6 +74,16 @@ def test_of_two_models_the_one_that_was_asked_for_is_read(tmp_path: Path) -> Non
         DcpFiles(folder, "M", {})
     assert read(DcpFiles(folder, "M", {}, "model")) == {1.0}
     assert read(DcpFiles(folder, "M", {}, "ema.")) == {2.0}
+
+
+def test_a_head_of_its_own_that_the_config_ties_is_refused(tmp_path: Path) -> None:
+    """It would not be served, and the embedding in its place. A copy of the embedding is none of its own."""
+    state = tensors(1)
+    own = written(tmp_path / "own", {"model": {**state, HEAD: torch.full((8, 4), 2.0)}})
+    with pytest.raises(BadCheckpoint, match=r"ties 'model\.lm_head\.weight' to 'model\.model\.embed\.weight'"):
+        DcpFiles(own, "M", {"tied": True})
+    copy = written(tmp_path / "copy", {"model": {**state, HEAD: state["model.embed.weight"].clone()}})
+    assert read(DcpFiles(copy, "M", {"tied": True})) == {1.0}
 
 
 def test_what_the_config_does_not_know_is_named(tmp_path: Path) -> None:

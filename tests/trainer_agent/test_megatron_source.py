@@ -41,6 +41,8 @@ REFUSALS = {
     "replaced on rank 1, exposed": ("RanksDisagree", "build the source again after replacing parameters"),
     "a model without values": ("UnknownParameter", "it has no values yet: build the source after"),
     "experts": ("LayoutMismatch", "num_moe_experts=2"),
+    "one norm twice on rank 1": ("RanksDisagree", "linear_qkv.layer_norm_weight' would be served as"),
+    "tied with an output of its own": ("LayoutMismatch", "the trained model has two tensors: make them one parameter"),
 }
 
 
