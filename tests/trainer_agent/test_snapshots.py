@@ -247,6 +247,6 @@ def test_what_engines_read_themselves_cannot_be_a_snapshot(loop: Loop) -> None:
     leader = loop.agents[0]._leader
     assert leader is not None
     leader._exposure = Exposed()  # type: ignore[assignment]  # only its being there counts
-    with pytest.raises(Exception, match="take direct off the list"):
+    with pytest.raises(Exception, match="take both off the list"):
         loop.snapshot(1)
     assert loop.publish(1).committed

@@ -42,7 +42,13 @@ def demo(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_heeding_interrupts,
     )
+
+
+def _heeding_interrupts() -> None:
+    """Shells have what they start in the background ignore Ctrl-C, and tests may have been started so."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.real
