@@ -42,7 +42,7 @@ def demo(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=_heeding_interrupts,
+        preexec_fn=_heeding_interrupts,  # noqa: PLW1509 - one call, which takes no lock
     )
 
 
