@@ -42,10 +42,17 @@ def in_turn(pieces: Pieces, first: int = 0, distance: Column | None = None) -> P
         return pieces
     count = int(pieces.holder.max()) + 1
     far = np.zeros(len(pieces), np.int64) if distance is None else distance[pieces.holder]
-    place, among = _places(side_by_side(far, pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop, pieces.holder))
-    turn = (place - pieces.boxes.space - first) % among
-    wide = int(among.max())
-    best = once(replace(pieces, holder=(far * wide + turn) * count + pieces.holder))
+    keys = side_by_side(far, pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop, pieces.holder)
+    order = order_of(keys)
+    heads = np.flatnonzero(_begins(keys[order, :-1]))
+    sizes = np.diff(np.append(heads, len(order)))
+    turn = (pieces.boxes.space[order[heads]] + first) % sizes
+    rows = np.sort(order[heads + turn])
+    mine, far = pieces.take(rows), far[rows]
+    # What is left in several places is near and far, or cut otherwise by its holders: those by their numbers.
+    best = once(
+        replace(mine, holder=(far * count + (mine.holder + mine.boxes.space + first) % count) * count + mine.holder)
+    )
     return replace(best, holder=best.holder % count)
 
 
@@ -86,17 +93,6 @@ def _hole(pieces: Pieces, index: int) -> str:
     wide = shape + (1,) * (pieces.boxes.start.shape[1] - len(shape))
     box = subtract_all(Box.whole(wide), mine)[0]
     return str(Box(box.start[: len(shape)], box.stop[: len(shape)]))
-
-
-def _places(keys: Column) -> tuple[Column, Column]:
-    """(rows,), (rows,): which of the rows that differ in the last column alone each is, and of how many."""
-    order = order_of(keys)
-    heads = np.flatnonzero(_begins(keys[order, :-1]))
-    sizes = np.diff(np.append(heads, len(order)))
-    place, among = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
-    place[order] = np.arange(len(order)) - np.repeat(heads, sizes)
-    among[order] = np.repeat(sizes, sizes)
-    return place, among
 
 
 def _begins(table: Column) -> Column:
