@@ -5,6 +5,7 @@ facts that only the caller of the server can know: whether a weight-update sessi
 have changed (`touched`).
 """
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -125,10 +126,12 @@ class SGLangServer:
         """pause_generation: when it returns, whatever is asked next finds the server paused.
 
         Any launch may be paused. It is looked at while it still generates, so that the calls which follow at once, and
-        are for one launch only, need not do it while requests wait.
+        are for one launch only, need not do it while requests wait. A look that fails keeps no server from its pause:
+        those calls look for themselves then.
         """
         if self._launch:
-            self._look(deadline_s)
+            with contextlib.suppress(ServerError):
+                self._look(min(deadline_s, _LOOK_S))
         self._wire.admin("/pause_generation", {"mode": mode}, deadline_s)
 
     def resume(self, deadline_s: float = CALL_S) -> None:

@@ -7,11 +7,8 @@ Trainers and workers are processes; what is believed is what `receive` returns, 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,48 +26,18 @@ from weightbus.dataplane.transport import Address, Peer
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
 
+from ..kit.ends import Ends
 from ..kit.toy_direct import WAIT_S, Server, Trainer, World, holds
 from ..kit.waiting import readable
 
-KIT = Path(__file__).parents[1] / "kit"
 PROMPT_S = 60.0
 """Half of any deadline here: whoever took longer waited for one."""
 POINTS = ("Record", "after Record", "Adopt", "after Adopt", "Replay", "copied", "after Replay")
 
 
-class Ends:
-    """Processes that are one end of a round."""
-
-    def __init__(self) -> None:
-        self._template = subprocess.Popen(
-            [sys.executable, str(KIT / "direct_ends.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self.answer() == {"up": True}
-
-    def start(self, **job: Any) -> int:
-        """Returns its process id."""
-        assert self._template.stdin is not None
-        self._template.stdin.write(json.dumps(job).encode() + b"\n")
-        self._template.stdin.flush()
-        return int(self.answer()["pid"])
-
-    def answer(self) -> dict[str, Any]:
-        """The next line of any of them."""
-        assert self._template.stdout is not None
-        assert readable(self._template.stdout.fileno(), WAIT_S), "no answer from the other process"
-        return dict(json.loads(self._template.stdout.readline()))
-
-    def close(self) -> None:
-        assert self._template.stdin is not None
-        assert self._template.stdout is not None
-        self._template.stdin.close()
-        self._template.wait(30)
-        self._template.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def ends() -> Iterator[Ends]:
-    made = Ends()
+    made = Ends("direct_ends.py")
     yield made
     made.close()
 

@@ -103,6 +103,23 @@ def test_a_launch_is_looked_at_before_the_pause_and_not_again_at_once(
     server.close()
 
 
+def test_a_server_that_cannot_be_looked_at_is_paused_all_the_same(fake: FakeSGLang) -> None:
+    """It may be one that must not generate; what changes it afterwards looks again."""
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    calls: list[str] = []
+
+    def note(call: str, _: float, *, failed: bool) -> None:
+        calls.append(f"{call} failed" if failed else call)
+
+    server.observe(note)
+    fake.inject("/model_info", "refuse")
+    server.pause("in_place", 5)
+    server.set_label("8", 5)
+    assert calls == ["model_info failed", "pause_generation", "model_info", "update_weight_version"]
+    server.close()
+
+
 def test_death_in_a_call_is_unreachable(fake: FakeSGLang) -> None:
     """A connection that breaks before the answer: the weights count as touched."""
     server = SGLangServer(fake.url)

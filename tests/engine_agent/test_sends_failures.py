@@ -8,13 +8,9 @@ epoch, which has no room for the victim.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,11 +27,11 @@ from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.transport import Peer, Receipt
 from weightbus.engine_agent.model_tensors import ModelTensors
 
+from ..kit.ends import Ends
 from ..kit.sends_ends import OF_WORKERS, POINTS
 from ..kit.toy_direct import WAIT_S, Server, holds
 from ..kit.toy_sends import SendsWorld
 
-KIT = Path(__file__).parents[1] / "kit"
 ALL = bool(os.environ.get("WEIGHTBUS_ALL_POINTS"))
 """Every point; otherwise those that differ."""
 RANKS_AT = POINTS if ALL else ("formed", "moving", "through")
@@ -47,48 +43,9 @@ PROMPT_S = 30.0
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 
 
-class Ends:
-    """Processes that are one end of a round."""
-
-    def __init__(self) -> None:
-        self._template = subprocess.Popen(
-            [sys.executable, str(KIT / "sends_ends.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        self._early: list[dict[str, Any]] = []
-        assert self.answer() == {"up": True}
-
-    def start(self, **job: Any) -> int:
-        """Returns its process id."""
-        assert self._template.stdin is not None
-        self._template.stdin.write(json.dumps(job).encode() + b"\n")
-        self._template.stdin.flush()
-        found: dict[str, Any] = {}
-        while "pid" not in found:  # the new process may be quicker than its parent
-            found = self._line()
-            self._early += [found] if "pid" not in found else []
-        return int(found["pid"])
-
-    def answer(self) -> dict[str, Any]:
-        """The next line of any of them."""
-        return self._early.pop(0) if self._early else self._line()
-
-    def _line(self) -> dict[str, Any]:
-        assert self._template.stdout is not None
-        ready, _, _ = select.select([self._template.stdout], [], [], WAIT_S)
-        assert ready, "no answer from the other process"
-        return dict(json.loads(self._template.stdout.readline()))
-
-    def close(self) -> None:
-        assert self._template.stdin is not None
-        assert self._template.stdout is not None
-        self._template.stdin.close()
-        self._template.wait(30)
-        self._template.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def ends() -> Iterator[Ends]:
-    made = Ends()
+    made = Ends("sends_ends.py")
     yield made
     made.close()
 
