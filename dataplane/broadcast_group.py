@@ -7,11 +7,9 @@ the backend object is built directly: the trainer's default group, its timeouts 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Final, Protocol, cast
 
@@ -20,6 +18,7 @@ import torch
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
 
+from . import backends
 from .deadline import Deadline
 from .errors import DeadlineExceeded, TransferFailed, Unsupported
 
@@ -83,9 +82,9 @@ class BroadcastGroup:
         prefixed = c10d.PrefixStore(f"{device.type}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
         try:
             if device.type == "cuda":
-                backend = _nccl(prefixed, world_size)
+                backend = cast("_Backend", backends.nccl(prefixed, ROOT, world_size))
             else:
-                backend = _gloo(prefixed, host, world_size, timeout)
+                backend = cast("_Backend", backends.gloo(prefixed, host, ROOT, world_size, timeout))
         except (RuntimeError, ValueError) as error:
             raise TransferFailed(f"group {name} of {world_size} ranks did not form: {error}") from error
         return cls(name, device, world_size, backend)
@@ -123,32 +122,3 @@ class BroadcastGroup:
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type == "cuda":
             backend.abort()
-
-
-def _gloo(store: c10d.Store, host: str, world_size: int, timeout: timedelta) -> _Backend:
-    make = cast("Callable[..., object]", c10d.ProcessGroupGloo)  # the stubs know only its form without options
-    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001  # pyright: ignore[reportUnknownMemberType]
-    options._timeout = timeout  # noqa: SLF001
-    return cast("_Backend", make(store, ROOT, world_size, options))
-
-
-def _nccl(store: c10d.Store, world_size: int) -> _Backend:
-    options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # noqa: SLF001  our deadlines decide; torch's watchdog would end the process
-    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-        return cast("_Backend", c10d.ProcessGroupNCCL(store, ROOT, world_size, options))
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Generator[None, None, None]:
-    """Torch reads this setting from the environment when a group is made, and nowhere else."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

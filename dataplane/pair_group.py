@@ -11,9 +11,8 @@ makes one run out of time.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Protocol, cast
@@ -23,6 +22,7 @@ import torch
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
 
+from . import backends
 from .deadline import Deadline
 from .errors import DeadlineExceeded, PeerLost, TransferFailed
 
@@ -77,10 +77,12 @@ class PairGroup:
         prefixed = c10d.PrefixStore(name, store)
         try:
             if device.type == "cuda":
-                group = cls(_nccl(prefixed, rank, size), device, rank, size)
+                group = cls(cast("_Backend", backends.nccl(prefixed, rank, size)), device, rank, size)
                 group._connect(deadline)
                 return group
-            return cls(_gloo(prefixed, host, rank, size, deadline), device, rank, size)
+            timeout = timedelta(seconds=deadline.check("the group to form"))
+            backend = cast("_Backend", backends.gloo(prefixed, host, rank, size, timeout))
+            return cls(backend, device, rank, size)
         except (RuntimeError, ValueError) as error:
             raise TransferFailed(f"group {name} of {size} ranks did not form: {_short(error)}") from error
 
@@ -154,35 +156,6 @@ class PairGroup:
             deadline.check("a peer to send or take its messages")
             time.sleep(_POLL_S)
         work.wait()
-
-
-def _gloo(store: c10d.Store, host: str, rank: int, size: int, deadline: Deadline) -> _Backend:
-    make = cast("Callable[..., object]", c10d.ProcessGroupGloo)  # the stubs know only its form without options
-    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001  # pyright: ignore[reportUnknownMemberType]
-    options._timeout = timedelta(seconds=deadline.check("the group to form"))  # noqa: SLF001
-    return cast("_Backend", make(store, rank, size, options))
-
-
-def _nccl(store: c10d.Store, rank: int, size: int) -> _Backend:
-    options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # noqa: SLF001  our deadlines decide; torch's watchdog would end the process
-    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-        return cast("_Backend", c10d.ProcessGroupNCCL(store, rank, size, options))
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Generator[None, None, None]:
-    """Torch reads this setting from the environment when a group is made, and nowhere else."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _short(error: BaseException) -> str:

@@ -1,0 +1,66 @@
+"""Ranks that send to each other over gloo: who gives up frees the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from weightbus.dataplane.broadcast_group import join_store, serve_store
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import PeerLost, TransferFailed
+from weightbus.dataplane.pair_group import PairGroup, Parcel
+
+HOST = "127.0.0.1"
+LONG_S = 60.0
+PROMPT_S = 20.0
+
+
+def pair() -> tuple[PairGroup, PairGroup]:
+    server = serve_store(HOST)
+    stores = [join_store(server) for _ in range(2)]
+
+    def form(rank: int) -> PairGroup:
+        return PairGroup.form(stores[rank], "g", HOST, torch.device("cpu"), rank, 2, Deadline(LONG_S))
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(form, range(2))
+    return one, other
+
+
+def test_messages_arrive_both_ways() -> None:
+    """What one sends the other has."""
+    groups = pair()
+    given = [torch.full((8,), rank + 1, dtype=torch.uint8) for rank in range(2)]
+    found = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
+
+    def exchange(rank: int) -> None:
+        groups[rank].exchange([Parcel(given[rank], 1 - rank)], [Parcel(found[rank], 1 - rank)], Deadline(LONG_S))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(exchange, range(2)))
+    assert (found[0].tolist(), found[1].tolist()) == ([2] * 8, [1] * 8)
+
+
+def test_who_gives_up_frees_the_others() -> None:
+    """Long before the deadline of a rank that waits for a message, which nobody will send any more."""
+    waits, gives_up = pair()
+    waiting = threading.Event()
+
+    def wait() -> float:
+        began = time.monotonic()
+        waiting.set()
+        with pytest.raises(PeerLost):
+            waits.exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(LONG_S))
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor(1) as pool:
+        took = pool.submit(wait)
+        assert waiting.wait(PROMPT_S)
+        gives_up.abort("enough")
+        assert took.result(LONG_S + PROMPT_S) < PROMPT_S
+    with pytest.raises((PeerLost, TransferFailed), match="enough"):
+        gives_up.exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 0)], Deadline(LONG_S))
