@@ -86,9 +86,10 @@ class Run:
         trainer = self._trainers[part]
         (self.work / f"go-{part}").touch()
         ready, began = self.work / f"ready-{part}", time.monotonic()
-        until = self._until
+        until, called = self._until, False
         while trainer.process.poll() is None and time.monotonic() < until:
-            if ready.exists() and until == self._until:
+            if ready.exists() and not called:
+                called = True
                 rig.log(f"{part}: its engines are there after {time.monotonic() - began:.0f} s")
                 until = min(until, time.monotonic() + LIMITS_S[part])
             if part == "death" and trainer.process.poll() is None and (self.work / "killed").exists():
