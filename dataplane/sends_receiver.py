@@ -105,6 +105,9 @@ class SendsReceiver(DirectReceiver):
         self.close()
         self._touched = False
         self.seconds = {}
+        dead = [rank for rank, frames in self._takers.items() if frames.ended()]
+        if dead:  # its server ends too, but takes seconds for it, in which it would have to be paused
+            raise TransferFailed(f"worker {dead[0]} of the server has died")
         if not self.can_stage(session.manifest):
             return False
         deadline = Deadline(deadline_s)
