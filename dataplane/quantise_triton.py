@@ -29,7 +29,7 @@ _SMALL = tl.constexpr(2.0**-100)
 def _steps(bytes_apart, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
     """Bytes between rows as elements, with what is known of their divisibility; a hint of zero breaks the compiler."""
     size: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    if ALIGN > size:
+    if size < ALIGN:
         return tl.multiple_of(bytes_apart // size, ALIGN // size)
     return bytes_apart // size
 
