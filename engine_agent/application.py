@@ -7,8 +7,8 @@ is what is done about it. The rules that keep a client from an answer of mixed w
 * a dirty or pending server is not resumed by anything but the commit of a version that it was proven to hold;
 * another launch of the server is another server: whatever was known of it is forgotten, and it is paused at once.
 
-One operation runs at a time. A command that comes meanwhile waits for its end; an abort, or a command of a higher
-epoch, also asks it to end soon. control/PROTOCOL.md says what the coordinator expects.
+One operation runs at a time. A command that comes meanwhile waits for its end, a `Transfer` behind its `Pause`; an
+abort, or a command of a higher epoch, also asks it to end soon. control/PROTOCOL.md says what the coordinator expects.
 """
 
 from collections import deque
@@ -62,6 +62,7 @@ from .events import (
     Verify,
     Welcomed,
 )
+from .ledger import Ledger
 from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Beside, Running, View, told, view_of
 
 STORY: Final = 48
@@ -78,7 +79,7 @@ class Application:
         self.epoch = Epoch(record.epoch if record else 0)
         self.identity = ""
         self.reason = "the server has not answered yet"
-        self._record = record
+        self._ledger = Ledger(record)
         self._prepared: tuple[Version, Digest, Digest] | None = None
         """What was last found to fit, and to come from a trainer: nothing else is taken."""
         self._beside = Beside()
@@ -86,7 +87,7 @@ class Application:
         self._labelled: Version | None = None
         """The version that the server is labelled with ahead of its commit."""
         self._running: Running | None = None
-        self._waiting: ToEngine | None = None
+        self._waiting: tuple[ToEngine, ...] = ()
         self._answers = Answers(channel, incarnation)
         self._reached: Step | None = None
         """The last step of the round that was answered: what has failed when the server is lost before the next."""
@@ -119,7 +120,7 @@ class Application:
                 effects = self._tick(max(event.heard_at, self._quiet_since), now)
             case _:
                 assert_never(event)
-        return (*effects, *self._hold(now))
+        return (*effects, *self._set_right(), *self._hold(now))
 
     @property
     def health(self) -> EngineHealth:
@@ -145,7 +146,7 @@ class Application:
     def check(self) -> None:
         """Raise `InvariantBroken`, with the recent story, when fields contradict each other."""
         self.weights.check()
-        if self._waiting is not None and self._running is None:
+        if self._waiting and self._running is None:
             raise InvariantBroken("a command waits for nothing", tuple(self.story))
         if self._running is not None and self._running.number != self._numbers:
             raise InvariantBroken("an operation was begun while another one ran", tuple(self.story))
@@ -185,15 +186,23 @@ class Application:
     def _wait(self, message: ToEngine, running: Running) -> tuple[Effect, ...]:
         """Something runs. The same command again needs nothing; another one is next, and may shorten what runs."""
         served = running.command
-        if served is not None and type(served) is type(message) and served.epoch == message.epoch:
-            return ()
-        self._waiting = message
-        superseded = isinstance(message, Abort) or (served is not None and served.epoch < message.epoch)
-        return self._shorten() if superseded else ()
+        if served is not None and served.epoch == message.epoch:
+            if type(served) is type(message):
+                return ()
+            if answered := self._answers.again(message):  # it led to what runs now
+                return answered
+        first = next(iter(self._waiting), None)
+        pair = isinstance(first, Pause) and isinstance(message, Transfer) and first.epoch == message.epoch
+        self._waiting = (first, message) if pair and first is not None else (message,)
+        if isinstance(message, Abort) or (served is not None and served.epoch < message.epoch):
+            return self._shorten()
+        pausing = isinstance(served, Pause) and isinstance(message, Transfer)
+        return self._arm() if pausing and self._fits(message) else ()
 
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PREPARE, self.reason)
+        self._beside.mode = command.policy.pause.value
         serving = self.held if self.health is EngineHealth.CLEAN else None
         return self._run(Validate(command, self._checkpoint, serving), command, now)
 
@@ -209,16 +218,30 @@ class Application:
     def _transfer(self, command: Transfer, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.TRANSFER, self.reason)
-        if (command.version, command.manifest, command.table) != self._prepared:
+        if not self._fits(command):
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
         if self._beside.may(self.weights):
             return self._run(Stage(command, self._checkpoint), command, now)
         if self.paused is not True:
-            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
+            return self._stop_first(command, now)
+        known = self._ledger.took(self.epoch)
         dirty = self._learn(w.Began(command.version), now)
         self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
-        return (*dirty, *self._run(Receive(command, self._checkpoint), command, now))
+        return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
+
+    def _fits(self, command: Transfer) -> bool:
+        """It is of what was prepared last."""
+        return (command.version, command.manifest, command.table) == self._prepared
+
+    def _stop_first(self, command: Transfer, now: float) -> tuple[Effect, ...]:
+        """Its `Pause` got lost on the way, or the server goes on in spite of it."""
+        if self._answers.gave(Pause, command.epoch):
+            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
+        return self._pause_for(command, now)
+
+    def _pause_for(self, command: Transfer, now: float) -> tuple[Effect, ...]:
+        return (*self._run(PauseServer(self._beside.mode, HOLD_S), command, now), *self._arm())
 
     def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -257,9 +280,10 @@ class Application:
             effects = self._settle(running, event.result, now)
         else:
             effects = self._outlived(running, event.result, now)
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and self._running is None:
-            effects = (*effects, *self._command(waiting, now))
+        waiting, self._waiting = self._waiting, ()
+        while waiting and self._running is None:
+            effects, waiting = (*effects, *self._command(waiting[0], now)), waiting[1:]
+        self._waiting = waiting
         return effects
 
     def _outlived(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
@@ -308,6 +332,9 @@ class Application:
             doubted = self._learn(w.Doubted(), now)  # it may have happened all the same
             if command is None:
                 return (*doubted, Note("pause_failed", result.reason))
+            self._waiting = tuple(
+                each for each in self._waiting if each.epoch > command.epoch or not isinstance(each, Transfer)
+            )
             step = Step.TRANSFER if isinstance(command, Transfer) else Step.PAUSE
             return (*doubted, *self._fail(command, step, result.reason))
         if self.paused is not True:
@@ -324,12 +351,12 @@ class Application:
         """Nothing that is served has changed. Whether it was taken or has to be taken now, the server stands for it."""
         if isinstance(result, Broken):
             return self._fail(command, Step.TRANSFER, result.reason)
-        return self._unless_unwanted(command) or self._run(PauseServer(self._beside.mode, HOLD_S), command, now)
+        return self._unless_unwanted(command) or self._pause_for(command, now)
 
     def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
         """What was taken beside is not put into place when something else was asked for meanwhile."""
-        what = type(self._waiting).__name__
-        return () if self._waiting is None else self._fail(command, Step.TRANSFER, f"{what} came before the flip")
+        what = "".join(type(each).__name__ for each in self._waiting[:1])
+        return self._fail(command, Step.TRANSFER, f"{what} came before the flip") if what else ()
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):
@@ -341,6 +368,8 @@ class Application:
             return (*self._learn(w.Touched(), now), *self._fail(command, Step.TRANSFER, reason))
         arrived = self._learn(w.Touched(), now)
         transferred = self._answers.transferred(command, result, seconds)
+        if result.verified_by:
+            return (*arrived, transferred, *self._proven(command, Proven(result.verified_by), 0.0, now))
         return (*arrived, transferred, *self._run(Verify(command, result.checked), command, now))
 
     def _verifying_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
@@ -348,6 +377,9 @@ class Application:
             reason = result.reason if isinstance(result, Broken) else "the check ended without a proof"
             self.reason = f"version {command.version} was not proven: {reason}"
             return self._fail(command, Step.VERIFY, reason)
+        return self._proven(command, result, seconds, now)
+
+    def _proven(self, command: Transfer, result: Proven, seconds: float, now: float) -> tuple[Effect, ...]:
         held = Held(version=command.version, manifest=command.manifest, table=command.table)
         loaded = self._learn(w.Proved(held), now)
         self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
@@ -390,14 +422,18 @@ class Application:
         return (failed, Note("step_failed", f"{step.value}: {reason}"))
 
     def _remember(self) -> Remember:
-        self._record = Record(
-            identity=self.identity,
-            health=self.health,
-            held=self.held,
-            epoch=self.epoch,
-            checkpoint=self._checkpoint,
-        )
-        return Remember(self._record)
+        return self._ledger.remember(self.identity, self.health, self.held, self.epoch, self._checkpoint)
+
+    def _arm(self) -> tuple[Remember, ...]:
+        """The server comes to a stand for a transfer: the record that has to be there then is written meanwhile."""
+        if self.health is not EngineHealth.CLEAN:
+            return ()
+        return self._ledger.arm(self.identity, self.epoch, self._checkpoint)
+
+    def _set_right(self) -> tuple[Remember, ...]:
+        """A record that was written ahead of a transfer which does not begin is not true any more."""
+        pausing = self._running is not None and isinstance(self._running.operation, PauseServer)
+        return (self._remember(),) if self._ledger.ahead and not pausing else ()
 
     # -- the coordinator and the server come and go -------------------------------------------------------------------
 
@@ -409,13 +445,14 @@ class Application:
         return (ForgetAnswers(),)
 
     def _found(self, event: ServerFound, now: float) -> tuple[Effect, ...]:
-        was_up, known = self.up, self.identity or (self._record.identity if self._record else "")
+        record = self._ledger.record
+        was_up, known = self.up, self.identity or (record.identity if record else "")
         self.up = True
         if self.identity == event.identity:
             if not was_up and self.health is EngineHealth.CLEAN:
                 self.reason = ""
             return () if was_up else (Note("server_answers_again"),)
-        self.identity, self._reached, self._labelled = event.identity, None, None
+        self.identity, self._prepared, self._reached, self._labelled = event.identity, None, None, None
         self._paused_at, self._quiet_since, self._lease_s = None, now, UNSETTLED_S
         self._answers.forget()
         return (*self._shorten(), *self._recognise(event, known, now))
@@ -428,10 +465,11 @@ class Application:
         return (Cancel(self._running.number),)
 
     def _recognise(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
-        if known == event.identity and self._record is not None:
-            self._ours = self._record.health is not EngineHealth.PENDING  # which needs no round to be written
-            known_again = self._learn(w.Recognised(self._record.health, self._record.held), now)
-            self._checkpoint = self._record.checkpoint or event.checkpoint
+        record = self._ledger.record
+        if known == event.identity and record is not None:
+            self._ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
+            known_again = self._learn(w.Recognised(record.health, record.held), now)
+            self._checkpoint = record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
             return (*known_again, Note("server_recognised", self.health.value))
         return self._new_launch(event, now, restarted=bool(known))
@@ -439,7 +477,7 @@ class Application:
     def _new_launch(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
         self._checkpoint, self._ours = event.checkpoint, False
-        updated = self._record is not None or self.epoch > 0 or event.label.isdigit()
+        updated = self._ledger.record is not None or self.epoch > 0 or event.label.isdigit()
         kept = self._learn(w.Launched(fresh=not updated), now)
         if not updated:
             self.reason = ""
