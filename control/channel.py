@@ -40,7 +40,6 @@ from .messages import (
     Heartbeat,
     Held,
     Offered,
-    PauseMode,
     Publish,
     Release,
     RoundDone,
@@ -48,6 +47,7 @@ from .messages import (
     ToAgent,
     TrainerInfo,
 )
+from .patience import contradicts
 from .round import Round
 from .states import SETTLED, EnginePhase, RoundState
 from .tenure import Answer, Tenure
@@ -169,7 +169,9 @@ class Channel:
 
     def publish(self, agent: Agent, message: Publish, missing: str, now: float) -> Verdict:
         """Begin the round. `missing` names a blob that has to be put first."""
-        if self._answers.knows(message.request) or self._is_committed(message):
+        engines = self._fleet.behind(self.committed) if message.catch_up else self._fleet.infos()
+        lacked = message.catch_up and engines and not (self.round and self.round.publish.request == message.request)
+        if self._answers.knows(message.request) or (self._is_committed(message) and not lacked):
             self.repeat_done(agent, message)
             return YES
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
@@ -182,7 +184,7 @@ class Channel:
             message,
             agent.name,
             agent.trainer or TrainerInfo(host="", device="", ranks=0, transports=()),
-            self._fleet.infos(),
+            engines,
             limits=self._limits,
             duties=self._duties,
             story=self.story,
@@ -196,13 +198,17 @@ class Channel:
             return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
         if message.rollback and not (self.lease and self.lease.rollback):
             return Verdict(Code.NOT_ALLOWED, "this lease was acquired without rollback: acquire again, with it")
-        if self.committed and message.version <= self.committed.version and not message.rollback:
+        older = self.committed and message.version <= self.committed.version
+        if older and not (message.rollback or message.catch_up):
             return self._not_newer(message.version)
         if missing:
             return Verdict(Code.UNKNOWN_BLOB, f"blob {missing} is not here: put it, then publish again")
-        if message.policy.flush and message.policy.pause is PauseMode.IN_PLACE:
-            return Verdict(Code.NOT_ALLOWED, "pause in_place keeps the KV cache: publish with flush off")
-        return YES
+        reason = contradicts(message.policy)
+        if message.catch_up and not self._is_committed(message):
+            reason = (
+                "a catch-up brings what is committed: the version is another one, or the weights have changed since"
+            )
+        return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
 
     def repeat_done(self, agent: Agent, message: Publish) -> None:
         """Answer a `Publish` whose round is over."""
@@ -321,6 +327,8 @@ class Channel:
                     raise InvariantBroken(
                         f"{self.name} goes from {self.committed.version} to {record.version}", self.story
                     )
+                if self.round:
+                    self.round.replaced = self.committed
                 self.committed = Held(version=record.version, manifest=record.manifest, table=record.table)
                 self.committed_epoch = record.epoch
                 self.history = remembered(self.history, record)
@@ -382,7 +390,7 @@ class Channel:
         before, self._outlook = self._outlook, (round_, committed)
         if (before[0] is not None and before[0] is not round_) or before[1] is not committed:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        self.out += self._fleet.readiness_changes(self.phase, committed)
+        self.out += self._fleet.readiness_changes(self.phase, self.due)
         due = self._duties.due(now)
         wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants else None
         if not (self.out or due or wanted):
@@ -421,6 +429,11 @@ class Channel:
         member = self.round.members.get(name) if self.round else None
         return member.phase if member else None
 
+    def due(self, name: AgentId) -> Held | None:
+        """What an engine holds when it is up to date: the version before, while it waits for its turn in a round."""
+        waits = self.round and self.round.durable and self.phase(name) is EnginePhase.PREPARED
+        return self.round.replaced if self.round and waits else self.committed
+
     def check(self) -> None:
         """Raise `InvariantBroken` unless the channel's parts agree with each other."""
         wrong = list(self.round.check()) if self.round else []
@@ -432,10 +445,10 @@ class Channel:
             wrong.append(f"committed at epoch {self.committed_epoch}, the highest ever taken is {self.epoch}")
         for engine in self.engines.values():
             phase = self.phase(engine.name)
-            ready = readiness(engine, phase, self.committed).ok
+            ready = readiness(engine, phase, self.due(engine.name)).ok
             if ready is not self._fleet.announced(engine.name):
                 wrong.append(f"{engine.name} is {'ready' if ready else 'not ready'}, and nobody was told")
-            if ready and self.committed and engine.held != self.committed:
+            if ready and self.committed and engine.held != self.due(engine.name):
                 wrong.append(f"{engine.name} is ready, but holds {engine.held}")
             if phase is EnginePhase.SERVING and (self.committed is None or self.round is None):
                 wrong.append(f"{engine.name} serves what was never committed")

@@ -71,6 +71,7 @@ class Cohort:
     ) -> None:
         self.members: dict[AgentId, Member] = {}
         self._publish = publish
+        self._most = publish.policy.max_paused
         self._limits = limits
         self._duties = duties
         self._orders = Orders(publish, limits)
@@ -83,6 +84,8 @@ class Cohort:
         self._out_told = 0
         self._held_back: dict[AgentId, ToEngine] = {}
         """What those are told next that wait for all to stand still."""
+        self._overdue: set[AgentId] = set()
+        """Told to resume or leave, and not waited for any more."""
         self._doubted: dict[AgentId, float] = {}
         self._moved: set[AgentId] = set()
         """Changed phase, or began in one in which they are judged otherwise than outside a round."""
@@ -118,15 +121,28 @@ class Cohort:
         """The members that stand in one of `phases`."""
         return [member for member in self.members.values() if member.phase in phases]
 
+    def invited(self, *phases: EnginePhase) -> list[Member]:
+        """Those of the last `Send` that stand in one of `phases`."""
+        return [member for member in self.within(*phases) if member.name in self._invited]
+
     @property
     def settled(self) -> bool:
-        """Nobody's answer is waited for any more."""
-        return self.count(*SETTLED) == len(self.members)
+        """Nobody's answer is waited for any more; some may wait for their turn."""
+        late = sum(self.members[name].phase not in SETTLED for name in self._overdue)
+        return self.count(*SETTLED) + self.waiting + late == len(self.members)
+
+    def overdue(self) -> None:
+        """Who has not answered its `Commit` or `Abort` by now is told until it does, and holds up nothing."""
+        self._overdue.update(member.name for member in self.within(EnginePhase.RESUMING, EnginePhase.LEAVING))
 
     def check(self) -> tuple[str, ...]:
         """What is wrong with the count, if anything."""
         found = Counter(member.phase for member in self.members.values())
-        return () if found == self._counts else (f"engines by phase are {found}, counted as {self._counts}",)
+        wrong = () if found == self._counts else (f"engines by phase are {found}, counted as {self._counts}",)
+        still = self.count(*STANDING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED, EnginePhase.BROKEN)
+        if self._most and still > self._most:
+            wrong = (*wrong, f"{still} engines stand still for the round, at most {self._most} may")
+        return wrong
 
     # -- what they are told -----------------------------------------------------------------------------------------
 
@@ -135,9 +151,17 @@ class Cohort:
         for member in self.within(EnginePhase.PREPARING):
             self._duties.assign(member.name, self._orders.prepare(member), now)
 
+    @property
+    def waiting(self) -> int:
+        """How many are prepared, and have not been told to stand still."""
+        return self.count(EnginePhase.PREPARED)
+
     def wanted(self, epoch: Epoch) -> Send:
-        """What the trainer is to send under `epoch`, and to whom."""
-        members = self.within(EnginePhase.PREPARED, EnginePhase.BROKEN)
+        """What the trainer is to send under `epoch`, and to whom: at most `Policy.max_paused` stand still at a time."""
+        members = self.within(EnginePhase.BROKEN)
+        fresh = self.within(EnginePhase.PREPARED)
+        room = self._most - len(members) - self.count(EnginePhase.VERIFIED) if self._most else len(fresh)
+        members += fresh[: max(0, room)]
         self._invited, self._out, self._out_told = frozenset(member.name for member in members), {}, 0
         return self._orders.send(epoch, members)
 
@@ -158,7 +182,7 @@ class Cohort:
         """
         together = self._publish.policy.min_engines > 1
         by_kind = {offer.transport: offer for offer in offers}
-        for member in self.within(EnginePhase.PREPARED, EnginePhase.BROKEN):
+        for member in self.invited(EnginePhase.PREPARED, EnginePhase.BROKEN):
             offer = by_kind.get(member.transport) if member.transport else None
             if offer is None:
                 why = failed.get(member.name)

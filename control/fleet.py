@@ -35,6 +35,10 @@ class Fleet:
         """The engines that are here, as they are today."""
         return {engine.name: engine.as_info() for engine in self.engines.values() if engine.alive}
 
+    def behind(self, committed: Held | None) -> dict[AgentId, EngineInfo]:
+        """The engines that are here and do not hold the committed version."""
+        return {name: info for name, info in self.infos().items() if not _holds(self.engines[name], committed)}
+
     def holders(self, committed: Held | None) -> tuple[AgentId, ...]:
         """The engines that are here and hold the committed version."""
         return tuple(each.name for each in self.engines.values() if each.alive and _holds(each, committed))
@@ -126,9 +130,12 @@ class Fleet:
         self._touched.update(self.engines)
 
     def readiness_changes(
-        self, phase: Callable[[AgentId], EnginePhase | None], committed: Held | None
+        self, phase: Callable[[AgentId], EnginePhase | None], due: Callable[[AgentId], Held | None]
     ) -> list[ReadinessChanged]:
-        """Who became ready, or ceased to be, among those that were touched since the last call."""
+        """Who became ready, or ceased to be, among those that were touched since the last call.
+
+        `phase` and `due` say where an engine stands in a round, and what it has to hold.
+        """
         if not self._touched:
             return []
         touched, self._touched = self._touched, set()
@@ -137,7 +144,7 @@ class Fleet:
         notes: list[ReadinessChanged] = []
         for engine in (self.engines[name] for name in names if name in self.engines):
             stands = phase(engine.name)
-            verdict = readiness(engine, stands, committed)
+            verdict = readiness(engine, stands, due(engine.name))
             if self._ready.get(engine.name, False) is not verdict.ok:
                 notes.append(
                     ReadinessChanged(

@@ -94,6 +94,8 @@ class Policy(Fragment, frozen=True):
     """For `SlowEngines.QUORUM`; 0 means one."""
     slow_s: Seconds = 30.0
     """For `SlowEngines.QUORUM` and `SlowEngines.EVICT_AFTER`."""
+    max_paused: Count = 0
+    """At most so many engines stand still at a time: the others take the version after them. 0: all at once."""
 
 
 class Receiver(Fragment, frozen=True):

@@ -121,6 +121,9 @@ class Publish(Message, frozen=True):
     """``live``: the trainer stands still until the round is over; ``snapshot``: it trains on. Shown in the status."""
     rollback: bool = False
     """As in the `Acquire` of this lease; without that it is refused."""
+    catch_up: bool = False
+    """For engines that are behind: `version` and `table` are the committed ones, and only those take part that do not
+    hold them. Everybody else goes on as if nothing was."""
     seal: Seal | None = None
     """Null where no keys are used. Carried on in `Prepare`, as it is."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from .messages import Policy, SlowEngines
+from .messages import PauseMode, Policy, SlowEngines
 from .states import EnginePhase, RoundState
 
 THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
@@ -21,6 +21,16 @@ THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
     RoundState.RESUMING: (EnginePhase.SERVING,),
 }
 """The states in which engines are waited for, and the phases of those that have come through."""
+
+
+def contradicts(policy: Policy) -> str:
+    """Why a round cannot be carried out as it is asked for; empty when it can."""
+    if policy.flush and policy.pause is PauseMode.IN_PLACE:
+        return "pause in_place keeps the KV cache: publish with flush off"
+    if 0 < policy.max_paused < policy.min_engines:
+        found = f"{policy.min_engines} engines are to be verified and at most {policy.max_paused} stand still at a time"
+        return f"{found}: raise max_paused, or lower min_engines"
+    return ""
 
 
 def allowed_s(policy: Policy, state: RoundState, wait_s: float) -> float:

@@ -21,7 +21,7 @@ from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClose
 from .ids import AgentId, Channel, Epoch, Version
 from .limits import Limits
 from .member import Member
-from .messages import EngineInfo, EngineMessage, Offer, Outcome, Publish, RoundDone, SlowEngines, TrainerInfo
+from .messages import EngineInfo, EngineMessage, Held, Offer, Outcome, Publish, RoundDone, SlowEngines, TrainerInfo
 from .states import ROUND_MOVES, EnginePhase, RoundState, move
 
 _BEFORE_COMMIT: Final = frozenset(RoundState) - {
@@ -75,9 +75,11 @@ class Round:
         self.epoch: Epoch = publish.epoch
         self.state = RoundState.IDLE
         self.wants: Want | None = None
-        self.outcome: Outcome | None = None
+        self.outcome: Outcome | None = Outcome.COMMITTED if publish.catch_up else None
         self.reason = ""
         self.notes: list[AnyObservation] = []
+        self.replaced: Held | None = None
+        """What was committed before the version was."""
         self._limits = limits
         self._duties = duties
         self._cohort = Cohort(publish, trainer, engines, limits=limits, duties=duties, story=story, notes=self.notes)
@@ -92,6 +94,8 @@ class Round:
         self._last_attempt = False
         """Nothing can be driven again, whatever is left."""
         self._trainer_gone = False
+        self.durable = publish.catch_up
+        """The version is: the round can only go forward."""
         self._sent = False
         self._sent_once = False
 
@@ -147,13 +151,17 @@ class Round:
         if self.state in _BEFORE_COMMIT:
             self._abort(reason, now)
             self._advance(now)
+        elif self.state is RoundState.RESUMING and self._cohort.waiting:
+            self._last_attempt, self.wants = True, None
+            self._leave_waiting(reason, now)
 
     def epoch_taken(self, epoch: Epoch, now: float) -> None:
-        """`epoch` is durable: send everything again to the engines that broke."""
+        """`epoch` is durable: send everything again to the engines that broke, and to those whose turn it is."""
         self.wants = None
         self.epoch = epoch
         broken = tuple(member.name for member in self._cohort.within(EnginePhase.BROKEN))
-        self.notes.append(Redriven(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
+        if broken:
+            self.notes.append(Redriven(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
         self._offer(now)
         self._advance(now)
 
@@ -168,8 +176,8 @@ class Round:
         """The version is durable: from here the round only rolls forward."""
         self.wants = None
         self.outcome = Outcome.COMMITTED
-        self._enter(RoundState.RESUMING, now, self._limits.resume_s + self._limits.grace_s)
-        self._cohort.commit(now)
+        self.durable = True
+        self._resume(now)
         self._advance(now)
 
     def commit_refused(self, reason: str, now: float) -> None:
@@ -256,18 +264,17 @@ class Round:
         """What is wrong with the round, if anything."""
         wrong = list(self._cohort.check())
         phases = {member.phase for member in self.members.values()}
-        durable = self.state is RoundState.RESUMING
-        if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not durable:
+        if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not self.durable:
             wrong.append(f"an engine was told of version {self.version} in {self.state}, before it was durable")
         if self.state in (RoundState.PREPARING, RoundState.OFFERING) and EnginePhase.TRANSFERRING in phases:
             wrong.append(f"an engine takes weights in {self.state}")
-        if self.state in _SENDING and phases & set(SERVING_ON):
+        if self.state in _SENDING and self._cohort.invited(*SERVING_ON):
             wrong.append("an engine of the round was told nothing of its transfer")
         if self.state is RoundState.TRANSFERRING and phases & {EnginePhase.PAUSING, EnginePhase.PAUSED}:
             wrong.append("weights travel, and an engine was neither told to take them nor left out")
-        if durable and self.outcome is not Outcome.COMMITTED:
+        if self.durable and self.outcome is not Outcome.COMMITTED:
             wrong.append("resuming a version that was not committed")
-        if durable and phases & set(HOPEFUL):
+        if self.state is RoundState.RESUMING and phases & set(HOPEFUL) - {EnginePhase.PREPARED}:
             wrong.append("an engine was forgotten at the commit")
         if any(member.epoch > self.epoch for member in self.members.values()):
             wrong.append("an engine is ahead of its round's epoch")
@@ -297,7 +304,10 @@ class Round:
                 self._transferred(now)
             case RoundState.VERIFYING:
                 self._verified(now)
-            case RoundState.RESUMING | RoundState.ABORTING:
+            case RoundState.RESUMING:
+                if self._cohort.settled:
+                    self._next_wave(now)
+            case RoundState.ABORTING:
                 if self._cohort.settled:
                     self.wants = Want.CLOSE
             case _:
@@ -317,6 +327,8 @@ class Round:
     def _prepared(self, now: float) -> None:
         if not self.members and not self.publish.policy.min_engines:
             self._commit(now)
+        elif self.durable and not self._cohort.count(*SERVING_ON):
+            self._resume(now)
         elif not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
             self._offer(now)
 
@@ -347,7 +359,7 @@ class Round:
         """Whether the version can still reach as many engines as its policy asks for; aborts when not."""
         needed = max(1, self.publish.policy.min_engines)
         left = self._cohort.count(*HOPEFUL)
-        if left >= needed:
+        if left >= needed or self.durable:
             return True
         why = "; ".join(f"{m.name}: {m.reason}" for m in self.members.values() if m.reason)
         self._abort(f"{left} engines can take the version, {needed} are needed ({why or 'none joined'})", now)
@@ -371,16 +383,45 @@ class Round:
 
     def _conclude(self, now: float) -> None:
         """Commit, or drive what broke again. Who may not be driven again leaves."""
-        again = [] if self._trainer_gone or self._last_attempt else self._cohort.drive_again()
+        again = [] if self._over else self._cohort.drive_again()
         for member in self._cohort.within(EnginePhase.BROKEN):
             if member not in again:
                 self._cohort.leave(member, member.reason, now)
         if not self._enough(now):
             return
-        if again:
+        verified = self._cohort.count(EnginePhase.VERIFIED)
+        more = self._cohort.waiting and not self._over and verified < max(1, self.publish.policy.min_engines)
+        if again or (more and not self.durable):
             self.wants = Want.EPOCH
+        elif self.durable:
+            self._resume(now)
+        elif not verified and self._cohort.waiting:
+            self._abort("nobody can send to the engines that are left", now)
         else:
             self._commit(now)
+
+    @property
+    def _over(self) -> bool:
+        """Nothing can be sent any more, to anybody."""
+        return self._trainer_gone or self._last_attempt
+
+    def _resume(self, now: float) -> None:
+        """Whoever holds the durable version, verified, is to serve it."""
+        self._enter(RoundState.RESUMING, now, self._limits.resume_s + self._limits.grace_s)
+        self._cohort.commit(now)
+
+    def _next_wave(self, now: float) -> None:
+        """Those who stood still serve again, or are out: the next ones may, if there are any and they can be served."""
+        if not self._cohort.waiting:
+            self.wants = Want.CLOSE
+        elif not self._over:
+            self.wants = Want.EPOCH
+        else:
+            self._leave_waiting(self.reason or "the trainer can send no more", now)
+
+    def _leave_waiting(self, reason: str, now: float) -> None:
+        for member in self._cohort.within(EnginePhase.PREPARED):
+            self._cohort.leave(member, reason, now)
 
     def _commit(self, now: float) -> None:
         self._enter(RoundState.COMMITTING, now, self._limits.commit_s)
@@ -390,7 +431,8 @@ class Round:
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
         verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
-        if not self._sent_once or len(verified) < max(1, self.publish.policy.min_engines):
+        enough = self._sent_once and len(verified) >= max(1, self.publish.policy.min_engines)
+        if not enough and not self.durable:
             self._abort(reason, now)
             return
         self._last_attempt = True
@@ -398,19 +440,31 @@ class Round:
         self._duties.drop(self.holder)
         for member in self._cohort.within(*STANDING, EnginePhase.BROKEN):
             self._cohort.leave(member, reason, now)
-        if self.state is RoundState.OFFERING:
-            self._commit(now)
-        else:
+        if self.state is not RoundState.OFFERING:
             self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
+        elif self.durable:
+            self._resume(now)
+        else:
+            self._commit(now)
 
     def _abort(self, reason: str, now: float) -> None:
-        self.outcome = Outcome.ABORTED
+        """Back to the old version, for all that can; what is durable already is only brought to no more engines."""
         self.reason = reason
         self.wants = None
         self._duties.drop(self.holder)
-        self._enter(RoundState.ABORTING, now, self._limits.abort_s + self._limits.grace_s)
+        if self.durable:
+            self._last_attempt = True
+            kept = self._cohort.within(EnginePhase.VERIFIED)
+        else:
+            self.outcome = Outcome.ABORTED
+            kept = []
         for member in self._cohort.within(*HOPEFUL):
-            self._cohort.leave(member, member.reason, now, told=reason)
+            if member not in kept:
+                self._cohort.leave(member, member.reason, now, told=reason)
+        if self.durable:
+            self._resume(now)
+        else:
+            self._enter(RoundState.ABORTING, now, self._limits.abort_s + self._limits.grace_s)
 
     def _timeout(self, now: float) -> None:  # noqa: C901  # one case per state
         waited = f"no answer within {now - self._since:.0f} s"
@@ -432,7 +486,8 @@ class Round:
             case RoundState.RESUMING | RoundState.ABORTING:
                 for member in self._cohort.within(EnginePhase.RESUMING, EnginePhase.LEAVING):
                     member.reason = member.reason or f"{member.phase.value}: {waited}; it is told until it answers"
-                self.wants = Want.CLOSE
+                self._cohort.overdue()
+                self.wants = Want.CLOSE if self.state is RoundState.ABORTING else None
             case RoundState.IDLE:
                 pass
             case _:

@@ -74,18 +74,27 @@ class EnginePhase(enum.StrEnum):
 
 ROUND_MOVES: Final[Mapping[RoundState, frozenset[RoundState]]] = {
     RoundState.IDLE: frozenset({RoundState.PREPARING}),
-    RoundState.PREPARING: frozenset({RoundState.OFFERING, RoundState.COMMITTING, RoundState.ABORTING}),
-    RoundState.OFFERING: frozenset({RoundState.PAUSING, RoundState.COMMITTING, RoundState.ABORTING}),
-    RoundState.PAUSING: frozenset({RoundState.TRANSFERRING, RoundState.VERIFYING, RoundState.ABORTING}),
-    RoundState.TRANSFERRING: frozenset({RoundState.VERIFYING, RoundState.ABORTING}),
-    RoundState.VERIFYING: frozenset({RoundState.OFFERING, RoundState.COMMITTING, RoundState.ABORTING}),
+    RoundState.PREPARING: frozenset(
+        {RoundState.OFFERING, RoundState.COMMITTING, RoundState.RESUMING, RoundState.ABORTING}
+    ),
+    RoundState.OFFERING: frozenset(
+        {RoundState.PAUSING, RoundState.COMMITTING, RoundState.RESUMING, RoundState.ABORTING}
+    ),
+    RoundState.PAUSING: frozenset(
+        {RoundState.TRANSFERRING, RoundState.VERIFYING, RoundState.RESUMING, RoundState.ABORTING}
+    ),
+    RoundState.TRANSFERRING: frozenset({RoundState.VERIFYING, RoundState.RESUMING, RoundState.ABORTING}),
+    RoundState.VERIFYING: frozenset(
+        {RoundState.OFFERING, RoundState.COMMITTING, RoundState.RESUMING, RoundState.ABORTING}
+    ),
     RoundState.COMMITTING: frozenset({RoundState.RESUMING, RoundState.ABORTING}),
-    RoundState.RESUMING: frozenset({RoundState.IDLE}),
+    RoundState.RESUMING: frozenset({RoundState.IDLE, RoundState.OFFERING}),
     RoundState.ABORTING: frozenset({RoundState.IDLE}),
 }
 """PREPARING -> COMMITTING: a channel without engines. VERIFYING -> OFFERING: a re-drive. OFFERING -> COMMITTING: a
-re-drive that could not begin. PAUSING -> VERIFYING: one whose trainer was lost. There is no way from RESUMING to
-ABORTING: what is durable rolls forward."""
+re-drive that could not begin. PAUSING -> VERIFYING: one whose trainer was lost. RESUMING -> OFFERING: the next wave of
+a rolling round. Where the version is durable already, as in a later wave or a catch-up, RESUMING follows when there is
+no more to wait for. There is no way from there to ABORTING: what is durable rolls forward."""
 
 ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
     EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED, EnginePhase.LEAVING, EnginePhase.LOST}),

@@ -56,6 +56,10 @@ class RoundView(msgspec.Struct, frozen=True):
     """Whether the trainer waits for the round (``live``) or trains on (``snapshot``)."""
     engines: dict[str, str] = {}
     """Engine -> its phase."""
+    max_paused: int = 0
+    """How many of them may stand still at a time; 0: all."""
+    catch_up: bool = False
+    """It brings the committed version to engines that are behind."""
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -142,6 +146,8 @@ def _channel(channel: Channel, members: Membership, lease_s: float, now: float) 
             round_.age_s(now),
             round_.publish.mode,
             {str(m.name): m.phase.value for m in round_.members.values()},
+            round_.publish.policy.max_paused,
+            round_.publish.catch_up,
         )
         if round_
         else RoundView(RoundState.IDLE),
@@ -156,7 +162,7 @@ def _held(held: Held | None, epoch: int) -> HeldStatus | None:
 
 
 def _engine(engine: Engine, channel: Channel, members: Membership, now: float) -> EngineView:
-    verdict = readiness(engine, channel.phase(engine.name), channel.committed)
+    verdict = readiness(engine, channel.phase(engine.name), channel.due(engine.name))
     version = engine.held.version if engine.held else None
     info = engine.info
     return EngineView(

@@ -318,7 +318,7 @@ class Trainer(Agent):
         super().__init__(world, name)
         self.info = info
         self.version = 0
-        self.rollback = self.rollback_publish_only = False
+        self.rollback = self.rollback_publish_only = self.catch_up = False
         self.policy = Policy()
         self.publishing: Publish | None = None
         self.failed: Mapping[str, str] = {}
@@ -381,6 +381,7 @@ class Trainer(Agent):
                     buckets=2,
                     policy=self.policy,
                     rollback=self.rollback or self.rollback_publish_only,
+                    catch_up=self.catch_up,
                 )
                 self.rollback_publish_only = False
                 self.try_say(self.publishing)

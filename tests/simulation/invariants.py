@@ -83,6 +83,10 @@ class Judge:
         self._highest = 0
         self._tables: dict[int, str] = {}
         self._committed: Held | None = None
+        self._replaced: Held | None = None
+        """What was committed before."""
+        self._rolling: str | None = None
+        """The publication that was committed last, until its round is over: some may still wait for their turn."""
         self._committed_requests: dict[str | None, int] = {}
         self._ever: set[tuple[int, str]] = set()
         """Versions that were committed, with their tables."""
@@ -159,6 +163,7 @@ class Judge:
             self.broken("commit-verified", f"version {record.version} is committed, and no server ever held it")
         self._ever.add((record.version, record.table))
         self._committed_requests[record.request] = record.version
+        self._replaced, self._rolling = self._committed, record.request
         self._committed = Held(version=record.version, manifest=record.manifest, table=record.table)
 
     def resurrected(self, record: AnyRecord) -> None:
@@ -206,6 +211,8 @@ class Judge:
             self.broken("one-holder", f"epoch {message.epoch} is granted to {agent}, on disk it is {known}'s")
 
     def _round_done(self, agent: str, message: RoundDone) -> None:
+        if self._world.request_published(agent, message.epoch) == self._rolling:
+            self._rolling = None
         before = self._outcomes.setdefault(message.epoch, message.outcome)
         if before is not message.outcome and not self._ghosts:
             self.broken("same-answer", f"the round of epoch {message.epoch} was {before}, now {message.outcome}")
@@ -239,6 +246,7 @@ class Judge:
         """Another life of the coordinator: what lived in memory is answered anew."""
         self._answers.clear()
         self._ready.clear()
+        self._rolling = None
 
     # -- the ready list
 
@@ -270,8 +278,10 @@ class Judge:
     def _against(self, name: str) -> str:
         """What speaks against an engine: nothing, what it did by itself and takes time to learn, or ``wrong``."""
         server, held, agent = self._world.server(name), self._committed, self._world.engines[name]
-        wanted = self._world.tag_of(held.table) if held else LAUNCH
-        if server.tags == (wanted,):
+        wanted = [self._world.tag_of(held.table) if held else LAUNCH]
+        if self._world.scenario.max_paused and self._rolling is not None:
+            wanted.append(self._world.tag_of(self._replaced.table) if self._replaced else LAUNCH)
+        if server.tags in [(tag,) for tag in wanted]:
             if not agent.alive or agent.frozen or self._world.network.unheard(name):
                 return "its agent says nothing"
             return "" if server.generates or server.frozen else "does not generate"

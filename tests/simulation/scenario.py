@@ -72,6 +72,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     calm_from: float
     """From here on nothing goes wrong any more."""
+    max_paused: int = 0
+    """Engines that may stand still at a time."""
     sealed: bool = False
     """Trainers sign, engines believe nothing else. Real Ed25519, so not everywhere."""
 
@@ -113,7 +115,14 @@ def draw(seed: int) -> Scenario:
         faults=tuple(faults),
         calm_from=calm_from,
     )
-    return _with_neglect(_with_data_plane(drawn))
+    return _with_waves(_with_neglect(_with_data_plane(drawn)))
+
+
+def _with_waves(drawn: Scenario) -> Scenario:
+    """Rounds in which not all may stand still at a time. By dice of their own, too."""
+    rng = random.Random(f"weightbus-waves-{drawn.seed}")
+    most = rng.randrange(max(1, drawn.min_engines), 4) if rng.random() < 0.4 else 0
+    return msgspec.structs.replace(drawn, max_paused=most)
 
 
 def _with_data_plane(drawn: Scenario) -> Scenario:

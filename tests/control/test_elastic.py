@@ -1,0 +1,325 @@
+"""Rounds in which engines take turns, and engines that come later: what is promised to those who stand aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from weightbus.control.effects import Committed, EpochTaken, ReadinessChanged, Redriven
+from weightbus.control.messages import (
+    Abandon,
+    Commit,
+    EngineHealth,
+    Heartbeat,
+    Message,
+    Offered,
+    Outcome,
+    Pause,
+    Policy,
+    Refused,
+    Send,
+    Step,
+    Transfer,
+)
+
+from .world import CHANNEL, Engine, Trainer, World
+
+
+class Rolling:
+    """Engines of a channel, at most `most` of which stand still at a time; whoever generates is counted."""
+
+    def __init__(self, count: int, most: int, **policy: object) -> None:
+        self.world = World()
+        self.engines = [self.world.engine(f"e{index}") for index in range(count)]
+        self.trainer = self.world.trainer()
+        self.trainer.policy = Policy(max_paused=most, **policy)  # type: ignore[arg-type]
+        self.still: list[int] = []
+        for engine in self.engines:
+            engine.react = self._watched(engine.react)  # type: ignore[method-assign]
+
+    def _watched(self, react: Callable[[Message], None]) -> Callable[[Message], None]:
+        def watched(message: Message) -> None:
+            react(message)
+            self.still.append(sum(not engine.generating for engine in self.engines))
+
+        return watched
+
+    def outcomes(self, version: int) -> list[str]:
+        return [report.outcome.value for report in self.world.publish(self.trainer, version).engines]
+
+    def waves(self) -> list[list[str]]:
+        return [[each.engine for each in send.receivers] for send in self.trainer.got(Send)]  # type: ignore[attr-defined]
+
+    def commits(self) -> list[int]:
+        return [record.version for record in self.world.records if isinstance(record, Committed)]
+
+
+def refusal(world: World, trainer: Trainer, version: int) -> str:
+    """Why the coordinator does not begin it; the trainer does not try again."""
+    trainer.acquire(version)
+    trainer.acquire = lambda _version: None  # type: ignore[method-assign]
+    world.settle()
+    refused = trainer.got(Refused)[-1]
+    assert isinstance(refused, Refused)
+    return refused.reason
+
+
+@pytest.mark.parametrize(("most", "waves"), [(1, 4), (2, 2), (3, 2), (4, 1), (0, 1)])
+def test_at_most_so_many_stand_still(most: int, waves: int) -> None:
+    """All take the version in the end, each once, and it is committed once: with the first of them."""
+    rolling = Rolling(4, most)
+    assert rolling.outcomes(1) == ["committed"] * 4
+    assert max(rolling.still) == (most or 4)
+    assert [name for wave in rolling.waves() for name in wave] == ["e0", "e1", "e2", "e3"]
+    assert len(rolling.waves()) == waves
+    assert rolling.commits() == [1]
+    assert [engine.weights for engine in rolling.engines] == [1] * 4
+    assert rolling.world.ready == ("e0", "e1", "e2", "e3")
+    assert not [each for each in rolling.world.observed if isinstance(each, Redriven)], "nobody is sent anything twice"
+
+
+def test_who_waits_is_routed_to() -> None:
+    """With what was committed before, until its own turn: nobody ceases to be ready more than once in a round."""
+    rolling = Rolling(3, 1)
+    rolling.outcomes(1)
+    before = len(rolling.world.observed)
+    rolling.outcomes(2)
+    changes = [each for each in rolling.world.observed[before:] if isinstance(each, ReadinessChanged)]
+    for engine in ("e0", "e1", "e2"):
+        assert [each.ready for each in changes if each.engine == engine] == [False, True]
+    unready = 0
+    for each in changes:
+        unready += 1 if not each.ready else -1
+        assert unready <= 1
+
+
+def test_who_was_behind_is_not_routed_to_while_it_waits() -> None:
+    """Waiting makes an old version no better: only what was committed right before is served on."""
+    rolling = Rolling(2, 2)
+    rolling.outcomes(1)
+    late = rolling.world.engine("e9")
+    rolling.trainer.policy = Policy(max_paused=1)
+    before = len(rolling.world.observed)
+    rolling.outcomes(2)
+    changes = [each for each in rolling.world.observed[before:] if isinstance(each, ReadinessChanged)]
+    assert [each.ready for each in changes if each.engine == late.name] == [True]
+    assert late.weights == 2
+
+
+def test_a_wave_that_fails_is_followed_by_the_next() -> None:
+    """The version is committed by the first engine that holds it; who failed for good is out, and reported."""
+    rolling = Rolling(3, 1, redrives=0)
+    rolling.engines[0].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+    assert rolling.outcomes(1) == ["quarantined", "committed", "committed"]
+    assert rolling.waves() == [["e0"], ["e1"], ["e2"]]
+
+
+def test_nobody_takes_it() -> None:
+    """All waves failed: the round comes to nothing, and whoever was not touched serves what it had."""
+    rolling = Rolling(2, 1, redrives=0)
+    for engine in rolling.engines:
+        engine.fail(Transfer, Step.TRANSFER)
+    done = rolling.world.publish(rolling.trainer, 1)
+    assert done.outcome is Outcome.ABORTED
+    assert rolling.commits() == []
+    assert rolling.world.ready == ("e0", "e1")
+
+
+def test_a_re_drive_stays_within_its_wave() -> None:
+    """An engine that broke is sent everything again while nobody more stands still than may."""
+    rolling = Rolling(3, 2)
+    rolling.engines[1].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+    assert rolling.outcomes(1) == ["committed"] * 3
+    assert max(rolling.still) == 2
+    assert rolling.waves() == [["e0", "e1"], ["e1"], ["e2"]]
+
+
+def lost(rolling: Rolling) -> None:
+    rolling.trainer.die()
+
+
+def gives_up(rolling: Rolling) -> None:
+    send = rolling.trainer.got(Send)[-1]
+    trainer = rolling.trainer
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=send.epoch, reason="enough"))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("end", [lost, gives_up])
+def test_the_trainer_goes_after_the_first_wave(end: Callable[[Rolling], None]) -> None:
+    """What is durable stays; who has not had its turn serves on what it had, and is known to be behind."""
+    rolling = Rolling(3, 1)
+    rolling.outcomes(1)
+    trainer = rolling.trainer
+    second = len(rolling.waves()) + 1
+
+    def offered(send: Message) -> None:
+        if isinstance(send, Send) and len(rolling.waves()) == second + 1:
+            trainer.deaf = True
+            end(rolling)
+
+    watched = trainer.react
+
+    def react(message: Message) -> None:
+        offered(message)
+        if not trainer.deaf:
+            watched(message)
+
+    trainer.react = react  # type: ignore[method-assign]
+    trainer.acquire(2)
+    rolling.world.settle()
+    rolling.world.advance(60)
+    assert rolling.commits() == [1, 2]
+    assert [engine.weights for engine in rolling.engines] == [2, 1, 1]
+    assert all(engine.generating for engine in rolling.engines)
+    assert rolling.world.ready == ("e0",)
+    view = rolling.world.machine.status(rolling.world.now).channels[CHANNEL]
+    assert [view.engines[f"e{index}"].lag for index in range(3)] == [0, 1, 1]
+
+
+def test_who_does_not_say_that_it_serves_holds_up_nobody() -> None:
+    """Its `Commit` is repeated; after the time for it the next ones have their turn."""
+    rolling = Rolling(3, 1)
+    rolling.engines[0].deaf = False
+    rolling.engines[0].script[Commit] = lambda _message: None
+    rolling.world.lose = lambda message: isinstance(message, Commit) and rolling.world.now < 300
+    rolling.trainer.acquire(1)
+    rolling.world.settle()
+    rolling.world.advance(1000)
+    assert [engine.weights for engine in rolling.engines] == [1, 1, 1]
+    assert rolling.world.ready == ("e0", "e1", "e2")
+
+
+def test_more_verified_engines_than_may_stand_still_cannot_be_asked_for() -> None:
+    """They would have to wait for each other, paused."""
+    rolling = Rolling(3, 1, min_engines=2)
+    assert "raise max_paused" in refusal(rolling.world, rolling.trainer, 1)
+
+
+def test_a_coordinator_that_restarts_between_waves_keeps_what_is_durable() -> None:
+    """The round is gone; the engines that waited are behind, and serve what they had."""
+    rolling = Rolling(2, 1)
+    world = rolling.world
+    world.crash_on = lambda effect: (
+        isinstance(getattr(effect, "record", None), EpochTaken) and effect.record.redrive  # type: ignore[union-attr]
+    )
+    rolling.trainer.acquire(1)
+    world.settle()
+    assert world.crashed
+    world.crash_on = lambda _effect: False
+    world.restart()
+    world.advance(30)
+    assert world.committed == 1
+    assert [engine.weights for engine in rolling.engines] == [1, 0]
+    assert world.ready == ("e0",)
+
+
+# -- who comes later ---------------------------------------------------------------------------------------------------
+
+
+def behind() -> tuple[World, Engine, Engine, Trainer]:
+    """Version 1 is served by one engine; another one has come since."""
+    world = World()
+    old = world.engine("e0")
+    trainer = world.trainer()
+    world.publish(trainer, 1)
+    new = world.engine("e1")
+    assert world.ready == ("e0",)
+    return world, old, new, trainer
+
+
+def test_a_joiner_is_brought_what_is_committed() -> None:
+    """It takes part alone: the others hear nothing, and the journal nothing but the epoch."""
+    world, old, new, trainer = behind()
+    heard, commits = len(old.inbox), len([each for each in world.records if isinstance(each, Committed)])
+    trainer.catch_up = True
+    done = world.publish(trainer, 1)
+    assert (done.outcome, [report.engine for report in done.engines]) == (Outcome.COMMITTED, ["e1"])
+    assert [message for message in old.inbox[heard:] if isinstance(message, Pause | Transfer | Commit)] == []
+    assert len([each for each in world.records if isinstance(each, Committed)]) == commits
+    assert new.weights == 1
+    assert world.ready == ("e0", "e1")
+    assert world.committed == 1
+
+
+def test_a_catch_up_finds_nobody_behind() -> None:
+    """It is answered like any version that is committed already, and nobody is paused."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    world.publish(trainer, 1)
+    trainer.catch_up = True
+    heard = len(engine.inbox)
+    assert world.publish(trainer, 1).outcome is Outcome.COMMITTED
+    assert not [message for message in engine.inbox[heard:] if isinstance(message, Pause)]
+
+
+@pytest.mark.parametrize("version", [2, 5])
+def test_a_catch_up_brings_nothing_new(version: int) -> None:
+    """Other weights than the committed ones are refused, whatever their number."""
+    world, _, new, trainer = behind()
+    trainer.catch_up = True
+    assert "brings what is committed" in refusal(world, trainer, version)
+    assert world.committed == 1
+    assert new.weights == 0
+
+
+def test_a_catch_up_that_fails_takes_nothing_back() -> None:
+    """The version stays committed and served; the joiner is where it was, and may be tried again."""
+    world, old, new, trainer = behind()
+    trainer.catch_up = True
+    trainer.policy = Policy(redrives=0)
+    new.fail(Transfer, Step.TRANSFER)
+    done = world.publish(trainer, 1)
+    assert [report.outcome for report in done.engines] == [Outcome.ABORTED]
+    assert (world.committed, world.ready) == (1, ("e0",))
+    assert old.generating
+    assert new.generating
+    world.publish(trainer, 1)
+    assert world.ready == ("e0", "e1")
+
+
+def test_the_trainer_of_a_catch_up_is_lost() -> None:
+    """The joiner goes on with what it had; nobody else notices."""
+    world, old, new, trainer = behind()
+    trainer.catch_up = True
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    heard = len(old.inbox)
+    world.advance(30)
+    assert not [message for message in old.inbox[heard:] if isinstance(message, Pause | Transfer)]
+    assert new.generating
+    assert (world.committed, world.ready) == (1, ("e0",))
+    again = world.trainer("another")
+    again.catch_up = True
+    world.publish(again, 1)
+    assert world.ready == ("e0", "e1")
+
+
+def test_joiners_take_turns_too() -> None:
+    """A catch-up is a round like any other."""
+    world, _, _, trainer = behind()
+    joiners = [world.engine(f"j{index}") for index in range(2)]
+    trainer.catch_up = True
+    trainer.policy = Policy(max_paused=1)
+    world.publish(trainer, 1)
+    waves = [[each.engine for each in send.receivers] for send in trainer.got(Send)]  # type: ignore[attr-defined]
+    assert waves[1:] == [["e1"], ["j0"], ["j1"]]
+    assert [joiner.weights for joiner in joiners] == [1, 1]
+    assert all(len(before) == len(after) == 1 for before, after in pairwise(waves[1:]))
+
+
+def test_a_heartbeat_is_no_answer() -> None:
+    """A dirty engine that nobody publishes for stays out, until a catch-up mends it."""
+    world, old, new, trainer = behind()
+    world.deliver(old, Heartbeat(seq=1, health=EngineHealth.DIRTY, held=None))
+    old.health, old.held, old.weights, old.generating = EngineHealth.DIRTY, None, None, False
+    world.settle()
+    assert world.ready == ()
+    trainer.catch_up = True
+    done = world.publish(trainer, 1)
+    assert sorted(report.engine for report in done.engines) == ["e0", "e1"]
+    assert world.ready == ("e0", "e1")
+    assert new.weights == old.weights == 1
