@@ -282,6 +282,21 @@ class Fleet:
         """Replace every live parameter by noise."""
         self._ask(channel, {"action": "reset_tensors"})
 
+    def load(self, channel: str, folder: Path) -> None:
+        """Have the server load a checkpoint by itself, as nobody of ours does it."""
+        body = {"model_path": os.fspath(folder), "load_format": "auto"}
+        answer = self._http.post(self.url(channel) + "/update_weights_from_disk", json=body)
+        if answer.is_error:
+            raise RuntimeError(f"the server of {channel} did not load {folder}: {answer.text[:300]}")
+
+    def tokens(self, channel: str, count: int = 24) -> list[int]:
+        """What it generates greedily, with nothing in its caches."""
+        self._http.post(self.url(channel) + "/flush_cache").raise_for_status()
+        sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0.0}
+        body = {"input_ids": [5, 17, 33, 64, 99, 3], "sampling_params": sampling}
+        answer = self._http.post(self.url(channel) + "/generate", json=body).raise_for_status().json()
+        return [int(token) for token in answer["output_ids"]]
+
     def seconds(self, channel: str) -> dict[str, float]:
         """What the sidecar has counted so far: seconds by step and by call, ``step:copy`` and ``call:..``."""
         found: dict[str, float] = {}
