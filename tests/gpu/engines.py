@@ -94,10 +94,12 @@ class Run:
         try:
             self.programs.check([self.trainer])
             self.done = self.trainer.process.poll() is not None
-            if not self.done and time.monotonic() > self.began + deadline_s:
-                raise TimeoutError(f"not done after {deadline_s:.0f} s")
-        except (ProgramEnded, TimeoutError) as error:
-            self.done, self.problem = True, f"{error}"
+        except ProgramEnded as error:
+            self.problem = f"{error}"
+        if not self.done and time.monotonic() > self.began + deadline_s:
+            self.problem = f"not done after {deadline_s:.0f} s"
+        if self.problem:
+            self.done = True
             for log in sorted(self.work.glob("*.log")):
                 rig.log(f"{self.name}, {log.name}:\n{tail(log)}")
 
@@ -212,14 +214,15 @@ class Proof:
         self._name, self._case, self._source, self._work, self._fleet = name, case, source, work, fleet
         self._layout = rig.read_layout(work)
         self._found: dict[str, Any] = {"case": name, "equal": True}
+        self._speculates = not case.stock and source.device.type == "cuda"
 
     def run(self) -> None:
         """Direct, stock, and direct again while requests are answered."""
         self._direct()
-        if self._case.stock:
+        if self._speculates:
+            self._refusal()
+        else:
             self._stock()
-        elif self._source.root:
-            self._found["advice"] = self._refusal()
         self._steady()
         self._write(complete=True)
 
@@ -236,8 +239,8 @@ class Proof:
         self._write(flattened_bucket=report)
         self._compare(2, "stock")
 
-    def _refusal(self) -> str:
-        """What such a server's sidecar says of the stock path. Nothing must change by it."""
+    def _refusal(self) -> None:
+        """What such a server's sidecar says of the stock path. Nothing must change by it. One process trains here."""
         before = self._fleet.checksum(self._name)
         with self._rounds("local") as (publish, _):
             try:
@@ -246,7 +249,7 @@ class Proof:
             except Exception as error:  # noqa: BLE001 - whatever it is, it is what was said
                 reason = f"{type(error).__name__}: {error}"
         self._found["equal"] &= self._case.refused in reason and self._fleet.checksum(self._name) == before
-        return reason
+        self._write(advice=reason)
 
     def _steady(self) -> None:
         steady = []
@@ -296,8 +299,7 @@ class Proof:
             "load_from_disk_s": took,
         }
         self._found["equal"] &= compared["weights_equal"] and compared["tokens_equal"]
-        if self._source.device.type == "cuda" and not self._case.stock:
-            self._found["equal"] &= drafts > 0
+        self._found["equal"] &= drafts > 0 or not self._speculates
         self._write(**{f"compared_{step}": compared})
 
     def _write(self, **more: Any) -> None:
