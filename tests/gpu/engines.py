@@ -59,15 +59,17 @@ def _read(name: str) -> dict[str, Any]:
     return found
 
 
+_TINY = {**rig.TINY_MOE, "moe_intermediate_size": 128}
+"""Of which two ranks of SGLang's CPU engine have the same part, without padding."""
 _WIDE = {**rig.QWEN3_30B_A3B, "num_hidden_layers": 2, "vocab_size": 32768}
 CASES = {
     "draft": Case(
-        _read("deepseek"), rig.TINY_MOE, {"ep": 2, "etp": 1, "dp": 2}, ("--speculative-algorithm=EAGLE",),
+        _read("deepseek"), _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--speculative-algorithm=EAGLE",),
         stock=False, refused="speculates",
     ),
-    "ep2": Case(_WIDE, rig.TINY_MOE, {"ep": 2, "etp": 1, "dp": 2}, ("--ep-size=2",), tp=2),
-    "dpa": Case(_WIDE, rig.TINY_MOE, {"tp": 2}, ("--dp-size=2", "--enable-dp-attention"), tp=2),
-    "plain": Case(_WIDE, rig.TINY_MOE, {"tp": 2}, ()),
+    "ep2": Case(_WIDE, _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--ep-size=2",), tp=2),
+    "dpa": Case(_WIDE, _TINY, {"tp": 2}, ("--dp-size=2", "--enable-dp-attention"), tp=2),
+    "plain": Case(_WIDE, _TINY, {"tp": 2}, ()),
 }  # fmt: skip
 
 
