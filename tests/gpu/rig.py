@@ -291,7 +291,8 @@ class Fleet:
 
     def tokens(self, channel: str, count: int = 24) -> list[int]:
         """What it generates greedily, with nothing in its caches."""
-        self._http.post(self.url(channel) + "/flush_cache").raise_for_status()
+        flush = self.url(channel) + "/flush_cache"  # refused until requests that were broken off have ended
+        wait("an idle server", lambda: self._http.post(flush).status_code == 200, 30, lambda: None)
         sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0.0}
         body = {"input_ids": [5, 17, 33, 64, 99, 3], "sampling_params": sampling}
         answer = self._http.post(self.url(channel) + "/generate", json=body).raise_for_status().json()
