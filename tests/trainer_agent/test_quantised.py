@@ -20,7 +20,8 @@ from weightbus.trainer_agent.errors import BadCheckpoint
 from weightbus.trainer_agent.fsdp import FSDPSource
 from weightbus.trainer_agent.hf_module import HFModuleSource
 from weightbus.trainer_agent.megatron import MegatronSource
-from weightbus.trainer_agent.quantised import Described, QuantisedSource, as_served, quantised
+from weightbus.trainer_agent.quantised import QuantisedSource, as_served, quantised
+from weightbus.trainer_agent.quantised_assembly import Described
 from weightbus.trainer_agent.quantised_plan import Division, Weight
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source, UnsupportedModel
