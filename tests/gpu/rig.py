@@ -348,18 +348,22 @@ def build(hf: Mapping[str, Any], device: str, **layout: int | None) -> list[Any]
 
 
 def refill(parameters: Any, seed: int) -> None:
-    """New weights, other for every seed; cut parameters are other on every rank, the rest alike."""
+    """New weights, other for every seed: cut parameters are other on every rank that has a part, replicas alike."""
     import torch
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
     rank = dist.get_rank() if dist.is_initialized() else 0
+    shard = parallel_state.get_tensor_model_parallel_rank() if parallel_state.is_initialized() else 0
     device = next(iter(parameters)).device
-    generator = torch.Generator(device).manual_seed(1000 * seed + rank)
-    whole = torch.Generator(device).manual_seed(1000 * seed + 999)
+    experts, cut, whole = (torch.Generator(device).manual_seed(1000 * seed + n) for n in (rank, 500 + shard, 999))
     with torch.no_grad():
         for parameter in parameters:
-            cut = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
-            parameter.normal_(0.0 if cut else 1.0, 0.02, generator=generator if cut else whole)
+            expert = not getattr(parameter, "allreduce", True)
+            if expert or getattr(parameter, "tensor_model_parallel", False):
+                parameter.normal_(0.0, 0.02, generator=experts if expert else cut)
+            else:
+                parameter.normal_(1.0, 0.02, generator=whole)
 
 
 def environment_of_one(port: int) -> None:
