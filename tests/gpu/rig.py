@@ -293,6 +293,22 @@ class Fleet:
         """Replace every live parameter by noise."""
         self._ask(channel, {"action": "reset_tensors"})
 
+    def load(self, channel: str, folder: Path) -> None:
+        """Have the server load a checkpoint by itself, as nobody of ours does it."""
+        body = {"model_path": os.fspath(folder), "load_format": "auto"}
+        answer = self._http.post(self.url(channel) + "/update_weights_from_disk", json=body)
+        if answer.is_error:
+            raise RuntimeError(f"the server of {channel} did not load {folder}: {answer.text[:300]}")
+
+    def tokens(self, channel: str, count: int = 24) -> list[int]:
+        """What it generates greedily, with nothing in its caches."""
+        flush = self.url(channel) + "/flush_cache"  # refused until requests that were broken off have ended
+        wait("an idle server", lambda: self._http.post(flush).status_code == 200, 30, lambda: None)
+        sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0.0}
+        body = {"input_ids": [5, 17, 33, 64, 99, 3], "sampling_params": sampling}
+        answer = self._http.post(self.url(channel) + "/generate", json=body).raise_for_status().json()
+        return [int(token) for token in answer["output_ids"]]
+
     def seconds(self, channel: str) -> dict[str, float]:
         """What the sidecar has counted so far: seconds by step and by call, ``step:copy`` and ``call:..``."""
         found: dict[str, float] = {}
@@ -348,18 +364,22 @@ def build(hf: Mapping[str, Any], device: str, **layout: int | None) -> list[Any]
 
 
 def refill(parameters: Any, seed: int) -> None:
-    """New weights, other for every seed; cut parameters are other on every rank, the rest alike."""
+    """New weights, other for every seed: cut parameters are other on every rank that has a part, replicas alike."""
     import torch
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
     rank = dist.get_rank() if dist.is_initialized() else 0
+    shard = parallel_state.get_tensor_model_parallel_rank() if parallel_state.is_initialized() else 0
     device = next(iter(parameters)).device
-    generator = torch.Generator(device).manual_seed(1000 * seed + rank)
-    whole = torch.Generator(device).manual_seed(1000 * seed + 999)
+    experts, cut, whole = (torch.Generator(device).manual_seed(1000 * seed + n) for n in (rank, 500 + shard, 999))
     with torch.no_grad():
         for parameter in parameters:
-            cut = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
-            parameter.normal_(0.0 if cut else 1.0, 0.02, generator=generator if cut else whole)
+            expert = not getattr(parameter, "allreduce", True)
+            if expert or getattr(parameter, "tensor_model_parallel", False):
+                parameter.normal_(0.0, 0.02, generator=experts if expert else cut)
+            else:
+                parameter.normal_(1.0, 0.02, generator=whole)
 
 
 def environment_of_one(port: int) -> None:
