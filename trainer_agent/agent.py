@@ -155,6 +155,18 @@ class TrainerAgent:
         future = None if isinstance(taken, tuple) else taken
         return PublishHandle(version, lambda: self._await_end(version, future), future.done if future else None)
 
+    def catch_up(self, version: int) -> PublishReport:
+        """Bring `version`, which is committed, to engines that came or came back since, and to no others. Collective.
+
+        The parameters must be those of `version`, and are refused otherwise: call this between the publication and the
+        next step. Engines that are not behind go on as if nothing was, and where none is, nothing is read. Snapshots
+        need no call: the last one is kept, and brought by itself. Raises a `PublishFailed` as `publish` does; the
+        version stays committed in any case.
+        """
+        if self._unusable:
+            raise AgentClosed(f"this agent {self._unusable}: connect a new one")
+        return self._conclude(self._leader.catch_up(version) if self._leader else self._heard_end(version))
+
     def close(self) -> None:
         """Leave the channel and free the staging memory. Not collective; may be called twice. The source stays."""
         self._unusable = self._unusable or "was closed"

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from typing import Protocol
 
 import torch
 
@@ -29,14 +30,41 @@ Publish = Callable[[int, int], End]
 """Drives a version, from the buffer of the second argument, to its end. Does not raise."""
 
 
-class Background:
-    """The snapshots of one leader, and the thread that publishes them. All methods are the training loop's."""
+class Latecomers(Protocol):
+    """Engines that came after their version was committed. Both are called on the thread of the snapshots."""
 
-    def __init__(
-        self, stores: list[Store], overlap: Overlap, publish: Publish, channel: str, device: torch.device
+    look_s: float
+    """How often they are looked for; 0: never."""
+
+    def behind(self, version: int) -> bool:
+        """Whether an engine is here without `version`, which is committed. Does not raise."""
+        ...
+
+    def bring(self, version: int, buffer: int) -> None:
+        """Bring it to them, from that buffer. Does not raise."""
+        ...
+
+
+class Background:
+    """The snapshots of one leader, and the thread that publishes them. All methods are the training loop's.
+
+    The last one that was committed is kept until its buffer is needed: who comes later is brought it.
+    """
+
+    def __init__(  # noqa: PLR0917  made in one place
+        self,
+        stores: list[Store],
+        overlap: Overlap,
+        publish: Publish,
+        latecomers: Latecomers,
+        channel: str,
+        device: torch.device,
     ) -> None:
         self._stores = stores
         self._publish = publish
+        self._latecomers = latecomers
+        self._kept: tuple[int, int] | None = None
+        """The version that was committed last, and its buffer, while nothing else is in it."""
         self._channel = channel
         self._device = device
         self._turn = threading.Condition()
@@ -68,6 +96,8 @@ class Background:
             if claim is None:
                 self._turn.wait(timeout_s)
                 claim = self._backlog.claim()
+            if claim and self._kept and self._kept[1] == claim.buffer:
+                self._kept = None
             for version in claim.superseded if claim else ():
                 self._end(version, Ending.SUPERSEDED, "a newer snapshot took its place before its round began")
             return claim
@@ -113,17 +143,33 @@ class Background:
         with self._on_own_stream():
             while True:
                 with self._turn:
-                    self._turn.wait_for(lambda: not self._backlog.idle or self._closing)
-                    begun = self._backlog.begin()
-                    if begun is None:
+                    look_s = self._latecomers.look_s if self._kept else 0.0
+                    self._turn.wait_for(lambda: not self._backlog.idle or self._closing, look_s or None)
+                    begun, kept = self._backlog.begin(), self._kept
+                    if begun is None and self._closing:
                         return
-                self._carry(*begun)
+                if begun is not None:
+                    self._carry(*begun)
+                elif kept is not None:
+                    self._catch_up(*kept)
+
+    def _catch_up(self, version: int, buffer: int) -> None:
+        if not self._latecomers.behind(version):
+            return
+        with self._turn:
+            if self._closing or self._kept != (version, buffer) or not self._backlog.again(buffer):
+                return
+        self._latecomers.bring(version, buffer)
+        with self._turn:
+            self._backlog.over()
+            self._turn.notify_all()
 
     def _carry(self, version: int, buffer: int) -> None:
         self._stores[buffer].wait()
         end = self._publish(version, buffer)
         with self._turn:
             self._backlog.over()
+            self._kept = (version, buffer) if end[0].ending is Ending.COMMITTED else None
             self._ends.pop(version).set_result(end)
             self._turn.notify_all()
 

@@ -97,6 +97,14 @@ class Backlog:
         self._running = self._waiting.popleft()
         return self._running
 
+    def again(self, buffer: int) -> bool:
+        """Publish once more from a buffer that was not written since; False while that cannot be."""
+        if not self.idle or buffer not in self._free:
+            return False
+        self._free.remove(buffer)
+        self._running = (0, buffer)
+        return True
+
     def over(self) -> None:
         """The publication that ran came to its end."""
         if self._running is None:

@@ -18,6 +18,8 @@ from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, Reque
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.log import get_log
 from weightbus.dataplane.disk_session import Notes
+from weightbus.dataplane.errors import DataplaneError
+from weightbus.dataplane.manifest import DigestTable
 from weightbus.dataplane.transport import Peer, Sender, Session
 
 from . import orders
@@ -48,6 +50,10 @@ class Bus(Protocol):
 
     def put_blob(self, blob: bytes, deadline_s: float = 60.0) -> Digest:
         """See that the coordinator has `blob`."""
+        ...
+
+    def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
+        """The blob of that digest."""
         ...
 
     def next(self, timeout_s: float) -> m.ToAgent | None:
@@ -115,10 +121,10 @@ class Outfit(msgspec.Struct):
 class Drive:
     """One publication, as the leader drives it."""
 
-    def __init__(self, outfit: Outfit, version: int, *, rollback: bool = False) -> None:
+    def __init__(self, outfit: Outfit, version: int, *, rollback: bool = False, catch_up: bool = False) -> None:
         self.version = version
-        self._rollback = rollback
-        self.machine = p.Publication(version, outfit.settings.limits())
+        self._rollback, self._catch_up = rollback, catch_up
+        self.machine = p.Publication(version, outfit.settings.limits(), catch_up=catch_up)
         self.cause: BaseException | None = None
         self._of = outfit
         self._watch = Stopwatch()
@@ -276,15 +282,28 @@ class Drive:
 
     def _assemble(self) -> p.AnyEvent:
         staging = self._of.staging
-        if self._saving is None and self._of.archive is not None:
+        if self._saving is None and self._of.archive is not None and not self._catch_up:
             self._saving = self._of.archive.saving(self.version, staging.manifest)
         try:
             table = staging.digest(self.version, self._engines, self._watch, self._saving)
         except SourceError as error:
             return self._source_failed(error)
+        if self._catch_up and self._committed is not None and self._committed.table != table.digest():
+            table = self._committed_table(table, self._committed)
         seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
         self._log.info("digested", bytes=staging.manifest.nbytes, buckets=len(staging.manifest.buckets), **seconds)
         return p.Digested(table.digest())
+
+    def _committed_table(self, ours: DigestTable, held: m.Held) -> DigestTable:
+        """The committed table where it is of these weights: ours differs when it was made for other engines."""
+        staging = self._of.staging
+        try:
+            blob = self._of.bus.get_blob(held.table, deadline_s=6 * self._of.settings.request_timeout_s)
+            staging.adopt(DigestTable.decode(blob, staging.manifest))
+        except (RequestRefused, CoordinatorUnreachable, DataplaneError, ValueError) as error:
+            self._log.info("other_weights", committed=held.table[:12], ours=ours.digest()[:12], error=str(error))
+            return ours
+        return staging.table
 
     def _announce(self, epoch: int) -> p.AnyEvent:
         staging, patience_s = self._of.staging, self._of.settings.request_timeout_s
@@ -303,6 +322,7 @@ class Drive:
                 policy=self._of.settings.policy(),
                 mode=self._of.mode.value,
                 rollback=self._rollback,
+                catch_up=self._catch_up,
             )
             self._request(self._of.seal.publication(message, self._committed) if self._of.seal else message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])

@@ -16,14 +16,14 @@ import msgspec
 import torch
 
 from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.errors import ConfigurationError
+from weightbus.control.errors import ConfigurationError, WeightbusError
 from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId
 from weightbus.control.keys import CurveFiles, read_secret
 from weightbus.control.log import get_log
-from weightbus.control.messages import Held, Hello, Offer, Publish, Role, TrainerInfo, TransportKind
+from weightbus.control.messages import Held, Hello, Offer, Outcome, Publish, Role, TrainerInfo, TransportKind
 from weightbus.control.seals import seal_offer, seal_publication
 from weightbus.control.security import curve_files
-from weightbus.control.status import PastStatus, parse
+from weightbus.control.status import ChannelView, PastStatus, parse
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import Manifest
@@ -67,7 +67,15 @@ class Leader:
         self._source = source
         self._exposure = exposure
         self._snapshot_s: dict[int, float] = {}
-        self._background = _background(outfit, pool, source, self._snapshot_s)
+        snapshots = _Snapshots(outfit, pool, source, self._snapshot_s)
+        self._background = Background(
+            snapshots.stores,
+            outfit.settings.overlap,
+            snapshots.publish,
+            snapshots,
+            outfit.settings.channel,
+            source.device,
+        )
 
     @property
     def committed(self) -> int | None:
@@ -81,9 +89,33 @@ class Leader:
         known = parse(document).channels.get(settings.channel)
         return known.history if known else ()
 
-    def publish(self, version: int, *, rollback: bool = False) -> End:
+    def behind(self, version: int) -> tuple[str, ...]:
+        """The engines that are here without `version`, which is committed; none where another one is."""
+        settings = self._outfit.settings
+        known = parse(self._outfit.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
+        return behind_in(known, version)
+
+    def catch_up(self, version: int) -> End:
+        """Bring `version`, which is committed, to the engines that lack it, and tell every rank how that ended."""
+        try:
+            lacking = self.behind(version)
+        except WeightbusError as error:
+            end = _unpublished(self._outfit.settings.channel, version, error, Mode.LIVE)
+            self._tell(end[0], end[1])
+            return end
+        if lacking:
+            return self.publish(version, catch_up=True)
+        reason = "no engine is behind"
+        report = PublishReport(
+            channel=self._outfit.settings.channel, version=version, epoch=0, outcome=Outcome.COMMITTED, reason=reason
+        )
+        end = Verdict(Ending.COMMITTED, reason), report, None
+        self._tell(end[0], end[1])
+        return end
+
+    def publish(self, version: int, *, rollback: bool = False, catch_up: bool = False) -> End:
         """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
-        drive = Drive(self._outfit, version, rollback=rollback)
+        drive = Drive(self._outfit, version, rollback=rollback, catch_up=catch_up)
         try:
             self._wait_for_snapshots()
             verdict = drive.run()
@@ -190,38 +222,73 @@ class Leader:
             _log.warning("ranks_not_told", version=report.version, error=str(error))
 
 
-def _background(outfit: Outfit, pool: Pool, source: Source, snapshot_s: dict[int, float]) -> Background:
-    """What publishes snapshots: with the leader's bus, senders and slots, and weights of their own."""
-    settings, staging = outfit.settings, outfit.staging
-    stores = [Store(staging.manifest, source.device, settings.snapshot_memory) for _ in range(settings.snapshots)]
-    outfits: list[Outfit] = []
-    for store in stores:
-        stored = StoredWeights(source, store)
-        ranks = Ranks(stored)
-        own = Staging(stored, staging.manifest, pool, ranks, staging.head_dim)
-        outfits.append(msgspec.structs.replace(outfit, ranks=ranks, staging=own, mode=Mode.SNAPSHOT))
+class _Snapshots:
+    """What publishes snapshots: with the leader's bus, senders and slots, and weights of their own.
 
-    def publish(version: int, buffer: int) -> End:
-        own = outfits[buffer]
-        own.boot = outfit.boot
-        drive = Drive(own, version)
+    Implements `background.Latecomers`, too.
+    """
+
+    def __init__(self, outfit: Outfit, pool: Pool, source: Source, seconds: dict[int, float]) -> None:
+        settings, staging = outfit.settings, outfit.staging
+        self.stores = [
+            Store(staging.manifest, source.device, settings.snapshot_memory) for _ in range(settings.snapshots)
+        ]
+        self.look_s = settings.catch_up_s
+        self._outfit, self._seconds = outfit, seconds
+        self._outfits: list[Outfit] = []
+        for store in self.stores:
+            stored = StoredWeights(source, store)
+            ranks = Ranks(stored)
+            own = Staging(stored, staging.manifest, pool, ranks, staging.head_dim)
+            self._outfits.append(msgspec.structs.replace(outfit, ranks=ranks, staging=own, mode=Mode.SNAPSHOT))
+
+    def publish(self, version: int, buffer: int) -> End:
+        """Drive it to its end."""
+        return self._drive(version, buffer, catch_up=False)
+
+    def behind(self, version: int) -> bool:
+        """Whether an engine is here without it."""
+        settings = self._outfit.settings
+        try:
+            known = parse(self._outfit.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
+        except WeightbusError as error:
+            _log.debug("not_looked_for_latecomers", error=str(error))
+            return False
+        return bool(behind_in(known, version)) and known is not None and known.lease is None
+
+    def bring(self, version: int, buffer: int) -> None:
+        """Drive it to those who lack it. How that ended is in the log."""
+        self._drive(version, buffer, catch_up=True)
+
+    def _drive(self, version: int, buffer: int, *, catch_up: bool) -> End:
+        own = self._outfits[buffer]
+        own.boot = self._outfit.boot
+        drive = Drive(own, version, catch_up=catch_up)
         try:
             verdict = drive.run()
         except Exception as error:  # noqa: BLE001  it is logged there, and is what the handle raises
             verdict = drive.fail(error)
-        outfit.boot = own.boot
+        self._outfit.boot = own.boot
         report = drive.report(verdict)
-        report = msgspec.structs.replace(report, seconds={"snapshot": snapshot_s.pop(version), **report.seconds})
+        taken = {} if catch_up else {"snapshot": self._seconds.pop(version)}
+        report = msgspec.structs.replace(report, seconds={**taken, **report.seconds})
         _log_end(verdict, report)
         return verdict, report, drive.cause
 
-    return Background(stores, settings.overlap, publish, settings.channel, source.device)
+
+def behind_in(channel: ChannelView | None, version: int) -> tuple[str, ...]:
+    """The engines of `channel` that are here without its committed version, if that is `version`."""
+    if channel is None or channel.committed is None or channel.committed.version != version:
+        return ()
+    return tuple(
+        name for name, engine in channel.engines.items() if engine.state != "lost" and engine.version != version
+    )
 
 
-def _unpublished(channel: str, version: int, error: BaseException) -> End:
+def _unpublished(channel: str, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> End:
     ending = Ending.SOURCE_FAILED if isinstance(error, SourceError) else Ending.INTERNAL
     reason = f"{type(error).__name__}: {error}"
-    return Verdict(ending, reason), PublishReport.unpublished(channel, version, Mode.SNAPSHOT, reason), error
+    return Verdict(ending, reason), PublishReport.unpublished(channel, version, mode, reason), error
 
 
 def _log_end(verdict: Verdict, report: PublishReport) -> None:

@@ -135,6 +135,10 @@ class Limits(msgspec.Struct, frozen=True):
 
 _HIDDEN_COMMIT: Final = Verdict(Ending.COMMITTED, "committed before the coordinator was heard of again")
 
+_OTHER_WEIGHTS: Final = Verdict(
+    Ending.REFUSED, "these are not the weights that are committed: publish them as a new version", Code.NOT_ALLOWED
+)
+
 _LATER: Final = frozenset({Code.LEASE_HELD, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.UNKNOWN_AGENT})
 """Refusals that pass: the same question may be answered differently later."""
 
@@ -157,9 +161,11 @@ EXPECTED: Final[dict[type[Event], frozenset[State]]] = {
 class Publication:
     """One version's way to the engines, seen from the trainer."""
 
-    def __init__(self, version: int, limits: Limits) -> None:
+    def __init__(self, version: int, limits: Limits, *, catch_up: bool = False) -> None:
+        """`catch_up`: `version` is committed already, and brought to engines that are behind."""
         self.version = version
         self.limits = limits
+        self._catch_up = catch_up
         self.state = State.ACQUIRING
         self.epoch = 0
         """Of our lease or, in a round, of the last `SendAsked`."""
@@ -243,9 +249,7 @@ class Publication:
                 self._move(State.DIGESTING)
                 return (Assemble(),)
             case Digested():
-                self.table = event.table
-                self._move(State.ANNOUNCING, give_up_at=now + self.limits.round_s)
-                return (Announce(self.lease),)
+                return self._digested(event, now)
             case Accepted():
                 self._move(State.WAITING, give_up_at=self._give_up_at)
                 return (self._unsaid,) if self._unsaid is not None else ()
@@ -266,6 +270,13 @@ class Publication:
         self._unsaid = None
         self._move(State.ACQUIRING, give_up_at=now + self.limits.acquire_s)
         return (AskLease(),)
+
+    def _digested(self, event: Digested, now: float) -> Effects:
+        self.table = event.table
+        if self._catch_up and not self._is_committed():
+            return (*self._finish(_OTHER_WEIGHTS), GiveBack(self.lease))
+        self._move(State.ANNOUNCING, give_up_at=now + self.limits.round_s)
+        return (Announce(self.lease),)
 
     def _send(self, event: SendAsked) -> Effects:
         """A first `Send` and a re-drive are the same: everything, to those named, under its epoch."""
@@ -316,7 +327,7 @@ class Publication:
         self._committed = event.committed or self._committed
         if self.state not in (State.WAITING, State.SENDING, State.ANNOUNCING):
             return ()
-        if self._committed_here():
+        if self._committed_here() and event.restarted:  # otherwise the round may still have engines to serve
             stop = self._stop()
             return (*stop, *self._finish(_HIDDEN_COMMIT))
         if self.state is State.WAITING or (self.state is State.SENDING and event.restarted):
@@ -325,6 +336,10 @@ class Publication:
         return ()
 
     def _committed_here(self) -> bool:
+        """The version was committed by this publication, as far as is known."""
+        return not self._catch_up and self._is_committed()
+
+    def _is_committed(self) -> bool:
         held = self._committed
         return held is not None and bool(self.table) and (held.version, held.table) == (self.version, self.table)
 

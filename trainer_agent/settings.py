@@ -63,6 +63,13 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int, Meta(description="engines after which the others have slow_s left (slow = quorum)", ge=0)
     ] = 0
     slow_s: Annotated[Wait, Meta(description="what slow engines are given, by quorum and evict-after")] = 30.0
+    max_paused: Annotated[
+        int, Meta(description="engines that stand still at a time, the others take turns; 0: all at once", ge=0)
+    ] = 0
+    catch_up_s: Annotated[
+        float,
+        Meta(description="how often a kept snapshot is offered to engines that are behind; 0: never", ge=0, le=86400),
+    ] = 1.0
     transfer_timeout_s: Annotated[Wait, Meta(description="deadline of one transfer")] = 600.0
     acquire_timeout_s: Annotated[Wait, Meta(description="how long the lease is asked for")] = 300.0
     round_timeout_s: Annotated[Wait, Meta(description="deadline of a round, re-drives included")] = 1800.0
@@ -93,6 +100,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 "pause = in_place keeps the KV cache of running requests, so it cannot be flushed: set flush = false,"
                 " or pause = retract"
             )
+        if 0 < self.max_paused < self.min_engines:
+            raise ValueError(
+                f"min_engines = {self.min_engines} have to be verified before any serves, but only max_paused ="
+                f" {self.max_paused} may stand still: raise max_paused, or lower min_engines"
+            )
         if self.save_every and self.save_dir is None:
             raise ValueError("save_every needs save_dir, a folder for the checkpoints")
         if len(set(self.transport)) != len(self.transport):
@@ -116,6 +128,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             slow=self.slow,
             quorum=self.quorum,
             slow_s=self.slow_s,
+            max_paused=self.max_paused,
         )
 
     def limits(self) -> Limits:

@@ -168,6 +168,15 @@ class Staging:
         self._saving = saving
         return self._read(version, wanted, watch)
 
+    def adopt(self, table: DigestTable) -> None:
+        """Of a catch-up: the committed table of the same tensors, which was made for other engines.
+
+        Raises `ValueError` when it is not of the same tensors.
+        """
+        if (table.manifest, table.algorithm, table.tensors) != (self.name, self.table.algorithm, self.table.tensors):
+            raise ValueError("the table is of other weights")
+        self._table = table
+
     def _read(self, version: int, wanted: frozenset[Want], watch: Stopwatch) -> DigestTable:
         """Assemble every bucket, digest it, and have it saved."""
         saving = self._saving
