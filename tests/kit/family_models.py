@@ -89,6 +89,10 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
             "moe_grouped_gemm": layout.te,
             "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
         }
+        if hf.get("routed_scaling_factor", 1.0) != 1.0:
+            fields["moe_router_topk_scaling_factor"] = hf["routed_scaling_factor"]
+        if hf.get("n_group", 1) > 1:
+            fields |= {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
     if tiny.predictions:
         fields["mtp_num_layers"] = tiny.predictions
     if layout.uneven:
