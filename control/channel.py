@@ -259,6 +259,10 @@ class Channel:
         """A trainer is alive; if it holds the lease, that goes on."""
         self._tenure.heard(agent, now)
 
+    def stands_still_for(self, agent: Agent) -> bool:
+        """Whether engines wait for what this trainer sends."""
+        return self.round is not None and self.round.holder == agent.name and self.round.needs_trainer
+
     def trainer_lost(self, agent: Agent, reason: str, now: float) -> None:
         """A trainer left for good."""
         if self._tenure.held_by(agent):

@@ -184,12 +184,18 @@ class Coordinator:
 
     # -- work -------------------------------------------------------------------------------------------------------
 
+    def _disconnected(self, peer: Peer, now: float) -> None:
+        agent = self.members.disconnect(peer, now)
+        channel = self.channels.get(agent.channel) if agent else None
+        if agent and channel and channel.stands_still_for(agent):
+            self.members.expect(agent.name, now)
+
     def _work(self, work: _Work, now: float) -> None:
         match work:
             case MessageReceived():
                 self._received(work, now)
             case PeerLost():
-                self.members.disconnect(work.peer, now)
+                self._disconnected(work.peer, now)
             case TrustLost():
                 self._distrust(work, now)
             case Tick():

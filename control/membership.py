@@ -124,9 +124,13 @@ class Membership:
             return None
         agent = msgspec.structs.replace(self._agents[name], peer=None)
         self._agents[name] = agent
-        if agent.role is Role.ENGINE:  # a trainer keeps its lease until it is silent for too long
+        if agent.role is Role.ENGINE:  # a trainer may be busy for longer, and then only its lease waits
             self._away[name] = now
         return agent
+
+    def expect(self, name: AgentId, now: float) -> None:
+        """Others stand still for this agent, whose connection is gone: it is lost when it is not back soon."""
+        self._away[name] = now
 
     def remove(self, name: AgentId) -> Agent | None:
         """Forget the agent."""

@@ -199,6 +199,11 @@ class Round:
 
     # -- what it says of itself -------------------------------------------------------------------------------------
 
+    @property
+    def needs_trainer(self) -> bool:
+        """Engines stand still, or would, until the trainer's half of the transfer is over."""
+        return self.state is RoundState.OFFERING or (self.state in _SENDING and not self._sent)
+
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
         if self.wants is Want.CLOSE:

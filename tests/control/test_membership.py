@@ -19,6 +19,7 @@ from weightbus.control.messages import (
     Publish,
     Refused,
     Role,
+    Sent,
     Status,
     Welcome,
 )
@@ -127,6 +128,22 @@ def test_a_trainer_without_a_connection_keeps_its_lease() -> None:
     world.handle(Tick())
     assert world.machine.channels[CHANNEL].lease is not None
     assert (world.machine.next_deadline() or 0.0) > world.now, "the coordinator would tick without end"
+
+
+def test_a_trainer_that_engines_stand_still_for_has_to_come_back_soon() -> None:
+    """Its connection is gone in the middle of a transfer: nobody waits until its lease has run out."""
+    world = World()
+    world.engine("e0")
+    trainer = world.trainer()
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    world.handle(PeerLost(peer=trainer.peer))
+    began = world.now
+    world.advance_until(lambda: world.ready == ("e0",) or world.machine.channels[CHANNEL].round is None)
+    assert world.now - began < world.limits.reconnect_s + 2
+    assert world.machine.channels[CHANNEL].lease is None
 
 
 def test_bye_is_immediate_and_silent() -> None:
