@@ -142,6 +142,16 @@ class Fleet:
         if number == signal.SIGKILL:
             process.wait(30)
 
+    def signal_worker(self, program: str, number: int) -> None:
+        """Signal one of a server's workers that leads nothing."""
+        group, workers = self._running[program].process.pid, []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == group and (stat.parent / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
+                    workers.append(int(stat.parent.name))
+        os.kill(max(workers), number)
+
     def _start(self, name: str, argv: Sequence[str]) -> None:
         self._running[name] = self._programs.start(name, argv)
 

@@ -1,18 +1,22 @@
 """One rank of a real two-rank Megatron trainer that a test drives: commands on rank 0's stdin, answers on its stdout.
 
     {"seed": 3, "version": 7, "transport": "local", "bucket_bytes": 65536, "hold_at": 2}
+    {"seed": 3, "version": 8, "transport": "sends", "hold_turn": 2}
 
 loads the checkpoint of `seed` into the ranks, publishes it as `version` and answers with the report as one line of
 JSON. With `hold_at`, the sender stops before that bucket (0: before it opens, when all engines are paused), says
 ``{"held": 2}`` and goes on at the next line on stdin: a test then has all the time it needs to kill something in the
-middle of a transfer.
+middle of a transfer. With `hold_turn` rank 0 does the same before it sends that turn, and turns are small.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +30,15 @@ megatron_cpu.install()
 
 from megatron.core import parallel_state
 
+from weightbus.dataplane import sends
+from weightbus.dataplane.pair_group import PairGroup
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo import checkpoint, model
 from weightbus.trainer_agent.drive import Progress
 from weightbus.trainer_agent.megatron import MegatronSource
+
+SMALL_TURNS = 1 << 14
+"""Bytes for a pair of ranks in a turn, so that tiny models take several."""
 
 
 def command() -> dict[str, Any] | None:
@@ -60,23 +69,46 @@ def hold(at: int) -> Any:
     return progress
 
 
+@contextlib.contextmanager
+def held(turn: int) -> Iterator[None]:
+    """Rank 0 waits for the test before it sends turn number `turn`, once."""
+    plain, pair_bytes = PairGroup.post, sends.pair_bytes_of
+    turns = itertools.count(1)
+
+    def post(group: PairGroup, given: Any, taken: Any) -> Any:
+        if given and dist.get_rank() == 0 and next(turns) == turn:
+            say({"held": turn})
+            sys.stdin.readline()
+        return plain(group, given, taken)
+
+    PairGroup.post = post  # type: ignore[method-assign]
+    sends.pair_bytes_of = lambda _ranks: SMALL_TURNS
+    try:
+        yield
+    finally:
+        PairGroup.post, sends.pair_bytes_of = plain, pair_bytes  # type: ignore[method-assign]
+
+
 def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) -> object:
     """Carry one command out."""
     shape = checkpoint.TINY
     model.load(policy, checkpoint.read(folder / f"seed{asked['seed']}"), shape)
     source = MegatronSource(policy, hf_config=folder / "seed0", timeout_s=180)
     try:
-        with TrainerAgent.connect(
-            source,
-            channel="e2e",
-            coordinator=coordinator,
-            transport=(asked["transport"],),
-            bucket_bytes=asked.get("bucket_bytes", 1 << 20),
-            redrives=asked.get("redrives", 1),
-            checkpoint_dir=folder / "checkpoints",
-            hf_config_dir=folder / "seed0",
-            progress=hold(asked["hold_at"]) if "hold_at" in asked else None,
-        ) as agent:
+        with (
+            held(asked["hold_turn"]) if "hold_turn" in asked else contextlib.nullcontext(),
+            TrainerAgent.connect(
+                source,
+                channel="e2e",
+                coordinator=coordinator,
+                transport=(asked["transport"],),
+                bucket_bytes=asked.get("bucket_bytes", 1 << 20),
+                redrives=asked.get("redrives", 1),
+                checkpoint_dir=folder / "checkpoints",
+                hf_config_dir=folder / "seed0",
+                progress=hold(asked["hold_at"]) if "hold_at" in asked else None,
+            ) as agent,
+        ):
             report = agent.publish(asked["version"])
             return msgspec.to_builtins(report)
     except Exception as error:  # noqa: BLE001 - the test reads what went wrong
