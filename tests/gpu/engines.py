@@ -1,11 +1,11 @@
-"""Engines of other shapes on GPUs: draft models, expert parallelism, attention data parallelism. Against real SGLang.
+"""Engines of other shapes on GPUs: draft models, expert and attention data parallelism, FP8. Against real SGLang.
 
 Every case has a server with its sidecar, a coordinator and a Megatron-core trainer with random weights of its own, and
 a deadline of its own; all servers start at once. What a round leaves in a server is compared with what the server loads
 by itself from a checkpoint that was written in the same pass: the server's own checksums of its live parameters, those
 of its draft models too, and the tokens that it generates. In between, the parameters are overwritten with noise.
 
-    python3 tests/gpu/engines.py draft                 one CUDA device
+    python3 tests/gpu/engines.py draft fp8 fp8-dense   one CUDA device
     python3 tests/gpu/engines.py ep2 dpa               two devices, the trainer's ranks crosswise to the engine's
     python3 tests/gpu/engines.py --device cpu ...      the same steps with tiny models on the CPU
 
@@ -69,6 +69,11 @@ CASES = {
     ),
     "ep2": Case(_WIDE, _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--ep-size=2",), tp=2),
     "dpa": Case(_WIDE, _TINY, {"tp": 2}, ("--dp-size=2", "--enable-dp-attention"), tp=2),
+    "fp8": Case({**_WIDE, "quantization_config": rig.FP8}, _TINY, {"ep": 2, "etp": 1, "dp": 2}, rig.FP8_FLAGS),
+    "fp8-dense": Case(
+        {**rig.QWEN3_8B, "num_hidden_layers": 3, "vocab_size": 32768, "quantization_config": rig.FP8},
+        rig.TINY, {"tp": 2}, rig.FP8_FLAGS,
+    ),
     "plain": Case(_WIDE, _TINY, {"tp": 2}, ()),
 }  # fmt: skip
 
@@ -321,7 +326,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="+", choices=tuple(CASES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--memory", type=float, default=0.15, help="of each server, --mem-fraction-static")
+    parser.add_argument("--memory", type=float, default=0.5, help="of each server, --mem-fraction-static")
     parser.add_argument("--graphs", action="store_true", help="let servers capture CUDA graphs: a minute more")
     parser.add_argument("--deadline", type=float, default=270.0, help="seconds for a case, its server's start included")
     parser.add_argument("--out", help="folder for the JSON files")

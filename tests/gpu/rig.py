@@ -52,6 +52,8 @@ QWEN3_30B_A3B = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""A ``quantization_config``."""
 _SMALL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -76,6 +78,8 @@ CUDA_FLAGS = (
 )
 TP_FLAGS = ("--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-all-reduce")
 """Without them a server of several GPUs did not come up: it would use NVLink multicast, or wait for it."""
+FP8_FLAGS = ("--fp8-gemm-backend=triton", "--moe-runner-backend=triton")
+"""Kernels that are there without DeepGEMM. The weights lie as they were loaded with any of them on Hopper."""
 CPU_FLAGS = ("--load-format=dummy", "--skip-tokenizer-init")
 LOADER = "--custom-weight-loader=weightbus.engine_agent.worker_loader.load"
 
@@ -246,14 +250,20 @@ def write_model(folder: Path, hf: dict[str, Any]) -> None:
 
     Servers are started with random weights; sidecars want to know which tensors make up a complete version.
     """
+    from weightbus.dataplane.quantisation_config import outputs, read
     from weightbus.trainer_agent.served import Model, served_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))
     header: dict[str, Any] = {}
     end = 0
+    quantisation = read(hf)
+    specs = []
     for spec in served_tensors(Model.parse(hf), "bfloat16"):
-        dtype = {"bfloat16": "BF16", "float32": "F32"}[spec.dtype]
+        scheme = quantisation.scheme_of(spec) if quantisation else None
+        specs += outputs(spec, scheme) if scheme else [spec]
+    for spec in specs:
+        dtype = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}[spec.dtype]
         header[spec.name] = {"dtype": dtype, "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}
         end += spec.nbytes
     head = json.dumps(header).encode()
