@@ -178,7 +178,7 @@ def train_shards(
     return measured
 
 
-def publish(
+def publish(  # noqa: PLR0917
     source: Any, layout: dict[str, Any], fleet: rig.Fleet, place: str,
     numbers: Iterator[int] | None = None, more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
 import json
 import os
 import socket
@@ -129,17 +130,20 @@ def command(program: str) -> str:
 
 def describe(program: str, device: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     """What was measured, where and how."""
-    name = "CPU"
-    if device == "cuda":
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        name = ", ".join(subprocess.run(query, check=True, capture_output=True, text=True).stdout.split("\n")[:-1])
     return {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "device": name,
+        "device": devices() if device == "cuda" else "CPU",
         "command": command(program),
         "software": software(),
         "model": f"{hf['architectures'][0]}, {hf['num_hidden_layers']} layers, hidden {hf['hidden_size']}",
     }
+
+
+@functools.cache
+def devices() -> str:
+    """Names of all GPUs."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return ", ".join(subprocess.run(query, check=True, capture_output=True, text=True).stdout.split("\n")[:-1])
 
 
 def software() -> dict[str, str]:
