@@ -62,7 +62,7 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
     if facts.moves_experts and transport in ("direct", "sends"):
         yield (
             "the server moves experts while it serves (--enable-eplb), and what was recorded of them would not hold:"
-            " offer local or distributed as well, or launch it with a fixed --init-expert-location and without that flag"
+            " offer local or distributed as well, or launch it without that flag and with fixed --init-expert-location"
         )
     if facts.tp < 1:
         yield f"{dialect.name}: the server says it has {facts.tp} tensor-parallel ranks"

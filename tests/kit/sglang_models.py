@@ -89,7 +89,7 @@ CONFIGS: dict[str, Config] = {
 PLACES: dict[str, list[list[int]]] = {
     "qwen3-moe-moved": [[0, 5, 2, 3, 4, 1, 6, 7, 5, 5], [7, 6, 5, 4, 3, 2, 1, 0, 0, 7]],
 }
-"""By case: which expert lies in each of SGLang's places, by layer. Some change places, and the busiest lie in several."""
+"""By case: which expert lies in each of SGLang's places, by layer. Some change places, some lie in several."""
 
 
 def shapes(config: Config) -> Shapes:
