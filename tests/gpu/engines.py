@@ -5,7 +5,8 @@ a deadline of its own; all servers start at once. What a round leaves in a serve
 by itself from a checkpoint that was written in the same pass: the server's own checksums of its live parameters, those
 of its draft models too, and the tokens that it generates. In between, the parameters are overwritten with noise.
 
-    python3 tests/gpu/engines.py draft fp8 fp8-dense   one CUDA device
+    python3 tests/gpu/engines.py draft fp8 fp8-dense saver
+                                                       one CUDA device
     python3 tests/gpu/engines.py ep2 dpa               two devices, the trainer's ranks crosswise to the engine's
     python3 tests/gpu/engines.py --device cpu ...      the same steps with tiny models on the CPU
 
@@ -52,6 +53,8 @@ class Case:
     """The stock path can prove what it brings to such a server."""
     refused: str = ""
     """What the sidecar says of it where it cannot."""
+    lends: bool = False
+    """Its server gives memory back between two rounds."""
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -74,6 +77,7 @@ CASES = {
         {**rig.QWEN3_8B, "num_hidden_layers": 3, "vocab_size": 32768, "quantization_config": rig.FP8},
         rig.TINY, {"tp": 2}, rig.FP8_FLAGS,
     ),
+    "saver": Case(_WIDE, _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--enable-memory-saver",), lends=True),
     "plain": Case(_WIDE, _TINY, {"tp": 2}, ()),
 }  # fmt: skip
 
@@ -159,7 +163,9 @@ def start(args: argparse.Namespace, run: Run) -> Run:
     if args.device == "cuda":
         flags += (f"--mem-fraction-static={args.memory}", *case.flags)
         flags += () if args.graphs else ("--disable-cuda-graph",)
-    rig.start_engine(run.programs, args.device, work, rig.Engine(run.name, 0, case.tp, flags, "available"), layout)
+    environment = preloading() if case.lends else ()
+    engine = rig.Engine(run.name, 0, case.tp, flags, "available", environment=environment)
+    rig.start_engine(run.programs, args.device, work, engine, layout)
     (work / "layout.json").write_text(json.dumps(layout))
     arguments = ["--trainer-of", str(work), "--device", args.device, "--deadline", str(args.deadline), run.name]
     command = [sys.executable, __file__, *arguments]
@@ -167,6 +173,12 @@ def start(args: argparse.Namespace, run: Run) -> Run:
         command = rig.ranks_command(__file__, case.tp, arguments)
     run.trainer = run.programs.start("trainer", command, env=rig.ranks_environment(args.device))
     return run
+
+
+def preloading() -> tuple[tuple[str, str], ...]:
+    """The library that SGLang preloads to give memory back wants the CUDA runtime that torch has brought."""
+    found = [path.parent for folder in sys.path for path in Path(folder).glob("nvidia/*/lib/libcudart.so*")]
+    return (("LD_LIBRARY_PATH", ":".join([*map(str, found), os.environ.get("LD_LIBRARY_PATH", "")])),)
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
@@ -226,6 +238,8 @@ class Proof:
     def run(self) -> None:
         """Direct, stock, and direct again while requests are answered."""
         self._direct()
+        if self._case.lends:
+            self._lend()
         if self._speculates:
             self._refusal()
         else:
@@ -242,17 +256,33 @@ class Proof:
 
     def _stock(self) -> None:
         with self._rounds("local") as (publish, _):
-            report = self._publish(publish, 2)
+            report = self._publish(publish, 3)
         self._write(flattened_bucket=report)
-        self._compare(2, "stock")
+        self._compare(3, "stock")
+
+    def _lend(self) -> None:
+        """Everything is given back, then taken again in the order of a round: what comes back is undefined."""
+        fleet, name = self._fleet, self._name
+        before, free = fleet.checksum(name), free_bytes(self._source.device)
+        fleet.memory(name, "release", ["kv_cache", "weights", "cuda_graph"])
+        self._write(given_back_bytes=free_bytes(self._source.device) - free)
+        if self._source.device.type == "cuda":
+            self._found["equal"] &= self._found["given_back_bytes"] > self._found["bytes"] // 2
+        fleet.memory(name, "resume", ["weights"])
+        self._write(changed_by_giving_back=differing(before, fleet.checksum(name)))
+        with self._rounds("direct") as (publish, _):
+            report = self._publish(publish, 2)
+        fleet.memory(name, "resume", ["kv_cache", "cuda_graph"])
+        self._write(into_undefined=report)
+        self._compare(2, "lent")
 
     def _refusal(self) -> None:
         """What such a server's sidecar says of the stock path. Nothing must change by it. One process trains here."""
         before = self._fleet.checksum(self._name)
         with self._rounds("local") as (publish, _):
             try:
-                self._source.refill(2)
-                reason = publish(2, self._fleet)["reason"]
+                self._source.refill(3)
+                reason = publish(3, self._fleet)["reason"]
             except Exception as error:  # noqa: BLE001 - whatever it is, it is what was said
                 reason = f"{type(error).__name__}: {error}"
         self._found["equal"] &= self._case.refused in reason and self._fleet.checksum(self._name) == before
@@ -261,15 +291,15 @@ class Proof:
     def _steady(self) -> None:
         steady = []
         with self._rounds("direct") as (publish, _):
-            self._publish(publish, 3)  # what other ways made forgotten is opened again
-            for version in range(4, 4 + STEADY):
+            self._publish(publish, 4)  # what other ways made forgotten is opened again
+            for version in range(5, 5 + STEADY):
                 self._source.refill(version)
                 with direct.generating(self._fleet, self._name, active=self._source.root) as client:
                     report = publish(version, self._fleet)
                 steady.append({**report, **client.gaps()})
         self._found["equal"] &= all(each["outcome"].endswith("committed") for each in steady)
         self._write(steady=steady)
-        self._compare(3 + STEADY, "steady")
+        self._compare(4 + STEADY, "steady")
 
     def _rounds(self, transport: str) -> Any:
         saves = {"save_every": 1, "save_dir": self._work / "saved", "keep_last": 1}
@@ -315,6 +345,13 @@ class Proof:
             path = self._work / "result.json"
             path.with_suffix(".new").write_text(json.dumps(self._found))
             shutil.move(path.with_suffix(".new"), path)
+
+
+def free_bytes(device: Any) -> int:
+    """Of the GPU; nothing is given back of a host's memory."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def differing(one: list[dict[str, str]], other: list[dict[str, str]]) -> int:

@@ -59,7 +59,7 @@ def orchestrate(args: argparse.Namespace) -> int:
                 flags += (f"--mem-fraction-static={args.memory}", "--disable-cuda-graph")
                 flags += rig.FP8_FLAGS if place.endswith("fp8") else ()
             gpu = 1 if place.startswith("peer") else 0
-            engine = rig.Engine(place, gpu, 1, flags, "available", folder_of(place))
+            engine = rig.Engine(place, gpu, 1, flags, "available", model=folder_of(place))
             rig.start_engine(programs, args.device, work, engine, layout)
         (work / "layout.json").write_text(json.dumps(layout))
         command = [sys.executable, __file__, "--trainer-of", str(work), *rig.arguments()]

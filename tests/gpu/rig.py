@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -313,6 +313,11 @@ class Fleet:
         answer = self._http.post(self.url(channel) + "/update_weights_from_disk", json=body)
         if answer.is_error:
             raise RuntimeError(f"the server of {channel} did not load {folder}: {answer.text[:300]}")
+
+    def memory(self, channel: str, action: str, tags: Sequence[str]) -> None:
+        """``release`` or ``resume`` the memory of these tags. A server that is not idle would end by it."""
+        url = f"{self.url(channel)}/{action}_memory_occupation"
+        self._http.post(url, json={"tags": list(tags)}).raise_for_status()
 
     def tokens(self, channel: str, count: int = 24) -> list[int]:
         """What it generates greedily, with nothing in its caches."""
