@@ -141,6 +141,8 @@ class ServerFound(msgspec.Struct, frozen=True):
     identity: str
     label: str
     checkpoint: str = ""
+    undefined: bool = False
+    """It has given its weights back since it was launched."""
 
 
 class ServerGone(msgspec.Struct, frozen=True):
