@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Final
@@ -56,7 +57,7 @@ class HttpPort:
         self._readiness = readiness
         self._status = status
         self._registry = registry
-        posts = {path: lambda order=order: _carried_out(order()) for path, order in (orders or {}).items()}
+        posts = {path: partial(_carried_out, order) for path, order in (orders or {}).items()}
         handler = type("Handler", (_Handler,), {"routes": self._routes(), "orders": posts})
         try:
             self._server = _Server((bind, port), handler)
@@ -102,7 +103,8 @@ class _Answer(msgspec.Struct, frozen=True):
     body: bytes
 
 
-def _carried_out(verdict: Readiness) -> _Answer:
+def _carried_out(order: Callable[[], Readiness]) -> _Answer:
+    verdict = order()
     return _text(HTTPStatus.OK if verdict.ready else HTTPStatus.CONFLICT, verdict.reason or "done")
 
 

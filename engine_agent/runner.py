@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Final, assert_never
 
 import msgspec
@@ -59,7 +58,7 @@ from weightbus.dataplane.transports import default_runtime_dir
 from .application import Application
 from .claim import ClaimHeld, server_claim
 from .dispatch import Dispatcher
-from .errors import EngineAgentError, NothingToGive, ServerInUse
+from .errors import EngineAgentError, ServerInUse
 from .events import (
     Answer,
     Cancel,
@@ -72,10 +71,10 @@ from .events import (
     Record,
     Remember,
     Run,
-    ServerFound,
     Ticked,
     Welcomed,
 )
+from .giving import Giving, Noticed
 from .identity import ServerFacts
 from .key_files import read_keys
 from .lending import Lending
@@ -91,9 +90,6 @@ from .worker import Worker
 TICK_S: Final = 0.5
 _AGAIN_S: Final = 0.1
 _CLOSE_S: Final = 5.0
-_GIVE_S: Final = 60.0
-"""Requests are ended first, and a large memory takes a while to unmap."""
-_NOTICED_S: Final = 10.0
 
 
 def layout_of(facts: ServerFacts) -> tuple[str, ...]:
@@ -112,12 +108,6 @@ class _Stop(msgspec.Struct, frozen=True):
     """Somebody asked the agent to end, or a thread of it died."""
 
     error: BaseException | None = None
-
-
-class _Noticed(msgspec.Struct, frozen=True):
-    """Everything that was put before it has been taken."""
-
-    event: threading.Event = msgspec.field(default_factory=threading.Event)
 
 
 class EngineAgent:
@@ -147,11 +137,12 @@ class EngineAgent:
         self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
         self._dispatcher = Dispatcher(self._machine, self._write, self._carry_out, self._post)
         self._view = self._machine.view()
-        self._events: queue.SimpleQueue[Event | _Stop | _Noticed] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
         self._operations: queue.SimpleQueue[Run | Future[None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, EngineMessage] | None] = queue.SimpleQueue()
         self._boot = 0
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
+        self._giving = Giving(self._server, self._events.put, self._records.read)
         self._bus: BusClient | None = None
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
@@ -171,7 +162,9 @@ class EngineAgent:
             registry=self.meters.registry,
             readiness=self._readiness,
             status=self._status,
-            orders={"/give-back": self._give_back} if self.settings.gives_back else {},
+            orders={"/give-back": lambda: self._giving.ask(self._view, self._operations.put)}
+            if self.settings.gives_back
+            else {},
         )
         self.http_port = http.port
         http.start()
@@ -274,13 +267,13 @@ class EngineAgent:
             old.close()
         self._connect()
 
-    def _next(self) -> Event | _Stop | _Noticed | None:
+    def _next(self) -> Event | _Stop | Noticed | None:
         try:
             return self._events.get(timeout=TICK_S)
         except queue.Empty:
             return None
 
-    def _step(self, event: Event | _Stop | _Noticed | None) -> None:
+    def _step(self, event: Event | _Stop | Noticed | None) -> None:
         if self._watch.failure is not None:
             raise self._watch.failure
         if isinstance(event, _Stop):
@@ -288,7 +281,7 @@ class EngineAgent:
             if event.error is not None:
                 raise event.error
             return
-        if isinstance(event, _Noticed):
+        if isinstance(event, Noticed):
             event.event.set()
         elif event is not None:
             self._dispatch(event)
@@ -366,42 +359,12 @@ class EngineAgent:
     def _work(self) -> None:
         while (run := self._operations.get()) is not None:
             if isinstance(run, Future):
-                self._give_memory_back(run)
+                self._giving.carry_out(run)
                 continue
             self._events.put(Operated(run.number, self._worker.perform(run.operation, run.identity, run.number)))
 
     def _give_back(self) -> Readiness:
-        """Have the server give its memory back. On a thread of the HTTP port."""
-        view = self._view
-        if not view.up or view.doing or view.reached is not None:
-            return Readiness(False, f"not now: {view.reason or view.doing or 'a round is under way'}")
-        asked: Future[None] = Future()
-        self._operations.put(asked)
-        try:
-            asked.result(_GIVE_S)
-        except (EngineAgentError, OSError, FutureTimeout) as error:
-            return Readiness(False, f"{error}" or type(error).__name__)
-        return Readiness(True, "the server has given its memory back; it generates again when it has taken a version")
-
-    def _give_memory_back(self, asked: Future[None]) -> None:
-        """Only when it is written down that this server holds nothing."""
-        try:
-            facts = self._server.give_up()
-            self._write_off(facts)
-            self._server.give_back()
-        except Exception as error:  # noqa: BLE001 - carried to whoever asked
-            asked.set_exception(error)
-        else:
-            asked.set_result(None)
-
-    def _write_off(self, facts: ServerFacts) -> None:
-        """Have the machine find a server that holds nothing. Raises `NothingToGive` unless that is on the disk then."""
-        noticed = _Noticed()
-        self._events.put(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
-        self._events.put(noticed)
-        record = self._records.read() if noticed.event.wait(_NOTICED_S) else None
-        if record is None or record.identity != facts.identity:
-            raise NothingToGive("it could not be written down that this server holds no version any more")
+        return self._giving.ask(self._view, self._operations.put)
 
     def _listen(self, bus: BusClient) -> None:
         try:
