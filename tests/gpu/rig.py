@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import fcntl
 import functools
 import json
 import os
@@ -295,6 +296,7 @@ class Fleet:
             for url in (self.url(channel, "sidecar") + "/readyz", self.url(channel) + "/health_generate"):
                 wait(url, lambda url=url: self._http.get(url).status_code == 200, deadline_s, lambda: None)
             log(f"engine {channel} is ready")
+        take_turn()
 
     def checksum(self, channel: str) -> list[dict[str, str]]:
         """Digest of every live parameter on every rank, by the server itself."""
@@ -356,6 +358,20 @@ def dig(value: Any, key: str) -> Iterator[Any]:
     elif isinstance(value, list):
         for inner in value:
             yield from dig(inner, key)
+
+
+_turn: list[int] = []
+
+
+def take_turn() -> None:
+    """Where programs share GPUs, their servers start together and one measures at a time, until its process ends.
+
+    ``WEIGHTBUS_GPU_TURN`` names the file that they lock for it.
+    """
+    path = os.environ.get("WEIGHTBUS_GPU_TURN")
+    if path and not _turn:
+        _turn.append(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+        fcntl.flock(_turn[0], fcntl.LOCK_EX)
 
 
 # -- trainers ----------------------------------------------------------------------------------------------------------
