@@ -33,7 +33,7 @@ from .ids import AgentId, Channel
 from .journal import Journal
 from .log import get_log
 from .messages import Code, EngineReport, Outcome, Role
-from .states import RoundState
+from .states import EnginePhase, RoundState
 from .status import ChannelView, StatusView
 from .telemetry import Meters
 
@@ -135,6 +135,7 @@ class Reporter:
         set_all(telemetry.EPOCH, {(name,): float(c.epoch) for name, c in channels})
         set_all(telemetry.LEASE_INFO, {(name, c.lease.holder): 1.0 for name, c in channels if c.lease})
         set_all(telemetry.ENGINES_QUARANTINED, {(name,): float(_quarantined(c)) for name, c in channels})
+        set_all(telemetry.ENGINES_WAITING, {(name,): float(_waiting(c)) for name, c in channels})
         set_all(telemetry.ENGINE_VERSION, {(c, n): -1.0 if e.version is None else e.version for c, n, e in engines})
         set_all(telemetry.ENGINE_LAG, {(c, n): float(e.lag) for c, n, e in engines})
         set_all(telemetry.ENGINE_READY, {(c, n): float(e.ready) for c, n, e in engines})
@@ -220,6 +221,12 @@ class TimedJournal:
     def close(self) -> None:
         """Let go of the file."""
         self._journal.close()
+
+
+def _waiting(channel: ChannelView) -> int:
+    """Where engines take turns, those that are prepared and have not had theirs."""
+    phases = channel.round.engines.values() if channel.round.max_paused else ()
+    return sum(phase == EnginePhase.PREPARED for phase in phases)
 
 
 def _quarantined(channel: ChannelView) -> int:

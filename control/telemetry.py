@@ -63,6 +63,7 @@ ENGINE_VERSION = _declare(_C, _GAUGE, "engine_version", "channel engine", "verif
 ENGINE_LAG = _declare(_C, _GAUGE, "engine_version_lag", "channel engine", "committed version minus the engine's")
 ENGINE_READY = _declare(_C, _GAUGE, "engine_ready", "channel engine", "1 while it is in the ready list")
 ENGINES_QUARANTINED = _declare(_C, _GAUGE, "engines_quarantined", "channel", "engines that must not serve")
+ENGINES_WAITING = _declare(_C, _GAUGE, "round_engines_waiting", "channel", "engines that wait for their turn")
 AGENTS_CONNECTED = _declare(_C, _GAUGE, "agents_connected", "channel role", "agents that are taken to be alive")
 LEASE_INFO = _declare(_C, _GAUGE, "lease_info", "channel holder", "1 for who may publish now")
 EPOCH = _declare(_C, _GAUGE, "epoch", "channel", "highest epoch granted; lower ones are refused")

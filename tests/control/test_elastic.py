@@ -23,6 +23,8 @@ from weightbus.control.messages import (
     Step,
     Transfer,
 )
+from weightbus.control.reporter import Reporter
+from weightbus.control.telemetry import Meters, Side
 
 from .world import CHANNEL, Engine, Trainer, World
 
@@ -93,6 +95,26 @@ def test_who_waits_is_routed_to() -> None:
     for each in changes:
         unready += 1 if not each.ready else -1
         assert unready <= 1
+
+
+def test_the_status_says_who_waits() -> None:
+    """How many may stand still, and in the metrics how many have not had their turn."""
+    rolling = Rolling(3, 1)
+    seen: list[tuple[int, float | None]] = []
+    react = rolling.engines[1].react
+
+    def look(message: Message) -> None:
+        if isinstance(message, Transfer):
+            view = rolling.world.machine.status(rolling.world.now)
+            meters = Meters(Side.COORDINATOR)
+            Reporter(meters).show(view)
+            waiting = meters.registry.get_sample_value("weightbus_round_engines_waiting", {"channel": CHANNEL})
+            seen.append((view.channels[CHANNEL].round.max_paused, waiting))
+        react(message)
+
+    rolling.engines[1].react = look  # type: ignore[method-assign]
+    rolling.outcomes(1)
+    assert seen == [(1, 1.0)]
 
 
 def test_who_was_behind_is_not_routed_to_while_it_waits() -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -358,8 +358,11 @@ def kill(part: Part, publish: Callable[[int], dict[str, Any]], version: int) -> 
     return report, near.since(struck[0]) if struck else {}
 
 
-def join(part: Part, publish: Callable[[int], dict[str, Any]], numbers: Any) -> dict[str, Any]:
-    """The far engine's sidecar goes, misses a version, and comes back: from its `Hello` until it is ready."""
+def join(part: Part, publish: rounds, numbers: Any) -> dict[str, Any]:
+    """The far engine's sidecar goes, misses a version, and comes back: from its `Hello` until it is ready.
+
+    It is brought the version that was committed without it; the near engine takes no part in that.
+    """
     far = part.layout["engines"]["far"]
     os.killpg(far["sidecar_group"], signal.SIGTERM)
     rig.wait("it to be gone", lambda: part.engine("far")["state"] == "lost", 30, lambda: None)
@@ -368,9 +371,7 @@ def join(part: Part, publish: Callable[[int], dict[str, Any]], numbers: Any) -> 
     subprocess.Popen(far["start"], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     rig.wait("it to come back", lambda: part.engine("far")["state"] != "lost", 60, lambda: None)
     came = time.monotonic()
-    report: dict[str, Any] = {}
-    if not part.engine("far")["ready"]:
-        report = publish(next(numbers))
+    report = publish.catch_up(version)
     rig.wait("it to be ready", lambda: part.engine("far")["ready"], 60, lambda: None)
     return {"joiner_s": time.monotonic() - came, "alone": alone, "joined": report}
 
@@ -393,16 +394,24 @@ class rounds:  # noqa: N801  a context manager like direct.rounds
             flush=False,
         )  # fmt: skip
 
-    def __enter__(self) -> Callable[[int], dict[str, Any]]:
+    def __enter__(self) -> Self:
         self._agent.__enter__()
-        return self._publish
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._agent.__exit__(*error)
 
-    def _publish(self, version: int) -> dict[str, Any]:
+    def __call__(self, version: int) -> dict[str, Any]:
+        return self._told(self._agent.publish, version)
+
+    def catch_up(self, version: int) -> dict[str, Any]:
+        """To engines that are behind."""
+        return self._told(self._agent.catch_up, version)
+
+    @staticmethod
+    def _told(bring: Callable[[int], Any], version: int) -> dict[str, Any]:
         began = time.perf_counter()
-        report = self._agent.publish(version)
+        report = bring(version)
         return {
             "publish_s": time.perf_counter() - began,
             "outcome": f"{report.outcome}",
