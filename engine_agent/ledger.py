@@ -27,8 +27,13 @@ class Ledger:
         self.record = Record(identity=identity, health=health, held=held, epoch=epoch, checkpoint=folder)
         return Remember(self.record)
 
-    def arm(self, identity: str, epoch: Epoch, folder: str) -> tuple[Remember, ...]:
-        """Write what will be true once a transfer begins; nothing, when it is written already."""
+    def arm(self, identity: str, health: EngineHealth, epoch: Epoch, folder: str) -> tuple[Remember, ...]:
+        """Write what will be true once a transfer begins; nothing, when it is written already.
+
+        Only of a clean server: of any other the record says what an agent that is restarted should not forget.
+        """
+        if health is not EngineHealth.CLEAN:
+            return ()
         if self.ahead and self.record is not None and self.record.epoch == epoch:
             return ()
         remembered = self.remember(identity, EngineHealth.DIRTY, None, epoch, folder)
