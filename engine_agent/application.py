@@ -191,8 +191,9 @@ class Application:
         self._waiting.add(message)
         if isinstance(message, Abort) or (served is not None and served.epoch < message.epoch):
             return self._shorten()
-        follows = isinstance(served, Pause) and isinstance(message, Transfer) and self._fits(message)
-        return self._arm() if follows else ()
+        return (
+            self._arm() if isinstance(served, Pause) and isinstance(message, Transfer) and self._fits(message) else ()
+        )
 
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -427,15 +428,14 @@ class Application:
         return (ForgetAnswers(),)
 
     def _found(self, event: ServerFound, now: float) -> tuple[Effect, ...]:
-        record = self._ledger.record
-        was_up, known = self.up, self.identity or (record.identity if record else "")
+        was_up, known = self.up, self.identity or self._ledger.identity
         self.up = True
         if self.identity == event.identity:
             if not was_up and self.health is EngineHealth.CLEAN:
                 self.reason = ""
             return () if was_up else (Note("server_answers_again"),)
-        self.identity, self._prepared, self._reached, self._labelled = event.identity, None, None, None
-        self._paused_at = None
+        self.identity = event.identity
+        self._prepared = self._reached = self._labelled = self._paused_at = None
         self.mandate.anew(now)
         self._answers.forget()
         return (*self._shorten(), *self._recognise(event, known, now))
@@ -489,15 +489,14 @@ class Application:
         if self._running is not None and self._running.ending:
             return (Cancel(self._running.number),)
         clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
-        over = self.mandate.given and self._running is None and clean and self.mandate.over(heard_at, now)
-        return self._run(Release(None, False, HOLD_S), None, now) if over and self.mandate.due(now) else ()
+        over = clean and self.mandate.over(heard_at, now)
+        return self._unasked(Release(None, False, HOLD_S), now) if over else ()
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
         """A server that must not generate is paused, whatever happened to it."""
         held_back = self.health is EngineHealth.CLEAN or self.paused is True
-        wrong = self.mandate.given and self.up and not held_back and self._running is None
-        return (
-            self._run(PauseServer(PauseMode.RETRACT.value, HOLD_S), None, now)
-            if wrong and self.mandate.due(now)
-            else ()
-        )
+        return () if held_back or not self.up else self._unasked(PauseServer(PauseMode.RETRACT.value, HOLD_S), now)
+
+    def _unasked(self, operation: Operation, now: float) -> tuple[Effect, ...]:
+        may = self.mandate.given and self._running is None and self.mandate.due(now)
+        return self._run(operation, None, now) if may else ()

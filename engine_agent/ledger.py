@@ -21,6 +21,11 @@ class Ledger:
         self.ahead = False
         """It calls the server dirty for the sake of a transfer that has not begun."""
 
+    @property
+    def identity(self) -> str:
+        """Of the launch that the record speaks of."""
+        return self.record.identity if self.record else ""
+
     def remember(self, identity: str, health: EngineHealth, held: Held | None, epoch: Epoch, folder: str) -> Remember:
         """Write what is true now."""
         self.ahead = False
