@@ -191,9 +191,7 @@ class Application:
         self._waiting.add(message)
         if isinstance(message, Abort) or (served is not None and served.epoch < message.epoch):
             return self._shorten()
-        return (
-            self._arm() if isinstance(served, Pause) and isinstance(message, Transfer) and self._fits(message) else ()
-        )
+        return self._arm() if isinstance(served, Pause) and self._fits(message) else ()
 
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -228,9 +226,9 @@ class Application:
         self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
         return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
 
-    def _fits(self, command: Transfer) -> bool:
-        """It is of what was prepared last."""
-        return (command.version, command.manifest, command.table) == self._prepared
+    def _fits(self, told: ToEngine) -> bool:
+        """It is the transfer of what was prepared last."""
+        return isinstance(told, Transfer) and (told.version, told.manifest, told.table) == self._prepared
 
     def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -489,8 +487,7 @@ class Application:
         if self._running is not None and self._running.ending:
             return (Cancel(self._running.number),)
         clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
-        over = clean and self.mandate.over(heard_at, now)
-        return self._unasked(Release(None, False, HOLD_S), now) if over else ()
+        return self._unasked(Release(None, False, HOLD_S), now) if clean and self.mandate.over(heard_at, now) else ()
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
         """A server that must not generate is paused, whatever happened to it."""
