@@ -63,7 +63,8 @@ from .events import (
     Welcomed,
 )
 from .ledger import Ledger
-from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Beside, Running, View, told, view_of
+from .mandate import Mandate
+from .stages import HOLD_S, STEP_OF, Beside, Running, View, Waiting, told, view_of
 
 STORY: Final = 48
 """Recent events that an error carries."""
@@ -87,17 +88,13 @@ class Application:
         self._labelled: Version | None = None
         """The version that the server is labelled with ahead of its commit."""
         self._running: Running | None = None
-        self._waiting: tuple[ToEngine, ...] = ()
+        self._waiting = Waiting()
         self._answers = Answers(channel, incarnation)
         self._reached: Step | None = None
         """The last step of the round that was answered: what has failed when the server is lost before the next."""
         self._numbers = 0
-        self._boot = 0
-        self._ours = False
-        self._lease_s = UNSETTLED_S
-        self._quiet_since = 0.0
+        self.mandate = Mandate()
         self._paused_at: float | None = None
-        self._tried_at = float("-inf")
 
     # -- the door -----------------------------------------------------------------------------------------------------
 
@@ -117,7 +114,7 @@ class Application:
             case ServerGone():
                 effects = self._gone(event.reason)
             case Ticked():
-                effects = self._tick(max(event.heard_at, self._quiet_since), now)
+                effects = self._tick(event.heard_at, now)
             case _:
                 assert_never(event)
         return (*effects, *self._set_right(), *self._hold(now))
@@ -146,7 +143,7 @@ class Application:
     def check(self) -> None:
         """Raise `InvariantBroken`, with the recent story, when fields contradict each other."""
         self.weights.check()
-        if self._waiting and self._running is None:
+        if self._waiting.next is not None and self._running is None:
             raise InvariantBroken("a command waits for nothing", tuple(self.story))
         if self._running is not None and self._running.number != self._numbers:
             raise InvariantBroken("an operation was begun while another one ran", tuple(self.story))
@@ -191,13 +188,10 @@ class Application:
                 return ()
             if answered := self._answers.again(message):  # it led to what runs now
                 return answered
-        first = next(iter(self._waiting), None)
-        pair = isinstance(first, Pause) and isinstance(message, Transfer) and first.epoch == message.epoch
-        self._waiting = (first, message) if pair and first is not None else (message,)
+        self._waiting.add(message)
         if isinstance(message, Abort) or (served is not None and served.epoch < message.epoch):
             return self._shorten()
-        pausing = isinstance(served, Pause) and isinstance(message, Transfer)
-        return self._arm() if pausing and self._fits(message) else ()
+        return self._arm() if isinstance(served, Pause) and self._fits(message) else ()
 
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -209,7 +203,7 @@ class Application:
     def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PAUSE, self.reason)
-        self._lease_s, self._beside.mode = command.lease_s, command.mode.value
+        self.mandate.lease_s, self._beside.mode = command.lease_s, command.mode.value
         if self._beside.may(self.weights):
             self._reached = Step.PAUSE
             return (self._answers.paused(command, 0.0),)
@@ -223,25 +217,18 @@ class Application:
             return self._fail(command, Step.TRANSFER, reason)
         if self._beside.may(self.weights):
             return self._run(Stage(command, self._checkpoint), command, now)
+        if self.paused is not True and self._answers.gave(Pause, command.epoch):
+            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
         if self.paused is not True:
-            return self._stop_first(command, now)
+            return self._run(PauseServer(self._beside.mode, HOLD_S), command, now)  # what was to stop it got lost
         known = self._ledger.took(self.epoch)
         dirty = self._learn(w.Began(command.version), now)
         self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
         return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
 
-    def _fits(self, command: Transfer) -> bool:
-        """It is of what was prepared last."""
-        return (command.version, command.manifest, command.table) == self._prepared
-
-    def _stop_first(self, command: Transfer, now: float) -> tuple[Effect, ...]:
-        """Its `Pause` got lost on the way, or the server goes on in spite of it."""
-        if self._answers.gave(Pause, command.epoch):
-            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
-        return self._pause_for(command, now)
-
-    def _pause_for(self, command: Transfer, now: float) -> tuple[Effect, ...]:
-        return (*self._run(PauseServer(self._beside.mode, HOLD_S), command, now), *self._arm())
+    def _fits(self, told: ToEngine) -> bool:
+        """It is the transfer of what was prepared last."""
+        return isinstance(told, Transfer) and (told.version, told.manifest, told.table) == self._prepared
 
     def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -269,7 +256,8 @@ class Application:
     def _run(self, operation: Operation, command: ToEngine | None, now: float) -> tuple[Effect, ...]:
         self._numbers += 1
         self._running = Running(self._numbers, operation, command, now, self.identity)
-        return (Run(self._numbers, operation, self.identity),)
+        ahead = self._arm() if isinstance(operation, PauseServer) and isinstance(command, Transfer) else ()
+        return (Run(self._numbers, operation, self.identity), *ahead)
 
     def _operated(self, event: Operated, now: float) -> tuple[Effect, ...]:
         running = self._running
@@ -280,10 +268,8 @@ class Application:
             effects = self._settle(running, event.result, now)
         else:
             effects = self._outlived(running, event.result, now)
-        waiting, self._waiting = self._waiting, ()
-        while waiting and self._running is None:
-            effects, waiting = (*effects, *self._command(waiting[0], now)), waiting[1:]
-        self._waiting = waiting
+        while self._running is None and (waiting := self._waiting.take()):
+            effects = (*effects, *self._command(waiting, now))
         return effects
 
     def _outlived(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
@@ -332,9 +318,7 @@ class Application:
             doubted = self._learn(w.Doubted(), now)  # it may have happened all the same
             if command is None:
                 return (*doubted, Note("pause_failed", result.reason))
-            self._waiting = tuple(
-                each for each in self._waiting if each.epoch > command.epoch or not isinstance(each, Transfer)
-            )
+            self._waiting.forget_transfer(command.epoch)
             step = Step.TRANSFER if isinstance(command, Transfer) else Step.PAUSE
             return (*doubted, *self._fail(command, step, result.reason))
         if self.paused is not True:
@@ -342,7 +326,7 @@ class Application:
         stilled = self._learn(w.Stilled(), now)
         if command is None:
             return (*stilled, Note("server_held_back", self.reason))
-        self._quiet_since, self._reached = now, Step.PAUSE
+        self.mandate.quiet_since, self._reached = now, Step.PAUSE
         if isinstance(command, Transfer):
             return (*stilled, *(self._unless_unwanted(command) or self._transfer(command, now)))
         return (*stilled, self._answers.paused(command, seconds))
@@ -351,12 +335,12 @@ class Application:
         """Nothing that is served has changed. Whether it was taken or has to be taken now, the server stands for it."""
         if isinstance(result, Broken):
             return self._fail(command, Step.TRANSFER, result.reason)
-        return self._unless_unwanted(command) or self._pause_for(command, now)
+        return self._unless_unwanted(command) or self._run(PauseServer(self._beside.mode, HOLD_S), command, now)
 
     def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
         """What was taken beside is not put into place when something else was asked for meanwhile."""
-        what = "".join(type(each).__name__ for each in self._waiting[:1])
-        return self._fail(command, Step.TRANSFER, f"{what} came before the flip") if what else ()
+        other = self._waiting.next
+        return self._fail(command, Step.TRANSFER, f"{type(other).__name__} came before the flip") if other else ()
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):
@@ -383,8 +367,7 @@ class Application:
         held = Held(version=command.version, manifest=command.manifest, table=command.table)
         loaded = self._learn(w.Proved(held), now)
         self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
-        # Requests wait. While the coordinator commits, the server gets its label, and the record, which until then
-        # speaks of a worse state than the true one, is written.
+        # Requests wait. While the coordinator commits, the server gets its label, and the true state is written.
         label = self._run(Label(command.version, HOLD_S), None, now)
         return (self._answers.verified(command, result, seconds), *label, *loaded)
 
@@ -407,7 +390,7 @@ class Application:
         freed = w.Resumed(ordered=command is not None) if release.version is None else w.Committed()
         kept = self._learn(freed, now)
         if command is None:
-            return (*kept, Note("resumed_by_itself", f"nothing heard for {self._lease_s:g} s"))
+            return (*kept, Note("resumed_by_itself", f"nothing heard for {self.mandate.lease_s:g} s"))
         return (*kept, self._serving(command, seconds, now))
 
     # -- answers ------------------------------------------------------------------------------------------------------
@@ -424,36 +407,34 @@ class Application:
     def _remember(self) -> Remember:
         return self._ledger.remember(self.identity, self.health, self.held, self.epoch, self._checkpoint)
 
-    def _arm(self) -> tuple[Remember, ...]:
+    def _arm(self) -> tuple[Effect, ...]:
         """The server comes to a stand for a transfer: the record that has to be there then is written meanwhile."""
-        if self.health is not EngineHealth.CLEAN:
-            return ()
-        return self._ledger.arm(self.identity, self.epoch, self._checkpoint)
+        return self._ledger.arm(self.identity, self.health, self.epoch, self._checkpoint)
 
-    def _set_right(self) -> tuple[Remember, ...]:
+    def _set_right(self) -> tuple[Effect, ...]:
         """A record that was written ahead of a transfer which does not begin is not true any more."""
         pausing = self._running is not None and isinstance(self._running.operation, PauseServer)
-        return (self._remember(),) if self._ledger.ahead and not pausing else ()
+        return () if pausing or not self._ledger.ahead else (self._remember(),)
 
     # -- the coordinator and the server come and go -------------------------------------------------------------------
 
     def _welcomed(self, welcome: Welcome) -> tuple[Effect, ...]:
         """Keep weights and pause as they are: the coordinator settles every engine after its Hello."""
-        if welcome.boot == self._boot:
+        if welcome.boot == self.mandate.boot:
             return ()
-        self._boot = welcome.boot
+        self.mandate.boot = welcome.boot
         return (ForgetAnswers(),)
 
     def _found(self, event: ServerFound, now: float) -> tuple[Effect, ...]:
-        record = self._ledger.record
-        was_up, known = self.up, self.identity or (record.identity if record else "")
+        was_up, known = self.up, self.identity or self._ledger.identity
         self.up = True
         if self.identity == event.identity:
             if not was_up and self.health is EngineHealth.CLEAN:
                 self.reason = ""
             return () if was_up else (Note("server_answers_again"),)
-        self.identity, self._prepared, self._reached, self._labelled = event.identity, None, None, None
-        self._paused_at, self._quiet_since, self._lease_s = None, now, UNSETTLED_S
+        self.identity = event.identity
+        self._prepared = self._reached = self._labelled = self._paused_at = None
+        self.mandate.anew(now)
         self._answers.forget()
         return (*self._shorten(), *self._recognise(event, known, now))
 
@@ -467,7 +448,7 @@ class Application:
     def _recognise(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
         record = self._ledger.record
         if known == event.identity and record is not None:
-            self._ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
+            self.mandate.ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
             known_again = self._learn(w.Recognised(record.health, record.held), now)
             self._checkpoint = record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
@@ -476,7 +457,8 @@ class Application:
 
     def _new_launch(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
-        self._checkpoint, self._ours = (event.undefined and self._checkpoint) or event.checkpoint, False
+        self._checkpoint = (event.undefined and self._checkpoint) or event.checkpoint
+        self.mandate.ours = False
         updated = event.undefined or self._ledger.record is not None or self.epoch > 0 or event.label.isdigit()
         kept = self._learn(w.Launched(fresh=not updated), now)
         if not updated:
@@ -506,33 +488,13 @@ class Application:
         if self._running is not None and self._running.ending:
             return (Cancel(self._running.number),)
         clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
-        if (
-            not self._answerable
-            or self._running is not None
-            or not clean
-            or now < heard_at + self._lease_s
-            or not self._due(now)
-        ):
-            return ()
-        return self._run(Release(None, False, HOLD_S), None, now)
+        return self._unasked(Release(None, False, HOLD_S), now) if clean and self.mandate.over(heard_at, now) else ()
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
         """A server that must not generate is paused, whatever happened to it."""
         held_back = self.health is EngineHealth.CLEAN or self.paused is True
-        if not self._answerable or not self.up or held_back or self._running is not None or not self._due(now):
-            return ()
-        return self._run(PauseServer(PauseMode.RETRACT.value, HOLD_S), None, now)
+        return () if held_back or not self.up else self._unasked(PauseServer(PauseMode.RETRACT.value, HOLD_S), now)
 
-    @property
-    def _answerable(self) -> bool:
-        """Whether this server is ours to pause or resume unasked: a stray agent must not touch that of another.
-
-        A welcome says so, or the record of a round on this very launch.
-        """
-        return self._boot > 0 or self._ours
-
-    def _due(self, now: float) -> bool:
-        if now < self._tried_at + 1.0:
-            return False
-        self._tried_at = now
-        return True
+    def _unasked(self, operation: Operation, now: float) -> tuple[Effect, ...]:
+        may = self.mandate.given and self._running is None and self.mandate.due(now)
+        return self._run(operation, None, now) if may else ()

@@ -21,14 +21,24 @@ class Ledger:
         self.ahead = False
         """It calls the server dirty for the sake of a transfer that has not begun."""
 
+    @property
+    def identity(self) -> str:
+        """Of the launch that the record speaks of."""
+        return self.record.identity if self.record else ""
+
     def remember(self, identity: str, health: EngineHealth, held: Held | None, epoch: Epoch, folder: str) -> Remember:
         """Write what is true now."""
         self.ahead = False
         self.record = Record(identity=identity, health=health, held=held, epoch=epoch, checkpoint=folder)
         return Remember(self.record)
 
-    def arm(self, identity: str, epoch: Epoch, folder: str) -> tuple[Remember, ...]:
-        """Write what will be true once a transfer begins; nothing, when it is written already."""
+    def arm(self, identity: str, health: EngineHealth, epoch: Epoch, folder: str) -> tuple[Remember, ...]:
+        """Write what will be true once a transfer begins; nothing, when it is written already.
+
+        Only of a clean server: of any other the record says what an agent that is restarted should not forget.
+        """
+        if health is not EngineHealth.CLEAN:
+            return ()
         if self.ahead and self.record is not None and self.record.epoch == epoch:
             return ()
         remembered = self.remember(identity, EngineHealth.DIRTY, None, epoch, folder)

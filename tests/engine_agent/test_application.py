@@ -194,6 +194,17 @@ def test_a_server_that_went_on_takes_nothing() -> None:
     assert world.doing is None
 
 
+def test_answers_of_an_earlier_epoch_answer_nothing_later() -> None:
+    """A command came while the same one of an epoch before was carried out: it is carried out, too."""
+    world = World()
+    world.prepare(1, 7)
+    assert cancels(world.prepare(2, 7))
+    effects = world.fail()
+    assert [(message.epoch, message.step) for message in answers(effects)] == [(1, Step.PREPARE)]
+    assert ran(effects) == ["Validate"]
+    assert [(type(message), message.epoch) for message in answers(world.end())] == [(m.Prepared, 2)]
+
+
 def to_staged(world: World) -> None:
     """A clean server takes a version beside what it serves."""
     world.to_serving()

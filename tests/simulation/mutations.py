@@ -213,8 +213,8 @@ MUTATIONS: Final = (
     _m(
         "loads-without-a-pause",
         APPLICATION,
-        "        if self.paused is not True:\n            return self._stop_first(command, now)",
-        "        if False:\n            return self._stop_first(command, now)",
+        "        if self.paused is not True:\n            return self._run(",
+        "        if False:\n            return self._run(",
     ),
     _m(
         "skips-verification",
@@ -236,15 +236,15 @@ MUTATIONS: Final = (
     ),
     _m(
         "pause-lease-never-ends",
-        APPLICATION,
-        "            or now < heard_at + self._lease_s\n",
-        "            or True\n",
+        "engine_agent/mandate.py",
+        "        return now >= max(heard_at, self.quiet_since) + self.lease_s\n",
+        "        return False\n",
     ),
     _m(
         "pause-lease-ends-at-once",
-        APPLICATION,
-        "            or now < heard_at + self._lease_s\n",
-        "",
+        "engine_agent/mandate.py",
+        "        return now >= max(heard_at, self.quiet_since) + self.lease_s\n",
+        "        return True\n",
     ),
     _m(
         "takes-another-launch-for-the-same",
