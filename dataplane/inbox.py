@@ -53,6 +53,8 @@ class Inbox:
             at, self.staging_bytes = shared_out(at, self.staging_bytes, messages)
         self._device = device
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
+        self.memory = (self._staging,) if beside else (self._staging, *targets)
+        """All that messages may lie in."""
         placed = replace(unpack, source=np.zeros_like(unpack.source), source_at=unpack.source_at + at[unpack.source])
         self._flip: PreparedCopies | None = None
         self._unpacks: list[PreparedCopies | None] = [None] * messages.turns

@@ -62,6 +62,8 @@ class Outbox:
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
         placed = replace(pack, target=np.zeros_like(pack.target), target_at=pack.target_at + at[pack.target])
         placed.check(sizes_of(regions), np.array([self.staging_bytes]))
+        self.memory = (self._staging, *regions)
+        """All that messages may lie in."""
         self._packs: list[PreparedCopies | None] = []
         self._sends: list[list[Parcel]] = []
         for turn in range(everything.turns):
@@ -102,7 +104,7 @@ class Outbox:
         for pack in self._packs:
             if pack is not None:
                 pack.close()
-        self._packs, self._sends = [], []
+        self._packs, self._sends, self.memory = [], [], ()
 
 
 def shared_out(at: Column, nbytes: int, messages: Messages) -> tuple[Column, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from .deadline import Deadline
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
+from .nixl_group import NixlGroup
+from .outbox import Exchange
 from .pair_group import NOBODY, PairGroup
 from .sealed_frames import address_towards, host_and_port
 from .sends_wire import BEAT_S, Group
@@ -30,7 +32,7 @@ _END_S: Final = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Outcome:
-    group: PairGroup | None = None
+    group: PairGroup | NixlGroup | None = None
     done: bool = False
     error: BaseException | None = None
     over: threading.Event = field(default_factory=threading.Event)
@@ -52,14 +54,15 @@ class Passage:
         *,
         to: frozenset[int] = NOBODY,
         from_: frozenset[int] = NOBODY,
+        memory: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`to` and `from_` are those with whom messages are exchanged."""
+        """`to` and `from_` are those with whom messages are exchanged, which lie in `memory`."""
         self._where = where
         self._rank = rank
         self._device = device
-        self._to, self._from = to, from_
+        self._to, self._from, self._memory = to, from_, memory
 
-    def run(self, move: Callable[[PairGroup], None], called_off: Callable[[], str], beat: Callable[[], None]) -> float:
+    def run(self, move: Callable[[Exchange], None], called_off: Callable[[], str], beat: Callable[[], None]) -> float:
         """Join, `move`, and return the seconds that it took after all had come.
 
         `called_off` is asked often for a reason to give up, and `beat` is called every `BEAT_S`. Whatever goes wrong
@@ -85,8 +88,8 @@ class Passage:
             raise TransferFailed(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
         return outcome.seconds
 
-    def _pass(self, move: Callable[[PairGroup], None], outcome: _Outcome) -> None:
-        group: PairGroup | None = None
+    def _pass(self, move: Callable[[Exchange], None], outcome: _Outcome) -> None:
+        group: PairGroup | NixlGroup | None = None
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
@@ -106,7 +109,7 @@ class Passage:
         if group is not None:
             group.close()
 
-    def _join(self) -> PairGroup:
+    def _join(self) -> PairGroup | NixlGroup:
         where = self._where
         deadline = Deadline(where.form_s)
         host, port = host_and_port(where.store)
@@ -116,6 +119,11 @@ class Passage:
         except RuntimeError as error:
             raise DeadlineExceeded("the group's store", where.form_s) from error
         mine = address_towards(host, port)
+        if where.nixl:
+            return NixlGroup.form(
+                store, where.name, mine, self._device, self._rank, where.size, deadline,
+                to=self._to, from_=self._from, memory=self._memory,
+            )  # fmt: skip
         return PairGroup.form(
             store, where.name, mine, self._device, self._rank, where.size, deadline, to=self._to, from_=self._from
         )

@@ -72,8 +72,13 @@ class SendsSender:
         *,
         turn_s: float = TURN_S,
         form_s: float = FORM_S,
+        nixl: bool = False,
     ) -> None:
-        """`host` is the address under which engines and the trainer's other ranks reach this machine."""
+        """`host` is the address under which engines and the trainer's other ranks reach this machine.
+
+        With `nixl` groups are of NIXL, which everybody's environment must have; otherwise of gloo or NCCL.
+        """
+        self._nixl = nixl
         self._host, self._channel, self._device, self._describe = host, channel, device, describe
         self._turn_s, self._form_s = turn_s, form_s
         self._exposed: Exposed | None = None
@@ -108,7 +113,7 @@ class SendsSender:
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Listen for `peers`, and for the trainer's ranks. Raises `Unsupported` where NCCL would hang."""
         self.close()
-        backend = backend_for(self._device)
+        backend = "nixl" if self._nixl else backend_for(self._device)
         exposed = self._describe()
         if exposed.pieces.tensors != session.manifest.tensors:
             raise TransferFailed(
@@ -350,7 +355,7 @@ class SendsSender:
         name = f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}"
         return wire.Group(
             store=f"tcp://{host}:{self._store.port}", name=name, size=size, rank=rank, form_s=self._form_s,
-            turn_s=self._turn_s,
+            turn_s=self._turn_s, nixl=self._nixl,
         )  # fmt: skip
 
     def _letters(self, holder: int, end: _End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:

@@ -68,6 +68,8 @@ class Group(WireMessage, frozen=True, tag=True):
     """Of the trainer's rank, or of the engine's first worker."""
     form_s: float
     turn_s: float
+    nixl: bool = False
+    """It reads with NIXL, and does not send over gloo or NCCL."""
 
 
 class Letters(WireMessage, frozen=True, tag=True):

@@ -22,7 +22,7 @@ from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.frames import Frames
 from weightbus.dataplane.inbox import Inbox, beside_bytes
-from weightbus.dataplane.pair_group import PairGroup
+from weightbus.dataplane.outbox import Exchange
 from weightbus.dataplane.passage import Passage
 from weightbus.dataplane.schedule import Messages
 
@@ -114,11 +114,11 @@ class Taker:
             inbox = self._bound(beside=message.beside)
             where = message.group
 
-            def move(group: PairGroup) -> None:
+            def move(group: Exchange) -> None:
                 self._touched = not message.beside
                 inbox.receive(group, where.turn_s)
 
-            passage = Passage(where, where.rank, self._device, from_=inbox.peers)
+            passage = Passage(where, where.rank, self._device, from_=inbox.peers, memory=inbox.memory)
             seconds = passage.run(move, self._called_off, self._beat)
         except Exception as error:  # noqa: BLE001 - see above
             if message.beside:

@@ -40,7 +40,7 @@ from .orders import Assemble, Beat, Expose, Finish, Ranks, Taken
 from .publication import Ending, Verdict
 from .quantised import KnowsServed
 from .report import Mode, PublishReport, Stopwatch
-from .settings import TrainerSettings
+from .settings import SendsOver, TrainerSettings
 from .snapshot import Store, StoredWeights
 from .source import Source, SourceError
 from .staging import IN_PLACE, InPlace, Pool, Staging
@@ -452,6 +452,7 @@ def _sender_maker(
             hf_config_dir=settings.hf_config_dir,
             expose=expose,
             describe=describe,
+            nixl=settings.sends_over is SendsOver.NIXL,
         )
 
     return make

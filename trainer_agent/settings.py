@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from pathlib import Path
 from typing import Annotated, Final
@@ -24,6 +25,15 @@ _DEVICE: Final = re.compile(r"cpu|cuda(:\d+)?")
 
 Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
 Wait = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class SendsOver(enum.StrEnum):
+    """What carries the bytes of the sends transport."""
+
+    COLLECTIVE = "collective"
+    """A process group of torch: gloo between CPUs, NCCL between GPUs."""
+    NIXL = "nixl"
+    """Engines read the ranks' memory with NIXL (``weightbus[nixl]``)."""
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,6 +91,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     attempts: Annotated[int, Meta(description="rounds begun before a restarting coordinator is given up", ge=1)] = 3
     beat_s: Annotated[Wait, Meta(description="how often waiting ranks hear from the leader")] = 5.0
     host: Annotated[str, Meta(description="address at which engines of other hosts reach this rank")] = "127.0.0.1"
+    sends_over: Annotated[
+        SendsOver, Meta(description="collective: gloo or NCCL; nixl: RDMA by NIXL, which servers must have too (sends)")
+    ] = SendsOver.COLLECTIVE
     runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, on this host and ours alone")] = None
     checkpoint_dir: Annotated[Path | None, Meta(description="folder for checkpoints, seen by engines (disk)")] = None
     hf_config_dir: Annotated[Path | None, Meta(description="config and tokenizer files to put beside them")] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from weightbus.dataplane import sends
 from weightbus.dataplane.errors import DigestMismatch, StaleSession, TransferFailed
+from weightbus.dataplane.nixl_group import _MODULES
 from weightbus.dataplane.transport import Peer
 from weightbus.engine_agent import taker
 
@@ -60,6 +63,23 @@ def test_hosts_may_speak_ipv6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     world.round()
     assert holds(world.server, world.trainer.values)
     world.close()
+
+
+@pytest.mark.skipif(
+    not any(importlib.util.find_spec(module) for module in _MODULES), reason="nixl is not installed: weightbus[nixl]"
+)
+def test_over_nixl_as_over_gloo(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place and beside, in several turns, the workers read what they store out of the ranks' memory."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    monkeypatch.setattr(sends, "pair_bytes_of", lambda _ranks: 256)
+    world.trainer.close()
+    world.trainer = SendingTrainer(world.runtime, nixl=True)
+    for step, mode in enumerate(("paused", "beside", "beside")):
+        world.trainer.step(step)
+        world.round(stage=True)
+        assert world.receiver.mode.startswith(mode)
+        assert holds(world.server, world.trainer.values)
 
 
 def test_whoever_forbids_it_is_paused_for_the_whole_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

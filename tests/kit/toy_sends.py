@@ -30,12 +30,18 @@ class SendingTrainer(Trainer):
     """As the other toy trainer holds its model, and sends it."""
 
     def __init__(
-        self, runtime: Path, specs: tuple[TensorSpec, ...] = SPECS, host: str = "127.0.0.1", turn_s: float = WAIT_S
+        self,
+        runtime: Path,
+        specs: tuple[TensorSpec, ...] = SPECS,
+        host: str = "127.0.0.1",
+        turn_s: float = WAIT_S,
+        *,
+        nixl: bool = False,
     ) -> None:
         super().__init__(runtime, specs)
         self.memories = [OwnMemory(rank) for rank in range(2)]
         self.sending = [RankSends("c", rank) for rank in range(2)]
-        self.sends = SendsSender(host, "c", torch.device("cpu"), self.describe, turn_s=turn_s)
+        self.sends = SendsSender(host, "c", torch.device("cpu"), self.describe, turn_s=turn_s, nixl=nixl)
 
     def describe(self) -> Exposed:
         maps = tuple(

@@ -1,0 +1,265 @@
+"""The group of one epoch over NIXL, for RDMA: receivers read the senders' memory. An optional extra; see pair_group.py.
+
+Nobody writes into another process. A sender says where its messages lie, a receiver reads them when it is ready, and
+what NIXL then tells the sender is that they were read: so a process that was stopped and goes on later can change
+nothing, and memory of an epoch that is over is read by nobody whose registration was dropped. Over UCX this is RDMA, or
+TCP, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from .deadline import Deadline
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, Unsupported
+from .pair_group import NOBODY, Parcel
+
+_POLL_S: Final = 0.0001
+_MODULES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
+_BACKEND: Final = "UCX"
+_PACK: Final = msgspec.msgpack.Encoder().encode
+
+
+class _Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+    """Sender: post number `post` to this receiver lies here."""
+
+    post: int
+    places: tuple[tuple[int, int, int], ...]
+    """Address, bytes, and number of the device, of each message."""
+
+
+class _Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
+    """Receiver: it has read that post."""
+
+    post: int
+
+
+_NOTE: Final[msgspec.msgpack.Decoder[_Offer | _Read]] = msgspec.msgpack.Decoder(_Offer | _Read)
+
+
+class NixlGroup:
+    """One rank of the group. `post` and waits are called by one thread, `abort` by any."""
+
+    def __init__(self, agent: Any, device: torch.device, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self._agent = agent
+        self._device = device
+        self._kind = "VRAM" if device.type == "cuda" else "DRAM"
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._registered: list[Any] = []
+        self._names: dict[int, str] = {}
+        self._posts: dict[tuple[int, bool], int] = defaultdict(int)
+        """How many there were, by peer and whether to or from it."""
+        self._offers: dict[tuple[int, int], _Offer] = {}
+        self._wanted: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._reading: dict[tuple[int, int], Any] = {}
+        self._unread: set[tuple[int, int]] = set()
+        self._broken = ""
+
+    @classmethod
+    def form(  # noqa: PLR0917  as PairGroup's
+        cls,
+        store: c10d.Store,
+        name: str,
+        host: str,
+        device: torch.device,
+        rank: int,
+        size: int,
+        deadline: Deadline,
+        *,
+        to: frozenset[int] = NOBODY,
+        from_: frozenset[int] = NOBODY,
+        memory: Sequence[torch.Tensor] = (),
+    ) -> NixlGroup:
+        """Join as `rank`; returns when all have. Messages lie in `memory`. Raises `Unsupported` without NIXL."""
+        del host  # UCX knows the interfaces of this host by itself
+        prefixed = c10d.PrefixStore(name, store)
+        try:
+            group = cls(_agent(f"{name}-{rank}"), device, rank, size)
+            group._register(memory)
+            prefixed.set(str(rank), group._agent.get_agent_metadata())
+            prefixed.wait([str(each) for each in range(size)], timedelta(seconds=deadline.check("the group to form")))
+            for peer in sorted(to | from_):
+                found = group._agent.add_remote_agent(prefixed.get(str(peer)))
+                group._names[peer] = found.decode() if isinstance(found, bytes) else str(found)
+        except DataplaneError:
+            raise
+        except Exception as error:  # NIXL's errors have no root of their own
+            raise TransferFailed(f"group {name} of {size} ranks did not form: {error}") from error
+        return group
+
+    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], deadline: Deadline) -> None:
+        """Move all of these. Raises as `Posted.wait`."""
+        self.post(sends, receives).wait(deadline)
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> _Reads:
+        """Begin to move all of these, after what `lane` holds by now."""
+        with self._breaking():
+            self.settle()
+            mine: list[tuple[int, int]] = []
+            theirs: list[tuple[int, int]] = []
+            for peer, memory in _by_peer(receives).items():
+                key = peer, self._next(peer, sent=False)
+                self._wanted[key] = memory
+                theirs.append(key)
+            for peer, memory in _by_peer(sends).items():
+                key = peer, self._next(peer, sent=True)
+                self._unread.add(key)
+                mine.append(key)
+                self._agent.send_notif(self._names[peer], _PACK(_Offer(key[1], self._places(memory))))
+            return _Reads(self, mine, theirs)
+
+    @contextlib.contextmanager
+    def lane(self) -> Generator[None, None, None]:
+        """Where copies into and out of messages are launched: in front of what is posted next."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def settle(self) -> None:
+        """Wait for what was launched in the lane."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def abort(self, reason: str = "it was broken off") -> None:
+        """Whoever waits here raises; the peers hear of it from whoever leads."""
+        self._broken = self._broken or reason or "it was broken off"
+
+    def close(self) -> None:
+        """Let go of the memory. Called by the thread that posted."""
+        self._broken = self._broken or "it has ended"
+        for handle in self._reading.values():
+            with contextlib.suppress(Exception):  # it could not be cancelled: it ends with its peer
+                self._agent.release_xfer_handle(handle)
+        self._reading.clear()
+        for each in self._registered:
+            with contextlib.suppress(Exception):  # the agent goes, and with it all that it knew
+                self._agent.deregister_memory(each)
+        self._registered.clear()
+
+    def await_posts(
+        self, mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]], deadline: Deadline
+    ) -> None:
+        """Until the peers have read `mine` and all of `theirs` is here."""
+        with self._breaking():
+            while any(key in self._unread for key in mine) or any(
+                key in self._wanted or key in self._reading for key in theirs
+            ):
+                self._check()
+                if not self._progress():
+                    deadline.check("a peer to send or take its messages")
+                    time.sleep(_POLL_S)
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
+    def _progress(self) -> bool:
+        """Take what peers said, begin and end reads. Returns whether anything happened."""
+        moved = False
+        ranks = {name: peer for peer, name in self._names.items()}
+        for name, notes in self._agent.get_new_notifs().items():
+            for note in (_NOTE.decode(each) for each in notes):
+                key = ranks[name], note.post
+                moved = True
+                if isinstance(note, _Offer):
+                    self._offers[key] = note
+                else:
+                    self._unread.discard(key)
+        for key in [key for key in self._offers if key in self._wanted]:
+            self._reading[key] = self._read(key, self._offers.pop(key), self._wanted.pop(key))
+            moved = True
+        for key, handle in tuple(self._reading.items()):
+            state = self._agent.check_xfer_state(handle)
+            if state == "ERR":
+                raise RuntimeError(f"rank {key[0]} could not be read")
+            if state == "DONE":
+                self._agent.release_xfer_handle(self._reading.pop(key))
+                moved = True
+        return moved
+
+    def _read(self, key: tuple[int, int], offer: _Offer, memory: Sequence[torch.Tensor]) -> Any:
+        here = self._places(memory)
+        if [each[1] for each in here] != [each[1] for each in offer.places]:
+            raise RuntimeError(f"rank {key[0]} sends other messages than are expected of it")
+        local = self._agent.get_xfer_descs(list(here), mem_type=self._kind)
+        remote = self._agent.get_xfer_descs(list(offer.places), mem_type=self._kind)
+        handle = self._agent.initialize_xfer("READ", local, remote, self._names[key[0]], _PACK(_Read(key[1])))
+        if self._agent.transfer(handle) == "ERR":
+            raise RuntimeError(f"rank {key[0]} could not be read")
+        return handle
+
+    def _register(self, memory: Sequence[torch.Tensor]) -> None:
+        regions = {(each.data_ptr(), each.numel()): each for each in memory if each.numel()}
+        if regions:
+            table = [(at, nbytes, self._number, "") for at, nbytes in regions]
+            self._registered.append(self._agent.register_memory(table, mem_type=self._kind))
+
+    def _places(self, memory: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
+        return tuple((each.data_ptr(), each.numel(), self._number) for each in memory)
+
+    @property
+    def _number(self) -> int:
+        return self._device.index or 0
+
+    def _next(self, peer: int, *, sent: bool) -> int:
+        self._posts[peer, sent] += 1
+        return self._posts[peer, sent]
+
+    def _check(self) -> None:
+        if self._broken:
+            raise RuntimeError(self._broken)
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Generator[None, None, None]:
+        """Whatever goes wrong within breaks the group."""
+        try:
+            self._check()
+            yield
+        except DeadlineExceeded:
+            self.abort("a peer did not move")
+            raise
+        except Exception as error:  # NIXL's errors have no root of their own
+            self.abort(str(error))
+            raise PeerLost(f"the group broke: {self._broken}") from error
+
+
+class _Reads:
+    """Implements `pair_group.Posted`."""
+
+    def __init__(self, group: NixlGroup, mine: Sequence[tuple[int, int]], theirs: Sequence[tuple[int, int]]) -> None:
+        self._group, self._mine, self._theirs = group, mine, theirs
+
+    def wait(self, deadline: Deadline) -> None:
+        """As `pair_group.Posted.wait`."""
+        self._group.await_posts(self._mine, self._theirs, deadline)
+
+
+def _by_peer(parcels: Sequence[Parcel]) -> dict[int, list[torch.Tensor]]:
+    found: dict[int, list[torch.Tensor]] = {}
+    for each in parcels:
+        found.setdefault(each.peer, []).append(each.memory)
+    return found
+
+
+def _agent(name: str) -> Any:
+    tried: deque[str] = deque()
+    for module in _MODULES:
+        try:
+            api = importlib.import_module(f"{module}._api")
+        except ImportError as error:
+            tried.append(f"{module}: {error}")
+            continue
+        return api.nixl_agent(name, api.nixl_agent_config(backends=[_BACKEND]))
+    raise Unsupported(f"sends over nixl need it in this environment: install weightbus[nixl] ({'; '.join(tried)})")
