@@ -457,8 +457,7 @@ class Application:
 
     def _new_launch(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
-        self._checkpoint = (event.undefined and self._checkpoint) or event.checkpoint
-        self.mandate.ours = False
+        self._checkpoint, self.mandate.ours = (event.undefined and self._checkpoint) or event.checkpoint, False
         updated = event.undefined or self._ledger.record is not None or self.epoch > 0 or event.label.isdigit()
         kept = self._learn(w.Launched(fresh=not updated), now)
         if not updated:
