@@ -349,8 +349,9 @@ class Coordinator:
 
     def _heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
-        committed = channel.committed.version if channel.committed else None
-        self._out.send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed))
+        window = channel.window
+        committed = window.committed.version if window.committed else None
+        self._out.send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed, max_lag=window.max_lag))
         if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
             self._flush(channel, now)
 

@@ -161,6 +161,8 @@ class Reporter:
         self._meters.add(telemetry.ROUNDS, channel=channel, outcome=what.outcome.value)
         if (total := done.seconds.get("total")) is not None:
             self._meters.observe(telemetry.ROUND_SECONDS, total, channel=channel, phase="total")
+        if what.stood_s:
+            self._meters.observe(telemetry.TRAINER_STOOD, what.stood_s, channel=channel)
         for report in done.engines:
             self._count_engine(channel, report)
         self._log.log(
