@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import time
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -23,6 +23,9 @@ from .orders import Beat, Ranks
 from .settings import TrainerSettings
 
 _log = get_log(__name__)
+
+_SILENT: Final = frozenset({"lost", "dirty", "pending", "quarantined"})
+"""States of engines, as the status names them, that answer no request."""
 
 
 class Pace(enum.Enum):
@@ -54,15 +57,17 @@ class Ahead(msgspec.Struct, frozen=True):
         return f"{found}, max_lag is {self.max_lag}, {self.reason}"
 
 
-def oldest_served(channel: ChannelView | None) -> int:
+def oldest_served(channel: ChannelView | None, max_lag: int) -> int:
     """The oldest version that a request may get an answer from; 0 stands for the weights of a launch.
 
-    Engines that are paused or away count as their channel's committed version, which they get before they serve.
+    An engine in a round counts with what it had: it may be left out, and go on with that. Who is gone or quarantined,
+    or more than `max_lag` behind the committed version, gets no requests before it has the next one.
     """
     if channel is None or channel.committed is None:
         return 0
-    ready = (engine.version or 0 for engine in channel.engines.values() if engine.ready)
-    return min((channel.committed.version, *ready))
+    committed = channel.committed.version
+    versions = (each.version for each in channel.engines.values() if each.state not in _SILENT)
+    return min((committed, *(each for each in versions if each is not None and 0 <= committed - each <= max_lag)))
 
 
 def pace(version: int, serving: int | None, max_lag: int, *, coming: bool, expired: bool) -> Pace:
@@ -102,7 +107,7 @@ class Pacer:
         while True:
             # Asked first: what a publication brought is in the answer that follows its end.
             ended, coming = self._background.ended, self._background.ahead > 0
-            serving, silence = self._serving()
+            serving, silence = self._serving(max_lag)
             expired = time.monotonic() >= deadline
             match pace(version, serving, max_lag, coming=coming, expired=expired):
                 case Pace.GO:
@@ -119,9 +124,9 @@ class Pacer:
                     left = max(0.0, deadline - time.monotonic())
                     self._background.wait_for_an_end(ended, min(self._settings.beat_s, left))
 
-    def _serving(self) -> tuple[int | None, str]:
+    def _serving(self, max_lag: int) -> tuple[int | None, str]:
         try:
             document = self._coordinator.status(self._settings.request_timeout_s)
-            return oldest_served(parse(document).channels.get(self._settings.channel)), ""
+            return oldest_served(parse(document).channels.get(self._settings.channel), max_lag), ""
         except (CoordinatorUnreachable, RequestRefused, Malformed) as error:
             return None, str(error)

@@ -53,7 +53,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Overlap.WAIT
     )
     max_lag: Annotated[
-        int | None, Meta(description="versions that training, or an engine with requests, may be off; none: any", ge=0)
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="versions that an engine with requests may be behind training (snapshots); none: any"),
     ] = None
     lag_timeout_s: Annotated[Wait, Meta(description="how long training stands still for max_lag at most")] = 1800.0
     pause: Annotated[PauseMode, Meta(description="what happens to requests that are generating")] = PauseMode.RETRACT
