@@ -26,6 +26,15 @@ _SMALL = tl.constexpr(2.0**-100)
 
 
 @triton.jit
+def _steps(bytes_apart, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Bytes between rows as elements, with what is known of their divisibility; a hint of zero breaks the compiler."""
+    size: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    if size < ALIGN:
+        return tl.multiple_of(bytes_apart // size, ALIGN // size)
+    return bytes_apart // size
+
+
+@triton.jit
 def _load(
     table, DTYPE: tl.constexpr, SERVED: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -35,7 +44,7 @@ def _load(
     line, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     inside = (line < (shape >> 32).to(tl.int32)) & (column < tl.multiple_of(shape.to(tl.int32), ALIGN))
     source = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE), bitcast=True), ALIGN)
-    step = tl.multiple_of(tl.load(row + 1) // DTYPE.primitive_bitwidth * 8, ALIGN * 8 // DTYPE.primitive_bitwidth)
+    step = _steps(tl.load(row + 1), DTYPE, ALIGN)
     values = tl.load(source + line * step + column, mask=inside, other=0.0)
     return row, line, column, inside, values.to(SERVED).to(tl.float32)
 
@@ -44,8 +53,7 @@ def _load(
 def _store(row, at: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, line, column, values, inside):
     """Into the tensor whose address and step are the table's columns `at` and `at` + 1."""
     target = tl.multiple_of(tl.load(row + at).to(tl.pointer_type(DTYPE), bitcast=True), ALIGN)
-    step = tl.load(row + at + 1) // (DTYPE.primitive_bitwidth // 8)
-    step = tl.multiple_of(step, ALIGN * 8 // DTYPE.primitive_bitwidth)
+    step = _steps(tl.load(row + at + 1), DTYPE, ALIGN)
     tl.store(target + line * step + column, values, mask=inside)
 
 
