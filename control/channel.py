@@ -26,7 +26,7 @@ from .effects import (
 from .engines import Engine, readiness
 from .errors import InvariantBroken
 from .fleet import Fleet
-from .ids import AgentId, Epoch, Incarnation, RequestId, Version
+from .ids import AgentId, Epoch, Incarnation, Version
 from .ids import Channel as ChannelId
 from .lease import YES, Lease, Verdict, may_acquire, may_use
 from .limits import Limits
@@ -43,11 +43,11 @@ from .messages import (
     PauseMode,
     Publish,
     Release,
-    RoundDone,
     Sent,
     ToAgent,
     TrainerInfo,
 )
+from .past import Past, Restored, remembered
 from .round import Round
 from .staleness import Window
 from .states import SETTLED, EnginePhase, RoundState
@@ -55,8 +55,6 @@ from .tenure import Answer, Tenure
 
 STORY: Final = 64
 """Recent events that an error carries."""
-HISTORY: Final = 64
-"""Committed versions that are remembered, so that people can see what a channel may go back to."""
 
 
 TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
@@ -80,32 +78,6 @@ class Said(msgspec.Struct, frozen=True):
         """When, who, what."""
         epoch = getattr(self.message, "epoch", None)
         return f"{self.at:.3f} {self.agent} {type(self.message).__name__}{f' epoch {epoch}' if epoch else ''}"
-
-
-class Past(msgspec.Struct, frozen=True):
-    """A version that was committed, now or once."""
-
-    version: Version
-    epoch: Epoch
-    rollback: bool = False
-    """The channel went back to it, or took it again."""
-
-
-class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal knows of a channel."""
-
-    epoch: Epoch = Epoch(0)
-    committed: Held | None = None
-    committed_epoch: Epoch = Epoch(0)
-    answers: Mapping[RequestId, RoundDone] = {}
-    history: tuple[Past, ...] = ()
-    """What was committed, oldest first; the last `HISTORY`."""
-
-
-def remembered(history: tuple[Past, ...], commit: Committed | Past) -> tuple[Past, ...]:
-    """`history` with `commit`, which may be in it already: a record may be written twice."""
-    past = Past(commit.version, commit.epoch, commit.rollback)
-    return history if history[-1:] == (past,) else (*history, past)[-HISTORY:]
 
 
 ChannelRecord = EpochTaken | Committed | RoundClosed

@@ -18,6 +18,7 @@ from ..lineage import Lineage, Staleness, Verdict
 from ..report import PublishReport
 from . import records, task
 from .engines import LAUNCH_LABEL, Fleet, Response
+from .program import Plan
 
 WIDTH = task.PROMPT_TOKENS + 2 * task.RESPONSE_TOKENS
 """Columns of a batch: prompt, response, and for each token of the response whether it counts."""
@@ -46,12 +47,10 @@ class Batch(msgspec.Struct, frozen=True):
 class Actor:
     """One training program's. Close it after use."""
 
-    def __init__(self, fleet: Fleet, engines: int, seed: int, patience_s: float, progress: Path) -> None:
+    def __init__(self, plan: Plan, fleet: Fleet, patience_s: float) -> None:
+        self._plan = plan
         self._fleet = fleet
-        self._engines = engines
-        self._seed = seed
         self._patience_s = patience_s
-        self._progress = progress
         self._thread = ThreadPoolExecutor(1, "rollouts")
         self._ended_at = time.perf_counter()
 
@@ -62,10 +61,11 @@ class Actor:
 
     def rollout(self, number: int, version: int = 0) -> Batch:
         """The rollouts of round `number`, once every engine serves `version` or a later one."""
-        prompts = task.prompts(self._seed, number)
-        ready = self._fleet.wait_ready(self._engines, self._patience_s, version)
+        prompts = task.prompts(self._plan.seed, number)
+        ready = self._fleet.wait_ready(self._plan.engines, self._patience_s, version)
         began = time.perf_counter()
         responses = self._fleet.generate(ready, prompts)
+        time.sleep(self._plan.environment_s)
         rows = [prompt + each.output_ids for prompt, each in zip(prompts, responses, strict=True)]
         return Batch(number, rows, responses, time.perf_counter() - began)
 
@@ -88,7 +88,7 @@ class Actor:
         now = time.perf_counter()
         took, self._ended_at = now - self._ended_at, now
         records.append(
-            self._progress,
+            Path(self._plan.progress),
             records.Round(
                 number=batch.number,
                 reward=fmean(task.reward(each.output_ids) for each in batch.responses),

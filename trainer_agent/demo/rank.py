@@ -28,35 +28,13 @@ from . import task
 from .actor import WIDTH, Actor, Batch
 from .checkpoint import policy_of
 from .engines import Fleet
+from .program import Plan
 from .settings import Trainer
 
 PATIENCE_S: Final = 120.0
 """How long any rank waits for anything. A round takes two seconds."""
 MAX_LAG: Final = 1
 """Of asynchronous rounds."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the demo tells its training program."""
-
-    checkpoint: str
-    progress: str
-    rounds: int
-    trainer: Trainer
-    seed: int
-    publish: bool
-    channel: str
-    coordinator: str
-    status_url: str
-    engines: int
-    transport: str
-    runtime_dir: str
-    keys: str
-    asynchronous: bool = False
-    base: int = 0
-    """Version under which the policy is published before the first round; 0: engines were launched with it."""
-    save_every: int = 0
-    save_dir: str = ""
 
 
 class Learner(Protocol):
@@ -107,7 +85,7 @@ def train(plan: Plan) -> None:
     """All rounds, on this rank."""
     learner = start(plan)
     fleet = Fleet(plan.status_url, plan.channel, PATIENCE_S)
-    actor = Actor(fleet, plan.engines, plan.seed, PATIENCE_S, Path(plan.progress)) if dist.get_rank() == 0 else None
+    actor = Actor(plan, fleet, PATIENCE_S) if dist.get_rank() == 0 else None
     agent = _connect(plan, learner) if plan.publish else None
     if agent and plan.base:
         agent.publish(plan.base)

@@ -97,7 +97,8 @@ class Demo:
         weights = checkpoint.write(self._folder / "checkpoint", self._settings.seed, policy_of(self._settings.trainer))
         self._start_services(weights)
         if self._settings.asynchronous:
-            self._view.say("first one step after another, for comparison")
+            judged = f"answers are judged elsewhere for {self._settings.environment_s:g} s a round, in both runs"
+            self._view.say(f"first one step after another, for comparison; {judged}")
             before, _ = self._train(weights, base=1)
             self._view.say("now each round is generated while the one before is trained")
             result, rounds = self._train(weights, base=self._settings.rounds + 2, asynchronous=True)
@@ -159,6 +160,7 @@ class Demo:
             "checkpoint": str(weights),
             "progress": str(self._folder / _progress(asynchronous)),
             "asynchronous": asynchronous,
+            "environment_s": self._settings.environment_s if self._settings.asynchronous else 0.0,
             "base": base,
             "rounds": self._settings.rounds,
             "trainer": self._settings.trainer.value,
