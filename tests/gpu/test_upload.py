@@ -1,4 +1,4 @@
-"""Parameters in host memory, buckets on a GPU: uploaded by bucket, as they lie where they are pinned, the same bytes."""
+"""Parameters in host memory, buckets on a GPU: uploaded by bucket, pinned ones as they lie, the same bytes."""
 
 import pytest
 import torch
