@@ -96,7 +96,7 @@ def verdict(
         complaint = f"{mismatched} responses came from another version than the published one"
     elif mixed and not max_lag:
         complaint = f"{mixed} responses came from two versions"
-    elif any(lag for each in rounds for lag in each.lag.values()):
+    elif any(lag > max_lag for each in rounds for lag in each.lag.values()):
         complaint = "an engine lagged behind the committed version"
     elif any(each.behind > max_lag for each in rounds):
         complaint = f"answers were more than {max_lag} versions older than the weights in training"
