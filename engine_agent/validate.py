@@ -21,14 +21,18 @@ _SHOWN: Final = 4
 
 
 def transports_of(facts: ServerFacts) -> tuple[str, ...]:
-    """Transports that can serve this layout. Replicas (dp) answer tensors with 500; stages (pp) share ranks."""
+    """Transports that can serve this layout. Replicas (dp) answer tensors with 500; stages (pp) share ranks.
+
+    A recording says where experts lay when it was made, and no server says when it has moved them: such servers load by
+    themselves, which asks for the places every time.
+    """
     if facts.dp > 1:
         return ("disk",)
     if facts.speculative and LOADER in facts.loaders:
         return ("direct",)
     if facts.pp > 1:
         return ("local", "disk")
-    in_place = ("direct", "sends") if LOADER in facts.loaders else ()
+    in_place = ("direct", "sends") if LOADER in facts.loaders and not facts.moves_experts else ()
     return (*in_place, "local", "distributed", "disk")
 
 
@@ -54,6 +58,11 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
         yield (
             f"the server speculates ({facts.speculative}), and {transport!r} cannot prove what its draft model holds; "
             f"launch it with --custom-weight-loader {LOADER} for the direct transport, or without speculation"
+        )
+    if facts.moves_experts and transport in ("direct", "sends"):
+        yield (
+            "the server moves experts while it serves (--enable-eplb), and what was recorded of them would not hold:"
+            " offer local or distributed as well, or launch it without that flag and with fixed --init-expert-location"
         )
     if facts.tp < 1:
         yield f"{dialect.name}: the server says it has {facts.tp} tensor-parallel ranks"

@@ -125,6 +125,17 @@ def test_a_server_with_a_draft_model_takes_direct_copies(folder: Path) -> None:
         check(specs(folder), folder, "local", **speculates)
 
 
+@pytest.mark.parametrize("transport", ["direct", "sends"])
+def test_what_was_recorded_of_experts_that_move_is_not_used(folder: Path, transport: str) -> None:
+    """A server that loads by itself asks where they are each time; fixed places, redundant ones too, are recorded."""
+    moves = {"loaders": (LOADER,), "moves_experts": True}
+
+    check(specs(folder), folder, transport, loaders=(LOADER,))
+    check(specs(folder), folder, "local", **moves)
+    with pytest.raises(UnfitManifest, match="moves experts while it serves"):
+        check(specs(folder), folder, transport, **moves)
+
+
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen3", False), ("qwen3", True), ("llama", True)])
 def test_the_table_agrees_with_the_files(tmp_path: Path, architecture: tiny_model.Architecture, tied: bool) -> None:
     """config.json alone tells the same names and shapes as the safetensors headers."""
