@@ -145,7 +145,7 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
         asked.add(id(tensor))
         return id(tensor) in moved
 
-    monkeypatch.setattr(assembly, "elsewhere", elsewhere)
+    reach = Reach(elsewhere=elsewhere)
     copied: list[int] = []
     usual = Assembler._pack
     monkeypatch.setattr(
@@ -153,13 +153,13 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
         "_pack",
         lambda self, messages, *rest: (copied.append(len(messages)), usual(self, messages, *rest))[1],
     )
-    world.check(manifest, plans)
+    world.check(manifest, plans, reach)
     assert not any(copied), "what lies as it is served was packed before it was sent"
     moved |= {id(world.storages[1][1])}
-    world.check(manifest, plans)
+    world.check(manifest, plans, reach)
     assert any(copied), "what is elsewhere was sent from there"
     moved |= asked
-    world.check(manifest, plans)
+    world.check(manifest, plans, reach)
 
 
 @pytest.mark.parametrize(("device", "there"), [("cpu", False), ("cuda", True), ("cuda:1", True), ("meta", True)])
