@@ -82,7 +82,7 @@ from .record_file import RecordFile
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .stages import View
-from .validate import transports_of
+from .validate import limits, transports_of
 from .watch import Watch
 from .weights import WeightState
 from .worker import Worker
@@ -218,6 +218,8 @@ class EngineAgent:
         facts = self._server.facts
         self._bus, self._worker.blobs, self._described = bus, bus, layout_of(facts)
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
+        for limit in limits(facts):
+            self._log.warning("transports_limited", reason=limit, transports=transports_of(facts))
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 

@@ -125,6 +125,23 @@ def test_a_server_with_a_draft_model_takes_direct_copies(folder: Path) -> None:
         check(specs(folder), folder, "local", **speculates)
 
 
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"dp": 2}, "a sidecar each"),
+        ({"speculative": "EAGLE"}, f"--custom-weight-loader {LOADER}"),
+        ({"pp": 2}, "local and disk"),
+        ({"moves_experts": True, "loaders": (LOADER,)}, "--init-expert-location"),
+    ],
+)
+def test_fewer_transports_come_with_advice(folder: Path, changes: dict[str, Any], advice: str) -> None:
+    """In the log of the sidecar, and in whatever it refuses."""
+    assert [advice in limit for limit in validate.limits(facts(**changes))] == [True]
+    with pytest.raises(UnfitManifest, match=advice):
+        check(specs(folder), folder, "sends", **changes)
+    assert not list(validate.limits(facts(loaders=(LOADER,), dp_attention=True, tp=2)))
+
+
 @pytest.mark.parametrize("transport", ["direct", "sends"])
 def test_what_was_recorded_of_experts_that_move_is_not_used(folder: Path, transport: str) -> None:
     """A server that loads by itself asks where they are each time; fixed places, redundant ones too, are recorded."""
@@ -132,7 +149,7 @@ def test_what_was_recorded_of_experts_that_move_is_not_used(folder: Path, transp
 
     check(specs(folder), folder, transport, loaders=(LOADER,))
     check(specs(folder), folder, "local", **moves)
-    with pytest.raises(UnfitManifest, match="moves experts while it serves"):
+    with pytest.raises(UnfitManifest, match=r"moves experts while it serves.*--init-expert-location"):
         check(specs(folder), folder, transport, **moves)
 
 
