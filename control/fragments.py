@@ -96,6 +96,8 @@ class Policy(Fragment, frozen=True):
     """For `SlowEngines.QUORUM` and `SlowEngines.EVICT_AFTER`."""
     max_paused: Count = 0
     """At most so many engines stand still at a time: the others take the version after them. 0: all at once."""
+    max_lag: Count = 0
+    """Versions that an engine which a round left behind may be behind the committed one and still get requests."""
 
 
 class Receiver(Fragment, frozen=True):

@@ -124,6 +124,8 @@ class Publish(Message, frozen=True):
     catch_up: bool = False
     """For engines that are behind: `version` and `table` are the committed ones, and only those take part that do not
     hold them. Everybody else goes on as if nothing was."""
+    stood_s: Seconds = 0.0
+    """How long training stood still since its last publication, because engines were too far behind. A metric."""
     seal: Seal | None = None
     """Null where no keys are used. Carried on in `Prepare`, as it is."""
 

@@ -22,25 +22,8 @@ from .ids import AgentId, Channel, Epoch, Version
 from .limits import Limits
 from .member import Member
 from .messages import EngineInfo, EngineMessage, Held, Offer, Outcome, Publish, RoundDone, SlowEngines, TrainerInfo
-from .states import ROUND_MOVES, EnginePhase, RoundState, move
+from .states import BEFORE_COMMIT, CLOCK, ROUND_MOVES, EnginePhase, RoundState, move
 
-_BEFORE_COMMIT: Final = frozenset(RoundState) - {
-    RoundState.IDLE,
-    RoundState.COMMITTING,
-    RoundState.RESUMING,
-    RoundState.ABORTING,
-}
-_CLOCK: Final[Mapping[RoundState, str]] = {
-    RoundState.PREPARING: "prepare",
-    RoundState.OFFERING: "offer",
-    RoundState.PAUSING: "pause",
-    RoundState.TRANSFERRING: "transfer",
-    RoundState.VERIFYING: "verify",
-    RoundState.COMMITTING: "commit",
-    RoundState.RESUMING: "resume",
-    RoundState.ABORTING: "abort",
-}
-"""Under which name the seconds of a state are reported."""
 _SENDING: Final = frozenset({RoundState.PAUSING, RoundState.TRANSFERRING})
 """The trainer's half stands, and engines come to it as they are paused."""
 
@@ -148,7 +131,7 @@ class Round:
 
     def abandon(self, reason: str, now: float) -> None:
         """Somebody in charge wants the round to end. What is being made durable goes through nevertheless."""
-        if self.state in _BEFORE_COMMIT:
+        if self.state in BEFORE_COMMIT:
             self._abort(reason, now)
             self._advance(now)
         elif self.state is RoundState.RESUMING and self._cohort.waiting:
@@ -228,7 +211,7 @@ class Round:
     def done(self, now: float) -> RoundDone:
         """The report for the trainer."""
         seconds = {**self._seconds, "total": now - self._began_at}
-        if clock := _CLOCK.get(self.state):
+        if clock := CLOCK.get(self.state):
             seconds[clock] = seconds.get(clock, 0.0) + now - self._since
         reports = tuple(member.report(self.version) for member in self.members.values())
         return RoundDone(
@@ -504,7 +487,7 @@ class Round:
         left = self.state
         self.state = move(f"round {self.version}", ROUND_MOVES, left, state, self._story)
         spent = now - self._since
-        if clock := _CLOCK.get(left):
+        if clock := CLOCK.get(left):
             self._seconds[clock] = self._seconds.get(clock, 0.0) + spent
         self._hurried = None
         self._since, self._deadline = now, now + patience.allowed_s(self.publish.policy, state, wait_s)

@@ -96,6 +96,24 @@ re-drive that could not begin. PAUSING -> VERIFYING: one whose trainer was lost.
 a rolling round. Where the version is durable already, as in a later wave or a catch-up, RESUMING follows when there is
 no more to wait for. There is no way from there to ABORTING: what is durable rolls forward."""
 
+BEFORE_COMMIT: Final = frozenset(RoundState) - {
+    RoundState.IDLE,
+    RoundState.COMMITTING,
+    RoundState.RESUMING,
+    RoundState.ABORTING,
+}
+CLOCK: Final[Mapping[RoundState, str]] = {
+    RoundState.PREPARING: "prepare",
+    RoundState.OFFERING: "offer",
+    RoundState.PAUSING: "pause",
+    RoundState.TRANSFERRING: "transfer",
+    RoundState.VERIFYING: "verify",
+    RoundState.COMMITTING: "commit",
+    RoundState.RESUMING: "resume",
+    RoundState.ABORTING: "abort",
+}
+"""Under which name the seconds of a state are reported."""
+
 ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
     EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED, EnginePhase.LEAVING, EnginePhase.LOST}),
     EnginePhase.PREPARED: frozenset({EnginePhase.PAUSING, EnginePhase.LEAVING, EnginePhase.LOST}),

@@ -162,7 +162,7 @@ def _held(held: Held | None, epoch: int) -> HeldStatus | None:
 
 
 def _engine(engine: Engine, channel: Channel, members: Membership, now: float) -> EngineView:
-    verdict = readiness(engine, channel.phase(engine.name), channel.due(engine.name))
+    verdict = readiness(engine, channel.phase(engine.name), channel.window_of(engine.name))
     version = engine.held.version if engine.held else None
     info = engine.info
     return EngineView(

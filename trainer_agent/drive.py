@@ -121,9 +121,12 @@ class Outfit(msgspec.Struct):
 class Drive:
     """One publication, as the leader drives it."""
 
-    def __init__(self, outfit: Outfit, version: int, *, rollback: bool = False, catch_up: bool = False) -> None:
+    def __init__(
+        self, outfit: Outfit, version: int, *, rollback: bool = False, catch_up: bool = False, stood_s: float = 0.0
+    ) -> None:
         self.version = version
         self._rollback, self._catch_up = rollback, catch_up
+        self._stood_s = stood_s
         self.machine = p.Publication(version, outfit.settings.limits(), catch_up=catch_up)
         self.cause: BaseException | None = None
         self._of = outfit
@@ -323,6 +326,7 @@ class Drive:
                 mode=self._of.mode.value,
                 rollback=self._rollback,
                 catch_up=self._catch_up,
+                stood_s=self._stood_s,
             )
             self._request(self._of.seal.publication(message, self._committed) if self._of.seal else message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])

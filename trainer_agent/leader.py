@@ -10,9 +10,8 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import msgspec
 import torch
 
 from weightbus.control.client import BusClient, BusSettings
@@ -23,7 +22,7 @@ from weightbus.control.log import get_log
 from weightbus.control.messages import Held, Hello, Offer, Outcome, Publish, Role, TrainerInfo, TransportKind
 from weightbus.control.seals import seal_offer, seal_publication
 from weightbus.control.security import curve_files
-from weightbus.control.status import ChannelView, PastStatus, parse
+from weightbus.control.status import PastStatus, parse
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import Manifest
@@ -36,12 +35,13 @@ from .background import Background, End
 from .backlog import Claim
 from .drive import Drive, Outfit, Progress
 from .exposure import Exposable, Exposure
+from .lag import Pacer
 from .orders import Assemble, Beat, Expose, Finish, Ranks, Taken
 from .publication import Ending, Verdict
 from .quantised import KnowsServed
 from .report import Mode, PublishReport, Stopwatch
 from .settings import SendsOver, TrainerSettings
-from .snapshot import Store, StoredWeights
+from .snapshot_rounds import SnapshotRounds, Times, behind_in, log_end
 from .source import Source, SourceError
 from .staging import IN_PLACE, InPlace, Pool, Staging
 
@@ -66,8 +66,8 @@ class Leader:
         self._pool = pool
         self._source = source
         self._exposure = exposure
-        self._snapshot_s: dict[int, float] = {}
-        snapshots = _Snapshots(outfit, pool, source, self._snapshot_s)
+        self._times: dict[int, Times] = {}
+        snapshots = SnapshotRounds(outfit, pool, source, self._times)
         self._background = Background(
             snapshots.stores,
             outfit.settings.overlap,
@@ -76,6 +76,9 @@ class Leader:
             outfit.settings.channel,
             source.device,
         )
+        self._pacer = Pacer(outfit.settings, outfit.bus, self._background)
+        self._stood_s = 0.0
+        """Since the last snapshot was handed over."""
 
     @property
     def committed(self) -> int | None:
@@ -126,19 +129,21 @@ class Leader:
                 self._tell(verdict, drive.report(verdict))
                 raise
         report = drive.report(verdict)
-        _log_end(verdict, report)
+        log_end(verdict, report)
         self._tell(verdict, report)
         return verdict, report, drive.cause
 
-    def snapshot(self, version: int) -> Future[End] | End:
+    def snapshot(self, version: int) -> tuple[Taken, Future[End]] | tuple[End, None]:
         """Copy the weights and tell every rank to go on; the future says how the publication ended, and never raises.
 
-        Of a snapshot that could not be taken the end is returned, and every rank told.
+        Of a snapshot that could not be taken the end is returned, and every rank told. With `max_lag` returns when
+        training may go on, or when it is known that it may not.
         """
         watch = Stopwatch()
         claimed = False
         try:
-            claim = self._claim(version)
+            with watch.phase("claim"):
+                claim = self._claim(version)
             claimed = True
             with watch.phase("snapshot"):
                 self._background.store_of(claim).take(self._assemble)
@@ -146,15 +151,20 @@ class Leader:
             if claimed:
                 self._background.discard()
             end = _unpublished(self._outfit.settings.channel, version, error)
-            _log_end(end[0], end[1])
+            log_end(end[0], end[1])
             self._tell(end[0], end[1])
             if not isinstance(error, Exception):
                 raise
-            return end
-        self._snapshot_s[version] = watch.seconds["snapshot"]
-        self._outfit.ranks.tell(Taken(version))
+            return end, None
+        self._times[version] = Times(watch.seconds["snapshot"], self._stood_s + watch.seconds["claim"])
+        future = self._background.hand_over(version)
+        with watch.phase("hold"):
+            ahead = self._pacer.hold(version, self._outfit.ranks)
+        self._stood_s = watch.seconds["hold"]
+        taken = Taken(version, watch.seconds["claim"] + self._stood_s, str(ahead) if ahead else "")
+        self._outfit.ranks.tell(taken)
         _log.info("snapshot_taken", channel=self._outfit.settings.channel, version=version, **watch.seconds)
-        return self._background.hand_over(version)
+        return taken, future
 
     def follow(self, version: int, future: Future[End]) -> End:
         """Wait for a snapshot's publication and tell every rank how it ended."""
@@ -222,92 +232,10 @@ class Leader:
             _log.warning("ranks_not_told", version=report.version, error=str(error))
 
 
-class _Snapshots:
-    """What publishes snapshots: with the leader's bus, senders and slots, and weights of their own.
-
-    Implements `background.Latecomers`, too.
-    """
-
-    def __init__(self, outfit: Outfit, pool: Pool, source: Source, seconds: dict[int, float]) -> None:
-        settings, staging = outfit.settings, outfit.staging
-        self.stores = [
-            Store(staging.manifest, source.device, settings.snapshot_memory) for _ in range(settings.snapshots)
-        ]
-        self.look_s = settings.catch_up_s
-        self._outfit, self._seconds = outfit, seconds
-        self._outfits: list[Outfit] = []
-        for store in self.stores:
-            stored = StoredWeights(source, store)
-            ranks = Ranks(stored)
-            own = Staging(stored, staging.manifest, pool, ranks, staging.head_dim)
-            self._outfits.append(msgspec.structs.replace(outfit, ranks=ranks, staging=own, mode=Mode.SNAPSHOT))
-
-    def publish(self, version: int, buffer: int) -> End:
-        """Drive it to its end."""
-        return self._drive(version, buffer, catch_up=False)
-
-    def behind(self, version: int) -> bool:
-        """Whether an engine is here without it."""
-        settings = self._outfit.settings
-        try:
-            known = parse(self._outfit.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
-        except WeightbusError as error:
-            _log.debug("not_looked_for_latecomers", error=str(error))
-            return False
-        return bool(behind_in(known, version)) and known is not None and known.lease is None
-
-    def bring(self, version: int, buffer: int) -> None:
-        """Drive it to those who lack it. How that ended is in the log."""
-        self._drive(version, buffer, catch_up=True)
-
-    def _drive(self, version: int, buffer: int, *, catch_up: bool) -> End:
-        own = self._outfits[buffer]
-        own.boot = self._outfit.boot
-        drive = Drive(own, version, catch_up=catch_up)
-        try:
-            verdict = drive.run()
-        except Exception as error:  # noqa: BLE001  it is logged there, and is what the handle raises
-            verdict = drive.fail(error)
-        self._outfit.boot = own.boot
-        report = drive.report(verdict)
-        taken = {} if catch_up else {"snapshot": self._seconds.pop(version)}
-        report = msgspec.structs.replace(report, seconds={**taken, **report.seconds})
-        _log_end(verdict, report)
-        return verdict, report, drive.cause
-
-
-def behind_in(channel: ChannelView | None, version: int) -> tuple[str, ...]:
-    """The engines of `channel` that are here without its committed version, if that is `version`."""
-    if channel is None or channel.committed is None or channel.committed.version != version:
-        return ()
-    return tuple(
-        name for name, engine in channel.engines.items() if engine.state != "lost" and engine.version != version
-    )
-
-
 def _unpublished(channel: str, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> End:
     ending = Ending.SOURCE_FAILED if isinstance(error, SourceError) else Ending.INTERNAL
     reason = f"{type(error).__name__}: {error}"
     return Verdict(ending, reason), PublishReport.unpublished(channel, version, mode, reason), error
-
-
-def _log_end(verdict: Verdict, report: PublishReport) -> None:
-    _log.log(
-        _LEVELS.get(verdict.ending, _ERROR),
-        "publication_over",
-        channel=report.channel,
-        version=report.version,
-        mode=report.mode.value,
-        ending=verdict.ending.value,
-        reason=verdict.reason,
-        seconds=round(report.seconds.get("total", 0.0), 3),
-    )
-
-
-_INFO: Final = 20
-_WARNING: Final = 30
-_ERROR: Final = 40
-_LEVELS: Final = {Ending.COMMITTED: _INFO, Ending.ABORTED: _WARNING, Ending.LEASE_BUSY: _WARNING}
 
 
 def lead(

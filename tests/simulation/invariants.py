@@ -50,7 +50,8 @@ INVARIANTS: Final = {
     "one-table": "a committed version has one digest table",
     "nothing-lost": "what a trainer was told to be committed is committed on disk, with that trainer's own table",
     "same-answer": "the same request gets the same answer",
-    "ready-is-ready": "who is listed as ready holds exactly the committed bits, and was heard of lately",
+    "ready-is-ready": "who is listed as ready holds exactly the committed bits, or those of a version that the policy"
+    " still allows, and was heard of lately",
     "commit-verified": "a version is committed only when a server has held exactly its buckets",
     "enough-engines": "a version is committed only with as many verified engines as its trainer asked for",
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
@@ -87,6 +88,8 @@ class Judge:
         """What was committed before."""
         self._rolling: str | None = None
         """The publication that was committed last, until its round is over: some may still wait for their turn."""
+        self._allowed: list[Held] = []
+        """Versions before the committed one that engines may still serve."""
         self._committed_requests: dict[str | None, int] = {}
         self._ever: set[tuple[int, str]] = set()
         """Versions that were committed, with their tables."""
@@ -164,6 +167,9 @@ class Judge:
         self._ever.add((record.version, record.table))
         self._committed_requests[record.request] = record.version
         self._replaced, self._rolling = self._committed, record.request
+        lag = self._world.scenario.max_lag
+        known_before = [] if rollback or before is None else [*self._allowed, before]
+        self._allowed = [each for each in known_before if 0 < record.version - each.version <= lag]
         self._committed = Held(version=record.version, manifest=record.manifest, table=record.table)
 
     def resurrected(self, record: AnyRecord) -> None:
@@ -278,10 +284,9 @@ class Judge:
     def _against(self, name: str) -> str:
         """What speaks against an engine: nothing, what it did by itself and takes time to learn, or ``wrong``."""
         server, held, agent = self._world.server(name), self._committed, self._world.engines[name]
-        wanted = [self._world.tag_of(held.table) if held else LAUNCH]
-        if self._world.scenario.max_paused and self._rolling is not None:
-            wanted.append(self._world.tag_of(self._replaced.table) if self._replaced else LAUNCH)
-        if server.tags in [(tag,) for tag in wanted]:
+        before = [*self._allowed, self._replaced] if self._rolling is not None else self._allowed
+        wanted = {self._world.tag_of(each.table) if each else LAUNCH for each in (*before, held)}
+        if len(server.tags) == 1 and server.tags[0] in wanted:
             if not agent.alive or agent.frozen or self._world.network.unheard(name):
                 return "its agent says nothing"
             return "" if server.generates or server.frozen else "does not generate"

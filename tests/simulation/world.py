@@ -241,6 +241,7 @@ class World:
             quorum=scenario.quorum,
             slow_s=scenario.slow_s,
             max_paused=scenario.max_paused,
+            max_lag=scenario.max_lag,
         )
 
     def publishes(self, trainer: str, epoch: int, request: str, table: str, tag: str) -> None:

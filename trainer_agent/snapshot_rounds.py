@@ -1,0 +1,115 @@
+"""Rounds whose weights come from a snapshot: of new versions, and of the last one, for engines that come later."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import msgspec
+
+from weightbus.control.errors import WeightbusError
+from weightbus.control.log import get_log
+from weightbus.control.status import ChannelView, parse
+
+from .background import End
+from .drive import Drive, Outfit
+from .orders import Ranks
+from .publication import Ending, Verdict
+from .report import Mode, PublishReport
+from .snapshot import Store, StoredWeights
+from .source import Source
+from .staging import Pool, Staging
+
+_log = get_log(__name__)
+
+
+class Times(NamedTuple):
+    """What a training loop gave for a snapshot, in seconds."""
+
+    snapshot: float
+    stood: float
+
+
+class SnapshotRounds:
+    """Driven with the leader's bus, senders and slots, and weights of their own.
+
+    Implements `background.Latecomers`, too.
+    """
+
+    def __init__(self, outfit: Outfit, pool: Pool, source: Source, times: dict[int, Times]) -> None:
+        settings, staging = outfit.settings, outfit.staging
+        self.stores = [
+            Store(staging.manifest, source.device, settings.snapshot_memory) for _ in range(settings.snapshots)
+        ]
+        self.look_s = settings.catch_up_s
+        self._outfit, self._times = outfit, times
+        self._outfits: list[Outfit] = []
+        for store in self.stores:
+            stored = StoredWeights(source, store)
+            ranks = Ranks(stored)
+            own = Staging(stored, staging.manifest, pool, ranks, staging.head_dim)
+            self._outfits.append(msgspec.structs.replace(outfit, ranks=ranks, staging=own, mode=Mode.SNAPSHOT))
+
+    def publish(self, version: int, buffer: int) -> End:
+        """Drive it to its end."""
+        took = self._times.pop(version)
+        verdict, report, cause = self._run(Drive(self._own(buffer), version, stood_s=took.stood), buffer)
+        report = msgspec.structs.replace(report, seconds={"snapshot": took.snapshot, **report.seconds})
+        log_end(verdict, report)
+        return verdict, report, cause
+
+    def behind(self, version: int) -> bool:
+        """Whether an engine is here without it."""
+        settings = self._outfit.settings
+        try:
+            known = parse(self._outfit.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
+        except WeightbusError as error:
+            _log.debug("not_looked_for_latecomers", error=str(error))
+            return False
+        return bool(behind_in(known, version)) and known is not None and known.lease is None
+
+    def bring(self, version: int, buffer: int) -> None:
+        """Drive it to those who lack it. How that ended is in the log."""
+        verdict, report, _ = self._run(Drive(self._own(buffer), version, catch_up=True), buffer)
+        log_end(verdict, report)
+
+    def _own(self, buffer: int) -> Outfit:
+        own = self._outfits[buffer]
+        own.boot = self._outfit.boot
+        return own
+
+    def _run(self, drive: Drive, buffer: int) -> End:
+        try:
+            verdict = drive.run()
+        except Exception as error:  # noqa: BLE001  it is logged there, and is what the handle raises
+            verdict = drive.fail(error)
+        self._outfit.boot = self._outfits[buffer].boot
+        return verdict, drive.report(verdict), drive.cause
+
+
+def behind_in(channel: ChannelView | None, version: int) -> tuple[str, ...]:
+    """The engines of `channel` that are here without its committed version, if that is `version`."""
+    if channel is None or channel.committed is None or channel.committed.version != version:
+        return ()
+    return tuple(
+        name for name, engine in channel.engines.items() if engine.state != "lost" and engine.version != version
+    )
+
+
+def log_end(verdict: Verdict, report: PublishReport) -> None:
+    """One line for each publication."""
+    _log.log(
+        _LEVELS.get(verdict.ending, _ERROR),
+        "publication_over",
+        channel=report.channel,
+        version=report.version,
+        mode=report.mode.value,
+        ending=verdict.ending.value,
+        reason=verdict.reason,
+        seconds=round(report.seconds.get("total", 0.0), 3),
+    )
+
+
+_INFO: Final = 20
+_WARNING: Final = 30
+_ERROR: Final = 40
+_LEVELS: Final = {Ending.COMMITTED: _INFO, Ending.ABORTED: _WARNING, Ending.LEASE_BUSY: _WARNING}
