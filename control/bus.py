@@ -279,6 +279,27 @@ class RouterBus:
         queue.append(frames)
         return Delivery.QUEUED
 
+    def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
+        """Send to one after the other, without ever waiting. Returns those whose `Delivery` was `GONE`.
+
+        What all are told alike is encoded once; a loop without calls of our own is what keeps libzmq's thread awake.
+        """
+        header, payload = self._encode(message, None)
+        queues, send, gone = self._queues, self._send_frame, list[Peer]()
+        for peer in peers:
+            if peer not in queues:
+                try:
+                    send(peer, _MORE)
+                    send(header, _MORE)
+                    send(payload, _NOBLOCK)
+                except zmq.ZMQError:  # slow or gone: what to do about it is said once, below
+                    pass
+                else:
+                    continue
+            if self.send(peer, message) is Delivery.GONE:
+                gone.append(peer)
+        return gone
+
     def forget(self, peer: Peer) -> None:
         """Drop what is queued for `peer`."""
         self._queues.pop(peer, None)

@@ -15,10 +15,31 @@ import msgspec
 
 from .errors import CoordinatorUnreachable, ProtocolError, RequestRefused, WeightbusError, WrongProtocol
 from .ids import RequestId, Version
-from .messages import Ack, Alive, BlobPage, Code, Commit, Granted, Refused, Status, ToAgent, ToCoordinator, Welcome
+from .messages import (
+    Abort,
+    Ack,
+    Alive,
+    BlobPage,
+    Code,
+    Commit,
+    Granted,
+    Pause,
+    Prepare,
+    Refused,
+    Status,
+    ToAgent,
+    ToCoordinator,
+    Transfer,
+    Welcome,
+)
+from .receipts import acknowledges
 
 RETRYABLE: Final = frozenset({Code.NAME_TAKEN, Code.SERVER_TAKEN, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.NOT_LEADER})
 """Refusals of a `Hello` that pass with time. After any other the session is over."""
+
+
+ANSWERED: Final = 3
+"""Of so many heartbeats one is answered: that halves what a quiet fleet costs its coordinator."""
 
 
 class Phase(enum.Enum):
@@ -97,7 +118,7 @@ class SayHello(msgspec.Struct, frozen=True):
 
 
 class SayAlive(msgspec.Struct, frozen=True):
-    """Send `Heartbeat` with this number."""
+    """Send `Heartbeat` with this number; 0: no answer is wanted."""
 
     seq: int
 
@@ -183,6 +204,10 @@ class Session:
         self._hello_backoff_s = timing.hello_first_s
         self._beats = 0
         self._beat_at = now
+        self._unanswered = 0
+        """Heartbeats since the last answer to one."""
+        self._watchful = False
+        """Paused by the coordinator, and to resume by itself if that falls silent: every heartbeat is to be answered."""
 
     @property
     def heard_at(self) -> float | None:
@@ -249,13 +274,26 @@ class Session:
             case Alive():
                 if self.welcome is not None and message.boot == self.welcome.boot:
                     self.committed = message.committed
+                    self._unanswered = 0
                     self._beat_at = now + self.welcome.heartbeat_s  # who was answered together speaks together again
                 return ()
-            case Commit():
-                self.committed = message.version  # before the next Alive says so
-                return (Deliver(message),)
+            case Prepare() | Pause() | Transfer() | Commit() | Abort():
+                return self._commanded(message)
             case _:
                 return (Deliver(message),)
+
+    def _commanded(self, command: Prepare | Pause | Transfer | Commit | Abort) -> tuple[Effect, ...]:
+        """A command says too that what was answered to those before it has arrived."""
+        if isinstance(command, Commit):
+            self.committed = command.version  # before the next Alive says so
+        if isinstance(command, Pause | Transfer):
+            self._watchful = True
+        elif isinstance(command, Commit | Abort):
+            self._watchful = False
+        known = [key for key, each in self._pending.items() if acknowledges(command, each.asked.message)]
+        for key in known:
+            del self._pending[key]
+        return (*(Resolve(key, Ack(request=key), None) for key in known), Deliver(command))
 
     def _welcomed(self, welcome: Welcome, now: float) -> tuple[Effect, ...]:
         if self.phase is not Phase.JOINING or welcome.request != self._hello_key:
@@ -264,6 +302,7 @@ class Session:
         self.welcome, self.refusal, self._noise = welcome, None, ""
         self.committed = welcome.committed.version if welcome.committed else None
         self._beat_at = now + welcome.heartbeat_s
+        self._unanswered = ANSWERED  # the first one asks
         for each in self._pending.values():
             each.resend_at, each.backoff_s = now, self._timing.resend_first_s
         return (Join(welcome), *self._resend(now))
@@ -357,8 +396,14 @@ class Session:
         if now < self._beat_at or self.welcome is None:
             return ()
         self._beats += 1
+        self._unanswered += 1
         self._beat_at = now + self.welcome.heartbeat_s
-        return (SayAlive(self._beats),)
+        return (SayAlive(self._beats if self._wants_answer(self.welcome) else 0),)
+
+    def _wants_answer(self, welcome: Welcome) -> bool:
+        """Every third heartbeat is answered, or one in `silence_s / 3`; every one while much depends on it."""
+        often = min(ANSWERED, self._silence_s / (3 * welcome.heartbeat_s))
+        return self._watchful or self._unanswered >= often
 
     def _resend(self, now: float) -> tuple[Effect, ...]:
         if self.phase is not Phase.JOINED or not self._pending:
