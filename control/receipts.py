@@ -7,7 +7,7 @@ and not two. Both ends go by `acknowledges`; who knows nothing of it repeats its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from .events import Peer
@@ -17,9 +17,7 @@ from .messages import (
     Message,
     Pause,
     Paused,
-    Prepare,
     Prepared,
-    Serving,
     Transfer,
     Transferred,
     Verified,
@@ -31,9 +29,7 @@ _COVERED: Final[Mapping[type[Message], frozenset[type[Message]]]] = {
     Commit: frozenset({Prepared, Paused, Transferred, Verified}),
 }
 """By command: the answers, of its epoch or before, without which it would not have been given."""
-_OVER: Final = frozenset({Prepared, Paused, Transferred, Verified, Serving})
-"""Once a new round has begun with `Prepare`, nothing that was answered in an earlier epoch matters to anybody."""
-_FOLLOWED: Final = frozenset({Prepared, Verified, Serving})
+_FOLLOWED: Final = frozenset({Prepared, Verified})
 """After these an engine has nothing to say before it is told the next step, so their `Ack` may wait for that.
 
 It says one thing after the other: while the `Ack` of a `Transferred` waited, so would the `Verified` behind it.
@@ -46,12 +42,11 @@ HOLD_S: Final = 0.2
 
 
 def acknowledges(command: Message, answer: Message) -> bool:
-    """Whether who is told `command` knows by it that its `answer` has arrived, or is not wanted any more."""
-    kind = type(command)
-    epoch: int = getattr(answer, "epoch", 0)
-    if kind is Prepare:
-        return type(answer) in _OVER and epoch < getattr(command, "epoch", 0)
-    return type(answer) in _COVERED.get(kind, ()) and epoch <= getattr(command, "epoch", 0)
+    """Whether who is told `command` knows by it that its `answer` has arrived, or does not matter any more."""
+    if type(answer) not in _COVERED.get(type(command), ()):
+        return False
+    answered, told = getattr(answer, "epoch", 0), getattr(command, "epoch", 0)
+    return bool(answered <= told)
 
 
 class Receipts:
@@ -83,12 +78,16 @@ class Receipts:
         """Whether some are to be said as soon as nothing is left to be read."""
         return bool(self._prompt)
 
-    def before(self, peer: Peer, message: Message) -> Iterator[Ack]:
-        """Those that `peer` is to be told before `message`; what `message` acknowledges itself is forgotten."""
-        yield from self._prompt.pop(peer, ())
-        held = self._held.get(peer)
-        if held is not None and acknowledges(message, held[1]):
-            del self._held[peer]
+    def before(self, peers: Sequence[Peer], message: Message) -> list[tuple[Peer, Ack]]:
+        """Those that `peers` are to be told before `message`; what `message` acknowledges itself is forgotten."""
+        first: list[tuple[Peer, Ack]] = []
+        prompt, held = self._prompt, self._held
+        for peer in peers:
+            if prompt and (acks := prompt.pop(peer, None)):
+                first += [(peer, ack) for ack in acks]
+            if held and (found := held.get(peer)) and acknowledges(message, found[1]):
+                del held[peer]
+        return first
 
     def due(self, now: float, *, quiet: bool) -> Iterator[tuple[Peer, Ack]]:
         """Those that are to be said now. `quiet`: nothing is there to be read."""

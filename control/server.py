@@ -6,6 +6,7 @@ is durable is true, and a restart begins from there.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -56,6 +57,10 @@ YIELD_S: Final = 0.05
 """How long hints may wait while messages come in: of several that say the same, the last is as good as all."""
 GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
+STREAM_S: Final = 0.002
+STREAM: Final = 16
+"""When so many came together, the next may gather for a moment whatever is waited for: of a few thousand answers each
+would wake the loop by itself, and that costs more than what is done about it."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
@@ -90,6 +95,8 @@ class Server:
         self._desk = StatusDesk(self.machine.status, clock)
         self._came_at = clock()
         """When something last came in."""
+        self._came = 0
+        """How much came together last."""
         self.moved_at = clock()
         """When the loop was last seen to move."""
 
@@ -118,6 +125,7 @@ class Server:
         try:
             while not self._finished():
                 self.step(self._wait_s())
+            self._say_the_rest(quiet=True, last=True)
             until = self._clock() + FAREWELL_S
             while (left := until - self._clock()) > 0:
                 self.step(left)
@@ -127,6 +135,7 @@ class Server:
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
         received = self._bus.poll(0.0 if self.yields else timeout_s, self._gather_s())
+        self._came = len(received)
         if received:
             self._came_at = self._clock()
         self._say_the_rest(quiet=not received)
@@ -150,7 +159,9 @@ class Server:
     def _gather_s(self) -> float:
         """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
         streaming = self._clock() - self._came_at < GATHER_S
-        return GATHER_S if streaming and not self.yields and self.machine.calm else 0.0
+        if streaming and not self.yields and self.machine.calm:
+            return GATHER_S
+        return STREAM_S if self._came >= STREAM else 0.0
 
     def _take(self, item: Incoming) -> None:
         match item:
@@ -177,7 +188,7 @@ class Server:
     def _perform(self, effect: AnyEffect) -> None:
         match effect:
             case SendTo():
-                self._acknowledge(effect.peer, effect.message)
+                self._acknowledge((effect.peer,), effect.message)
                 self._send(effect.peer, effect.message, effect.blob)
             case SendToAll():
                 self._send_to_all(effect.peers, effect.message)
@@ -207,8 +218,7 @@ class Server:
             self._events.appendleft(Persisted(token=effect.token))
 
     def _send_to_all(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
-        for peer in peers:
-            self._acknowledge(peer, message)
+        self._acknowledge(peers, message)
         try:
             gone = self._bus.send_to_all(peers, message)
         except ProtocolError as error:
@@ -216,10 +226,10 @@ class Server:
         else:
             self._events.extend(PeerLost(peer=peer) for peer in gone)
 
-    def _acknowledge(self, peer: Peer, message: ToAgent) -> None:
+    def _acknowledge(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
         """An `Ack` leaves before whatever else its agent is told, in one packet with it."""
         if self._receipts:
-            for ack in self._receipts.before(peer, message):
+            for peer, ack in self._receipts.before(peers, message):
                 self._send(peer, ack)
 
     def _send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
@@ -244,9 +254,9 @@ class Server:
         """When there is something to do though nothing happens."""
         return earlier(self.machine.next_deadline(), self._receipts.next_deadline())
 
-    def _say_the_rest(self, *, quiet: bool) -> None:
+    def _say_the_rest(self, *, quiet: bool, last: bool = False) -> None:
         if self._receipts:
-            for peer, ack in self._receipts.due(self._clock(), quiet=quiet):
+            for peer, ack in self._receipts.due(math.inf if last else self._clock(), quiet=quiet):
                 self._send(peer, ack)
         if self._hints and (quiet or self._clock() >= self._hint_by):
             hints, self._hints = self._hints, {}

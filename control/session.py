@@ -24,7 +24,6 @@ from .messages import (
     Commit,
     Granted,
     Pause,
-    Prepare,
     Refused,
     Status,
     ToAgent,
@@ -277,12 +276,12 @@ class Session:
                     self._unanswered = 0
                     self._beat_at = now + self.welcome.heartbeat_s  # who was answered together speaks together again
                 return ()
-            case Prepare() | Pause() | Transfer() | Commit() | Abort():
+            case Pause() | Transfer() | Commit() | Abort():
                 return self._commanded(message)
             case _:
                 return (Deliver(message),)
 
-    def _commanded(self, command: Prepare | Pause | Transfer | Commit | Abort) -> tuple[Effect, ...]:
+    def _commanded(self, command: Pause | Transfer | Commit | Abort) -> tuple[Effect, ...]:
         """A command says too that what was answered to those before it has arrived."""
         if isinstance(command, Commit):
             self.committed = command.version  # before the next Alive says so
@@ -402,7 +401,7 @@ class Session:
 
     def _wants_answer(self, welcome: Welcome) -> bool:
         """Every third heartbeat is answered, or one in `silence_s / 3`; every one while much depends on it."""
-        often = min(ANSWERED, self._silence_s / (3 * welcome.heartbeat_s))
+        often = min(ANSWERED, self._silence_s // (3 * welcome.heartbeat_s))
         return self._watchful or self._unanswered >= often
 
     def _resend(self, now: float) -> tuple[Effect, ...]:

@@ -58,7 +58,7 @@ _DECODE: Final = msgspec.msgpack.Decoder(ToAgent).decode
 _COUNTED: Final = frozenset({b"Ack", b"Alive", b"Welcome"})
 _ANY_KEY: Final = RequestId("??????-????????")
 _NOBLOCK: Final = int(zmq.NOBLOCK)
-_MORE: Final = int(zmq.SNDMORE)
+_HEADER_BYTES: Final = len(_HEADER)
 LATE_S: Final = 2.0
 """How long the last answers are waited for."""
 COMMAND: Final = b"C"
@@ -175,7 +175,7 @@ class Herd:
             ready.register(dealer.fileno(), select.EPOLLIN | select.EPOLLET)
         for at, (agent, dealer) in enumerate(zip(self._agents, sockets, strict=True)):
             hello = agent.hello() if side == "ours" else agent.beat(0)
-            dealer.send_multipart([_HEADER, _ENCODE(hello)] if side == "ours" else [_ENCODE(hello)])
+            dealer.send_multipart([_HEADER + _ENCODE(hello)] if side == "ours" else [_ENCODE(hello)])
             self._drain(side, at, dealer, echo=False)  # a socket that was never read signals nothing
         answered: set[int] = set()
         places = self._places[side] = {dealer.fileno(): at for at, dealer in enumerate(sockets)}
@@ -256,14 +256,13 @@ class Herd:
                 return some
             some = True
             if side == "ours":
-                self._hear(self._agents[at], dealer, dealer.recv(_NOBLOCK))
+                self._hear(self._agents[at], dealer, payload[_HEADER_BYTES:])
             elif echo and payload[:1] == COMMAND:
                 dealer.send(self._bare_answer)
 
     @staticmethod
     def _say(dealer: zmq.Socket[bytes], payload: bytes) -> None:
-        dealer.send(_HEADER, _MORE)
-        dealer.send(payload)
+        dealer.send(_HEADER + payload)
 
     def _hear(self, agent: Agent, dealer: zmq.Socket[bytes], payload: bytes) -> None:
         length = payload[6] & 0x1F  # a map of few fields, then "type", then a short string: its tag
