@@ -95,7 +95,7 @@ class RouterBus:
     def __init__(self, bind: str, router_port: int, pub_port: int, keys: ServerKeys | None = None) -> None:
         """Binds at once. Port 0 takes a free one: see `router_port` and `pub_port`. Without keys: loopback only."""
         check_library()
-        self._host = _host(bind, keys)
+        self._host = check_bind(bind, keys)
         self._keys = keys
         self._trusted: Mapping[str, Principal] = keys.trust.principals() if keys else {}
         self.connections: Counter[str] = Counter(accepted=0, established=0, refused=0, closed=0)
@@ -394,7 +394,8 @@ def _explain_handshake(number: int, value: int) -> str:
             return "a connection was refused: no handshake, or not the one asked for, within its time"
 
 
-def _host(bind: str, keys: ServerKeys | None) -> str:
+def check_bind(bind: str, keys: ServerKeys | None) -> str:
+    """`bind` as ZeroMQ writes it. Raises `ConfigurationError` for what is no address, or needs keys."""
     try:
         address = ipaddress.ip_address(bind)
     except ValueError as problem:
