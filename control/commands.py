@@ -32,7 +32,7 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
     kind = CoordinatorSettings
 
     def check(self, given: CoordinatorSettings) -> None:
-        """Keys that are missing, or that others may read; an allow-list that cannot be used; no keys off the loopback."""
+        """Keys that are missing or that others may read, a bad allow-list, and no keys off the loopback."""
         check_bind(given.bind, read_keys(given))
 
     def do(self, given: CoordinatorSettings) -> int:

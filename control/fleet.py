@@ -21,7 +21,6 @@ from .membership import Agent
 from .messages import Abort, Commit, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Serving, Step
 from .states import SETTLED, EnginePhase
 
-
 _joined_as: Final = attrgetter("number")
 
 

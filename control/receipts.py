@@ -1,8 +1,8 @@
 """Which acknowledgements are owed, when they are said, and which need not be said at all. Pure.
 
 A command to an engine acknowledges what the engine answered to those before it: nobody sends the next step before the
-answer to the last one was taken. Where a command follows soon, as it does in every round, its engine is told one message
-and not two. Both ends go by `acknowledges`; who knows nothing of it repeats its answer, and gets its `Ack`.
+answer to the last one was taken. Where a command follows soon, as it does in every round, its engine is told one
+message and not two. Both ends go by `acknowledges`; who repeats its answer all the same gets its `Ack`.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class Server:
 
     @property
     def yields(self) -> bool:
-        """Nobody goes on because of an `Ack` or a `Hint`: they wait until nothing is there to be read, for a moment."""
+        """Nobody goes on because of an `Ack` or a `Hint`: they wait for a moment, until nothing is there to be read."""
         return bool(self._hints) or self._receipts.pressing
 
     def next_deadline(self) -> float | None:

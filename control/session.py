@@ -1,8 +1,8 @@
 """An agent's conversation with the coordinator, as a pure machine: `handle(event, now)` returns what is to be done.
 
 It says Hello until it is welcomed, sends heartbeats, repeats requests until they are answered or too late, connects
-anew when nothing is heard, and says Hello again when the coordinator does not know it (any more). client.py owns the
-socket, the thread and the clock.
+anew when nothing is heard, and says Hello again when the coordinator does not know it (any more). A command of a later
+step answers what was said of the steps before it (receipts.py). client.py owns the socket, the thread and the clock.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Session:
         self._unanswered = 0
         """Heartbeats since the last answer to one."""
         self._watchful = False
-        """Paused by the coordinator, and to resume by itself if that falls silent: every heartbeat is to be answered."""
+        """Paused, and to resume by itself if the coordinator falls silent: every heartbeat is to be answered."""
 
     @property
     def heard_at(self) -> float | None:
@@ -285,10 +285,7 @@ class Session:
         """A command says too that what was answered to those before it has arrived."""
         if isinstance(command, Commit):
             self.committed = command.version  # before the next Alive says so
-        if isinstance(command, Pause | Transfer):
-            self._watchful = True
-        elif isinstance(command, Commit | Abort):
-            self._watchful = False
+        self._watchful = isinstance(command, Pause | Transfer)
         known = [key for key, each in self._pending.items() if acknowledges(command, each.asked.message)]
         for key in known:
             del self._pending[key]

@@ -1,4 +1,4 @@
-"""Whether the keys of a sidecar can be used: its own, its coordinator's, and the list of the trainers that it believes."""
+"""Whether the keys of a sidecar can be used: its own, its coordinator's, and its list of trainers."""
 
 from __future__ import annotations
 

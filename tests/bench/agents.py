@@ -47,7 +47,6 @@ from weightbus.control.messages import (
     TransportKind,
     Verified,
 )
-
 from weightbus.control.session import ANSWERED
 
 CHANNEL: Final = Channel("bench")

@@ -80,9 +80,7 @@ ANSWERS = (Prepared, Paused, Transferred, Verified, Serving, Failed)
 
 @pytest.mark.parametrize("answered", ANSWERS)
 @pytest.mark.parametrize("told", COMMANDS)
-def test_a_command_covers_only_what_it_could_not_be_given_without(
-    told: type[Message], answered: type[Message]
-) -> None:
+def test_a_command_covers_only_what_it_could_not_be_given_without(told: type[Message], answered: type[Message]) -> None:
     """By the order of a round; the answer to the command itself, a failure and the answer to an abort are never it."""
     before = {Pause: (Prepared,), Transfer: (Prepared,), Commit: (Prepared, Paused, Transferred, Verified)}
     assert acknowledges(command(told), answer(answered)) is (answered in before.get(told, ()))

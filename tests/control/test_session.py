@@ -150,9 +150,7 @@ def test_one_heartbeat_in_three_is_to_be_answered(joined: Conversation) -> None:
 def test_who_must_hear_often_asks_often(talk: Conversation, silence_s: float, asked: int) -> None:
     """Three answers at least are due within the silence after which a connection is given up."""
     talk(Ticked())
-    talk(
-        Heard(Welcome(request=talk.key, boot=1, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=silence_s))
-    )
+    talk(Heard(Welcome(request=talk.key, boot=1, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=silence_s)))
     beats: list[Effect] = []
     for _ in range(4):
         (beat,) = talk.after(1.0)
