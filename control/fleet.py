@@ -19,6 +19,7 @@ from .limits import Limits
 from .member import Member
 from .membership import Agent
 from .messages import Abort, Commit, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Serving, Step
+from .staleness import Window
 from .states import SETTLED, EnginePhase
 
 _joined_as: Final = attrgetter("number")
@@ -134,7 +135,7 @@ class Fleet:
         self._touched.update(self.engines)
 
     def readiness_changes(
-        self, phase: Callable[[AgentId], EnginePhase | None], committed: Held | None
+        self, phase: Callable[[AgentId], EnginePhase | None], window: Window
     ) -> list[ReadinessChanged]:
         """Who became ready, or ceased to be, among those that were touched since the last call."""
         if not self._touched:
@@ -146,7 +147,7 @@ class Fleet:
         notes: list[ReadinessChanged] = []
         for engine in known:
             stands = phase(engine.name)
-            verdict = readiness(engine, stands, committed)
+            verdict = readiness(engine, stands, window)
             if self._ready.get(engine.name, False) is not verdict.ok:
                 notes.append(
                     ReadinessChanged(
