@@ -452,7 +452,8 @@ class EngineAgent:
         if not self._connected():
             return Readiness(False, "the coordinator is silent: what is committed by now is not known")
         found = f"version {view.held.version}" if view.held else "the weights of its launch"
-        if committed is not None and (view.held is None or view.held.version != committed):
+        max_lag = bus.max_lag if bus else 0
+        if committed is not None and (view.held is None or not 0 <= committed - view.held.version <= max_lag):
             return Readiness(False, f"holds {found}, committed is {committed}")
         return Readiness(True, found)
 
