@@ -19,10 +19,10 @@ The exchange of one round::
       PutBlob (manifest, digests; only what is not cached) ->
       Publish(epoch, version) -->   PREPARING   Prepare  -------->
                                                 <-----  Prepared / Failed
-                                    PAUSING     Pause    -------->
+      <-------------------  Send    OFFERING    (who takes part, by which transport)
+      Offered  ----------------->   PAUSING     Pause, Transfer(offer) ->
                                                 <-----  Paused / Failed
-      <-------------------  Send    (who takes part, by which transport)
-      Offered  ----------------->   TRANSFERRING Transfer(offer) ->
+                                    TRANSFERRING
          ... tensors travel on the data plane, never here ...
       <---------------  Withdraw   (only if an engine drops out: who is not to be waited for)
       Sent     ----------------->               <-----  Transferred / Failed

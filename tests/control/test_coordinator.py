@@ -384,15 +384,15 @@ def test_observations_and_hints_tell_the_round() -> None:
     entered = [note.state for note in world.observed if isinstance(note, StateEntered)]
     assert entered == [
         RoundState.PREPARING,
-        RoundState.PAUSING,
         RoundState.OFFERING,
+        RoundState.PAUSING,
         RoundState.TRANSFERRING,
         RoundState.VERIFYING,
         RoundState.COMMITTING,
         RoundState.RESUMING,
     ]
     (ended,) = [note for note in world.observed if isinstance(note, RoundEnded)]
-    assert set(ended.done.seconds) == {"prepare", "pause", "transfer", "verify", "commit", "resume", "total"}
+    assert set(ended.done.seconds) == {"prepare", "offer", "pause", "transfer", "verify", "commit", "resume", "total"}
     changes = [(note.engine, note.ready) for note in world.observed if isinstance(note, ReadinessChanged)]
     assert changes == [("e0", True), ("e0", False), ("e0", True)]
     assert [hint.event for hint in world.hints] == [
@@ -422,7 +422,7 @@ def test_status_tells_lag_lease_and_round() -> None:
     world.settle()
     view = world.machine.status(world.now).channels[CHANNEL]
     engine = view.engines["e0"]
-    assert (engine.state, engine.version, engine.lag, engine.ready) == ("paused", None, 3, False)
+    assert (engine.state, engine.version, engine.lag, engine.ready) == ("prepared", None, 3, False)
     assert view.lease
     assert (view.lease.holder, view.lease.epoch, view.round.state, view.round.version) == (
         "trainer",
@@ -569,7 +569,7 @@ def test_a_burst_is_the_same_as_one_after_the_other() -> None:
         told.append([effect for effect in effects if isinstance(effect, SendTo | Persist)])
         hints.append(sum(isinstance(effect, PublishHint) for effect in effects))
     assert told[0] == told[1]
-    assert len(told[0]) == 4 + 1 + 4, "an Ack each, an Alive, and a Pause for each"
+    assert len(told[0]) == 4 + 1 + 1, "an Ack each, an Alive, and a Send"
     assert hints[1] <= hints[0]
 
 

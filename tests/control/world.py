@@ -279,6 +279,8 @@ class Engine(Agent):
             if message.epoch < self.epoch:
                 return
             self.epoch = message.epoch
+        if isinstance(message, Transfer) and self.generating:
+            return  # its pause failed
         if script := self.script.pop(type(message), None):
             if (answer := script(message)) is not None:
                 self.say(answer)
@@ -295,7 +297,6 @@ class Engine(Agent):
                 self.generating = False
                 return [Paused(request=self.key(), seconds=0.2, **common)]
             case Transfer():
-                self.generating = False
                 self.weights, self.health = message.version, EngineHealth.PENDING
                 self.held = Held(version=message.version, manifest=message.manifest, table=message.table)
                 return [
