@@ -243,6 +243,7 @@ class Worker:
         self._active = receiver
         session = Session(command.channel, command.epoch, command.version, layout, table)
         left = max(command.deadline_s - (time.monotonic() - started), 0.001)
+        self._server.take_weights_back(min(left, CALL_S))
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
         except Exception:
@@ -252,7 +253,9 @@ class Worker:
         if isinstance(receiver, Timed):
             for step, seconds in receiver.seconds.items():
                 self._meters.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
-        return Received(receipt.bytes, receipt.buckets, receipt.checked)
+        proves_itself = receipt.checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}
+        verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
+        return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by)
 
     def _end_update_quietly(self) -> None:
         """After a failure: the session must not stay open, but what is reported is the failure, not this."""
@@ -264,8 +267,6 @@ class Worker:
     # -- after --------------------------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
-        if checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}:
-            return Proven("live-digest")  # by the workers, of what they hold
         _, table = self._read(command.manifest, command.table, VERIFY_S)
         wanted = (self.live_digest(), self._server.tp)
         live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
@@ -304,6 +305,7 @@ class Worker:
         until = time.monotonic() + release.deadline_s
         if release.version is not None and not release.labelled:
             self._server.set_label(str(release.version), min(release.deadline_s, CALL_S))
+        self._server.take_rest_back(min(release.deadline_s, CALL_S))
         if release.flush:
             self._server.flush(max(until - time.monotonic(), 0.001))
         self._server.resume(min(release.deadline_s, CALL_S))
