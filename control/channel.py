@@ -67,19 +67,6 @@ class Tell(msgspec.Struct, frozen=True):
     message: ToAgent
 
 
-class Said(msgspec.Struct, frozen=True):
-    """A line of the story. Thousands are written for each that is read."""
-
-    at: float
-    agent: AgentId
-    message: EngineMessage | TrainerRequest
-
-    def __str__(self) -> str:
-        """When, who, what."""
-        epoch = getattr(self.message, "epoch", None)
-        return f"{self.at:.3f} {self.agent} {type(self.message).__name__}{f' epoch {epoch}' if epoch else ''}"
-
-
 ChannelRecord = EpochTaken | Committed | RoundClosed
 Out = Tell | Answer | ChannelRecord | AnyObservation
 _RECORDS: Final = (EpochTaken, Committed, RoundClosed)

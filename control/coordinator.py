@@ -18,7 +18,7 @@ import msgspec
 from . import status
 from .admission import may_join, may_say
 from .blobs import Blobs
-from .channel import Channel, Out, Said, Tell, TrainerRequest
+from .channel import Channel, Out, Tell, TrainerRequest
 from .deadlines import earlier
 from .effects import (
     AgentJoined,
@@ -83,7 +83,7 @@ from .messages import (
     Welcome,
 )
 from .outbox import Outbox
-from .past import Restored
+from .past import Restored, Said
 from .tenure import Answer
 
 
