@@ -121,6 +121,9 @@ model: ## The round as a Spin model, explored exhaustively (needs Debian's spin)
 bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
 	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
 
+bench-pause: env ## How long a server stands still for a version beyond copy and proof, hop by hop (JSON)
+	@exec $(BIN)/python tests/bench/pause.py $(BENCH)
+
 bench-gather: env ## How fast ranks assemble buckets, beside the published procedures (BENCH="--backend nccl"; JSON last)
 	@exec $(BIN)/python tests/bench/gather.py $(BENCH)
 
@@ -149,4 +152,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-plan chaos build deploy-check clean
+.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-pause bench-plan chaos build deploy-check clean

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Final
 
 import msgspec
 
 from .answers import Answers, already_committed, never_begun
 from .deadlines import earlier
-from .duties import Duties
+from .duties import Command, Duties
 from .effects import (
     AnyObservation,
     Committed,
@@ -61,9 +62,9 @@ TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Send `message` to whatever connection `agent` is on."""
+    """Send `message` to whatever connections `agents` are on."""
 
-    agent: AgentId
+    agents: tuple[AgentId, ...]
     message: ToAgent
 
 
@@ -83,6 +84,11 @@ class Said(msgspec.Struct, frozen=True):
 ChannelRecord = EpochTaken | Committed | RoundClosed
 Out = Tell | Answer | ChannelRecord | AnyObservation
 _RECORDS: Final = (EpochTaken, Committed, RoundClosed)
+
+
+def _same_command(due: tuple[AgentId, Command]) -> int:
+    """What many are told alike is one object (orders.py); to compare values would cost more than it saves."""
+    return id(due[1])
 
 
 class Channel:
@@ -190,7 +196,7 @@ class Channel:
             if self._tenure.held_by(agent):
                 self._end_lease("the version was committed already")
         if done:
-            self.out.append(Tell(agent.name, done))
+            self.out.append(Tell((agent.name,), done))
 
     def transferring(self, agent: Agent, message: Offered | Sent, now: float) -> Verdict:
         """The trainer's half of the transports stands, or is over."""
@@ -215,7 +221,7 @@ class Channel:
                 self.round.abandon(f"abandoned by {agent.name}: {message.reason}", now)
             else:
                 self._end_lease(f"abandoned: {message.reason}")
-                self.out.append(Tell(agent.name, never_begun(lease, message)))
+                self.out.append(Tell((agent.name,), never_begun(lease, message)))
         return verdict
 
     def trainer_joined(self, agent: Agent, now: float) -> None:
@@ -225,7 +231,7 @@ class Channel:
         if self.round:
             self._duties.hurry(agent.name, now)
         elif self._answers.last:
-            self.out.append(Tell(agent.name, self._answers.last))
+            self.out.append(Tell((agent.name,), self._answers.last))
 
     def trainer_heard(self, agent: Agent, now: float) -> None:
         """A trainer is alive; if it holds the lease, that goes on."""
@@ -371,7 +377,9 @@ class Channel:
             return ()
         waiting, self.out = self.out, []
         out: list[Out] = [each for each in waiting if not isinstance(each, _RECORDS)]
-        out += [Tell(agent, command) for agent, command in due]
+        for _, alike in groupby(due, _same_command):  # one after the other, in the order in which they are due
+            told = list(alike)
+            out.append(Tell(tuple([agent for agent, _ in told]), told[0][1]))
         out += [each for each in waiting if isinstance(each, _RECORDS)]
         if wanted:
             out.append(wanted)
@@ -450,7 +458,7 @@ class Channel:
         stood_s = round_.publish.stood_s
         self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done, stood_s=stood_s))
         self._end_lease("the round ended")
-        self.out.append(Tell(round_.holder, record.done))
+        self.out.append(Tell((round_.holder,), record.done))
         self._fleet.settle_idle(self.epoch, self.committed, now)
 
     def _take_answer(self, engine: Engine, message: EngineMessage, now: float) -> Verdict:

@@ -174,7 +174,7 @@ class Pause(Message, frozen=True):
 
 
 class Transfer(Message, frozen=True):
-    """Take the tensors from `offer`. Answered by `Transferred` then `Verified`, or `Failed`."""
+    """Take the tensors from `offer`, once paused. Answered by `Transferred` then `Verified`, or `Failed`."""
 
     channel: ChannelName
     epoch: EpochNumber

@@ -47,7 +47,7 @@ from weightbus.control.telemetry import (
     Meters,
     Side,
 )
-from weightbus.control.trust import TrustList, read_trust
+from weightbus.control.trust import TrustList
 from weightbus.dataplane import transports
 from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.host import host_identity
@@ -83,6 +83,7 @@ from .saved_versions import SavedVersions
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .stages import View
+from .trust import check_trust
 from .validate import limits, transports_of
 from .watch import Watch
 from .weights import WeightState
@@ -156,7 +157,7 @@ class EngineAgent:
 
     def run(self) -> None:
         """Serve until `stop`. Raises what made it impossible to go on."""
-        self._check_keys()
+        check_trust(self.settings)
         self._claim_server()
         http = HttpPort(
             self.settings.http_bind,
@@ -224,12 +225,6 @@ class EngineAgent:
             self._log.warning("transports_limited", reason=limit, transports=transports_of(facts))
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
-
-    def _check_keys(self) -> None:
-        """Raise before anything is started what would be wrong with the keys later."""
-        self._bus_settings().check()
-        if not self.settings.insecure_loopback:
-            read_trust(trust_file(self.settings.keys))
 
     def _bus_settings(self) -> BusSettings:
         given = self.settings

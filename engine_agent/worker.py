@@ -275,7 +275,9 @@ class Worker:
         if isinstance(receiver, Timed):
             for step, seconds in receiver.seconds.items():
                 self._meters.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
-        return Received(receipt.bytes, receipt.buckets, receipt.checked)
+        proves_itself = receipt.checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}
+        verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
+        return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by)
 
     def _receiver_of(self, kind: str) -> Receiver:
         return SavedReceiver() if kind == SAVED else self._make(kind)
@@ -290,8 +292,6 @@ class Worker:
     # -- after --------------------------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
-        if checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}:
-            return Proven("live-digest")  # by the workers, of what they hold
         _, table = self._read(command.manifest, command.table, VERIFY_S)
         wanted = (self.live_digest(), self._server.tp)
         live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)

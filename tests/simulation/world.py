@@ -309,7 +309,7 @@ class World:
                 and server.paused
                 and machine.up
                 and machine.health is EngineHealth.CLEAN
-                and machine._answerable
+                and machine.mandate.given
                 and not self._hears(engine)
             )
             if not held_up:
