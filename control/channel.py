@@ -274,7 +274,9 @@ class Channel:
         self._fleet.touch((name,))
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
-        elif recovered and not self._takes_part(name) and self._duties.get(name) is None:
+        # Whoever loaded the committed version by itself is told to serve it.
+        arrived = engine.health is EngineHealth.PENDING and engine.held is not None and engine.held == self.committed
+        if (recovered or arrived) and not self._takes_part(name) and self._duties.get(name) is None:
             self._fleet.settle(engine, self._settling_epoch, self.committed, now)
         return True
 
