@@ -26,7 +26,7 @@ from .effects import (
 from .engines import Engine, readiness
 from .errors import InvariantBroken
 from .fleet import Fleet
-from .ids import AgentId, Epoch, Incarnation, RequestId, Version
+from .ids import AgentId, Epoch, Incarnation, Version
 from .ids import Channel as ChannelId
 from .lease import YES, Lease, Verdict, may_acquire, may_use
 from .limits import Limits
@@ -43,20 +43,19 @@ from .messages import (
     PauseMode,
     Publish,
     Release,
-    RoundDone,
     Sent,
     ToAgent,
-    TrainerInfo,
+    Topology,
 )
+from .publisher import NOBODY, SNAPSHOT, Publisher
+from .restored import Past, Restored, remembered
 from .round import Round
+from .routing import Route
 from .states import SETTLED, EnginePhase, RoundState
 from .tenure import Answer, Tenure
 
 STORY: Final = 64
 """Recent events that an error carries."""
-HISTORY: Final = 64
-"""Committed versions that are remembered, so that people can see what a channel may go back to."""
-
 
 TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 
@@ -81,32 +80,6 @@ class Said(msgspec.Struct, frozen=True):
         return f"{self.at:.3f} {self.agent} {type(self.message).__name__}{f' epoch {epoch}' if epoch else ''}"
 
 
-class Past(msgspec.Struct, frozen=True):
-    """A version that was committed, now or once."""
-
-    version: Version
-    epoch: Epoch
-    rollback: bool = False
-    """The channel went back to it, or took it again."""
-
-
-class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal knows of a channel."""
-
-    epoch: Epoch = Epoch(0)
-    committed: Held | None = None
-    committed_epoch: Epoch = Epoch(0)
-    answers: Mapping[RequestId, RoundDone] = {}
-    history: tuple[Past, ...] = ()
-    """What was committed, oldest first; the last `HISTORY`."""
-
-
-def remembered(history: tuple[Past, ...], commit: Committed | Past) -> tuple[Past, ...]:
-    """`history` with `commit`, which may be in it already: a record may be written twice."""
-    past = Past(commit.version, commit.epoch, commit.rollback)
-    return history if history[-1:] == (past,) else (*history, past)[-HISTORY:]
-
-
 ChannelRecord = EpochTaken | Committed | RoundClosed
 Out = Tell | Answer | ChannelRecord | AnyObservation
 _RECORDS: Final = (EpochTaken, Committed, RoundClosed)
@@ -122,6 +95,7 @@ class Channel:
         self.committed_epoch: Epoch = restored.committed_epoch
         self.history: tuple[Past, ...] = restored.history
         self.round: Round | None = None
+        self.publisher: Publisher | None = None
         self.out: list[Out] = []
         self.story: deque[object] = deque(maxlen=STORY)
         self._limits = limits
@@ -178,10 +152,11 @@ class Channel:
         if not verdict.ok:
             return verdict
         self._holder = (agent.name, agent.incarnation)
+        self.publisher = Publisher(agent.name, agent.trainer or NOBODY, agent.topology, message.version, message.bytes)
         self.round = Round(
             message,
             agent.name,
-            agent.trainer or TrainerInfo(host="", device="", ranks=0, transports=()),
+            self._routes(agent, snapshot=message.mode == SNAPSHOT),
             self._fleet.infos(),
             limits=self._limits,
             duties=self._duties,
@@ -203,6 +178,9 @@ class Channel:
         if message.policy.flush and message.policy.pause is PauseMode.IN_PLACE:
             return Verdict(Code.NOT_ALLOWED, "pause in_place keeps the KV cache: publish with flush off")
         return YES
+
+    def _routes(self, trainer: Agent, *, snapshot: bool = False) -> dict[AgentId, Route]:
+        return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot)
 
     def repeat_done(self, agent: Agent, message: Publish) -> None:
         """Answer a `Publish` whose round is over."""
@@ -274,6 +252,10 @@ class Channel:
         else:
             self._fleet.settle(engine, self._settling_epoch, self.committed, now)
 
+    def engine_located(self, name: AgentId, topology: Topology) -> None:
+        """An engine's agent said where it is: that counts from the next round on."""
+        self._fleet.located(name, topology)
+
     def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
         """A heartbeat may say that the server changed under the agent. Returns whether it did."""
         engine = self.engines.get(name)
@@ -315,7 +297,8 @@ class Channel:
                     self._tenure.redriven(record.epoch)
                     self.round.epoch_taken(record.epoch, now)
                 else:
-                    self.out.extend(self._tenure.grant(record, self.committed, self._fleet.infos(), now))
+                    engines = self._fleet.infos()
+                    self.out.extend(self._tenure.grant(record, self.committed, engines, self._routes, now))
             case Committed():
                 if self.committed and record.version <= self.committed.version and not record.rollback:
                     raise InvariantBroken(

@@ -8,7 +8,7 @@ from .ids import AgentId, Epoch, Incarnation
 from .lease import YES, Verdict
 from .member import Member
 from .membership import Agent
-from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held
+from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Topology, TransportKind
 from .states import EnginePhase
 
 _GENERATES = (None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT)
@@ -28,6 +28,11 @@ class Engine(msgspec.Struct, kw_only=True):
     lost_at: float = 0.0
     reason: str = ""
     last_epoch: Epoch = Epoch(0)
+    topology: Topology | None = None
+    """What its agent said last of where it is, if it did."""
+    took_by: TransportKind | None = None
+    """How it got the version that it took last, in this life of agent and coordinator."""
+    took_s: float = 0.0
 
     @classmethod
     def of(cls, agent: Agent) -> Engine:
@@ -35,7 +40,14 @@ class Engine(msgspec.Struct, kw_only=True):
         if agent.engine is None:
             raise ValueError(f"{agent.name} is no engine")
         info = agent.engine
-        return cls(name=agent.name, incarnation=agent.incarnation, info=info, health=info.health, held=info.held)
+        return cls(
+            name=agent.name,
+            incarnation=agent.incarnation,
+            info=info,
+            health=info.health,
+            held=info.held,
+            topology=agent.topology,
+        )
 
     def as_info(self) -> EngineInfo:
         """The description with what is known today."""
@@ -52,6 +64,7 @@ class Engine(msgspec.Struct, kw_only=True):
             self.serving = False
         if member.phase is EnginePhase.SERVING:
             self.held, self.reason = committed, ""
+            self.took_by, self.took_s = member.transport, member.seconds.get("transfer", 0.0)
 
 
 def readiness(engine: Engine, phase: EnginePhase | None, committed: Held | None) -> Verdict:

@@ -13,7 +13,6 @@ from typing import Final, assert_never
 import msgspec
 
 from . import telemetry
-from .channel import Restored
 from .effects import (
     AgentJoined,
     AgentLeft,
@@ -33,6 +32,7 @@ from .ids import AgentId, Channel
 from .journal import Journal
 from .log import get_log
 from .messages import Code, EngineReport, Outcome, Role
+from .restored import Restored
 from .states import RoundState
 from .status import ChannelView, StatusView
 from .telemetry import Meters
