@@ -69,8 +69,10 @@ class Topology(Message, frozen=True):
     request: RequestKey
     network: Text = ""
     """Identity of its network namespace: whoever has the same one shares its loopback."""
+    files: Text = ""
+    """Identity of its mount namespace: whoever has the same one finds a socket under the same path."""
     folder: Text = ""
-    """Identity of the folder in which its sockets lie: on one host, only who sees the same one can share memory."""
+    """Identity of the folder in which its sockets lie: other mount namespaces of the host may see it too."""
     address: Text = ""
     """Where engines are told to come to (trainers)."""
     places: tuple[Place, ...] = ()

@@ -114,8 +114,15 @@ def _channel(channel: Channel, members: Membership) -> ChannelPlan:
         for engine in channel.engines.values()
         if engine.alive
     }
+    view = _trainer_plan(name, info, topology, here=here)
+    if publisher is not None:
+        view = msgspec.structs.replace(view, version=publisher.version, bytes=publisher.bytes)
+    return ChannelPlan(trainer=view, engines=engines)
+
+
+def _trainer_plan(name: str, info: TrainerInfo, topology: Topology | None, *, here: bool) -> TrainerPlan:
     places = topology.places if topology else ()
-    view = TrainerPlan(
+    return TrainerPlan(
         name=name,
         here=here,
         device=info.device,
@@ -123,10 +130,7 @@ def _channel(channel: Channel, members: Membership) -> ChannelPlan:
         devices=_devices(places),
         address=topology.address if topology else "",
         transports=info.transports,
-        version=publisher.version if publisher else None,
-        bytes=size,
     )
-    return ChannelPlan(trainer=view, engines=engines)
 
 
 def _trainer(
@@ -175,3 +179,41 @@ def _bytes(
 
 def _devices(places: Iterable[Place]) -> tuple[str, ...]:
     return tuple(place.device for place in places)
+
+
+# -- without a coordinator ---------------------------------------------------------------------------------------------
+
+
+class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One agent of an imagined fleet: what it says in `Hello`, and of where it is. What is left out is not known."""
+
+    info: EngineInfo
+    topology: Topology | None = None
+
+
+class Imagined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fleet that need not exist."""
+
+    trainer: TrainerInfo
+    engines: dict[str, End]
+    topology: Topology | None = None
+    """Of the trainer."""
+    bytes: int | None = None
+    """Of a version."""
+
+
+_FLEET: Final = msgspec.json.Decoder(Imagined)
+
+
+def imagine(document: bytes) -> PlanView:
+    """The plan of a fleet that is described, as a coordinator would make it. Raises `Malformed`."""
+    try:
+        fleet = _FLEET.decode(document)
+    except ValueError as problem:
+        raise Malformed(f"this does not describe a trainer and its engines: {problem}") from problem
+    engines = {
+        name: plan_of(Ends(fleet.trainer, each.info, fleet.topology, each.topology), fleet.bytes)
+        for name, each in fleet.engines.items()
+    }
+    trainer = _trainer_plan("trainer", fleet.trainer, fleet.topology, here=False)
+    return PlanView({"imagined": ChannelPlan(trainer=trainer, engines=engines)})

@@ -138,12 +138,12 @@ def _nobody_trains_on(ends: Ends) -> Objection | None:
 
 def _one_host(ends: Ends) -> Objection | None:
     if ends.trainer.host != ends.engine.host:
-        return Objection("trainer and engine are on different hosts")
-    ours, theirs = _of(ends.from_trainer).folder, _of(ends.from_engine).folder
-    if ours and theirs and ours != theirs:
+        return Objection("trainer and engine are on different hosts", "serve on the trainer's host")
+    trainer, engine = _of(ends.from_trainer), _of(ends.from_engine)
+    if _differ(trainer.files, engine.files) and _differ(trainer.folder, engine.folder):
         return Objection(
-            "on one host, but trainer and engine agent do not share the folder of their sockets",
-            "give both the same runtime_dir (containers: mount it into both)",
+            "on one host, but in containers that do not share the folder of the trainer's sockets",
+            "mount one folder into both and name it in both as runtime_dir",
         )
     return None
 
@@ -226,8 +226,7 @@ def _address_leads_here(ends: Ends) -> Objection | None:
     trainer, engine = _of(ends.from_trainer), _of(ends.from_engine)
     if not trainer.address or not _is_loopback(trainer.address):
         return None
-    apart = bool(trainer.network and engine.network and trainer.network != engine.network)
-    if ends.trainer.host == ends.engine.host and not apart:
+    if ends.trainer.host == ends.engine.host and not _differ(trainer.network, engine.network):
         return None
     known = ", ".join(f"{each.addresses[0]} ({each.name})" for each in trainer.nics[:_SHOWN] if each.addresses)
     return Objection(
@@ -315,6 +314,11 @@ def _counted(found: list[Reach | Objection | None], own: int) -> Iterator[tuple[
 # -- small things ------------------------------------------------------------------------------------------------------
 
 _NOWHERE: Final = Topology(request="-")  # type: ignore[arg-type]  # what nobody said; it is never sent
+
+
+def _differ(one: str, other: str) -> bool:
+    """Both are known, and not the same."""
+    return bool(one and other and one != other)
 
 
 def _of(topology: Topology | None) -> Topology:

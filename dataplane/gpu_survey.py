@@ -29,10 +29,9 @@ class Gpu(msgspec.Struct, frozen=True):
     """One GPU that the process sees; its place in the list is its number there."""
 
     uuid: str
-    reads: tuple[str, ...]
-    """uuids of those whose memory it reads directly, over NVLink or PCIe; of all others that are seen it does not."""
-    nvlink: tuple[str, ...] = ()
-    """Those of them that it reaches over NVLink. Empty also where NVML is not there to be asked."""
+    reach: dict[str, str]
+    """How it reads the memory of the others that are seen, by uuid: ``nvlink``, ``p2p`` or ``none``. Where NVML is not
+    there to be asked, ``p2p`` stands for both."""
 
 
 class SurveyFailed(Exception):
@@ -51,12 +50,8 @@ def seen_here() -> tuple[Gpu, ...]:
     names = [_uuid(driver, number) for number in range(count.value)]
     links = _Nvml()
     return tuple(
-        Gpu(
-            name,
-            tuple(names[other] for other in range(len(names)) if other != number and _reads(driver, number, other)),
-            tuple(other for other in names if other != name and links.linked(name, other)),
-        )
-        for number, name in enumerate(names)
+        Gpu(name, {other: _way(driver, links, (at, name), (to, other)) for to, other in enumerate(names) if to != at})
+        for at, name in enumerate(names)
     )
 
 
@@ -106,6 +101,12 @@ def _uuid(driver: ctypes.CDLL, number: int) -> str:
     _check(driver.cuDeviceGet(ctypes.byref(device), ctypes.c_int(number)), "cuDeviceGet")
     _check(driver.cuDeviceGetUuid_v2(ctypes.byref(found), device), "cuDeviceGetUuid_v2")
     return str(uuid.UUID(bytes=bytes(found)))
+
+
+def _way(driver: ctypes.CDLL, links: _Nvml, reader: tuple[int, str], other: tuple[int, str]) -> str:
+    if not _reads(driver, reader[0], other[0]):
+        return "none"
+    return "nvlink" if links.linked(reader[1], other[1]) else "p2p"
 
 
 def _reads(driver: ctypes.CDLL, number: int, other: int) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK: Final = Path("/proc/self/ns/net")
+_NAMESPACES: Final = Path("/proc/self/ns")
 _IPV6: Final = Path("/proc/net/if_inet6")
 _INTERFACES: Final = Path("/sys/class/net")
 _SIOCGIFADDR: Final = 0x8915
@@ -39,17 +39,16 @@ def host_identity() -> str:
 
 def network_identity() -> str:
     """The network namespace of this process: whoever has the same one shares its loopback. Empty where unknown."""
-    try:
-        return f"{host_identity()}/{_NETWORK.readlink()}"
-    except OSError:
-        return ""
+    return _namespace("net")
+
+
+def files_identity() -> str:
+    """The mount namespace: whoever has the same one sees the same files under the same names. Empty where unknown."""
+    return _namespace("mnt")
 
 
 def folder_identity(folder: Path) -> str:
-    """Equal where two processes of one host see the same folder, whatever they call it. Empty where it is not there.
-
-    Containers of one kernel have one boot id, and share memory by sockets only if they share the folder of these.
-    """
+    """Equal where two processes of one host see the same folder, whatever they call it. Empty where it is not there."""
     try:
         found = folder.stat()
     except OSError:
@@ -67,6 +66,13 @@ def interfaces() -> tuple[Interface, ...]:
         if usable:
             found.append(Interface(name, usable, _mbps(name)))
     return tuple(found)
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return f"{host_identity()}/{(_NAMESPACES / kind).readlink()}"
+    except OSError:
+        return ""
 
 
 def _usable(address: str) -> bool:

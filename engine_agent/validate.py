@@ -16,6 +16,7 @@ from .identity import ServerFacts
 from .payload import LOADER
 from .quantised import objections
 
+_ALL: Final = ("direct", "sends", "local", "distributed", "disk")
 _SHOWN: Final = 4
 """Names of tensors in a message."""
 
@@ -30,6 +31,25 @@ def transports_of(facts: ServerFacts) -> tuple[str, ...]:
         return ("local", "disk")
     in_place = ("direct", "sends") if LOADER in facts.loaders else ()
     return (*in_place, "local", "distributed", "disk")
+
+
+def lacking(facts: ServerFacts) -> dict[str, tuple[str, str]]:
+    """The transports that cannot serve it: by name, why, and what would change that."""
+    able = transports_of(facts)
+    return {kind: _lack(facts) for kind in _ALL if kind not in able}
+
+
+def _lack(facts: ServerFacts) -> tuple[str, str]:
+    if facts.dp > 1:
+        return f"dp={facts.dp}: only disk reaches every replica", "serve each replica by itself"
+    if facts.speculative and LOADER in facts.loaders:
+        return (
+            f"the server speculates ({facts.speculative}), and only direct proves what its draft model holds",
+            "serve on the trainer's host, or without speculation",
+        )
+    if facts.pp > 1:
+        return f"pp={facts.pp}: no plan and no group spans pipeline stages", "serve without them (--pp-size 1)"
+    return "the server was launched without our loader", f"launch it with --custom-weight-loader {LOADER}"
 
 
 def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Expected, transport: str) -> None:
