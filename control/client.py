@@ -380,7 +380,7 @@ class BusClient:
 
     def _settle(self, key: RequestId, outcome: _Answered | WeightbusError) -> None:
         if key == self._locating and isinstance(outcome, WeightbusError):
-            get_log(__name__).warning("topology_not_told", reason=str(outcome))
+            get_log(__name__).info("topology_not_told", reason=str(outcome))
         with self._changed:
             future = self._futures.pop(key, None)
         if future is None:
