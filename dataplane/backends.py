@@ -25,7 +25,10 @@ def nccl(store: c10d.Store, rank: int, size: int) -> object:
     """A ``ProcessGroupNCCL``. It connects at its first call."""
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # noqa: SLF001  our deadlines decide; torch's watchdog would end the process
-    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+    with (
+        _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
+        _environment("TORCH_NCCL_ENABLE_MONITORING", "0"),  # a watchdog that hangs in the driver would end it too
+    ):
         return c10d.ProcessGroupNCCL(store, rank, size, options)
 
 

@@ -52,14 +52,19 @@ class CudaCopies:
 
     def run(self) -> None:
         """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            self.launch()
+            torch.cuda.current_stream().synchronize()
+
+    def launch(self) -> None:
+        """Copy every row, in the order of the current stream of this device."""
         from .copy_triton import copy  # noqa: PLC0415  triton is not there without a GPU
 
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize()
             for vector, table in self._tiles:
                 copy(table, vector)
-            self._casts.run()
-            torch.cuda.current_stream().synchronize()
+            self._casts.launch()
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -29,6 +29,10 @@ class PreparedCopies(Protocol):
         """
         ...
 
+    def launch(self) -> None:
+        """Copy every row, in the order of the current stream. Returns at once where the device works by itself."""
+        ...
+
     def close(self) -> None:
         """Let go of the memory; `run` must not be called again."""
         ...

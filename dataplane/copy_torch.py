@@ -45,10 +45,14 @@ class TorchCopies:
 
     def run(self) -> None:
         """Copy every row."""
+        self.launch()
+        if self._to and self._to[0].device.type == "cuda":
+            torch.cuda.current_stream(self._to[0].device).synchronize()
+
+    def launch(self) -> None:
+        """Copy every row, in the order of the current stream."""
         if self._to:
             torch._foreach_copy_(self._to, self._from)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-            if self._to[0].device.type == "cuda":
-                torch.cuda.current_stream(self._to[0].device).synchronize()
 
     def close(self) -> None:
         """Let go of the memory."""

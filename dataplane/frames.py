@@ -82,6 +82,14 @@ class Frames:
             found += block
         return bytes(found)
 
+    def ended(self) -> bool:
+        """The process at the other end has ended. False also where it cannot be seen: in another container."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        except OSError:
+            return self.pid > 0 and self.waiting()
+        return state.split()[0] in {"Z", "X"}
+
     def waiting(self) -> bool:
         """Something was said, or the other end has hung up: `receive` need not wait for the beginning of it."""
         poll = select.poll()

@@ -7,6 +7,7 @@ while the server goes on generating; `flip` then copies all of it into place, as
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -18,8 +19,8 @@ from .boxes import Column
 from .copy_engine import CopyEngine, PreparedCopies
 from .copy_table import AXES, CopyTable
 from .deadline import Deadline
-from .outbox import Exchange
-from .pair_group import Parcel
+from .outbox import UNDER_WAY, Exchange, shared_out
+from .pair_group import Parcel, Posted
 from .pieces import DTYPES
 from .schedule import NOWHERE, Messages
 from .tensor_bytes import sizes_of
@@ -48,6 +49,9 @@ class Inbox:
         self.beside = beside
         staged = np.ones(len(messages), bool) if beside else messages.target == NOWHERE
         at, self.staging_bytes = messages.places(staged, by_turn=not beside)
+        if not beside:
+            at, self.staging_bytes = shared_out(at, self.staging_bytes, messages)
+        self._device = device
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
         placed = replace(unpack, source=np.zeros_like(unpack.source), source_at=unpack.source_at + at[unpack.source])
         self._flip: PreparedCopies | None = None
@@ -74,12 +78,30 @@ class Inbox:
         """Of all messages."""
         return sum(each.memory.numel() for turn in self._receives for each in turn)
 
+    @property
+    def peers(self) -> frozenset[int]:
+        """From whom something is received."""
+        return frozenset(each.peer for turn in self._receives for each in turn)
+
     def receive(self, group: Exchange, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`."""
+        if not self.beside and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a paused server may still compute its last batch
+        under_way: deque[tuple[Posted, PreparedCopies | None]] = deque()
         for receives, unpack in zip(self._receives, self._unpacks, strict=True):
-            group.exchange((), receives, Deadline(turn_s))
-            if unpack is not None:
-                unpack.run()
+            if len(under_way) == UNDER_WAY:
+                self._arrived(group, *under_way.popleft(), turn_s)
+            under_way.append((group.post((), receives), unpack))
+        while under_way:
+            self._arrived(group, *under_way.popleft(), turn_s)
+        group.settle()
+
+    @staticmethod
+    def _arrived(group: Exchange, posted: Posted, unpack: PreparedCopies | None, turn_s: float) -> None:
+        posted.wait(Deadline(turn_s))
+        if unpack is not None:
+            with group.lane():
+                unpack.launch()
 
     def flip(self) -> None:
         """Put what was taken beside the parameters into them."""

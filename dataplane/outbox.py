@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -13,16 +15,27 @@ from .boxes import Column
 from .copy_engine import CopyEngine, PreparedCopies
 from .copy_table import CopyTable
 from .deadline import Deadline
-from .pair_group import Parcel
+from .pair_group import Parcel, Posted
 from .schedule import NOWHERE, Messages
 from .tensor_bytes import sizes_of
+
+UNDER_WAY: Final = 2
+"""Turns of a rank that move at a time: one is packed or unpacked while the other one is on the wire."""
 
 
 class Exchange(Protocol):
     """What is asked of `PairGroup`."""
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], deadline: Deadline) -> None:
-        """Move all of these."""
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Posted:
+        """Begin to move all of these."""
+        ...
+
+    def lane(self) -> AbstractContextManager[None]:
+        """Where copies are launched, in front of what is posted next."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for what was launched in the lane."""
         ...
 
 
@@ -44,6 +57,7 @@ class Outbox:
         everything, pack, peer = _joined(mail)
         everything.check(sizes_of(regions), sending=True)
         at, self.staging_bytes = everything.places(everything.source == NOWHERE, by_turn=True)
+        at, self.staging_bytes = shared_out(at, self.staging_bytes, everything)
         device = regions[0].device if len(regions) else torch.device("cpu")
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
         placed = replace(pack, target=np.zeros_like(pack.target), target_at=pack.target_at + at[pack.target])
@@ -65,12 +79,23 @@ class Outbox:
         """Of all messages."""
         return sum(each.memory.numel() for turn in self._sends for each in turn)
 
+    @property
+    def peers(self) -> frozenset[int]:
+        """To whom something is sent."""
+        return frozenset(each.peer for turn in self._sends for each in turn)
+
     def send(self, group: Exchange, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`."""
+        under_way: deque[Posted] = deque()
         for pack, sends in zip(self._packs, self._sends, strict=True):
+            if len(under_way) == UNDER_WAY:
+                under_way.popleft().wait(Deadline(turn_s))
             if pack is not None:
-                pack.run()
-            group.exchange(sends, (), Deadline(turn_s))
+                with group.lane():
+                    pack.launch()
+            under_way.append(group.post(sends, ()))
+        for posted in under_way:
+            posted.wait(Deadline(turn_s))
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -78,6 +103,12 @@ class Outbox:
             if pack is not None:
                 pack.close()
         self._packs, self._sends = [], []
+
+
+def shared_out(at: Column, nbytes: int, messages: Messages) -> tuple[Column, int]:
+    """Places in staging where turns that move at a time have parts of their own; and how much there is then."""
+    parts = min(UNDER_WAY, messages.turns)
+    return at + messages.turn % UNDER_WAY * nbytes, nbytes * parts
 
 
 def _joined(mail: Sequence[Mail]) -> tuple[Messages, CopyTable, Column]:

@@ -11,8 +11,9 @@ makes one run out of time.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, Protocol, cast
@@ -26,10 +27,15 @@ from . import backends
 from .deadline import Deadline
 from .errors import DeadlineExceeded, PeerLost, TransferFailed
 
-_POLL_S: Final = 0.0005
+_POLL_S: Final = 0.00005
+_END_S: Final = 5.0
+"""How long NCCL may take to break a group, or to end one, before nobody waits for it any more."""
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _ABORT_TAG: Final = 0x7FFFFFFF
 """No message has it."""
+
+
+NOBODY: Final[frozenset[int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,9 +63,22 @@ class _Backend(Protocol):
 
     def abort(self) -> None: ...
 
+    def shutdown(self) -> None: ...
+
+
+class Posted(Protocol):
+    """Messages that are under way."""
+
+    def wait(self, deadline: Deadline) -> None:
+        """Return when memory that is sent may be written, and memory that is received read.
+
+        Raises `PeerLost`, `DeadlineExceeded`; the group is broken then, for everybody.
+        """
+        ...
+
 
 class PairGroup:
-    """One rank of the group. `exchange` is called by one thread, `abort` by any."""
+    """One rank of the group. `post` and `exchange` are called by one thread, `abort` by any."""
 
     def __init__(self, backend: _Backend, device: torch.device, rank: int, size: int) -> None:
         self.rank = rank
@@ -71,14 +90,32 @@ class PairGroup:
 
     @classmethod
     def form(  # noqa: PLR0917
-        cls, store: c10d.Store, name: str, host: str, device: torch.device, rank: int, size: int, deadline: Deadline
+        cls,
+        store: c10d.Store,
+        name: str,
+        host: str,
+        device: torch.device,
+        rank: int,
+        size: int,
+        deadline: Deadline,
+        *,
+        to: frozenset[int] = NOBODY,
+        from_: frozenset[int] = NOBODY,
     ) -> PairGroup:
-        """Join as `rank`; returns when all have. `host` is the address at which the others reach this process."""
+        """Join as `rank`; returns when all have. `host` is the address at which the others reach this process.
+
+        NCCL connects a pair at its first message, which takes longer than the message: those that will be sent `to`,
+        and received `from_`, are connected here. Both ends must name the pair.
+        """
         prefixed = c10d.PrefixStore(name, store)
         try:
             if device.type == "cuda":
                 group = cls(cast("_Backend", backends.nccl(prefixed, rank, size)), device, rank, size)
-                group._connect(deadline)
+                try:
+                    group._connect(to, from_, deadline)
+                except BaseException:
+                    group.abort("it did not form")
+                    raise
                 return group
             timeout = timedelta(seconds=deadline.check("the group to form"))
             backend = cast("_Backend", backends.gloo(prefixed, host, rank, size, timeout))
@@ -87,75 +124,132 @@ class PairGroup:
             raise TransferFailed(f"group {name} of {size} ranks did not form: {_short(error)}") from error
 
     def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], deadline: Deadline) -> None:
-        """Move all of these; returns when memory that is sent may be written, and memory that is received read.
+        """Move all of these. Raises as `Posted.wait`."""
+        self.post(sends, receives).wait(deadline)
 
-        Two ranks match their messages in the order in which both name them. Raises `PeerLost`, `DeadlineExceeded`; the
-        group is broken then, for everybody.
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Posted:
+        """Begin to move all of these, on a GPU after what `lane` holds by now.
+
+        Two ranks match their messages in the order in which both name them. Raises `PeerLost`: the group is broken.
         """
-        if not sends and not receives:
-            return
-        try:
+        with self._breaking(None):
             if self._stream is not None:
-                self._exchange_on(self._stream, sends, receives, deadline)
-            else:
-                self._exchange_here(sends, receives, deadline)
-        except DeadlineExceeded:
-            self.abort("a peer did not move")
-            raise
-        except RuntimeError as error:
-            late = not deadline.left()
-            self.abort(_short(error))
-            if late:
-                raise DeadlineExceeded("a peer to send or take its messages", deadline.seconds) from error
-            raise PeerLost(f"the group broke: {self._broken}") from error
+                return _Posted(self, self._post_on(self._stream, sends, receives))
+            works = [self._backend.recv([each.memory], each.peer, 0) for each in receives]
+            works += [self._backend.send([each.memory], each.peer, 0) for each in sends]
+            return _Posted(self, works)
+
+    @contextlib.contextmanager
+    def lane(self) -> Generator[None, None, None]:
+        """Where copies into and out of messages are launched: in front of what is posted next."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def settle(self) -> None:
+        """Wait for what was launched in the lane."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def abort(self, reason: str = "it was broken off") -> None:
-        """Break the group, also while another thread is in `exchange`: that raises, here and at every peer."""
+        """Break the group, also while another thread waits for messages: that raises, here and at every peer."""
         if self._broken:
             return
-        self._broken = reason
+        self._broken = reason or "it was broken off"
         if self._stream is not None:
-            self._backend.abort()
+            _aside(self._backend.abort).join(_END_S)
             return
         other = (self.rank + 1) % self.size
         with contextlib.suppress(RuntimeError):  # that it runs out of time is what it is for
             self._backend.recv([torch.empty(1, dtype=torch.uint8)], other, _ABORT_TAG).wait(_AT_ONCE)
 
-    def _exchange_here(self, sends: Sequence[Parcel], receives: Sequence[Parcel], deadline: Deadline) -> None:
-        if self._broken:
-            raise RuntimeError(self._broken)
-        works = [self._backend.recv([each.memory], each.peer, 0) for each in receives]
-        works += [self._backend.send([each.memory], each.peer, 0) for each in sends]
-        for work in works:
-            work.wait(timedelta(seconds=deadline.check("a peer to send or take its messages")))
+    def close(self) -> None:
+        """Everything has moved. NCCL keeps memory and threads until it is told so; gloo does not.
 
-    def _exchange_on(
-        self, stream: torch.cuda.Stream, sends: Sequence[Parcel], receives: Sequence[Parcel], deadline: Deadline
-    ) -> None:
-        """All of them as one group of NCCL, whose kernels run beside those of the other streams."""
+        Ending is polite, so that the last bytes of a peer are not cut off, and nobody waits for it.
+        """
+        if self._stream is not None and not self._broken:
+            self._broken = "it has ended"
+            _aside(self._backend.shutdown)
+
+    def check(self) -> None:
+        """Raise RuntimeError when the group was broken. To a work of NCCL's, an abort looks like its end."""
         if self._broken:
             raise RuntimeError(self._broken)
+
+    def finish(self, works: Sequence[c10d.Work], deadline: Deadline) -> None:
+        """Wait for `works`. Raises RuntimeError, `DeadlineExceeded`."""
+        for work in works:
+            left = timedelta(seconds=deadline.check("a peer to send or take its messages"))
+            if self._stream is None:
+                work.wait(left)
+                continue
+            while not work.is_completed():
+                deadline.check("a peer to send or take its messages")
+                time.sleep(_POLL_S)
+        self.check()
+
+    @contextlib.contextmanager
+    def _breaking(self, deadline: Deadline | None) -> Generator[None, None, None]:
+        """Whatever goes wrong within breaks the group."""
+        try:
+            self.check()
+            yield
+        except DeadlineExceeded:
+            self.abort("a peer did not move")
+            raise
+        except RuntimeError as error:
+            late = deadline is not None and not deadline.left()
+            self.abort(_short(error))
+            if late and deadline is not None:
+                raise DeadlineExceeded("a peer to send or take its messages", deadline.seconds) from error
+            raise PeerLost(f"the group broke: {self._broken}") from error
+
+    def _post_on(
+        self, stream: torch.cuda.Stream, sends: Sequence[Parcel], receives: Sequence[Parcel]
+    ) -> list[c10d.Work]:
+        """All of them as one group of NCCL, whose kernels run beside those of the other streams."""
+        if not sends and not receives:
+            return []
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             self._backend._start_coalescing()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             for each in receives:
                 self._backend.recv([each.memory], each.peer, 0)
             for each in sends:
                 self._backend.send([each.memory], each.peer, 0)
-            work = self._backend._end_coalescing()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            self._finish(work, deadline)
-            stream.synchronize()
+            return [self._backend._end_coalescing()]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
 
-    def _connect(self, deadline: Deadline) -> None:
-        """NCCL connects at the first call, which all members have to make."""
-        assert self._stream is not None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._finish(self._backend.allreduce([torch.zeros(1, device=self._device)]), deadline)
+    def _connect(self, to: frozenset[int], from_: frozenset[int], deadline: Deadline) -> None:
+        """NCCL connects at the first call, which all members have to make, and pairs at their first message."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        with self.lane():
+            self.finish([self._backend.allreduce([torch.zeros(1, device=self._device)])], deadline)
+        sends, receives = ([Parcel(byte.clone(), peer) for peer in sorted(peers)] for peers in (to, from_))
+        self.exchange(sends, receives, deadline)
 
-    def _finish(self, work: c10d.Work, deadline: Deadline) -> None:
-        while not work.is_completed():
-            deadline.check("a peer to send or take its messages")
-            time.sleep(_POLL_S)
-        work.wait()
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    group: PairGroup
+    works: Sequence[c10d.Work]
+
+    def wait(self, deadline: Deadline) -> None:
+        with self.group._breaking(deadline):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            self.group.finish(self.works, deadline)
+
+
+def _aside(function: Callable[[], None]) -> threading.Thread:
+    """On a thread of its own: what NCCL does there may take as long as the driver likes."""
+    thread = threading.Thread(target=_quietly, args=(function,), name="weightbus-nccl-end", daemon=True)
+    thread.start()
+    return thread
+
+
+def _quietly(function: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the group is of no use any more, however it ended
+        function()
 
 
 def _short(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from .deadline import Deadline
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
-from .pair_group import PairGroup
+from .pair_group import NOBODY, PairGroup
 from .sealed_frames import address_towards, host_and_port
 from .sends_wire import BEAT_S, Group
 
@@ -33,15 +33,31 @@ class _Outcome:
     group: PairGroup | None = None
     done: bool = False
     error: BaseException | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+    """Everything has moved, or something went wrong."""
+    began: float = 0.0
+    """When all had come."""
+    seconds: float = 0.0
+    """From then on."""
 
 
 class Passage:
     """For one epoch."""
 
-    def __init__(self, where: Group, rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        where: Group,
+        rank: int,
+        device: torch.device,
+        *,
+        to: frozenset[int] = NOBODY,
+        from_: frozenset[int] = NOBODY,
+    ) -> None:
+        """`to` and `from_` are those with whom messages are exchanged."""
         self._where = where
         self._rank = rank
         self._device = device
+        self._to, self._from = to, from_
 
     def run(self, move: Callable[[PairGroup], None], called_off: Callable[[], str], beat: Callable[[], None]) -> float:
         """Join, `move`, and return the seconds that it took after all had come.
@@ -49,40 +65,46 @@ class Passage:
         `called_off` is asked often for a reason to give up, and `beat` is called every `BEAT_S`. Whatever goes wrong
         breaks the group for all. Raises `TransferFailed`.
         """
-        outcome, began = _Outcome(), [time.monotonic()]
-        thread = threading.Thread(target=self._pass, args=(move, outcome, began), name="weightbus-sends", daemon=True)
+        outcome, forming = _Outcome(), Deadline(self._where.form_s + _END_S)
+        thread = threading.Thread(target=self._pass, args=(move, outcome), name="weightbus-sends", daemon=True)
         thread.start()
         due = time.monotonic() + BEAT_S
-        while thread.is_alive():
+        while not outcome.over.wait(_LOOK_S):
             if time.monotonic() >= due:
                 due += BEAT_S
                 beat()
             reason = called_off()
+            if not reason and outcome.group is None and not forming.left():
+                reason = f"the group did not form within {forming.seconds:.0f} s"
             if reason:
-                self._break(outcome, thread, reason)
+                self._break(outcome, reason)
                 raise PeerLost(reason)
-            thread.join(_LOOK_S)
         if outcome.error is not None:
             if isinstance(outcome.error, DataplaneError):
                 raise outcome.error
             raise TransferFailed(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
-        return time.monotonic() - began[0]
+        return outcome.seconds
 
-    def _pass(self, move: Callable[[PairGroup], None], outcome: _Outcome, began: list[float]) -> None:
+    def _pass(self, move: Callable[[PairGroup], None], outcome: _Outcome) -> None:
         group: PairGroup | None = None
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             group = self._join()
-            began[0] = time.monotonic()
+            outcome.began = time.monotonic()
             outcome.group = group
             if outcome.done:
                 group.abort("called off while it formed")  # `move` raises
             move(group)
+            outcome.seconds = time.monotonic() - outcome.began
         except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
             outcome.error = error
             if group is not None:
                 group.abort(str(error) or type(error).__name__)
+        finally:
+            outcome.over.set()
+        if group is not None:
+            group.close()
 
     def _join(self) -> PairGroup:
         where = self._where
@@ -94,11 +116,13 @@ class Passage:
         except RuntimeError as error:
             raise DeadlineExceeded("the group's store", where.form_s) from error
         mine = address_towards(host, port)
-        return PairGroup.form(store, where.name, mine, self._device, self._rank, where.size, deadline)
+        return PairGroup.form(
+            store, where.name, mine, self._device, self._rank, where.size, deadline, to=self._to, from_=self._from
+        )
 
     @staticmethod
-    def _break(outcome: _Outcome, thread: threading.Thread, reason: str) -> None:
+    def _break(outcome: _Outcome, reason: str) -> None:
         outcome.done = True  # a group that forms from now on is broken where it is made
         if outcome.group is not None:
             outcome.group.abort(reason)
-            thread.join(_END_S)
+            outcome.over.wait(_END_S)

@@ -47,9 +47,9 @@ def _fp8(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> 
     blocks = _blocks(values, scheme)
     amax = blocks.abs().amax(dim=(1, 3))
     if scheme.scaling is Scaling.UP:
-        scale = _power_up(amax.clamp(min=_LEAST_AMAX) / E4M3_MAX)
+        scale = _power_up(_over(amax.clamp(min=_LEAST_AMAX), E4M3_MAX))
     else:
-        scale = amax / E4M3_MAX
+        scale = _over(amax, E4M3_MAX)
         scale = torch.where(scale == 0, _EPSILON, scale)
     # What divides is the scale as it is stored: so an engine multiplies with the same number.
     scale = scale.to(scales.dtype)
@@ -63,7 +63,7 @@ def _mx(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> N
     blocks = _blocks(values, scheme)
     amax = blocks.abs().amax(dim=(1, 3))
     if scheme.scaling is Scaling.UP:
-        bits = ((amax / E4M3_MAX).view(torch.int32) + _ROUND_UP) >> _MANTISSA_BITS
+        bits = (_over(amax, E4M3_MAX).view(torch.int32) + _ROUND_UP) >> _MANTISSA_BITS
     else:
         bits = (((amax.view(torch.int32) + _ROUND_NEAREST) >> _MANTISSA_BITS) - _MX_SHIFT).clamp(min=0)
     exponents.copy_(bits.to(torch.uint8))
@@ -77,7 +77,7 @@ def _int4(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) ->
     blocks = _blocks(values, scheme)
     low = blocks.amin(dim=(1, 3)).clamp(max=0)
     high = blocks.amax(dim=(1, 3)).clamp(min=0)
-    scale = torch.maximum(-low, high) / 7.5 if scheme.symmetric else (high - low) / 15
+    scale = _over(torch.maximum(-low, high), 7.5) if scheme.symmetric else _over(high - low, 15.0)
     empty = scale == 0
     zero = torch.where(empty, 0, (-8 - low / scale).clamp(-8, 7)).round()
     scale = torch.where(empty, _EPSILON, scale).to(scales.dtype)
@@ -87,6 +87,11 @@ def _int4(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) ->
         scaled = scaled + zero[:, None, :, None]
         outs[2].copy_(_pack(zero.t()).t())
     packed.copy_(_pack(_joined(scaled, values).clamp(-8, 7).round()))
+
+
+def _over(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """The IEEE quotient. By a number of Python's CUDA would multiply with the reciprocal, which has other bits."""
+    return values / values.new_full((), divisor)
 
 
 def _pack(integers: torch.Tensor) -> torch.Tensor:

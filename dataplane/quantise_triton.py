@@ -1,6 +1,6 @@
 # pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917, SIM108
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
 """Quantises tiles of weights on a GPU: each element is read once and written once. Imported only when needed.
 
@@ -11,7 +11,8 @@ A row of the table is a tile of at most ROWS x COLUMNS elements, which holds who
 
 Divisions are IEEE's (`tl.div_rn`), so that the bits are those of quantise_torch.py. `FAST` divides by multiplying with
 the reciprocal and correcting once with a fused multiply-add, which rounds the same for normal numbers (Markstein, IBM
-J. Res. Dev. 34, 1990); tests/gpu/quantised.py compares both.
+J. Res. Dev. 34, 1990); tests/gpu/quantised.py compares both. It needs a fused multiply-add, which Triton's interpreter
+does not have.
 """
 
 import triton
@@ -22,7 +23,17 @@ TABLE_COLUMNS = 9
 _E4M3_MAX = tl.constexpr(448.0)
 _EPSILON = tl.constexpr(1.1920928955078125e-07)
 _LEAST_AMAX = tl.constexpr(1e-4)
-_SMALL = tl.constexpr(2.0**-100)
+_SMALL = tl.constexpr(2.0**-60)
+_LARGER = tl.constexpr(2.0**64)
+
+
+@triton.jit
+def _steps(bytes_apart, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
+    """Bytes between rows as elements. The product tells the compiler their divisibility; a hint on a load is lost."""
+    size: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    if size < ALIGN:
+        return bytes_apart // ALIGN * (ALIGN // size)
+    return bytes_apart // size
 
 
 @triton.jit
@@ -35,7 +46,7 @@ def _load(
     line, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     inside = (line < (shape >> 32).to(tl.int32)) & (column < tl.multiple_of(shape.to(tl.int32), ALIGN))
     source = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE), bitcast=True), ALIGN)
-    step = tl.multiple_of(tl.load(row + 1) // DTYPE.primitive_bitwidth * 8, ALIGN * 8 // DTYPE.primitive_bitwidth)
+    step = _steps(tl.load(row + 1), DTYPE, ALIGN)
     values = tl.load(source + line * step + column, mask=inside, other=0.0)
     return row, line, column, inside, values.to(SERVED).to(tl.float32)
 
@@ -44,15 +55,17 @@ def _load(
 def _store(row, at: tl.constexpr, DTYPE: tl.constexpr, ALIGN: tl.constexpr, line, column, values, inside):
     """Into the tensor whose address and step are the table's columns `at` and `at` + 1."""
     target = tl.multiple_of(tl.load(row + at).to(tl.pointer_type(DTYPE), bitcast=True), ALIGN)
-    step = tl.load(row + at + 1) // (DTYPE.primitive_bitwidth // 8)
-    step = tl.multiple_of(step, ALIGN * 8 // DTYPE.primitive_bitwidth)
+    step = _steps(tl.load(row + at + 1), DTYPE, ALIGN)
     tl.store(target + line * step + column, values, mask=inside)
 
 
 @triton.jit
 def _divided(values, scale, FAST: tl.constexpr):
-    """The quotient, rounded once."""
+    """The quotient, rounded once. `FAST`: where it is so small that e4m3 has no number for it, it may be off."""
     if FAST:
+        larger = tl.where(scale < _SMALL, _LARGER, 1.0)  # both by a power of two: what is corrected with stays normal
+        scale *= larger
+        values *= larger
         inverse = tl.div_rn(1.0, scale)
         first = values * inverse
         return tl.fma(tl.fma(-first, scale, values), inverse, first)
@@ -81,14 +94,9 @@ def fp8_block(
     stored = scale.to(SCALE)
     tl.store(tl.load(row + 4).to(tl.pointer_type(SCALE), bitcast=True), stored)
     scale = stored.to(tl.float32)
-    if FAST:
-        if scale > _SMALL:
-            scaled = _divided(values, scale, True)
-        else:
-            scaled = _divided(values, scale, False)
-    else:
-        scaled = _divided(values, scale, False)
-    _store(row, 2, tl.float8e4nv, ALIGN, line, column, _e4m3(scaled), inside)
+    # At most 449.75, with a scale of 8 bits: the nearest number of e4m3 is 448, without a bound of our own.
+    scaled = _divided(values, scale, FAST).to(tl.float8e4nv)
+    _store(row, 2, tl.float8e4nv, ALIGN, line, column, scaled, inside)
 
 
 @triton.jit

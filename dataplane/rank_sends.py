@@ -86,7 +86,7 @@ class RankSends:
             outbox = self._bound(begin.letters, regions)
             device = regions[0].device if regions else torch.device("cpu")
             where = begin.group
-            seconds = Passage(where, where.rank, device).run(
+            seconds = Passage(where, where.rank, device, to=outbox.peers).run(
                 lambda group: outbox.send(group, where.turn_s), lambda: _called_off(frames, stop), lambda: _beat(frames)
             )
             wire.say(frames, wire.Through(seconds=seconds, nbytes=outbox.nbytes), Deadline(_PACKET_S))

@@ -25,11 +25,14 @@ from .copy_table import AXES, ITEM_SIZES, CopyTable
 from .errors import ManifestError
 from .plan import Plan
 
-STAGING_BYTES: Final = 512 * 1024 * 1024
-"""What all pairs of one rank may stage in a turn, where the group is not so large that `MIN_PAIR_BYTES` is more."""
+STAGING_BYTES: Final = 256 * 1024 * 1024
+"""What all pairs of one rank may stage in a turn, where the group is not so large that `MIN_PAIR_BYTES` is more. Two
+turns move at a time."""
 MIN_PAIR_BYTES: Final = 1024 * 1024
 ALONE_BYTES: Final = 64 * 1024
 """A row of so many bytes is a message of its own if it lies in one piece on either side: a copy costs more than it."""
+ALONE_BYTES_ON_GPU: Final = 16 * 1024 * 1024
+"""There a copy costs little, and a message of NCCL's several microseconds."""
 NOWHERE: Final = -1
 """For the region of a message's end that is packed, or unpacked."""
 _ALIGNMENT: Final = 16
@@ -39,6 +42,11 @@ _COLUMNS: Final = 7
 def pair_bytes_of(ranks: int) -> int:
     """What one pair may move in a turn, where the larger side of the group has `ranks` ranks."""
     return max(STAGING_BYTES // max(ranks, 1), MIN_PAIR_BYTES)
+
+
+def alone_bytes_on(device: str) -> int:
+    """From how many bytes on a row is a message of its own on such a device, where it can."""
+    return ALONE_BYTES_ON_GPU if device == "cuda" else ALONE_BYTES
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from .frames import Frames
 from .meeting import new_token
 from .plan import Plan, make_plan
 from .recording import Recording
-from .schedule import Schedule, pair_bytes_of, schedule
+from .schedule import Schedule, alone_bytes_on, pair_bytes_of, schedule
 from .sealed_frames import SealedListener
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
@@ -81,6 +81,7 @@ class SendsSender:
         self._epoch = 0
         self._token = ""
         self._pair_bytes = 0
+        self._alone_bytes = alone_bytes_on(device.type)
         self._plans: dict[str, tuple[Plan, int]] = {}
         """Plans that were agreed to, by digest, and how many targets their recordings have."""
         self._schedules: dict[tuple[str, int], Schedule] = {}
@@ -234,8 +235,9 @@ class SendsSender:
                 end.known = frozenset(hello.known)
             else:
                 invited = wire.Invited(
-                    epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes, plans=tuple(self._plans)
-                )
+                    epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
+                    alone_bytes=self._alone_bytes, plans=tuple(self._plans),
+                )  # fmt: skip
                 wire.say(frames, invited, deadline)
         except DataplaneError:
             return frames.close()
@@ -315,7 +317,7 @@ class SendsSender:
     def _schedule(self, plan: str) -> Schedule:
         key = plan, self._pair_bytes
         if key not in self._schedules:
-            self._schedules[key] = schedule(*self._plans[plan], self._pair_bytes)
+            self._schedules[key] = schedule(*self._plans[plan], self._pair_bytes, self._alone_bytes)
         return self._schedules[key]
 
     # -- the group ----------------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ class SendsReceiver(DirectReceiver):
         """`beside`: versions may be taken while the server generates, where there is memory for it."""
         super().__init__(runtime_dir)
         self._beside = beside
-        self._pair_bytes = 0
+        self._cut = (0, 0)
+        """How the sender cuts schedules: bytes of a pair in a turn, and of a row that is a message of its own."""
         self._agreed: frozenset[str] = frozenset()
         """Plans that the sender has made too."""
         self._schedules: tuple[str, tuple[Schedule, ...]] = ("", ())
@@ -104,6 +105,9 @@ class SendsReceiver(DirectReceiver):
         self.close()
         self._touched = False
         self.seconds = {}
+        dead = [rank for rank, frames in self._takers.items() if frames.ended()]
+        if dead:  # its server ends too, but takes seconds for it, in which it would have to be paused
+            raise TransferFailed(f"worker {dead[0]} of the server has died")
         if not self.can_stage(session.manifest):
             return False
         deadline = Deadline(deadline_s)
@@ -111,7 +115,7 @@ class SendsReceiver(DirectReceiver):
         try:
             welcome = self._shake_hands(connection, session, engine, deadline)
             known = self._agreements[_MODEL]
-            if (known.layout, self._schedules[0]) != (welcome.layout, _named(known, self._pair_bytes)):
+            if (known.layout, self._schedules[0]) != (welcome.layout, _named(known, self._cut)):
                 self.mode = "paused: the trainer's layout is new"
                 self.close()
                 return False
@@ -156,7 +160,7 @@ class SendsReceiver(DirectReceiver):
             raise StaleSession(reply.epoch, session.epoch)
         if not isinstance(reply, sends_wire.Invited):
             raise PeerLost(f"the sender refused this engine: {_reason(reply)}")
-        self._pair_bytes, self._agreed = reply.pair_bytes, frozenset(reply.plans)
+        self._cut, self._agreed = (reply.pair_bytes, reply.alone_bytes), frozenset(reply.plans)
         return Welcome(epoch=reply.epoch, layout=reply.layout, exporters=())
 
     # -- the workers --------------------------------------------------------------------------------------------------
@@ -183,10 +187,10 @@ class SendsReceiver(DirectReceiver):
 
     def _expect(self, known: Agreement, deadline: Deadline) -> None:
         """Tell every worker what it will be sent, and have its thread connect."""
-        name = _named(known, self._pair_bytes)
+        name = _named(known, self._cut)
         if self._schedules[0] != name:
             targets = [len(self._recordings[digest].targets) for digest in known.recordings]
-            made = [schedule(plan, count, self._pair_bytes) for plan, count in zip(known.plans, targets, strict=True)]
+            made = [schedule(plan, count, *self._cut) for plan, count in zip(known.plans, targets, strict=True)]
             self._schedules = name, tuple(made)
         if self._lasting is None:
             open_runtime_dir(self._runtime_dir)
@@ -329,8 +333,8 @@ class SendsReceiver(DirectReceiver):
         return ""
 
 
-def _named(agreement: Agreement, pair_bytes: int) -> str:
-    return "-".join((*agreement.digests, str(pair_bytes)))
+def _named(agreement: Agreement, cut: tuple[int, int]) -> str:
+    return "-".join((*agreement.digests, *map(str, cut)))
 
 
 def _beat(connection: Frames) -> None:

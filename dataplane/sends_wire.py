@@ -44,6 +44,8 @@ class Invited(WireMessage, frozen=True, tag=True):
     """Digest of what `Layout` holds."""
     pair_bytes: int
     """What one pair of ranks may move in a turn: part of every schedule."""
+    alone_bytes: int
+    """From how many bytes on a row is a message of its own: too."""
     plans: tuple[str, ...] = ()
     """Those that need not be proposed."""
 

@@ -118,7 +118,8 @@ class Taker:
                 self._touched = not message.beside
                 inbox.receive(group, where.turn_s)
 
-            seconds = Passage(where, where.rank, self._device).run(move, self._called_off, self._beat)
+            passage = Passage(where, where.rank, self._device, from_=inbox.peers)
+            seconds = passage.run(move, self._called_off, self._beat)
         except Exception as error:  # noqa: BLE001 - see above
             if message.beside:
                 self._drop()

@@ -151,6 +151,8 @@ class Tracer:
 
     def _write(self, target: torch.Tensor, writes: Sequence[Write], operation: Any) -> None:
         """Note what is written to a view; the writes' `here` is in its storage, counted in its elements."""
+        if not target.numel():  # a rank beyond the end of what is cut: it has padding alone
+            return
         memory = self.memory_of(target)
         if memory is None:
             identity = identity_of(target)
@@ -185,7 +187,8 @@ class Tracer:
         return [Write(each.move, each.origin.cast(target.dtype)) for each in found]
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, operation: Any) -> None:
-        self._write(target, self._read(source, target), operation)
+        if target.numel():
+            self._write(target, self._read(source, target), operation)
 
     def _made_like(self, operation: Any, args: _Args, kwargs: _Kwargs) -> torch.Tensor:
         """The empty result of a movement."""

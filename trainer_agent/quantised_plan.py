@@ -105,6 +105,14 @@ class Work(msgspec.Struct, frozen=True):
     """The number of the arena's first storage: that of dtype `d` is ``base + DTYPES.index(d)``."""
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """One rank's part in all buckets at once, for memory that stays."""
+
+    work: Work
+    results: tuple[Piece, ...]
+    """What lies in the arena then."""
+
+
 @dataclass(frozen=True, eq=False)
 class Division:
     """Which weights are divided among their holders and which are gathered; the same on every rank."""
@@ -175,6 +183,11 @@ class Division:
         """What `rank` does."""
         return _Draft(self, rank).work()
 
+    def kept(self, rank: int, base: int) -> Kept:
+        """What `rank` does where its results stay where it makes them; `base` numbers the arena's first storage."""
+        draft = _Draft(self, rank, base)
+        return Kept(draft.work(), tuple(draft.results))
+
     def travelling(self) -> Pieces:
         """Pieces of the manifest's tensors: what is quantised elsewhere than on the root, and what is not quantised."""
         held: dict[int, list[Piece]] = defaultdict(list)
@@ -191,16 +204,19 @@ class Division:
 class _Draft:
     """One rank's work, while it is put together."""
 
-    def __init__(self, division: Division, rank: int) -> None:
+    def __init__(self, division: Division, rank: int, keeps: int | None = None) -> None:
+        """`keeps`: results stay in an arena, which begins with this storage."""
         self._of = division
         self._rank = rank
+        self._keeps = keeps is not None
         self._at_root = rank == division.root
         self._jobs: list[list[Job]] = [[] for _ in division.manifest.buckets]
         self.results: list[Piece] = []
         """What it makes for others, in its arena."""
         self._ends = [0] * len(self._jobs)
         mine = None if division.pieces is None else division.pieces.held_by(rank)
-        self._base = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
+        first = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
+        self._base = first if keeps is None else keeps
         self._copies: list[list[Copy]] = [[] for _ in self._jobs]
         self._shapes: list[list[Shape]] = [[] for _ in self._jobs]
         for index, row in division.local.get(rank, ()):
@@ -226,24 +242,32 @@ class _Draft:
     def _job(self, index: int, weight: Weight, box: Box, held: Piece | None, raw: tuple[int, int]) -> None:
         """Once for each bucket that a part of the weight is in: nearly always one."""
         made = weight.computed
-        for bucket in sorted({self._of.places[spec.name][0] for _, spec in made}):
+        buckets = sorted({self._of.places[spec.name][0] for _, spec in made})
+        if self._keeps:  # all that needs nobody else at once, the rest as it is gathered
+            buckets = [0] if held is not None else buckets[:1]
+        for bucket in buckets:
             targets = tuple(self._target(bucket, part, spec, part.box(box)) for part, spec in made)
             self._jobs[bucket].append(Job(index, box.shape, held, raw, targets))
 
     def _target(self, bucket: int, part: Part, spec: TensorSpec, box: Box) -> Place:
         """In the bucket for the root; in the arena for the others, and for what belongs to another bucket."""
         home, begin = self._of.places[spec.name]
-        if self._at_root and home == bucket:
+        if self._at_root and home == bucket and not self._keeps:
             strides = contiguous_strides(spec.shape)
             first = sum(at * step for at, step in zip(box.start, strides, strict=True))
             return Place(False, begin + first * ITEM_BYTES[part.dtype], part.dtype, box.shape, strides)
+        return self._in_arena(0 if self._keeps else bucket, spec, box, result=home == bucket or self._keeps)
+
+    def _in_arena(self, bucket: int, spec: TensorSpec, box: Box, *, result: bool) -> Place:
+        """Memory for `box` of a tensor, behind what lies there for the same bucket."""
+        item = ITEM_BYTES[spec.dtype]
         offset = self._ends[bucket]
-        self._ends[bucket] += -(-box.size * ITEM_BYTES[part.dtype] // _ALIGNMENT) * _ALIGNMENT
+        self._ends[bucket] += -(-box.size * item // _ALIGNMENT) * _ALIGNMENT
         strides = contiguous_strides(box.shape)
-        if home == bucket:
-            view = View(self._base + DTYPES.index(part.dtype), offset // ITEM_BYTES[part.dtype], strides)
-            self.results.append(Piece(spec.name, box, part.dtype, view))
-        return Place(True, offset, part.dtype, box.shape, strides)
+        if result:
+            view = View(self._base + DTYPES.index(spec.dtype), offset // item, strides)
+            self.results.append(Piece(spec.name, box, spec.dtype, view))
+        return Place(True, offset, spec.dtype, box.shape, strides)
 
     def _take_gathered(self) -> None:
         """What the root does with what others sent, and what is not computed."""
@@ -259,6 +283,8 @@ class _Draft:
                     self._shapes[self._of.places[spec.name][0]].append(Shape(weight.spec.shape, self._whole(spec)))
 
     def _whole(self, spec: TensorSpec) -> Place:
+        if self._keeps:
+            return self._in_arena(0, spec, Box.whole(spec.shape), result=True)
         return Place(False, self._of.places[spec.name][1], spec.dtype, spec.shape, contiguous_strides(spec.shape))
 
 

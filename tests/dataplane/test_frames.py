@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import PeerLost
-from weightbus.dataplane.frames import MAX_FRAME, Frames
+from weightbus.dataplane.frames import MAX_FRAME, FrameListener, Frames
 
 
 def test_a_large_message_arrives_whole() -> None:
@@ -41,3 +46,22 @@ def test_memory_is_taken_for_what_came_not_for_what_is_announced() -> None:
     finally:
         tracemalloc.stop()
         frames.close()
+
+
+def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
+    """Also before its parent has asked how it ended, which for a worker of a server takes seconds."""
+    listener = FrameListener(tmp_path / "s")
+    connect = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", connect, os.fspath(listener.path)])
+    try:
+        frames = listener.accept(Deadline(30.0), "the child")
+        assert not frames.ended()
+        child.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert frames.ended(), "nobody has waited for it yet"
+    finally:
+        child.kill()
+        child.wait()
+    assert frames.ended()
+    frames.close()
+    listener.close()

@@ -248,6 +248,20 @@ def test_padding_is_a_constant() -> None:
     assert [recording.targets[patch.target].name for patch in recording.unwritten] == ["scale"]
 
 
+def test_a_rank_beyond_the_end_writes_nothing() -> None:
+    """What is cut into parts of a fixed size may leave the last rank with none: SGLang copies no rows there."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        model.wide.data[8:].copy_(weights["d"].t()[8:])
+        model.wide.data[8:].fill_(1.0)
+
+    recording, _ = check(load)
+
+    assert [SPECS[index].name for index in recording.unread] == ["c"]
+    assert [SPECS[index].name for index in recording.dropped] == ["d"]
+
+
 def test_what_is_written_last_counts() -> None:
     """Two tensors in one place: the later one is the copy, and the place is named."""
 

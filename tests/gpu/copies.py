@@ -1,6 +1,7 @@
 """How fast tables of strided boxes are copied and digested on a GPU, beside plain copies of as many bytes.
 
-    python3 tests/gpu/copies.py [--gigabytes N]         one CUDA device; with two, also from the other's memory
+    python3 tests/gpu/copies.py [--gigabytes N]         one CUDA device; with two, also from the other's memory, and
+                                                        each from the other's at once, as TP2 to TP2 across does it
 
 Prints one JSON object; `--out` writes it too. Exits with 1 unless every copy and every digest was right.
 """
@@ -14,7 +15,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +155,47 @@ def measure(nbytes: int, reader: torch.device, source: torch.Tensor) -> dict[str
     return found
 
 
+def at_once(runs: Sequence[tuple[torch.device, Callable[[], object]]]) -> float:
+    """The best of some times until all of `runs` were done, each by a thread of its own on its device."""
+    found = []
+    for _ in range(ROUNDS):
+        start = threading.Barrier(len(runs) + 1)
+
+        def go(device: torch.device, run: Callable[[], object], start: threading.Barrier = start) -> None:
+            with torch.cuda.device(device):
+                start.wait(60)
+                run()
+                torch.cuda.synchronize()
+
+        threads = [threading.Thread(target=go, args=each) for each in runs]
+        for thread in threads:
+            thread.start()
+        start.wait(60)
+        begun = time.perf_counter()
+        for thread in threads:
+            thread.join()
+        found.append(time.perf_counter() - begun)
+    return min(found[2:])
+
+
+def both_ways(nbytes: int, sources: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Each device from the other's memory at the same time: bytes into one device by second."""
+    readers = [torch.device("cuda", index) for index in range(2)]
+    targets = [torch.zeros(nbytes + nbytes // 16 + 65536, dtype=torch.uint8, device=reader) for reader in readers]
+    ways = list(zip(readers, sources, targets, strict=True))
+    plain = at_once([(at, lambda out=out, into=into: into[:nbytes].copy_(out[:nbytes])) for at, out, into in ways])
+    found: dict[str, Any] = {"bytes": nbytes, "plain_copy_s": plain, "plain_gb_s": nbytes / plain / 1e9, "equal": True}
+    for name, table in tables(nbytes).items():
+        copies = [engine_for(at).copies(table, [out], [into]) for at, out, into in ways]
+        took = at_once([(at, each.run) for at, each in zip(readers, copies, strict=True)])
+        moved = int(table.target_bytes.sum())
+        found["equal"] &= all(same(table, out, into) for _, out, into in ways)
+        found[name] = {"s": took, "gb_s": moved / took / 1e9, "of_plain": (moved / took) / (nbytes / plain)}
+        for each in copies:
+            each.close()
+    return found
+
+
 def same(table: CopyTable, source: torch.Tensor, target: torch.Tensor) -> bool:
     """The first, a middle and the last row, by torch's own indexing."""
     for row in {0, len(table) // 2, len(table) - 1}:
@@ -189,11 +233,13 @@ def main() -> int:
         torch.cuda.empty_cache()
         with exported(nbytes, devices[1], devices[0]) as source:
             result["peer_gpu"] = measure(nbytes, devices[0], source)
+            with exported(nbytes, devices[0], devices[1]) as other:
+                result["both_ways"] = both_ways(nbytes, [source, other])
     text = json.dumps(result, indent=1)
     sys.stdout.write(text + "\n")
     if args.out:
         Path(args.out).write_text(text + "\n")
-    return 0 if all(result[key]["equal"] for key in ("same_gpu", "peer_gpu") if key in result) else 1
+    return 0 if all(result[key]["equal"] for key in ("same_gpu", "peer_gpu", "both_ways") if key in result) else 1
 
 
 if __name__ == "__main__":

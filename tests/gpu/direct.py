@@ -29,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +217,10 @@ def publish(
 
 
 @contextlib.contextmanager
-def rounds(source: Any, layout: dict[str, Any], place: str, transport: str) -> Iterator[Any]:
-    """An agent, and how it publishes one version."""
+def rounds(
+    source: Any, layout: dict[str, Any], place: str, transport: str, more: Mapping[str, Any] | None = None
+) -> Iterator[Any]:
+    """An agent with `more` settings, and how it publishes one version."""
     import torch
 
     from weightbus.trainer_agent import TrainerAgent
@@ -226,6 +228,7 @@ def rounds(source: Any, layout: dict[str, Any], place: str, transport: str) -> I
     with TrainerAgent.connect(
         source, channel=place, name=f"trainer-{place}", coordinator=f"tcp://127.0.0.1:{layout['bus']}",
         transport=(transport,), bucket_bytes=BUCKET_BYTES, insecure_loopback=True, pause="in_place", flush=False,
+        **(more or {}),
     ) as agent:  # fmt: skip
 
         def publish_one(version: int, fleet: rig.Fleet) -> dict[str, Any]:

@@ -1,181 +1,195 @@
-"""Proof and figures for sends: out of the GPU of a Megatron-core trainer into a real SGLang on another one, by NCCL.
-
-Each version is published by `sends`, and, for comparison and as the oracle, by SGLang's own flattened buckets over NCCL
-(`distributed`) into the same server. Afterwards the server's own checksums of its live parameters must be the same, and
-other ones after they were overwritten with noise in between. A bare send of as many bytes between two processes, by the
-same group code, is the floor.
+"""Proof and figures for sends over NCCL: out of a Megatron-core trainer on one GPU into real SGLang on another one.
 
     python3 tests/gpu/nccl.py                       two CUDA devices. Qwen3-30B-A3B shapes, 24 layers, 31 GB
     python3 tests/gpu/nccl.py --config FILE         another model, by its config.json
-    python3 tests/gpu/nccl.py --device cpu          the same steps with a tiny model, over gloo
+    python3 tests/gpu/nccl.py --parts speed,death   some of the parts
+    python3 tests/gpu/nccl.py --device cpu          the same steps with tiny models, over gloo
 
-Prints one JSON object; `--out FOLDER` writes nccl.json there. Exits with 1 unless everything was equal. Not measured
-yet, and null: `slime_distributed_s` (512 MB buckets, a broadcast for each tensor) and `survivors_serving_s`.
+Three parts, each a trainer of its own (nccl_parts.py, stock_paths.py), each with a deadline:
+
+``speed``  Versions by `sends`, by SGLang's flattened buckets, and by a broadcast for each tensor as slime drives it,
+           all into the same server. Its own checksums of its live parameters must be the same every way, and other ones
+           after they were overwritten with noise. A bare send of as many bytes is the floor.
+``death``  The trainer is killed in the middle of a transfer, and another one comes: how long until the engine serves.
+``hosts``  Two engines on one GPU that NCCL takes for three hosts with the trainer: sockets over the loopback, P2P and
+           shared memory off. An engine joins; then a worker is killed in the middle of a transfer: how long until the
+           other engine serves the version.
+
+Prints one JSON object; `--out FOLDER` writes nccl.json there after every step, so that a run that is cut short leaves
+what it had. Exits with 1 unless every part came to its end and everything was equal.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
 import json
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import direct
 import rig
 
-PLACE = "remote"
-CHUNK_BYTES = 512 * 1024 * 1024
-"""Of the bare send: what a rank moves in a turn."""
-FORM_S = 120.0
+ENGINES = {"speed": ("remote",), "death": ("remote",), "hosts": ("near", "far")}
+LIMITS_S = {"speed": 240.0, "death": 120.0, "hosts": 200.0}
+"""Of a part, once its engines are there."""
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+FIGURES = (
+    "bytes", "shard_to_shard_s", "bare_sendrecv_s", "slime_distributed_s", "flattened_distributed_s",
+    "survivors_serving_s", "joiner_s", "normal_round_s", "equal",
+)  # fmt: skip
 
 
-def orchestrate(args: argparse.Namespace) -> int:
-    """Start everything, run the trainer, print what it measured."""
-    from weightbus.trainer_agent.demo.processes import Programs
+class Run:
+    """What runs, and what was measured so far."""
 
-    work = Path(tempfile.mkdtemp(prefix="wb-nccl-"))
-    hf = json.loads(Path(args.config).read_text()) if args.config else dict(rig.QWEN3_30B_A3B)
-    if args.device == "cpu" and not args.config:
-        hf = dict(rig.TINY_MOE)
-    if not args.config:
-        hf["num_hidden_layers"] = args.layers
-    rig.write_model(work / "model", hf)
-    with Programs(work) as programs:
-        layout = rig.start_coordinator(programs, work)
-        flags: tuple[str, ...] = (rig.LOADER,)
-        if args.device == "cuda":
-            flags += (f"--mem-fraction-static={args.memory}", "--cuda-graph-max-bs=4")
-        rig.start_engine(programs, args.device, work, rig.Engine(PLACE, 1, 1, flags, "available"), layout)
+    def __init__(self, args: argparse.Namespace, work: Path, programs: Any) -> None:
+        self.args = args
+        self.work = work
+        self.parts: list[str] = args.parts.split(",")
+        self.found: dict[str, Any] = {}
+        self._programs = programs
+        self._until = time.monotonic() + args.budget
+        self._trainers: dict[str, Any] = {}
+        self._described: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Coordinator, engines, and on GPUs at once every trainer: each waits until it is called."""
+        args, work = self.args, self.work
+        hf = json.loads(Path(args.config).read_text()) if args.config else dict(rig.QWEN3_30B_A3B)
+        small = dict(rig.TINY_MOE) if args.device == "cpu" else {**rig.QWEN3_30B_A3B, "num_hidden_layers": 2}
+        if args.device == "cpu" and not args.config:
+            hf = dict(rig.TINY_MOE)
+        elif not args.config:
+            hf["num_hidden_layers"] = args.layers
+        rig.write_model(work / "model", hf)
+        rig.write_model(work / "small", small)
+        self._described = rig.describe("nccl.py", args.device, hf)
+        layout = rig.start_coordinator(self._programs, work)
+        for place in dict.fromkeys(place for part in self.parts for place in ENGINES[part]):
+            rig.start_engine(self._programs, args.device, work, self._engine(place), layout)
         (work / "layout.json").write_text(json.dumps(layout))
-        command = [sys.executable, __file__, "--trainer-of", str(work), *rig.arguments()]
-        environment = {**rig.ranks_environment(args.device), "NCCL_CUMEM_ENABLE": "0"}  # as SGLang's workers have it
-        trainer = programs.start("trainer", command, env=environment)
-        rig.wait(
-            "the trainer", lambda: trainer.process.poll() is not None, args.deadline, lambda: programs.check([trainer])
-        )
-        programs.check([trainer])
-        measured = json.loads((work / "result.json").read_text())
-    found = {**rig.describe("nccl.py", args.device, hf), **measured}
-    if args.out:
-        (Path(args.out) / "nccl.json").write_text(json.dumps(found, indent=1) + "\n")
-    sys.stdout.write(json.dumps(found) + "\n")
-    return 0 if found["equal"] else 1
+        if args.device == "cuda":
+            for part in self.parts:
+                self._start_trainer(part)
 
+    def carry_out(self, part: str) -> None:
+        """One part, to its end or its deadline. What it has written until then counts."""
+        if part not in self._trainers:
+            self._start_trainer(part)
+        trainer = self._trainers[part]
+        (self.work / f"go-{part}").touch()
+        ready, began = self.work / f"ready-{part}", time.monotonic()
+        until, called = self._until, False
+        while trainer.process.poll() is None and time.monotonic() < until:
+            if ready.exists() and not called:
+                called = True
+                rig.log(f"{part}: its engines are there after {time.monotonic() - began:.0f} s")
+                until = min(until, time.monotonic() + LIMITS_S[part])
+            if part == "death" and trainer.process.poll() is None and (self.work / "killed").exists():
+                break
+            time.sleep(0.1)
+        if part == "death":
+            self._another_trainer(until)
+            trainer = self._trainers["death"]
+        ended = trainer.process.poll()
+        if ended is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(trainer.process.pid, signal.SIGKILL)
+        found = self._read(part)
+        found["seconds"] = time.monotonic() - began
+        if ended != 0:
+            found["problem"] = "it ran out of time" if ended is None else f"it ended with status {ended}"
+            self._show_logs(part)
+        self.found[part] = found
+        self.write()
 
-def train(args: argparse.Namespace) -> None:
-    """Publish both ways, let the server say what it holds, write down what it took."""
-    import torch
-    from shards import Shards
+    def write(self) -> dict[str, Any]:
+        """Everything so far, with the figures that the issue names on top."""
+        parts = self.found
+        told: dict[str, Any] = {key: each[key] for each in parts.values() for key in FIGURES if key in each}
+        told["equal"] = bool(parts) and all(part in parts and parts[part].get("equal") for part in self.parts)
+        survivors = [each["survivors_serving_s"] for each in parts.values() if each.get("survivors_serving_s")]
+        told["survivors_serving_s"] = max(survivors, default=None)
+        found = {**self._described, **{key: told.get(key) for key in FIGURES}, "parts": parts}
+        if self.args.out:
+            (Path(self.args.out) / "nccl.json").write_text(json.dumps(found, indent=1) + "\n")
+        return found
 
-    work = Path(args.trainer_of)
-    layout, hf = rig.read_layout(work), rig.read_config(work)
-    if args.device == "cpu":
-        from weightbus.trainer_agent import megatron_cpu
+    def _engine(self, place: str) -> rig.Engine:
+        flags: tuple[str, ...] = (rig.LOADER,)
+        if place == "remote":
+            if self.args.device == "cuda":
+                flags += (f"--mem-fraction-static={self.args.memory}", "--cuda-graph-max-bs=4")
+            return rig.Engine(place, 1, 1, flags, "available")
+        if self.args.device == "cuda":
+            flags += (f"--mem-fraction-static={self.args.memory}", "--disable-cuda-graph")
+        environment = tuple({**SOCKETS, "NCCL_HOSTID": place}.items())
+        return rig.Engine("hosts", 1, 1, flags, "available", place, environment, "small")
 
-        megatron_cpu.install()
-    fleet = rig.Fleet(layout, hf["max_position_embeddings"])
-    source = Shards(hf, torch.device(args.device, 0), 2, tp=2)
-    fleet.wait_ready(args.deadline)
-    numbers = itertools.count(1)
-    first, oracle = next(numbers), next(numbers)
-    source.refill(first)
-    with direct.rounds(source, layout, PLACE, "sends") as (publish_one, agent):
-        nbytes = agent.manifest.nbytes
-        reports = [publish_one(first, fleet)]
-    ours = fleet.checksum(PLACE)
-    fleet.overwrite(PLACE)
-    noise = fleet.checksum(PLACE)
-    with direct.rounds(source, layout, PLACE, "distributed") as (publish_one, _):
-        stock_report = publish_one(oracle, fleet)
-    stock = fleet.checksum(PLACE)
-    steady = []
-    with direct.rounds(source, layout, PLACE, "sends") as (publish_one, _):
-        for version in itertools.islice(numbers, direct.STEADY + 1):
-            source.refill(version)
-            with direct.generating(fleet, PLACE, active=True) as client:
-                report = publish_one(version, fleet)
-            steady.append({**report, **client.gaps()})
-    reports += steady
-    source.close()
-    sent = [each["sidecar_s"].get("step:transfer_wire", 0.0) for each in steady[1:]]
-    calls = stock_report["sidecar_s"]
-    result = {
-        "bytes": nbytes,
-        "shard_to_shard_s": min(sent),
-        "bare_sendrecv_s": bare(args.device, nbytes),
-        "flattened_distributed_s": sum(s for key, s in calls.items() if key.startswith("call:update_weights")),
-        "slime_distributed_s": None,
-        "survivors_serving_s": None,
-        "pause_gap_s": min((each["pause_gap_s"] for each in steady if "pause_gap_s" in each), default=None),
-        "equal": ours == stock != noise and all(each["outcome"].endswith("committed") for each in reports),
-        "sends": reports,
-        "flattened_bucket": stock_report,
-    }
-    (work / "result.json").write_text(json.dumps(result))
+    def _start_trainer(self, part: str) -> None:
+        program = str(Path(__file__).with_name("nccl_parts.py"))
+        command = [sys.executable, program, part, str(self.work), self.args.device]
+        environment = rig.ranks_environment(self.args.device)
+        if part == "hosts":
+            environment = {**environment, **SOCKETS, "NCCL_HOSTID": "trainer"}
+        self._trainers[part] = self._programs.start(f"trainer-{part}", command, env=environment)
 
+    def _another_trainer(self, until: float) -> None:
+        """The first one has killed itself; the next one publishes again."""
+        self._start_trainer("death")
+        process = self._trainers["death"].process
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
 
-def bare(device: str, nbytes: int) -> float:
-    """Seconds for a plain send of as many bytes from one process to another."""
-    from weightbus.dataplane.broadcast_group import serve_store
+    def _read(self, part: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for file in sorted(self.work.glob(f"result-{part}*.json")):
+            with contextlib.suppress(ValueError):
+                found |= json.loads(file.read_text())
+        return found
 
-    store = serve_store("127.0.0.1")
-    given = json.dumps({"device": device, "nbytes": nbytes, "port": store.port})
-    other = subprocess.Popen([sys.executable, __file__, "--bare-end", given], env=dict(os.environ))
-    try:
-        return bare_end(device, nbytes, store.port, 0)
-    finally:
-        other.wait(FORM_S)
+    def _show_logs(self, part: str) -> None:
+        from weightbus.trainer_agent.demo.processes import tail
 
-
-def bare_end(device: str, nbytes: int, port: int, rank: int) -> float:
-    """One end of it; the best of five."""
-    import torch
-    from torch._C._distributed_c10d import TCPStore
-
-    from weightbus.dataplane.deadline import Deadline
-    from weightbus.dataplane.pair_group import PairGroup, Parcel
-
-    where = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    group = PairGroup.form(store, "bare", "127.0.0.1", where, rank, 2, Deadline(FORM_S))
-    memory = torch.zeros(min(nbytes, CHUNK_BYTES), dtype=torch.uint8, device=where)
-    sizes = [CHUNK_BYTES] * (nbytes // CHUNK_BYTES) + [nbytes % CHUNK_BYTES] * bool(nbytes % CHUNK_BYTES)
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        for size in sizes:
-            parcel = [Parcel(memory[:size], 1 - rank)]
-            group.exchange(*((parcel, ()) if rank == 0 else ((), parcel)), Deadline(FORM_S))
-        times.append(time.perf_counter() - began)
-    return min(times)
+        for log in sorted(self.work.glob("*.log")):
+            rig.log(f"{part} failed; {log.name} ends with\n{tail(log)}")
+        if self.args.out:
+            whole = b"".join(f"\n==== {log.name}\n".encode() + log.read_bytes()[-60_000:]
+                             for log in sorted(self.work.glob("*.log")))  # fmt: skip
+            (Path(self.args.out) / "nccl-logs.txt").write_bytes(whole)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--parts", default=",".join(ENGINES))
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--config", help="config.json of another model")
-    parser.add_argument("--memory", type=float, default=0.4, help="the server's --mem-fraction-static")
-    parser.add_argument("--deadline", type=float, default=400.0, help="seconds that any one wait may take")
+    parser.add_argument("--memory", type=float, default=0.6, help="the servers' --mem-fraction-static")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
     parser.add_argument("--out", help="folder for the JSON file")
-    parser.add_argument("--trainer-of", help=argparse.SUPPRESS)
-    parser.add_argument("--bare-end", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.bare_end:
-        given = json.loads(args.bare_end)
-        bare_end(given["device"], given["nbytes"], given["port"], 1)
-        return 0
-    if args.trainer_of:
-        train(args)
-        return 0
-    return orchestrate(args)
+    if set(args.parts.split(",")) - set(ENGINES):
+        parser.error(f"--parts: expected some of {', '.join(ENGINES)}")
+    from weightbus.trainer_agent.demo.processes import Programs
+
+    work = Path(tempfile.mkdtemp(prefix="wb-nccl-"))
+    with Programs(work) as programs:
+        run = Run(args, work, programs)
+        run.start()
+        for part in run.parts:
+            run.carry_out(part)
+        found = run.write()
+    sys.stdout.write(json.dumps(found) + "\n")
+    whole = all("problem" not in each for each in run.found.values())
+    return 0 if found["equal"] and whole else 1
 
 
 if __name__ == "__main__":

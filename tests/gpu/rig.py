@@ -161,6 +161,17 @@ class Engine:
     tp: int = 1
     flags: tuple[str, ...] = ()
     verify: str = "required"
+    name: str = ""
+    """Where a channel has several."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """More of it for the server."""
+    model: str = "model"
+    """Folder of its checkpoint, as `write_model` made it."""
+
+    @property
+    def place(self) -> str:
+        """Its key in the layout."""
+        return self.name or self.channel
 
 
 def start_coordinator(programs: Any, work: Path) -> dict[str, Any]:
@@ -184,34 +195,34 @@ def start_coordinator(programs: Any, work: Path) -> dict[str, Any]:
 
 
 def start_engine(programs: Any, device: str, work: Path, engine: Engine, layout: dict[str, Any]) -> None:
-    """One server and its sidecar, named after its channel."""
+    """One server and its sidecar, named after itself or its channel."""
     port, side = free_port(), free_port()
-    head = [f"--model-path={work / 'model'}", f"--port={port}", f"--tp-size={engine.tp}", *engine.flags]
+    head = [f"--model-path={work / engine.model}", f"--port={port}", f"--tp-size={engine.tp}", *engine.flags]
     if device == "cuda":
         more = TP_FLAGS if engine.tp > 1 else ()
         argv = ["-m", "sglang.launch_server", "--host=127.0.0.1", f"--base-gpu-id={engine.gpu}", *CUDA_FLAGS, *more]
     else:
         argv = ["-m", "weightbus.engine_agent.cpu_server", *CPU_FLAGS]
-    environment = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0"}
-    programs.start(f"server-{engine.channel}", [sys.executable, *argv, *head], env=environment)
-    programs.start(
-        f"sidecar-{engine.channel}",
-        [
-            sys.executable,
-            "-m",
-            "weightbus.control.cli",
-            "engine-agent",
-            f"--name={engine.channel}0",
-            f"--channel={engine.channel}",
-            f"--server=http://127.0.0.1:{port}",
-            f"--coordinator=tcp://127.0.0.1:{layout['bus']}",
-            f"--http-port={side}",
-            f"--state-dir={work / 'state'}",
-            "--insecure-loopback",
-            f"--verify={engine.verify}",
-        ],
-    )
-    layout["engines"][engine.channel] = {"server": port, "sidecar": side}
+    environment = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0", **dict(engine.environment)}
+    server = programs.start(f"server-{engine.place}", [sys.executable, *argv, *head], env=environment)
+    sidecar = [
+        sys.executable,
+        "-m",
+        "weightbus.control.cli",
+        "engine-agent",
+        f"--name={engine.place}0",
+        f"--channel={engine.channel}",
+        f"--server=http://127.0.0.1:{port}",
+        f"--coordinator=tcp://127.0.0.1:{layout['bus']}",
+        f"--http-port={side}",
+        f"--state-dir={work / 'state'}",
+        "--insecure-loopback",
+        f"--verify={engine.verify}",
+    ]
+    pid = programs.start(f"sidecar-{engine.place}", sidecar).process.pid
+    layout["engines"][engine.place] = {
+        "server": port, "sidecar": side, "server_group": server.process.pid, "sidecar_group": pid, "start": sidecar,
+    }  # fmt: skip
 
 
 def ranks_command(program: str, ranks: int, arguments: list[str]) -> list[str]:
@@ -264,9 +275,9 @@ class Fleet:
         """Of a server or a sidecar."""
         return f"http://127.0.0.1:{self._layout['engines'][channel][which]}"
 
-    def wait_ready(self, deadline_s: float) -> None:
+    def wait_ready(self, deadline_s: float, *places: str) -> None:
         """Until every sidecar says ready, and every server has generated something."""
-        for channel in self._layout["engines"]:
+        for channel in places or self._layout["engines"]:
             for url in (self.url(channel, "sidecar") + "/readyz", self.url(channel) + "/health_generate"):
                 wait(url, lambda url=url: self._http.get(url).status_code == 200, deadline_s, lambda: None)
             log(f"engine {channel} is ready")
@@ -281,6 +292,22 @@ class Fleet:
     def overwrite(self, channel: str) -> None:
         """Replace every live parameter by noise."""
         self._ask(channel, {"action": "reset_tensors"})
+
+    def load(self, channel: str, folder: Path) -> None:
+        """Have the server load a checkpoint by itself, as nobody of ours does it."""
+        body = {"model_path": os.fspath(folder), "load_format": "auto"}
+        answer = self._http.post(self.url(channel) + "/update_weights_from_disk", json=body)
+        if answer.is_error:
+            raise RuntimeError(f"the server of {channel} did not load {folder}: {answer.text[:300]}")
+
+    def tokens(self, channel: str, count: int = 24) -> list[int]:
+        """What it generates greedily, with nothing in its caches."""
+        flush = self.url(channel) + "/flush_cache"  # refused until requests that were broken off have ended
+        wait("an idle server", lambda: self._http.post(flush).status_code == 200, 30, lambda: None)
+        sampling = {"max_new_tokens": count, "ignore_eos": True, "temperature": 0.0}
+        body = {"input_ids": [5, 17, 33, 64, 99, 3], "sampling_params": sampling}
+        answer = self._http.post(self.url(channel) + "/generate", json=body).raise_for_status().json()
+        return [int(token) for token in answer["output_ids"]]
 
     def seconds(self, channel: str) -> dict[str, float]:
         """What the sidecar has counted so far: seconds by step and by call, ``step:copy`` and ``call:..``."""
@@ -337,18 +364,22 @@ def build(hf: Mapping[str, Any], device: str, **layout: int | None) -> list[Any]
 
 
 def refill(parameters: Any, seed: int) -> None:
-    """New weights, other for every seed; cut parameters are other on every rank, the rest alike."""
+    """New weights, other for every seed: cut parameters are other on every rank that has a part, replicas alike."""
     import torch
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
     rank = dist.get_rank() if dist.is_initialized() else 0
+    shard = parallel_state.get_tensor_model_parallel_rank() if parallel_state.is_initialized() else 0
     device = next(iter(parameters)).device
-    generator = torch.Generator(device).manual_seed(1000 * seed + rank)
-    whole = torch.Generator(device).manual_seed(1000 * seed + 999)
+    experts, cut, whole = (torch.Generator(device).manual_seed(1000 * seed + n) for n in (rank, 500 + shard, 999))
     with torch.no_grad():
         for parameter in parameters:
-            cut = getattr(parameter, "tensor_model_parallel", False) or not getattr(parameter, "allreduce", True)
-            parameter.normal_(0.0 if cut else 1.0, 0.02, generator=generator if cut else whole)
+            expert = not getattr(parameter, "allreduce", True)
+            if expert or getattr(parameter, "tensor_model_parallel", False):
+                parameter.normal_(0.0, 0.02, generator=experts if expert else cut)
+            else:
+                parameter.normal_(1.0, 0.02, generator=whole)
 
 
 def environment_of_one(port: int) -> None:
@@ -362,7 +393,7 @@ def read_layout(work: Path) -> dict[str, Any]:
     return found
 
 
-def read_config(work: Path) -> dict[str, Any]:
+def read_config(work: Path, model: str = "model") -> dict[str, Any]:
     """Of the model that is served."""
-    found: dict[str, Any] = json.loads((work / "model" / "config.json").read_text())
+    found: dict[str, Any] = json.loads((work / model / "config.json").read_text())
     return found

@@ -25,7 +25,7 @@ import rig  # isort: skip
 
 
 class Shards:
-    """Satisfies `Source` and `Exposable` for all ranks of a layout at once."""
+    """Satisfies `Source`, `Described` and `Exposable` for all ranks of a layout at once."""
 
     def __init__(self, hf: Mapping[str, Any], device: torch.device, world: int, **layout: int | None) -> None:
         self._cut = (layout.get("tp") or 1) > 1
@@ -86,6 +86,14 @@ class Shards:
             check_manifest(manifest, self.tensors())
             self._planned = manifest, Assembler(plan(manifest, self._pieces, rank=0), self.parameters, 0, 0, None)
         self._planned[1].run(index, out, self._device)
+
+    @property
+    def pieces(self) -> Pieces:
+        return self._pieces
+
+    @property
+    def exchange(self) -> None:
+        return None
 
     def agree(self, blob: bytes | None) -> bytes:
         assert blob is not None

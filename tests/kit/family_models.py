@@ -109,6 +109,7 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
             "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
             "v_head_dim": hf["v_head_dim"],
             "rope_type": "rope",
+            "rotary_base": hf.get("rope_theta", 10000),
             "num_query_groups": heads,
         }
     for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim"):

@@ -144,6 +144,7 @@ def run_case(build: Make, shard: Shard) -> dict[str, Any]:
     served = quantising.config(8)
     shrunk = export(quantised(source, served), 1500)
     told["differs quantised"] = quantising.differing(shrunk, quantising.whole(stepped, served)) if shrunk else []
+    told["wrongly exposed quantised"] = wrongly_exposed(quantised(source, served), shrunk)
     told["quantised"] = sum(each.dtype == torch.float8_e4m3fn for each in shrunk.values())
     whole = FullTensorSource(module, dtype=torch.bfloat16, timeout_s=60.0)
     assert {spec.name for spec in whole.tensors()} == {spec.name for spec in source.tensors()}

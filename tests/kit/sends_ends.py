@@ -72,14 +72,14 @@ def doomed(job: dict[str, Any]) -> None:
 
     form = PairGroup.form.__func__  # type: ignore[attr-defined]
 
-    def formed(kind: Any, *arguments: Any) -> Any:
+    def formed(kind: Any, *arguments: Any, **more: Any) -> Any:
         reach("forming")
-        group = form(kind, *arguments)
+        group = form(kind, *arguments, **more)
         reach("formed")
         return group
 
     PairGroup.form = classmethod(formed)  # type: ignore[method-assign, assignment]
-    before(PairGroup, "exchange", "moving")
+    before(PairGroup, "post", "moving")
     before(RankSends, "_bound", "begun")
     before(Taker, "_take", "begun", "through")
     before(Taker, "flip", "flip", "flipped")

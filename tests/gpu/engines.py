@@ -1,0 +1,337 @@
+"""Engines of other shapes on GPUs: draft models, expert parallelism, attention data parallelism. Against real SGLang.
+
+Every case has a server with its sidecar, a coordinator and a Megatron-core trainer with random weights of its own, and
+a deadline of its own; all servers start at once. What a round leaves in a server is compared with what the server loads
+by itself from a checkpoint that was written in the same pass: the server's own checksums of its live parameters, those
+of its draft models too, and the tokens that it generates. In between, the parameters are overwritten with noise.
+
+    python3 tests/gpu/engines.py draft                 one CUDA device
+    python3 tests/gpu/engines.py ep2 dpa               two devices, the trainer's ranks crosswise to the engine's
+    python3 tests/gpu/engines.py --device cpu ...      the same steps with tiny models on the CPU
+
+Prints one JSON object; `--out FOLDER` writes engines-CASE.json there, after every step. Exits with 1 unless everything
+was equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime as dt
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import direct
+import rig
+
+STEADY = 2
+"""Direct rounds while a client generates."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A server, and who trains its model."""
+
+    hf: dict[str, Any]
+    tiny: dict[str, Any]
+    """What stands for it on a CPU, where SGLang has no latent attention and no speculation."""
+    layout: dict[str, int | None]
+    """Of the trainer's two ranks; one process where the engine has one GPU."""
+    flags: tuple[str, ...]
+    tp: int = 1
+    stock: bool = True
+    """The stock path can prove what it brings to such a server."""
+    refused: str = ""
+    """What the sidecar says of it where it cannot."""
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "models" / f"{name}.json").read_text())
+    return found
+
+
+_TINY = {**rig.TINY_MOE, "moe_intermediate_size": 128}
+"""Of which two ranks of SGLang's CPU engine have the same part, without padding."""
+_WIDE = {**rig.QWEN3_30B_A3B, "num_hidden_layers": 2, "vocab_size": 32768}
+CASES = {
+    "draft": Case(
+        _read("deepseek"), _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--speculative-algorithm=EAGLE",),
+        stock=False, refused="speculates",
+    ),
+    "ep2": Case(_WIDE, _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--ep-size=2",), tp=2),
+    "dpa": Case(_WIDE, _TINY, {"tp": 2}, ("--dp-size=2", "--enable-dp-attention"), tp=2),
+    "plain": Case(_WIDE, _TINY, {"tp": 2}, ()),
+}  # fmt: skip
+
+
+# -- the orchestrating process -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """A case under way."""
+
+    name: str
+    case: Case
+    work: Path
+    programs: Any
+    began: float = field(default_factory=time.monotonic)
+    trainer: Any = None
+    problem: str = ""
+    done: bool = False
+
+    def look(self, deadline_s: float) -> None:
+        """Whether it has ended, and how."""
+        from weightbus.trainer_agent.demo.processes import ProgramEnded
+
+        try:
+            self.programs.check([self.trainer])
+            self.done = self.trainer.process.poll() is not None
+        except ProgramEnded as error:
+            self.problem = f"{error}"
+        if not self.done and time.monotonic() > self.began + deadline_s:
+            self.problem = f"not done after {deadline_s:.0f} s"
+        if self.problem:
+            self.done = True
+            for log in sorted(self.work.glob("*.log")):
+                rig.log(f"{self.name}, {log.name}:\n{tail(log)}")
+
+    def result(self, device: str) -> dict[str, Any]:
+        """What it found, as far as it came."""
+        with contextlib.suppress(FileNotFoundError):
+            found: dict[str, Any] = json.loads((self.work / "result.json").read_text())
+            found["equal"] = bool(found.get("equal")) and found.get("complete") is True and not self.problem
+            hf = rig.read_config(self.work)
+            return {**rig.describe("engines.py", device, hf), **found, "problem": self.problem}
+        return {"equal": False, "problem": self.problem}
+
+
+def tail(log: Path, lines: int = 12) -> str:
+    """The end of a log, without what servers say of themselves."""
+    kept = [line for line in log.read_text(errors="replace").splitlines() if "server_args" not in line]
+    return "\n".join(f"    {line[:300]}" for line in kept[-lines:])
+
+
+def orchestrate(args: argparse.Namespace) -> int:
+    """Start every case, write down what each found."""
+    from weightbus.trainer_agent.demo.processes import Programs
+
+    with contextlib.ExitStack() as stack:
+        runs = []
+        for name in args.case:
+            work = Path(tempfile.mkdtemp(prefix=f"wb-{name}-"))
+            runs.append(start(args, Run(name, CASES[name], work, stack.enter_context(Programs(work)))))
+        waiting = list(runs)
+        while waiting:
+            for run in waiting:
+                run.look(args.deadline)
+                if args.out:
+                    text = json.dumps(run.result(args.device), indent=1)
+                    (Path(args.out) / f"engines-{run.name}.json").write_text(text + "\n")
+            waiting = [run for run in waiting if not run.done]
+            time.sleep(0.5)
+    found = {run.name: run.result(args.device) for run in runs}
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0 if all(each["equal"] for each in found.values()) else 1
+
+
+def start(args: argparse.Namespace, run: Run) -> Run:
+    """Its coordinator, server, sidecar and trainer."""
+    case, work = run.case, run.work
+    hf = dict(case.hf if args.device == "cuda" else case.tiny)
+    rig.write_model(work / "model", hf)
+    layout = rig.start_coordinator(run.programs, work)
+    flags: tuple[str, ...] = (rig.LOADER,)
+    if args.device == "cuda":
+        flags += (f"--mem-fraction-static={args.memory}", *case.flags)
+        flags += () if args.graphs else ("--disable-cuda-graph",)
+    rig.start_engine(run.programs, args.device, work, rig.Engine(run.name, 0, case.tp, flags, "available"), layout)
+    (work / "layout.json").write_text(json.dumps(layout))
+    arguments = ["--trainer-of", str(work), "--device", args.device, "--deadline", str(args.deadline), run.name]
+    command = [sys.executable, __file__, *arguments]
+    if case.tp > 1:
+        command = rig.ranks_command(__file__, case.tp, arguments)
+    run.trainer = run.programs.start("trainer", command, env=rig.ranks_environment(args.device))
+    return run
+
+
+# -- the trainer -------------------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """Build the model, prove the case."""
+    (name,) = args.case
+    work, case = Path(args.trainer_of), CASES[name]
+    if args.device == "cpu":
+        from weightbus.trainer_agent import megatron_cpu
+
+        megatron_cpu.install()
+    hf = rig.read_config(work)
+    fleet = rig.Fleet(rig.read_layout(work), hf["max_position_embeddings"])
+    source = ranks_of(args, case, work) if case.tp > 1 else shards_of(args, case, hf)
+    if source.root:
+        fleet.wait_ready(args.deadline)
+    Proof(name, case, source, work, fleet).run()
+
+
+def shards_of(args: argparse.Namespace, case: Case, hf: dict[str, Any]) -> Any:
+    """Both ranks in this process: NCCL gives a GPU to one rank only."""
+    import torch
+    from shards import Shards
+
+    return Shards(hf, torch.device(args.device, 0), 2, **case.layout)
+
+
+def ranks_of(args: argparse.Namespace, case: Case, work: Path) -> Any:
+    """This rank, on the GPU of another rank's worker."""
+    import torch
+    import torch.distributed as dist
+
+    from weightbus.trainer_agent.megatron import MegatronSource
+
+    if args.device == "cuda":
+        torch.cuda.set_device(case.tp - 1 - int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=dt.timedelta(seconds=args.deadline))
+    layout = {key: value for key, value in case.layout.items() if key != "dp"}
+    chunks = rig.build(rig.read_config(work), args.device, **layout)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    source: Any = MegatronSource(chunks, hf_config=work / "model", dtype=torch.bfloat16)
+    source.refill = lambda seed: rig.refill(parameters, seed)
+    return source
+
+
+class Proof:
+    """The steps of one case. Every rank takes them; the root alone asks the server, and writes."""
+
+    def __init__(self, name: str, case: Case, source: Any, work: Path, fleet: rig.Fleet) -> None:
+        self._name, self._case, self._source, self._work, self._fleet = name, case, source, work, fleet
+        self._layout = rig.read_layout(work)
+        self._found: dict[str, Any] = {"case": name, "equal": True}
+        self._speculates = not case.stock and source.device.type == "cuda"
+
+    def run(self) -> None:
+        """Direct, stock, and direct again while requests are answered."""
+        self._direct()
+        if self._speculates:
+            self._refusal()
+        else:
+            self._stock()
+        self._steady()
+        self._write(complete=True)
+
+    def _direct(self) -> None:
+        with self._rounds("direct") as (publish, agent):
+            self._found |= {"bytes": agent.manifest.nbytes, "tensors": len(agent.manifest.tensors)}
+            report = self._publish(publish, 1)
+        self._write(first=report)
+        self._compare(1, "direct")
+
+    def _stock(self) -> None:
+        with self._rounds("local") as (publish, _):
+            report = self._publish(publish, 2)
+        self._write(flattened_bucket=report)
+        self._compare(2, "stock")
+
+    def _refusal(self) -> None:
+        """What such a server's sidecar says of the stock path. Nothing must change by it. One process trains here."""
+        before = self._fleet.checksum(self._name)
+        with self._rounds("local") as (publish, _):
+            try:
+                self._source.refill(2)
+                reason = publish(2, self._fleet)["reason"]
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is what was said
+                reason = f"{type(error).__name__}: {error}"
+        self._found["equal"] &= self._case.refused in reason and self._fleet.checksum(self._name) == before
+        self._write(advice=reason)
+
+    def _steady(self) -> None:
+        steady = []
+        with self._rounds("direct") as (publish, _):
+            self._publish(publish, 3)  # what other ways made forgotten is opened again
+            for version in range(4, 4 + STEADY):
+                self._source.refill(version)
+                with direct.generating(self._fleet, self._name, active=self._source.root) as client:
+                    report = publish(version, self._fleet)
+                steady.append({**report, **client.gaps()})
+        self._found["equal"] &= all(each["outcome"].endswith("committed") for each in steady)
+        self._write(steady=steady)
+        self._compare(3 + STEADY, "steady")
+
+    def _rounds(self, transport: str) -> Any:
+        saves = {"save_every": 1, "save_dir": self._work / "saved", "keep_last": 1}
+        return direct.rounds(
+            self._source, self._layout, self._name, transport, {**saves, "hf_config_dir": self._work / "model"}
+        )
+
+    def _publish(self, publish: Any, version: int) -> dict[str, Any]:
+        self._source.refill(version)
+        report: dict[str, Any] = publish(version, self._fleet)
+        self._found["equal"] &= report["outcome"].endswith("committed")
+        return report
+
+    def _compare(self, version: int, step: str) -> None:
+        """With what the server has when it loads the checkpoint of the same version by itself."""
+        if not self._source.root:
+            return
+        fleet, name = self._fleet, self._name
+        ours, tokens = fleet.checksum(name), fleet.tokens(name)
+        fleet.overwrite(name)
+        noise = fleet.checksum(name)
+        began = time.perf_counter()
+        fleet.load(name, self._work / "saved" / name / f"checkpoint-{version}")
+        took = time.perf_counter() - began
+        files, again = fleet.checksum(name), fleet.tokens(name)
+        names = [name for rank in files for name in rank]
+        drafts = sum(name.startswith("draft.") for name in names)
+        compared = {
+            "weights_equal": ours == files != noise,
+            "tokens_equal": tokens == again,
+            "parameters": len(names),
+            "changed_by_noise": differing(ours, noise),
+            "draft_parameters": drafts,
+            "load_from_disk_s": took,
+        }
+        self._found["equal"] &= compared["weights_equal"] and compared["tokens_equal"]
+        self._found["equal"] &= drafts > 0 or not self._speculates
+        self._write(**{f"compared_{step}": compared})
+
+    def _write(self, **more: Any) -> None:
+        self._found |= more
+        if self._source.root:
+            path = self._work / "result.json"
+            path.with_suffix(".new").write_text(json.dumps(self._found))
+            shutil.move(path.with_suffix(".new"), path)
+
+
+def differing(one: list[dict[str, str]], other: list[dict[str, str]]) -> int:
+    """How many parameters have another checksum."""
+    return sum(a[name] != b[name] for a, b in zip(one, other, strict=True) for name in a)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="+", choices=tuple(CASES))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--memory", type=float, default=0.15, help="of each server, --mem-fraction-static")
+    parser.add_argument("--graphs", action="store_true", help="let servers capture CUDA graphs: a minute more")
+    parser.add_argument("--deadline", type=float, default=270.0, help="seconds for a case, its server's start included")
+    parser.add_argument("--out", help="folder for the JSON files")
+    parser.add_argument("--trainer-of", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trainer_of:
+        train(args)
+        return 0
+    return orchestrate(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Known tensors, pieces of them in the memory of some ranks of one process, and what quantising them whole gives."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from hypothesis import strategies as st
+
+from weightbus.dataplane import cover, quantise_torch
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.quantisation import Scheme
+from weightbus.dataplane.quantisation_config import Quantisation, Rule, outputs
+from weightbus.trainer_agent.assembly import DTYPES
+from weightbus.trainer_agent.quantised import QuantisedSource
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (24, 32),
+    "a.q_proj.weight": (96, 64),
+    "a.q_proj.bias": (96,),
+    "a.o_proj.weight": (64, 96),
+    "a.norm.weight": (7,),
+    "e.0.up_proj.weight": (32, 64),
+    "e.1.up_proj.weight": (40, 64),
+}
+RANKS = 3
+
+
+class Post:
+    """Carries parcels between the ranks of one process: senders run first."""
+
+    def __init__(self, rank: int, letters: dict[int, list[torch.Tensor]]) -> None:
+        self.rank = rank
+        self.letters = letters
+
+    def send(self, messages: Sequence[torch.Tensor]) -> None:
+        self.letters[self.rank].extend(message.clone() for message in messages)
+
+    def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
+        meanwhile()
+        for rank, memory in messages:
+            memory.copy_(self.letters[rank].pop(0))
+
+
+class Rank:
+    """A source that describes what it holds. Satisfies `Source` and `Described`."""
+
+    model = "M"
+    device = torch.device("cpu")
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.root = rank == 0
+        self.exchange: Any = Post(rank, world.letters)
+
+    def tensors(self) -> Sequence[TensorSpec]:
+        return self.world.tensors
+
+    @property
+    def pieces(self) -> Pieces:
+        return self.world.pieces()
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        self.world.settled.append(self.rank)
+        return self.world.storages[self.rank]
+
+    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
+        raise AssertionError(f"pieces are known, and bucket {index} of {manifest} was asked for: {out}")
+
+    def agree(self, blob: bytes | None) -> bytes:
+        return blob or b""
+
+
+class Opaque:
+    """A source that only assembles. Satisfies `Source`."""
+
+    model = "M"
+    device = torch.device("cpu")
+
+    def __init__(self, world: World, root: bool) -> None:
+        self.world, self.root = world, root
+        self.asked: list[int] = []
+
+    def tensors(self) -> Sequence[TensorSpec]:
+        return self.world.tensors
+
+    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
+        assert set(manifest.tensors) == set(self.world.tensors)
+        self.asked.append(index)
+        if out is not None:
+            for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+                target = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
+                target.copy_(self.world.full[spec.name])
+
+    def agree(self, blob: bytes | None) -> bytes:
+        return blob or b""
+
+
+class World:
+    """Known tensors, and pieces of them in the memory of some ranks."""
+
+    def __init__(self, trained: str = "float32") -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.trained = trained
+        self.tensors = tuple(TensorSpec(name, "bfloat16", shape) for name, shape in SHAPES.items())
+        self.full = {
+            name: torch.randn(shape, generator=generator).to(DTYPES[trained]) for name, shape in SHAPES.items()
+        }
+        self.rows: dict[int, list[Piece]] = defaultdict(list)
+        self.storages: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.letters: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.settled: list[int] = []
+
+    def give(self, rank: int, name: str, box: Box, shift: int = 0) -> None:
+        part = self.full[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] - shift
+        storage = torch.cat([torch.full((3,), 77.0, dtype=part.dtype), part.reshape(-1)])
+        view = View(len(self.storages[rank]), 3, contiguous_strides(box.shape))
+        self.storages[rank].append(storage)
+        self.rows[rank].append(Piece(name, box, self.trained, view, shift))
+
+    def pieces(self) -> Pieces:
+        return cover.once(Pieces.join([Pieces.of(self.tensors, self.rows[rank], rank) for rank in range(RANKS)]))
+
+    def check(self, scheme: Scheme, sources: Sequence[QuantisedSource], bucket_bytes: int, passes: int = 2) -> None:
+        """Every bucket holds what quantising whole tensors gives."""
+        wanted = self.expected(scheme)
+        manifest = Manifest.of("M", sources[0].tensors(), bucket_bytes)
+        assert {spec.name for spec in manifest.tensors} == set(wanted)
+        for _ in range(passes):
+            for index, bucket in enumerate(manifest.buckets):
+                out = torch.full((bucket.nbytes + 16,), 0xA5, dtype=torch.uint8)
+                for source in sorted(sources, key=lambda each: each.root):
+                    source.assemble(manifest, index, out if source.root else None)
+                assert not any(self.letters.values())
+                assert (out[bucket.nbytes :] == 0xA5).all()
+                for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
+                    found = out[at : at + spec.nbytes]
+                    assert torch.equal(found, wanted[spec.name].contiguous().view(-1).view(torch.uint8)), spec.name
+            for storages in self.storages.values():
+                for storage in storages:
+                    storage.mul_(0.5)
+            self.full = {name: tensor * 0.5 for name, tensor in self.full.items()}
+            wanted = self.expected(scheme)
+
+    def expected(self, scheme: Scheme) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for spec in self.tensors:
+            tensor = self.full[spec.name].bfloat16()
+            if not spec.name.endswith("_proj.weight"):
+                found[spec.name] = tensor
+                continue
+            made = outputs(spec, scheme)
+            tensors = {each.name: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for each in made}
+            if made[-1].name.endswith("weight_shape"):
+                tensors[made[-1].name].copy_(torch.tensor(spec.shape))
+            computed = [tensors[each.name] for each in made if not each.name.endswith("weight_shape")]
+            quantise_torch.quantise(scheme, tensor, computed)
+            found |= tensors
+        return found
+
+
+def small(scheme: Scheme) -> Scheme:
+    return msgspec.structs.replace(scheme, block=tuple(min(each, 16) for each in scheme.block))
+
+
+def of(scheme: Scheme) -> Quantisation:
+    return Quantisation("fp8", (Rule(("Linear",), scheme),), ())
+
+
+def cut(box: Box, random: st.DataObject) -> list[Box]:
+    """Any disjoint parts of a box, at multiples of 8 most of the time."""
+    axes = [axis for axis, extent in enumerate(box.shape) if extent > 8]
+    if not axes or random.draw(st.integers(0, 2)) == 0:
+        return [box]
+    axis = random.draw(st.sampled_from(axes))
+    at = random.draw(st.integers(box.start[axis] + 1, box.stop[axis] - 1))
+    if random.draw(st.integers(0, 3)):
+        at = min(max(at // 16 * 16, box.start[axis] + 8), box.stop[axis] - 1)
+    left = Box(box.start, (*box.stop[:axis], at, *box.stop[axis + 1 :]))
+    right = Box((*box.start[:axis], at, *box.start[axis + 1 :]), box.stop)
+    return [*cut(left, random), *cut(right, random)]
+
+
+def tensor_parallel(rows: int) -> World:
+    """The first projection is cut at `rows`, experts lie whole on ranks of their own, the root has the rest."""
+    world = World()
+    for name, shape in SHAPES.items():
+        if name == "a.q_proj.weight":
+            world.give(0, name, Box((0, 0), (rows, 64)))
+            world.give(1, name, Box((rows, 0), (96, 64)))
+        else:
+            world.give({"e.0": 1, "e.1": 2}.get(name[:3], 0), name, Box.whole(shape))
+    return world

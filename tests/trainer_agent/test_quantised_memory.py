@@ -1,0 +1,101 @@
+"""Quantised weights that engines read where ranks have made them: the quantised checkpoint, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane import cover
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Pieces
+from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block
+from weightbus.trainer_agent.assembly import DTYPES
+from weightbus.trainer_agent.exposure import Exposable
+from weightbus.trainer_agent.quantised import QuantisedSource, ReadableQuantisedSource, quantised
+
+from ..kit import quantising
+from ..kit.quantised_world import RANKS, SHAPES, Opaque, Rank, World, cut, of, small, tensor_parallel
+
+
+class Readable(Rank):
+    """A rank whose memory can be read. Satisfies `Exposable`."""
+
+    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+        """Replicas included."""
+        return Pieces.of(tensors, self.world.rows[self.rank], self.rank)
+
+    def collect(self, blob: bytes) -> Sequence[bytes]:
+        """Nobody asks here."""
+        raise AssertionError(blob)
+
+
+def sources_of(world: World, scheme: Scheme) -> list[ReadableQuantisedSource]:
+    return [ReadableQuantisedSource(Readable(world, rank), of(scheme)) for rank in range(RANKS)]
+
+
+def read(sources: Sequence[ReadableQuantisedSource]) -> dict[str, torch.Tensor]:
+    """Every tensor out of the memories of all ranks. The root comes last: it takes what the others send."""
+    memories = {each.rank: each.memory() for each in sorted(sources, key=lambda each: each.root)}
+    tensors = sources[0].tensors()
+    pieces = cover.once(Pieces.join([each.held(tensors) for each in sources]))
+    found = {spec.name: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype]) for spec in tensors}
+    for row in range(len(pieces)):
+        piece, storage = pieces.at(row), memories[int(pieces.holder[row])][int(pieces.storage[row])]
+        view = storage.as_strided(piece.box.shape, piece.view.strides, storage.storage_offset() + piece.view.offset)
+        part = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+        found[piece.tensor][part] = (view + piece.shift if piece.shift else view).to(found[piece.tensor].dtype)
+    return found
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data(), st.sampled_from(SCHEMES))
+def test_any_pieces_are_read_as_the_quantised_whole(data: st.DataObject, scheme: Scheme) -> None:
+    """However weights are cut and spread, and in every pass anew, without a byte being assembled."""
+    world, scheme = World(), small(scheme)
+    for name, shape in SHAPES.items():
+        for box in cut(Box.whole(shape), data):
+            for rank in data.draw(st.sets(st.integers(0, RANKS - 1), min_size=1)):
+                world.give(rank, name, box)
+    sources = sources_of(world, scheme)
+
+    for _ in range(2):
+        assert quantising.differing(read(sources), world.expected(scheme)) == []
+        assert not any(world.letters.values())
+        for storage in (each for storages in world.storages.values() for each in storages):
+            storage.mul_(0.5)
+        world.full = {name: tensor * 0.5 for name, tensor in world.full.items()}
+
+
+def test_what_a_rank_quantises_is_quantised_once_and_stays() -> None:
+    """Experts at their owner, rows of a tensor-parallel weight by each rank; the arena is made once."""
+    world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
+    sources = sources_of(world, scheme)
+    before = [[each.data_ptr() for each in source.memory()] for source in sources]
+    held = Pieces.join([source.held(sources[0].tensors()) for source in sources])
+
+    assert [[each.data_ptr() for each in source.memory()] for source in sources] == before
+    cover.prove(held)  # nothing twice
+    elements = [held.at(row) for row in range(len(held)) if held.at(row).dtype == "float8_e4m3fn"]
+    places = sorted((int(held.holder[row]), held.at(row).tensor) for row in range(len(held)))
+    assert (1, "e.0.up_proj.weight") in places
+    assert (2, "e.1.up_proj.weight") in places
+    assert sum(piece.box.size for piece in elements) == sum(
+        world.full[name].numel() for name in SHAPES if name.endswith("_proj.weight")
+    )
+
+
+@pytest.mark.parametrize(("kind", "readable"), [(Readable, True), (Rank, False), (Opaque, False)])
+def test_only_what_can_be_read_is_offered(kind: type, *, readable: bool) -> None:
+    """A source that cannot say where its tensors lie is quantised all the same, and goes by buckets."""
+    world = tensor_parallel(48)
+    source = kind(world, True) if kind is Opaque else kind(world, 0)
+
+    found = quantised(source, quantising.config(16))
+
+    assert isinstance(found, QuantisedSource)
+    assert isinstance(found, Exposable) is readable

@@ -1,0 +1,272 @@
+"""Carries out what quantised_plan.py divides: one rank's part of a bucket, or all of it in memory that stays.
+
+Assembly   bucket by bucket: results travel to the root as parcels, the arena is used again
+Standing   all of this rank's results at once, in an arena of its own, for engines that copy by themselves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+import torch
+
+from weightbus.dataplane.manifest import ITEM_BYTES, Manifest
+from weightbus.dataplane.pieces import DTYPES as DTYPE_NAMES
+from weightbus.dataplane.pieces import Pieces
+from weightbus.dataplane.quantise import PreparedTasks, Task, prepare
+
+from .assembly import DTYPES, Assembler, Exchange
+from .exposure import Exposable
+from .parcels import plan
+from .quantised_plan import Division, Job, Place, Weight, Work
+from .source import Source
+
+_ELSEWHERE: Final = -1
+"""The rank of all but the root, where only the root has anything to do."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A source that says where what it serves lies, on every rank."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, in the source's group."""
+        ...
+
+    @property
+    def pieces(self) -> Pieces:
+        """Every element of every tensor once, the same on every rank; `storage` numbers what `memory` gives."""
+        ...
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """How parcels travel between the ranks that `pieces` names; None where nothing does."""
+        ...
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        """This rank's own tensors as they are now. Collective."""
+        ...
+
+
+@runtime_checkable
+class ReadableSource(Source, Described, Exposable, Protocol):
+    """A source that says where what it serves lies, and whose memory engines can read."""
+
+
+@dataclass
+class _Bound:
+    """The jobs of one bucket, bound to memory."""
+
+    at: tuple[int, ...]
+    """Where all of that is."""
+    tasks: PreparedTasks
+
+
+class Assembly:
+    """Carries out one rank's work for one manifest: quantises its part of a bucket, and has it travel to the root."""
+
+    def __init__(
+        self, division: Division, source: Source, described: Described | None, work: Work | None = None
+    ) -> None:
+        """`work` is what this rank does, if it is not what `division` says of it."""
+        self._source = source
+        self._described = described
+        self._manifest = division.manifest
+        self._weights = division.weights
+        rank = described.rank if described else (division.root if source.root else _ELSEWHERE)
+        self._work = work or division.work(rank)
+        travels = described is not None and work is None
+        self._travelling = plan(division.manifest, division.travelling(), rank=rank) if travels else ()
+        raw_pieces = division.raw_pieces()
+        raw = division.raw if raw_pieces is not None else None
+        self._raw_plan = plan(raw, raw_pieces, rank=rank) if raw and raw_pieces is not None else ()
+        self._rank = rank
+        self._storages: list[torch.Tensor] | None = None
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._assembler: Assembler | None = None
+        self._gatherer: Assembler | None = None
+        self._kept: dict[int, torch.Tensor | None] = {}
+        self._bound: dict[int, _Bound] = {}
+        self._constants: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def run(self, index: int, out: torch.Tensor | None) -> None:
+        """Take part in bucket `index`."""
+        if index == 0 or (self._described is not None and self._storages is None):
+            self._begin()
+        self._take_memory()
+        work = self._work.buckets[index]
+        for number in work.raws:
+            if number not in self._kept:
+                self._kept[number] = self._gather(number)
+        self._quantise(index, out)
+        if out is not None:
+            for copy in work.copies:
+                number, at = copy.raw
+                _view(out, copy.target).copy_(_typed(self._raw(number), at, copy.target))
+            for shape in work.shapes:
+                _view(out, shape.target).copy_(self._numbers(shape.numbers))
+        if self._assembler is not None:
+            self._assembler.run(index, out, self._source.device)
+        self._let_go(index)
+
+    def _begin(self) -> None:
+        """A pass begins: the source's tensors may have been put elsewhere."""
+        self._kept = {}
+        if self._described is None:
+            return
+        storages = list(self._described.memory())[: self._work.base]
+        if self._storages is not None and all(map(_same, storages, self._storages)):
+            return
+        self._storages = storages
+        self._bound = {}
+        self._assembler = None
+
+    def _quantise(self, index: int, out: torch.Tensor | None) -> None:
+        """This rank's jobs; bound once for as long as all memory stays where it is."""
+        work = self._work.buckets[index]
+        if not work.jobs:
+            return
+        gathered = [memory for number in work.raws if (memory := self._kept[number]) is not None]
+        at = tuple(each.data_ptr() for each in (self._arena, *gathered, *(() if out is None else (out,))))
+        bound = self._bound.get(index)
+        if bound is None or bound.at != at or self._away:
+            tasks = [self._task(job, out) for job in work.jobs]
+            bound = self._bound[index] = _Bound(at, prepare(tasks, self._source.device))
+        bound.tasks.run()
+
+    def _take_memory(self) -> None:
+        """The arena, and who reads from it and from the source's tensors."""
+        if self._arena.numel() < self._work.arena_bytes:
+            self._arena = torch.empty(self._work.arena_bytes, dtype=torch.uint8, device=self._source.device)
+            self._assembler = None
+        if self._described is None or self._assembler is not None:
+            return
+        assert self._storages is not None
+        views = [_whole_items(self._arena, name) for name in DTYPE_NAMES]
+        exchange = self._described.exchange
+        self._assembler = Assembler(self._travelling, [*self._storages, *views], self._rank, 0, exchange)
+        self._gatherer = Assembler(self._raw_plan, self._storages, self._rank, 0, exchange)
+
+    def _task(self, job: Job, out: torch.Tensor | None) -> Task:
+        weight = self._weights[job.weight]
+        outs = tuple(_view(self._arena if each.arena else _given(out), each) for each in job.targets)
+        return Task(weight.scheme, self._source_of(job, weight), DTYPES[weight.spec.dtype], outs)
+
+    def _source_of(self, job: Job, weight: Weight) -> torch.Tensor:
+        if job.held is None:
+            number, at = job.raw
+            nbytes = weight.spec.nbytes
+            return self._raw(number)[at : at + nbytes].view(DTYPES[weight.spec.dtype]).view(weight.spec.shape)
+        assert self._storages is not None
+        storage, view = self._storages[job.held.view.storage], job.held.view
+        part = storage.as_strided(job.shape, view.strides, storage.storage_offset() + view.offset)
+        return part.to(self._source.device)
+
+    def _numbers(self, numbers: tuple[int, ...]) -> torch.Tensor:
+        """On the device of the buckets; models have few different shapes."""
+        if numbers not in self._constants:
+            self._constants[numbers] = torch.tensor(numbers, device=self._source.device)
+        return self._constants[numbers]
+
+    @property
+    def _away(self) -> bool:
+        """Parameters are in host memory and buckets are not: what was uploaded for a task was of another version."""
+        return any(each.device.type != self._source.device.type for each in (self._storages or ())[:1])
+
+    def _gather(self, number: int) -> torch.Tensor | None:
+        """A raw bucket in memory of the root; None on the other ranks, which give their parts of it."""
+        raw = self._raw_manifest
+        memory: torch.Tensor | None = None
+        if self._source.root:
+            memory = torch.empty(raw.buckets[number].nbytes, dtype=torch.uint8, device=self._source.device)
+        if self._described is None:
+            self._source.assemble(raw, number, memory)
+        else:
+            assert self._gatherer is not None
+            self._gatherer.run(number, memory, self._source.device)
+        return memory
+
+    @property
+    def _raw_manifest(self) -> Manifest:
+        assert self._work.raw is not None, "nothing is gathered, and something was asked for"
+        return self._work.raw
+
+    def _raw(self, number: int) -> torch.Tensor:
+        memory = self._kept[number]
+        assert memory is not None, "only the root has what was gathered"
+        return memory
+
+    def _let_go(self, index: int) -> None:
+        """Of what no later bucket needs; after the last one of everything: the memory is the trainer's again."""
+        later = {number for work in self._work.buckets[index + 1 :] for number in work.raws}
+        self._kept = {number: memory for number, memory in self._kept.items() if number in later}
+        if index == len(self._work.buckets) - 1:
+            self._kept = {}
+            if self._source.device.type == "cpu":
+                self._bound = {}  # holds the memory itself, and costs nothing to make again
+            self._arena = torch.empty(0, dtype=torch.uint8)
+            self._assembler = self._gatherer = None
+
+
+class Standing(Assembly):
+    """All that one rank quantises, in an arena that stays where it is, so that others can read it."""
+
+    def __init__(self, division: Division, source: ReadableSource) -> None:
+        """`division` is of the source's pieces."""
+        held = source.held(source.tensors())
+        base = int(held.storage.max()) + 1 if len(held) else 0
+        kept = division.kept(source.rank, base)
+        super().__init__(division, source, source, kept.work)
+        quantised = {weight.spec.name for weight in division.weights}
+        plain = [row for row in range(len(held)) if held.tensors[int(held.boxes.space[row])].name not in quantised]
+        pieces = [*(held.at(row) for row in plain), *kept.results]
+        self.pieces = Pieces.of(division.manifest.tensors, pieces, source.rank)
+        """Of the served tensors, in what `refresh` gives."""
+
+    @torch.no_grad()
+    def refresh(self) -> Sequence[torch.Tensor]:
+        """Quantise everything as it is now; the source's own tensors, and the arena once for each dtype. Collective."""
+        self._begin()
+        self._take_memory()
+        for index, work in enumerate(self._work.buckets):
+            for number in work.raws:
+                if number not in self._kept:
+                    self._kept[number] = self._gather(number)
+            self._quantise(index, None)
+            for shape in work.shapes:
+                _view(self._arena, shape.target).copy_(self._numbers(shape.numbers))
+            later = {number for each in self._work.buckets[index + 1 :] for number in each.raws}
+            self._kept = {number: memory for number, memory in self._kept.items() if number in later}
+        return [*(self._storages or ()), *(_whole_items(self._arena, name) for name in DTYPE_NAMES)]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same memory, seen in the same way."""
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+def _given(out: torch.Tensor | None) -> torch.Tensor:
+    assert out is not None, "only the root writes into a bucket"
+    return out
+
+
+def _whole_items(memory: torch.Tensor, dtype: str) -> torch.Tensor:
+    return memory[: memory.numel() // ITEM_BYTES[dtype] * ITEM_BYTES[dtype]].view(DTYPES[dtype])
+
+
+def _view(memory: torch.Tensor, place: Place) -> torch.Tensor:
+    typed = _whole_items(memory, place.dtype)
+    begin = typed.storage_offset() + place.offset // ITEM_BYTES[place.dtype]
+    return typed.as_strided(place.shape, place.strides, begin)
+
+
+def _typed(memory: torch.Tensor, at: int, place: Place) -> torch.Tensor:
+    """The gathered tensor, of the same dtype and shape as where it goes."""
+    count = ITEM_BYTES[place.dtype]
+    for extent in place.shape:
+        count *= extent
+    return memory[at : at + count].view(DTYPES[place.dtype]).view(place.shape)
