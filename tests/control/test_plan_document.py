@@ -13,10 +13,23 @@ from rich.console import Console
 from weightbus.control import plan_document, plan_view
 from weightbus.control.cli import main
 from weightbus.control.errors import Malformed
-from weightbus.control.messages import Granted, Lack, Place, Prepare, Topology, TransportKind
+from weightbus.control.messages import (
+    EngineHealth,
+    Failed,
+    Granted,
+    Lack,
+    Message,
+    Place,
+    Prepare,
+    Send,
+    Step,
+    Topology,
+    Transfer,
+    TransportKind,
+)
 from weightbus.control.routing import PREFERRED
 
-from .world import CHANNEL, Agent, World
+from .world import CHANNEL, Agent, Engine, World
 
 DIRECT, SENDS, LOCAL = TransportKind.DIRECT, TransportKind.SENDS, TransportKind.LOCAL
 
@@ -55,6 +68,29 @@ def test_one_round_takes_several_transports(world: World) -> None:
     assert {each.engine: each.transport for each in done.engines} == {"near": DIRECT, "far": SENDS, "stock": LOCAL}
     assert {each.outcome.value for each in done.engines} == {"committed"}
     assert len({each.version for each in done.engines}) == 1
+
+
+def test_a_transport_that_fails_costs_the_others_nothing(world: World) -> None:
+    """Its engine is driven again by itself, fails again and is quarantined; the others commit in the same round."""
+    trainer = world.trainer("t", transports=PREFERRED)
+    far = world.agents["far"]
+    assert isinstance(far, Engine)
+    far.script[Transfer] = lambda message: again(far, message)
+    done = world.publish(trainer, 1)
+    sent = [each for each in trainer.got(Send) if isinstance(each, Send)]
+    assert [sorted(receiver.engine for receiver in each.receivers) for each in sent] == [
+        ["far", "near", "stock"],
+        ["far"],
+    ]
+    outcomes = {each.engine: each.outcome.value for each in done.engines}
+    assert outcomes == {"near": "committed", "stock": "committed", "far": "quarantined"}
+
+
+def again(engine: Engine, message: Message) -> Failed:
+    """Fail this transfer, and the next one."""
+    engine.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+    engine.health, engine.weights, engine.held = EngineHealth.DIRTY, None, None
+    return engine.failed(message, Step.TRANSFER, "the group broke")
 
 
 def test_what_is_told_counts_from_the_next_round_on(world: World) -> None:

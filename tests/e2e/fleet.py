@@ -131,9 +131,9 @@ class Fleet:
         """Start the server of an engine, or start it again."""
         self._start(f"server-{name}", self.engines[name].server_argv)
 
-    def start_sidecar(self, name: str) -> None:
-        """Start the sidecar of an engine, or start it again with the same record."""
-        self._start(f"sidecar-{name}", self.engines[name].sidecar_argv)
+    def start_sidecar(self, name: str, *more: str) -> None:
+        """Start the sidecar of an engine, or start it again with the same record; `more` are further flags."""
+        self._start(f"sidecar-{name}", (*self.engines[name].sidecar_argv, *more))
 
     def kill(self, program: str, number: int = signal.SIGKILL) -> None:
         """Signal the whole process group of a program and, for a deadly signal, wait until it is gone."""

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from weightbus.control.messages import TransportKind
 from weightbus.trainer_agent.agent import TrainerAgent
 from weightbus.trainer_agent.errors import AgentClosed, PublishRefused, SourceFailed, Superseded
 from weightbus.trainer_agent.handle import PublishHandle
