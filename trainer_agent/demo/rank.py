@@ -46,6 +46,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     status_url: str
     engines: int
     transport: str
+    """Empty: whatever suits each engine."""
+    host: str
+    """At which engines elsewhere reach the ranks."""
     runtime_dir: str
     keys: str
     save_every: int = 0
@@ -133,6 +136,9 @@ class Actor:
                 lag=lag,
                 seconds=seconds | (published.seconds if published else {}),
                 nbytes=sum(engine.bytes for engine in published.engines) if published else 0,
+                ways={str(each.engine): each.transport.value for each in published.engines if each.transport}
+                if published
+                else {},
             ),
         )
         if published:
@@ -178,7 +184,8 @@ def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
         channel=plan.channel,
         coordinator=plan.coordinator,
         keys=Path(plan.keys),
-        transport=plan.transport,
+        transport=plan.transport or None,
+        host=plan.host,
         runtime_dir=Path(plan.runtime_dir),
         checkpoint_dir=Path(plan.runtime_dir) / "checkpoints",
         hf_config_dir=Path(plan.checkpoint),

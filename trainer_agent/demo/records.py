@@ -3,7 +3,7 @@
 Rank 0 appends one JSON line a round to a file that the demo follows; a line is complete when it ends in a newline.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +34,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """By phase: generate, train, publish, and of publish: assemble, pause, transfer, verify, resume."""
     nbytes: int = 0
     """Moved to engines, all of them together."""
+    ways: dict[str, str] = {}
+    """Per engine: the transport by which it got what was published."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +59,18 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def verdict(rounds: Sequence[Round], engines: int, *, expected_rounds: int, published: bool) -> Verdict:
-    """Judge a run. Raises `ValueError` when there is no round to judge."""
+def verdict(
+    rounds: Sequence[Round],
+    engines: int,
+    *,
+    expected_rounds: int,
+    published: bool,
+    ways: Mapping[str, str] | None = None,
+) -> Verdict:
+    """Judge a run, in which every engine should have been served as `ways` says, if that is known beforehand.
+
+    Raises `ValueError` when there is no round to judge.
+    """
     if not rounds:
         raise ValueError("the trainer ended before its first round: its log says why")
     mismatched = sum(each.mismatched for each in rounds)
@@ -72,6 +84,8 @@ def verdict(rounds: Sequence[Round], engines: int, *, expected_rounds: int, publ
         complaint = f"{mixed} responses came from two versions"
     elif any(lag for each in rounds for lag in each.lag.values()):
         complaint = "an engine lagged behind the committed version"
+    elif ways is not None and any(each.ways != ways for each in rounds):
+        complaint = f"versions travelled by {next(each.ways for each in rounds if each.ways != ways)}, expected {ways}"
     elif published and len(rounds) >= ROUNDS_TO_RISE and gain < RISE:
         complaint = f"the reward gained {gain:.3f} with weights published, expected at least {RISE}"
     elif not published and abs(gain) >= RISE:

@@ -36,6 +36,9 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     rounds: Annotated[int, msgspec.Meta(ge=1, le=1000, description="rounds of generate, learn, publish")] = 20
     transport: Annotated[TransportKind, msgspec.Meta(description="how the weights travel")] = TransportKind.LOCAL
+    mixed: Annotated[
+        bool, msgspec.Meta(description="one engine elsewhere: it is sent what the other one reads in place")
+    ] = False
     trainer: Annotated[Trainer, msgspec.Meta(description="what trains the policy")] = Trainer.MEGATRON
     save_every: Annotated[int, msgspec.Meta(ge=0, description="keep every n-th version as a checkpoint; 0: none")] = 0
     sync: Annotated[Sync, msgspec.Meta(description="off: train, but publish nothing; the reward stays flat")] = Sync.ON
