@@ -3,9 +3,9 @@
     {"seed": 3, "version": 7, "transport": "local", "bucket_bytes": 65536, "hold_at": 2}
 
 loads the checkpoint of `seed` into the ranks, publishes it as `version` and answers with the report as one line of
-JSON. The transport ``any`` is whatever suits each engine. With `hold_at`, the sender stops before that bucket (0: before
-it opens, when all engines are paused), says ``{"held": 2}`` and goes on at the next line on stdin: a test then has all
-the time it needs to kill something in the middle of a transfer.
+JSON. The transport ``any`` is whatever suits each engine. With `hold_at`, the sender stops before that bucket (0:
+before it opens, when all engines are paused), says ``{"held": 2}`` and goes on at the next line on stdin: a test then
+has all the time it needs to kill something in the middle of a transfer.
 """
 
 from __future__ import annotations
