@@ -239,6 +239,10 @@ class Fleet:
         """The channel as the status document shows it."""
         return self.get("/status").json()["channels"].get("e2e", {"engines": {}, "ready": []})
 
+    def plan(self) -> dict[str, Any]:
+        """The channel's plan."""
+        return self.get("/plan").json()["channels"]["e2e"]
+
     def sidecar(self, name: str) -> dict[str, Any]:
         """What a sidecar says of itself and its server."""
         return self.http.get(f"{self.engines[name].sidecar}/status").json()
