@@ -112,7 +112,11 @@ def _engine_offers(kind: TransportKind) -> _Rule:
         if kind in ends.engine.transports:
             return None
         told = ends.from_engine.lacking.get(kind) if ends.from_engine else None
-        return Objection(told.found, told.needed) if told else Objection("the engine agent does not offer it")
+        return (
+            Objection(told.found, told.needed)
+            if told
+            else Objection("the engine agent does not offer it, and its log says why")
+        )
 
     return rule
 

@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from concurrent.futures import Future
 from typing import Final, assert_never
 
 import msgspec
@@ -75,13 +76,15 @@ from .events import (
     Ticked,
     Welcomed,
 )
+from .giving import Giving, Noticed
 from .identity import ServerFacts
 from .key_files import read_keys
+from .lending import Lending
 from .record_file import RecordFile
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .stages import View
-from .validate import transports_of
+from .validate import limits, transports_of
 from .watch import Watch
 from .weights import WeightState
 from .whereabouts import places_of, topology_of
@@ -121,7 +124,8 @@ class EngineAgent:
         self._records.claim()
         self._claim = server_claim(settings.runtime_dir or default_runtime_dir(), settings.server, settings.name)
         keys, exposed = read_keys(settings)
-        self._server = SGLangServer(settings.server, keys, settings.dialect)
+        lending = Lending(settings.state_dir / f"{settings.name}.memory.json")
+        self._server = SGLangServer(settings.server, keys, settings.dialect, lending)
         self._worker = Worker(
             settings.name,
             self._server,
@@ -136,12 +140,15 @@ class EngineAgent:
         self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
         self._dispatcher = Dispatcher(self._machine, self._write, self._carry_out, self._post)
         self._view = self._machine.view()
-        self._events: queue.SimpleQueue[Event | _Stop] = queue.SimpleQueue()
-        self._operations: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
+        self._operations: queue.SimpleQueue[Run | Future[None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, EngineMessage] | None] = queue.SimpleQueue()
         self._boot = 0
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
+        self._giving = Giving(self._server, self._events.put, self._records.read)
         self._bus: BusClient | None = None
+        self.http_port = 0
+        """Where the HTTP port listens, once `run` has opened it."""
         self._described: tuple[str, ...] = ()
         self._place: tuple[str, tuple[Place, ...]] = ("", ())
         """Of which launch, and where its workers are."""
@@ -161,7 +168,11 @@ class EngineAgent:
             registry=self.meters.registry,
             readiness=self._readiness,
             status=self._status,
+            orders={"/give-back": lambda: self._giving.ask(self._view, self._operations.put)}
+            if self.settings.gives_back
+            else {},
         )
+        self.http_port = http.port
         http.start()
         threads = [threading.Thread(target=self._work, name="worker", daemon=True)]
         try:
@@ -214,6 +225,8 @@ class EngineAgent:
         facts = self._server.facts
         self._bus, self._worker.blobs, self._described = bus, bus, layout_of(facts)
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
+        for limit in limits(facts):
+            self._log.warning("transports_limited", reason=limit, transports=transports_of(facts))
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 
@@ -273,13 +286,13 @@ class EngineAgent:
         self._takes = self._worker.takes
         return (self._place, self._takes) != before
 
-    def _next(self) -> Event | _Stop | None:
+    def _next(self) -> Event | _Stop | Noticed | None:
         try:
             return self._events.get(timeout=TICK_S)
         except queue.Empty:
             return None
 
-    def _step(self, event: Event | _Stop | None) -> None:
+    def _step(self, event: Event | _Stop | Noticed | None) -> None:
         if self._watch.failure is not None:
             raise self._watch.failure
         if isinstance(event, _Stop):
@@ -287,7 +300,9 @@ class EngineAgent:
             if event.error is not None:
                 raise event.error
             return
-        if event is not None:
+        if isinstance(event, Noticed):
+            event.event.set()
+        elif event is not None:
             self._dispatch(event)
         self._dispatcher.retry()
         self._dispatch(Ticked(self._heard_at()))
@@ -362,7 +377,13 @@ class EngineAgent:
 
     def _work(self) -> None:
         while (run := self._operations.get()) is not None:
+            if isinstance(run, Future):
+                self._giving.carry_out(run)
+                continue
             self._events.put(Operated(run.number, self._worker.perform(run.operation, run.identity, run.number)))
+
+    def _give_back(self) -> Readiness:
+        return self._giving.ask(self._view, self._operations.put)
 
     def _listen(self, bus: BusClient) -> None:
         try:

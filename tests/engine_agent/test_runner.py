@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from weightbus.control import messages as m
@@ -76,6 +77,7 @@ class Deployment:
         self.run = tempfile.TemporaryDirectory(prefix="wb-")  # a socket's path must be short
         self.first, self.second = tiny_model.write(folder / "a", 1), tiny_model.write(folder / "b", 2)
         self.fake = FakeSGLang(self.first).start()
+        self.gives_back = False
         self.agent: EngineAgent | None = None
         self.thread: threading.Thread | None = None
 
@@ -91,6 +93,7 @@ class Deployment:
             state_dir=self.folder / "state",
             runtime_dir=Path(self.run.name),
             poll_s=0.05,
+            gives_back=self.gives_back,
         )
         agent = self.agent = EngineAgent(settings)
         self.thread = threading.Thread(target=agent.run, daemon=True)
@@ -436,3 +439,55 @@ def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_
         deployment.publish(7, other)
     assert not {"/begin_weight_update", "/update_weights_from_tensor"} & set(deployment.fake.calls[calls:])
     assert deployment.view.health.value == "clean"
+
+
+@pytest.fixture
+def lending(tmp_path: Path, coordinator: tuple[int, Path]) -> Iterator[Deployment]:
+    """A sidecar that has its server give memory back when it is asked to."""
+    made = Deployment(tmp_path, coordinator)
+    made.gives_back = True
+    made.start()
+    yield made
+    made.close()
+
+
+def give_back(deployment: Deployment) -> httpx.Response:
+    assert deployment.agent is not None
+    port = deployment.agent.http_port
+    return httpx.post(f"http://127.0.0.1:{port}/give-back", trust_env=False, timeout=30)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_memory_that_was_given_back_returns_with_a_version(lending: Deployment, *, restart: bool) -> None:
+    """Nothing is served meanwhile, whoever restarts; then weights, version, proof, label, the rest, and on it goes."""
+    lending.publish(7)
+    answer = give_back(lending)
+    assert answer.status_code == 200, answer.text
+    fake = lending.fake
+    assert fake.lent == {"weights", "kv_cache", "cuda_graph"}
+    assert give_back(lending).status_code == 409
+    if restart:
+        lending.stop()
+        lending.start()
+    until("a server that is held back", lambda: lending.view.health is EngineHealth.PENDING and lending.view.paused)
+    assert lending.view.held is None
+    fake.calls.clear()
+
+    report = lending.publish(8, lending.first)
+
+    assert report.engines[0].verified_by == "live-digest"
+    known = {"/resume_memory_occupation": "m", "/update_weights_from_tensor": "t", "/weights_checker": "v"}
+    known |= {"/update_weight_version": "L", "/continue_generation": "C"}
+    order = "".join(known.get(call, "") for call in fake.calls)
+    assert order == "mttttvLmmC"
+    assert (fake.lent, fake.mode, fake.label) == (set(), "", "8")
+    assert all(torch.equal(fake.weights.tensors[name], tensor) for name, tensor in read(lending.first).items())
+
+
+def test_memory_is_given_back_before_the_first_version(lending: Deployment) -> None:
+    """Trainers start with the GPU to themselves: launch weights are no weights any more, and never served."""
+    assert give_back(lending).status_code == 200
+    until("a server that is held back", lambda: lending.view.health is EngineHealth.PENDING and lending.view.paused)
+
+    assert lending.publish(1).engines[0].verified_by == "live-digest"
+    assert lending.fake.label == "1"

@@ -93,12 +93,12 @@ def test_without_a_gpu_every_worker_is_on_this_host() -> None:
     [
         ({}, {"direct", "sends"}, "--custom-weight-loader"),
         ({"loaders": (LOADER,)}, set(), ""),
-        ({"loaders": (LOADER,), "pp": 2}, {"direct", "sends", "distributed"}, "--pp-size 1"),
-        ({"loaders": (LOADER,), "dp": 2}, {"direct", "sends", "local", "distributed"}, "by itself"),
+        ({"loaders": (LOADER,), "pp": 2}, {"direct", "sends", "distributed"}, "local and disk"),
+        ({"loaders": (LOADER,), "dp": 2}, {"direct", "sends", "local", "distributed"}, "each replica"),
         (
             {"loaders": (LOADER,), "speculative": "EAGLE"},
             {"sends", "local", "distributed", "disk"},
-            "without speculation",
+            "--custom-weight-loader",
         ),
     ],
     ids=["stock", "loader", "stages", "replicas", "drafts"],
