@@ -112,11 +112,8 @@ def _engine_offers(kind: TransportKind) -> _Rule:
         if kind in ends.engine.transports:
             return None
         told = ends.from_engine.lacking.get(kind) if ends.from_engine else None
-        return (
-            Objection(told.found, told.needed)
-            if told
-            else Objection("the engine agent does not offer it, and its log says why")
-        )
+        untold = "the engine agent does not offer it, and its log says why"
+        return Objection(told.found, told.needed) if told else Objection(untold)
 
     return rule
 

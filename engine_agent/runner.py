@@ -225,8 +225,8 @@ class EngineAgent:
         facts = self._server.facts
         self._bus, self._worker.blobs, self._described = bus, bus, layout_of(facts)
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
-        for limit in limits(facts):
-            self._log.warning("transports_limited", reason=limit, transports=transports_of(facts))
+        for found, needed in limits(facts):
+            self._log.warning("transports_limited", reason=f"{found}: {needed}", transports=transports_of(facts))
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 

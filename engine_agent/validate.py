@@ -42,8 +42,7 @@ def limits(facts: ServerFacts) -> Iterator[tuple[str, str]]:
     if facts.dp > 1:
         yield (
             f"its {facts.dp} plain replicas (--dp-size) load files alone",
-            "for the other transports launch a server for each replica, with a sidecar each, or let them share their"
-            " experts (--enable-dp-attention)",
+            "for others launch a server for each, with a sidecar each, or share their experts (--enable-dp-attention)",
         )
     elif facts.speculative:
         yield (
@@ -58,8 +57,7 @@ def limits(facts: ServerFacts) -> Iterator[tuple[str, str]]:
     if facts.moves_experts and LOADER in facts.loaders:
         yield (
             "it moves experts while it serves (--enable-eplb), and what was recorded of them would not hold",
-            "launch it without that flag and with fixed places (--init-expert-location), or let it take local or"
-            " distributed",
+            "launch it without that flag, with fixed places (--init-expert-location), or take local or distributed",
         )
 
 

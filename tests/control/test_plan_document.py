@@ -207,9 +207,7 @@ def test_a_fleet_may_be_imagined(tmp_path: Path, capsys: pytest.CaptureFixture[s
     found = plan_document.parse(capsys.readouterr().out.encode()).channels["imagined"].engines["e0"]
     assert (found.transport, found.host) == (SENDS, "b")
     assert main(["plan", "--file", str(file), "--explain"]) == 0
-    assert "not direct: the engine agent does not offer it, and its log says why" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "not direct: the engine agent does not offer it" in " ".join(capsys.readouterr().out.split())
     file.write_text("{}")
     assert main(["plan", "--file", str(file)]) == 1
     assert "does not describe a trainer" in capsys.readouterr().err

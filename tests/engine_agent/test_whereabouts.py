@@ -94,7 +94,7 @@ def test_without_a_gpu_every_worker_is_on_this_host() -> None:
         ({}, {"direct", "sends"}, "--custom-weight-loader"),
         ({"loaders": (LOADER,)}, set(), ""),
         ({"loaders": (LOADER,), "pp": 2}, {"direct", "sends", "distributed"}, "local and disk"),
-        ({"loaders": (LOADER,), "dp": 2}, {"direct", "sends", "local", "distributed"}, "each replica"),
+        ({"loaders": (LOADER,), "dp": 2}, {"direct", "sends", "local", "distributed"}, "a sidecar each"),
         (
             {"loaders": (LOADER,), "speculative": "EAGLE"},
             {"sends", "local", "distributed", "disk"},
