@@ -136,7 +136,9 @@ class Fleet:
         self._start(f"sidecar-{name}", (*self.engines[name].sidecar_argv, *more))
 
     def kill(self, program: str, number: int = signal.SIGKILL) -> None:
-        """Signal the whole process group of a program and, for a deadly signal, wait until it is gone."""
+        """Signal the whole process group of a program that was started; of a deadly signal, wait until it is gone."""
+        if program not in self._running:
+            return
         process = self._running[program].process
         os.killpg(process.pid, number)
         if number == signal.SIGKILL:
