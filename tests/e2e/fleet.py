@@ -136,13 +136,16 @@ class Fleet:
         self._start(f"sidecar-{name}", (*self.engines[name].sidecar_argv, *more))
 
     def kill(self, program: str, number: int = signal.SIGKILL) -> None:
-        """Signal the whole process group of a program that was started; of a deadly signal, wait until it is gone."""
-        if program not in self._running:
-            return
+        """Signal the whole process group of a program and, for a deadly signal, wait until it is gone."""
         process = self._running[program].process
         os.killpg(process.pid, number)
         if number == signal.SIGKILL:
             process.wait(30)
+
+    def end(self, program: str) -> None:
+        """Kill what an earlier test may have started."""
+        if program in self._running:
+            self.kill(program)
 
     def _start(self, name: str, argv: Sequence[str]) -> None:
         self._running[name] = self._programs.start(name, argv)

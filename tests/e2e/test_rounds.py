@@ -316,7 +316,7 @@ def test_one_round_takes_the_way_that_suits_each_engine(fleet: Fleet, expected: 
 
     The last test: its victim's server is not started again.
     """
-    fleet.kill("watcher")
+    fleet.end("watcher")
     for version, way in ((104, "local"), (105, "sends")):
         fleet.kill("sidecar-two")
         fleet.start_sidecar("two", f"--transports={way}")
