@@ -71,7 +71,7 @@ class Tenure:
             heard_at=now,
             rollback=message.rollback,
         )
-        told = routes(agent) if agent.topology else {}
+        told: Mapping[AgentId, Route] = routes(agent) if agent.topology else {}
         granted = Granted(
             request=message.request,
             channel=self._channel,
