@@ -19,6 +19,8 @@ TRAINER ?= megatron
 SYNC ?= on
 TRANSPORT ?= local
 ROUNDS ?= 20
+# make demo ASYNC=1: each round is generated while the one before is trained, beside the same one after another
+ASYNC ?= 0
 # make demo SAVE_EVERY=5: every fifth version is kept as a checkpoint
 SAVE_EVERY ?= 0
 # make demo MIXED=1: one engine by direct, one elsewhere by sends, in the same rounds
@@ -52,7 +54,7 @@ help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: env ## Train a toy policy with real ranks (TRAINER=fsdp2, megatron-moe) and two real SGLang servers (SYNC=off to compare)
-	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) --save-every $(SAVE_EVERY) $(if $(MIXED),--mixed) $(DEMO_ARGS)
+	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) --save-every $(SAVE_EVERY) $(if $(filter-out 0,$(ASYNC)),--asynchronous) $(if $(MIXED),--mixed) $(DEMO_ARGS)
 
 env: $(INSTALLED) ## Install the pinned environment and the project into .venv
 	@# An editable install is a folder of links: made anew when a file appeared or went.
@@ -121,6 +123,9 @@ model: ## The round as a Spin model, explored exhaustively (needs Debian's spin)
 bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
 	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
 
+bench-pause: env ## How long a server stands still for a version beyond copy and proof, hop by hop (JSON)
+	@exec $(BIN)/python tests/bench/pause.py $(BENCH)
+
 bench-gather: env ## How fast ranks assemble buckets, beside the published procedures (BENCH="--backend nccl"; JSON last)
 	@exec $(BIN)/python tests/bench/gather.py $(BENCH)
 
@@ -149,4 +154,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-plan chaos build deploy-check clean
+.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-pause bench-plan chaos build deploy-check clean

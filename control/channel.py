@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Final
 
 import msgspec
 
 from .answers import Answers, already_committed, never_begun
 from .deadlines import earlier
-from .duties import Duties
+from .duties import Command, Duties
 from .effects import (
     AnyObservation,
     Committed,
@@ -47,23 +48,25 @@ from .messages import (
     ToAgent,
     Topology,
 )
+from .past import Past, Restored, remembered
 from .publisher import NOBODY, SNAPSHOT, Publisher
-from .restored import Past, Restored, remembered
 from .round import Round
 from .routing import Route
+from .staleness import Window
 from .states import SETTLED, EnginePhase, RoundState
 from .tenure import Answer, Tenure
 
 STORY: Final = 64
 """Recent events that an error carries."""
 
+
 TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Send `message` to whatever connection `agent` is on."""
+    """Send `message` to whatever connections `agents` are on."""
 
-    agent: AgentId
+    agents: tuple[AgentId, ...]
     message: ToAgent
 
 
@@ -85,13 +88,18 @@ Out = Tell | Answer | ChannelRecord | AnyObservation
 _RECORDS: Final = (EpochTaken, Committed, RoundClosed)
 
 
+def _same_command(due: tuple[AgentId, Command]) -> int:
+    """What many are told alike is one object (orders.py); to compare values would cost more than it saves."""
+    return id(due[1])
+
+
 class Channel:
     """The machine of one channel."""
 
     def __init__(self, name: ChannelId, limits: Limits, restored: Restored) -> None:
         self.name = name
         self.epoch: Epoch = restored.epoch
-        self.committed: Held | None = restored.committed
+        self.window = Window(restored.committed)
         self.committed_epoch: Epoch = restored.committed_epoch
         self.history: tuple[Past, ...] = restored.history
         self.round: Round | None = None
@@ -105,8 +113,13 @@ class Channel:
         self._fleet = Fleet(name, limits, self._duties)
         self.engines: Mapping[AgentId, Engine] = self._fleet.engines
         self._holder: tuple[AgentId, Incarnation] | None = None
-        self._outlook: tuple[Round | None, Held | None] = (None, None)
+        self._outlook: tuple[Round | None, Window] = (None, Window())
         """By what all engines were last judged together."""
+
+    @property
+    def committed(self) -> Held | None:
+        """The version that is durable."""
+        return self.window.committed
 
     @property
     def lease(self) -> Lease | None:
@@ -190,7 +203,7 @@ class Channel:
             if self._tenure.held_by(agent):
                 self._end_lease("the version was committed already")
         if done:
-            self.out.append(Tell(agent.name, done))
+            self.out.append(Tell((agent.name,), done))
 
     def transferring(self, agent: Agent, message: Offered | Sent, now: float) -> Verdict:
         """The trainer's half of the transports stands, or is over."""
@@ -215,7 +228,7 @@ class Channel:
                 self.round.abandon(f"abandoned by {agent.name}: {message.reason}", now)
             else:
                 self._end_lease(f"abandoned: {message.reason}")
-                self.out.append(Tell(agent.name, never_begun(lease, message)))
+                self.out.append(Tell((agent.name,), never_begun(lease, message)))
         return verdict
 
     def trainer_joined(self, agent: Agent, now: float) -> None:
@@ -225,7 +238,7 @@ class Channel:
         if self.round:
             self._duties.hurry(agent.name, now)
         elif self._answers.last:
-            self.out.append(Tell(agent.name, self._answers.last))
+            self.out.append(Tell((agent.name,), self._answers.last))
 
     def trainer_heard(self, agent: Agent, now: float) -> None:
         """A trainer is alive; if it holds the lease, that goes on."""
@@ -304,12 +317,14 @@ class Channel:
                     raise InvariantBroken(
                         f"{self.name} goes from {self.committed.version} to {record.version}", self.story
                     )
-                self.committed = Held(version=record.version, manifest=record.manifest, table=record.table)
+                committed = Held(version=record.version, manifest=record.manifest, table=record.table)
+                max_lag = self.round.publish.policy.max_lag if self.round else 0
+                self.window = self.window.after(committed, max_lag, rollback=record.rollback)
                 self.committed_epoch = record.epoch
                 self.history = remembered(self.history, record)
                 if self.round:
                     self.round.committed(now)
-                self._fleet.overtaken(self.epoch, self.committed, now)
+                self._fleet.overtaken(self.epoch, committed, now)
             case RoundClosed():
                 self._close(record, now)
 
@@ -357,22 +372,24 @@ class Channel:
 
     def flush(self, now: float) -> Sequence[Out]:
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
-        round_, committed = self.round, self.committed
+        round_, window = self.round, self.window
         if round_:
             if round_.notes:
                 self.out += round_.take_notes()
             self._fleet.touch(round_.take_moved())
-        before, self._outlook = self._outlook, (round_, committed)
-        if (before[0] is not None and before[0] is not round_) or before[1] is not committed:
+        before, self._outlook = self._outlook, (round_, window)
+        if (before[0] is not None and before[0] is not round_) or before[1] is not window:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        self.out += self._fleet.readiness_changes(self.phase, committed)
+        self.out += self._fleet.readiness_changes(self.phase, window)
         due = self._duties.due(now)
         wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants else None
         if not (self.out or due or wanted):
             return ()
         waiting, self.out = self.out, []
         out: list[Out] = [each for each in waiting if not isinstance(each, _RECORDS)]
-        out += [Tell(agent, command) for agent, command in due]
+        for _, alike in groupby(due, _same_command):  # one after the other, in the order in which they are due
+            told = list(alike)
+            out.append(Tell(tuple([agent for agent, _ in told]), told[0][1]))
         out += [each for each in waiting if isinstance(each, _RECORDS)]
         if wanted:
             out.append(wanted)
@@ -415,10 +432,10 @@ class Channel:
             wrong.append(f"committed at epoch {self.committed_epoch}, the highest ever taken is {self.epoch}")
         for engine in self.engines.values():
             phase = self.phase(engine.name)
-            ready = readiness(engine, phase, self.committed).ok
+            ready = readiness(engine, phase, self.window).ok
             if ready is not self._fleet.announced(engine.name):
                 wrong.append(f"{engine.name} is {'ready' if ready else 'not ready'}, and nobody was told")
-            if ready and self.committed and engine.held != self.committed:
+            if ready and not self.window.allows(engine.held):
                 wrong.append(f"{engine.name} is ready, but holds {engine.held}")
             if phase is EnginePhase.SERVING and (self.committed is None or self.round is None):
                 wrong.append(f"{engine.name} serves what was never committed")
@@ -448,9 +465,10 @@ class Channel:
         self._fleet.left_by(round_.members.values())
         self.round = None
         self._answers.remember(record.request, record.done)
-        self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done))
+        stood_s = round_.publish.stood_s
+        self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done, stood_s=stood_s))
         self._end_lease("the round ended")
-        self.out.append(Tell(round_.holder, record.done))
+        self.out.append(Tell((round_.holder,), record.done))
         self._fleet.settle_idle(self.epoch, self.committed, now)
 
     def _take_answer(self, engine: Engine, message: EngineMessage, now: float) -> Verdict:

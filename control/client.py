@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, assert_never
 
@@ -44,6 +45,7 @@ from .messages import (
     Topology,
     Welcome,
 )
+from .security import curve_files
 from .session import (
     Asked,
     Connect,
@@ -93,6 +95,11 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise the `ConfigurationError` that connecting would: keys that are not there, or needed and not given."""
         DealerLink(self.endpoint, self.curve).close()
+
+
+def check_keys(endpoint: str, keys: Path | None, name: str, *, insecure_loopback: bool) -> None:
+    """Raise the `ConfigurationError` that an agent's start would, as far as its key files and its endpoint tell."""
+    BusSettings(endpoint=endpoint, curve=curve_files(keys, name, insecure_loopback=insecure_loopback)).check()
 
 
 class BusClient:
@@ -178,6 +185,11 @@ class BusClient:
     def committed(self) -> Version | None:
         """The version that is committed in this agent's channel, as the coordinator said it last."""
         return self._session.committed
+
+    @property
+    def max_lag(self) -> int:
+        """Versions that an engine may be behind `committed` and still be ready, as the coordinator said it last."""
+        return self._session.max_lag
 
     @property
     def heard_at(self) -> float | None:

@@ -27,6 +27,7 @@ from .messages import (
     Send,
     Serving,
     Step,
+    ToEngine,
     Transferred,
     Verified,
     Withdraw,
@@ -35,10 +36,12 @@ from .orders import Orders
 from .routing import Route
 from .states import ENGINE_MOVES, SETTLED, EnginePhase, move
 
-UNTOUCHED: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.PAUSING, EnginePhase.PAUSED)
-"""Before a byte of the new version."""
+SERVING_ON: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED)
+"""Nothing of the round has changed what it does for its clients."""
 HOPEFUL: Final = (
-    *UNTOUCHED,
+    *SERVING_ON,
+    EnginePhase.PAUSING,
+    EnginePhase.PAUSED,
     EnginePhase.TRANSFERRING,
     EnginePhase.TRANSFERRED,
     EnginePhase.VERIFIED,
@@ -47,6 +50,8 @@ HOPEFUL: Final = (
 """The new version may still reach it."""
 _OUT: Final = frozenset({EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST})
 """Where an engine goes that takes no more of a running attempt."""
+STANDING: Final = (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING)
+"""Told to stand still for the version, and neither through nor out of it."""
 
 
 class Cohort:
@@ -75,6 +80,8 @@ class Cohort:
         self._out: dict[str, str] = {}
         """Those of them that will take nothing, or not all, and why."""
         self._out_told = 0
+        self._held_back: dict[AgentId, ToEngine] = {}
+        """What those are told next that wait for all to stand still."""
         self._doubted: dict[AgentId, float] = {}
         self._moved: set[AgentId] = set()
         """Changed phase, or began in one in which they are judged otherwise than outside a round."""
@@ -127,15 +134,9 @@ class Cohort:
         for member in self.within(EnginePhase.PREPARING):
             self._duties.assign(member.name, self._orders.prepare(member), now)
 
-    def pause(self, now: float) -> None:
-        """Stop the engines that are prepared."""
-        for member in self.within(EnginePhase.PREPARED):
-            self._move(member, EnginePhase.PAUSING)
-            self._duties.assign(member.name, self._orders.pause(member), now)
-
     def wanted(self, epoch: Epoch) -> Send:
         """What the trainer is to send under `epoch`, and to whom."""
-        members = self.within(EnginePhase.PAUSED, EnginePhase.BROKEN)
+        members = self.within(EnginePhase.PREPARED, EnginePhase.BROKEN)
         self._invited, self._out, self._out_told = frozenset(member.name for member in members), {}, 0
         return self._orders.send(epoch, members)
 
@@ -147,30 +148,43 @@ class Cohort:
         return self._orders.withdraw(epoch, self._out)
 
     def transfer(self, epoch: Epoch, offers: tuple[Offer, ...], failed: Mapping[str, str], now: float) -> None:
-        """Tell the engines of the last `Send` where their tensors are; those without an offer leave.
+        """Stop the engines of the last `Send` and tell them where their tensors are; those without an offer leave.
 
-        `failed` is the trainer's account of the offers that it could not make.
+        Both at once: whoever stands still need not ask what for. Only where the round comes to nothing without several
+        of them (`Policy.min_engines`), all have to stand still before the first one changes: should one fail until
+        then, the others go on with what they served. `failed` is the trainer's account of the offers that it could not
+        make.
         """
+        together = self._publish.policy.min_engines > 1
         by_kind = {offer.transport: offer for offer in offers}
-        for member in self.within(EnginePhase.PAUSED, EnginePhase.BROKEN):
+        for member in self.within(EnginePhase.PREPARED, EnginePhase.BROKEN):
             offer = by_kind.get(member.transport) if member.transport else None
             if offer is None:
                 why = failed.get(member.name)
                 self.leave(member, f"the trainer made no {member.transport} offer{f': {why}' if why else ''}", now)
                 continue
-            self._move(member, EnginePhase.TRANSFERRING)
+            self._move(member, EnginePhase.PAUSING)
             member.epoch, member.spared = epoch, False
-            self._doubted.pop(member.name, None)
-            self._duties.assign(member.name, self._orders.transfer(member, offer), now)
+            take = self._orders.transfer(member, offer)
+            if together:
+                self._held_back[member.name] = take
+            self._duties.assign(member.name, self._orders.pause(member), now, then=None if together else take)
+
+    def release(self, now: float) -> None:
+        """Nobody's pause is waited for any more: who stands still for it takes the version."""
+        for member in self.within(EnginePhase.PAUSED):
+            self._move(member, EnginePhase.TRANSFERRING)
+            self._duties.assign(member.name, self._held_back[member.name], now)
+        self._held_back.clear()
 
     def doubt(self, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
         """The trainer could not serve these: each gets a little time to speak for itself, then it breaks.
 
         Those in `spared` were well when another engine's failure ended the attempt, before anything was sent to them.
         """
-        for member in self.within(EnginePhase.TRANSFERRING, EnginePhase.BROKEN):
+        for member in self.within(*STANDING, EnginePhase.BROKEN):
             member.spared = member.name in spared
-            if member.name in failed and member.phase is EnginePhase.TRANSFERRING:
+            if member.name in failed and member.phase in STANDING:
                 member.reason = f"the trainer could not serve it: {failed[member.name]}"
                 self._doubted[member.name] = now + self._limits.grace_s
 
@@ -211,8 +225,9 @@ class Cohort:
             case Prepared():
                 self._step(member, EnginePhase.PREPARING, EnginePhase.PREPARED, "prepare", message.seconds)
             case Paused():
-                self._step(member, EnginePhase.PAUSING, EnginePhase.PAUSED, "pause", message.seconds)
+                self._paused(member, message)
             case Transferred():
+                self._stands(member)
                 if self._step(member, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, "transfer", message.seconds):
                     member.bytes, member.buckets = message.bytes, message.buckets
             case Verified():
@@ -253,7 +268,23 @@ class Cohort:
         self._duties.drop(member.name)
         return True
 
+    def _paused(self, member: Member, message: Paused) -> None:
+        if member.phase is EnginePhase.PAUSING:
+            member.seconds["pause"] = message.seconds
+            if member.name in self._held_back:
+                self._move(member, EnginePhase.PAUSED)
+                self._duties.drop(member.name)
+            else:
+                self._stands(member)
+
+    def _stands(self, member: Member) -> None:
+        """It generates nothing, as it says, or as what it says implies: its `Pause` may have got lost."""
+        if member.phase is EnginePhase.PAUSING:
+            self._move(member, EnginePhase.TRANSFERRING)
+            self._duties.go_on(member.name)
+
     def _verified(self, member: Member, message: Verified) -> None:
+        self._stands(member)
         if member.phase not in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
             return
         if message.version != self._publish.version or message.table != self._publish.table:
@@ -280,7 +311,7 @@ class Cohort:
             self._move(member, EnginePhase.LEFT)
             member.health = EngineHealth.CLEAN
         else:
-            if member.phase in (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING):
+            if member.phase in STANDING:
                 self.leave(member, "it resumed by itself", now)
             return
         member.seconds["resume"], member.seconds["paused"] = message.seconds, message.paused_s
@@ -301,7 +332,9 @@ class Cohort:
             member.reason = member.reason or reason
             self._move(member, EnginePhase.QUARANTINED)
             self._duties.drop(member.name)
-        elif member.phase in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
+        elif member.phase in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED) or (
+            member.phase is EnginePhase.PAUSING and message.step in (Step.TRANSFER, Step.VERIFY)
+        ):
             self._break(member, reason)
         elif member.phase is not EnginePhase.BROKEN:
             self.leave(member, reason, now)
@@ -323,7 +356,7 @@ class Cohort:
         self._moved.add(member.name)
         if phase in _OUT and member.name in self._invited:
             self._out.setdefault(member.name, member.reason)
-        if left is EnginePhase.TRANSFERRING:
+        if phase is not EnginePhase.TRANSFERRING:
             self._doubted.pop(member.name, None)  # it spoke for itself, or left
 
     def _note_failure(self, member: Member, reason: str) -> None:

@@ -14,9 +14,9 @@ Command = ToEngine | ToTrainer
 
 
 class Duty(msgspec.Struct):
-    """One unanswered command."""
+    """What one agent has not answered: a command, and perhaps one that is told with it and carried out after it."""
 
-    command: Command
+    commands: tuple[Command, ...]
     wait_s: float
     due_at: float
     turn: int
@@ -39,16 +39,19 @@ class Duties:
         """Told for the first time, which is mostly at once: a whole fleet need not pass through the heap for that."""
         self._turns = itertools.count()
 
-    def assign(self, agent: AgentId, command: Command, now: float) -> None:
-        """`agent` is to be told `command` now, and again until `drop`."""
-        turn = next(self._turns)
-        self._of[agent] = Duty(command, self._retry_s, now, turn)
-        self._fresh.append((now, turn, agent))
+    def assign(self, agent: AgentId, command: Command, now: float, then: Command | None = None) -> None:
+        """`agent` is to be told `command` now, and again until `drop`; at once behind it `then`, if there is one."""
+        self._assign(agent, (command,) if then is None else (command, then), now)
 
     def get(self, agent: AgentId) -> Command | None:
-        """What `agent` has not answered yet."""
+        """What `agent` has not answered yet: the first of it."""
         duty = self._of.get(agent)
-        return duty.command if duty else None
+        return duty.commands[0] if duty else None
+
+    def go_on(self, agent: AgentId) -> None:
+        """`agent` has answered the first of two commands. The second was told with it, and is repeated alone now."""
+        if (duty := self._of.get(agent)) and len(duty.commands) > 1:
+            duty.commands = duty.commands[1:]
 
     def drop(self, agent: AgentId) -> None:
         """The command was answered, or nobody is left to answer it."""
@@ -60,7 +63,7 @@ class Duties:
     def hurry(self, agent: AgentId, now: float) -> None:
         """`agent` is back on a new connection: tell it at once."""
         if duty := self._of.get(agent):
-            self.assign(agent, duty.command, now)
+            self._assign(agent, duty.commands, now)
 
     def due(self, now: float) -> list[tuple[AgentId, Command]]:
         """What is to be sent now, the longest due first; each waits twice as long before the next time."""
@@ -68,14 +71,14 @@ class Duties:
         if not self._fresh and (not self._timers or self._timers[0][0] > now):
             return out
         while (duty := self._next()) and duty.due_at <= now:
-            out.append(self._tell(heapq.heappop(self._timers)[2], duty, now))
+            out += self._tell(heapq.heappop(self._timers)[2], duty, now)
         fresh, self._fresh = self._fresh, []
         for entry in fresh:
             due_at, turn, agent = entry
             known = self._of.get(agent)
             if known and known.turn == turn:
                 if due_at <= now:
-                    out.append(self._tell(agent, known, now))
+                    out += self._tell(agent, known, now)
                 else:
                     heapq.heappush(self._timers, entry)
         return out
@@ -96,11 +99,16 @@ class Duties:
     def __len__(self) -> int:
         return len(self._of)
 
-    def _tell(self, agent: AgentId, duty: Duty, now: float) -> tuple[AgentId, Command]:
+    def _assign(self, agent: AgentId, commands: tuple[Command, ...], now: float) -> None:
+        turn = next(self._turns)
+        self._of[agent] = Duty(commands, self._retry_s, now, turn)
+        self._fresh.append((now, turn, agent))
+
+    def _tell(self, agent: AgentId, duty: Duty, now: float) -> list[tuple[AgentId, Command]]:
         duty.due_at, duty.turn = now + duty.wait_s, next(self._turns)
         duty.wait_s = min(duty.wait_s * 2, self._retry_max_s)
         heapq.heappush(self._timers, (duty.due_at, duty.turn, agent))
-        return agent, duty.command
+        return [(agent, command) for command in duty.commands]
 
     def _next(self) -> Duty | None:
         """The duty that is due first; entries that stand for nothing any more are thrown away."""

@@ -9,6 +9,7 @@ from .lease import YES, Verdict
 from .member import Member
 from .membership import Agent
 from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Topology, TransportKind
+from .staleness import Window
 from .states import EnginePhase
 
 _GENERATES = (None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT)
@@ -33,9 +34,11 @@ class Engine(msgspec.Struct, kw_only=True):
     took_by: TransportKind | None = None
     """How it got the version that it took last, in this life of agent and coordinator."""
     took_s: float = 0.0
+    number: int = 0
+    """Grows with every name that joins the channel."""
 
     @classmethod
-    def of(cls, agent: Agent) -> Engine:
+    def of(cls, agent: Agent, number: int = 0) -> Engine:
         """An engine as it described itself."""
         if agent.engine is None:
             raise ValueError(f"{agent.name} is no engine")
@@ -47,6 +50,7 @@ class Engine(msgspec.Struct, kw_only=True):
             health=info.health,
             held=info.held,
             topology=agent.topology,
+            number=number,
         )
 
     def as_info(self) -> EngineInfo:
@@ -67,7 +71,7 @@ class Engine(msgspec.Struct, kw_only=True):
             self.took_by, self.took_s = member.transport, member.seconds.get("transfer", 0.0)
 
 
-def readiness(engine: Engine, phase: EnginePhase | None, committed: Held | None) -> Verdict:
+def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verdict:
     """Whether requests may be sent to the engine, and why not."""
     if not engine.alive:
         return Verdict(Code.NOT_ALLOWED, engine.reason or "not here")
@@ -75,9 +79,8 @@ def readiness(engine: Engine, phase: EnginePhase | None, committed: Held | None)
         return Verdict(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
     if phase not in _GENERATES:
         return Verdict(Code.NOT_ALLOWED, f"in a round: {phase or ''}")
-    if committed and engine.held != committed:
-        found = f"version {engine.held.version}" if engine.held else "the weights of its launch"
-        return Verdict(Code.NOT_ALLOWED, f"holds {found}, committed is {committed.version}")
+    if not window.allows(engine.held):
+        return Verdict(Code.NOT_ALLOWED, window.against(engine.held))
     if not engine.serving and phase in (None, EnginePhase.PREPARING, EnginePhase.PREPARED):
         return Verdict(Code.NOT_ALLOWED, engine.reason or "has not said yet that it serves")
     return YES

@@ -23,7 +23,7 @@ from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, mod
 from .ids import Channel, Epoch, RequestId
 from .journal import REPLY_TTL_S
 from .messages import Held, RoundDone
-from .restored import Past, Restored, remembered
+from .past import Past, Restored, remembered
 
 SCHEMA: Final = 1
 REPLIES: Final = 32

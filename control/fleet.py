@@ -6,7 +6,10 @@ it holds it, and else to go on with what it has.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Final
 
 from .duties import Duties
 from .effects import ReadinessChanged
@@ -29,7 +32,10 @@ from .messages import (
     TrainerInfo,
 )
 from .routing import Ends, Route, choose
+from .staleness import Window
 from .states import SETTLED, EnginePhase
+
+_joined_as: Final = attrgetter("number")
 
 
 class Fleet:
@@ -41,6 +47,7 @@ class Fleet:
         self._limits = limits
         self._duties = duties
         self._ready: dict[AgentId, bool] = {}
+        self._numbers = itertools.count()
         self._touched: set[AgentId] = set()
         """Engines whose readiness may be another than was last announced."""
 
@@ -69,7 +76,9 @@ class Fleet:
 
     def joined(self, agent: Agent) -> Engine:
         """An engine said `Hello`: what was known under its name is forgotten."""
-        engine = self.engines[agent.name] = Engine.of(agent)
+        known = self.engines.get(agent.name)
+        number = known.number if known else next(self._numbers)
+        engine = self.engines[agent.name] = Engine.of(agent, number)
         self._touched.add(agent.name)
         return engine
 
@@ -154,18 +163,19 @@ class Fleet:
         self._touched.update(self.engines)
 
     def readiness_changes(
-        self, phase: Callable[[AgentId], EnginePhase | None], committed: Held | None
+        self, phase: Callable[[AgentId], EnginePhase | None], window: Window
     ) -> list[ReadinessChanged]:
         """Who became ready, or ceased to be, among those that were touched since the last call."""
         if not self._touched:
             return []
         touched, self._touched = self._touched, set()
-        # of several, in the order in which they joined: that of a set is another in every process
-        names = touched if len(touched) == 1 else [name for name in self.engines if name in touched]
+        known = [self.engines[name] for name in touched if name in self.engines]
+        if len(known) > 1:  # in the order in which they joined: that of a set is another in every process
+            known.sort(key=_joined_as)
         notes: list[ReadinessChanged] = []
-        for engine in (self.engines[name] for name in names if name in self.engines):
+        for engine in known:
             stands = phase(engine.name)
-            verdict = readiness(engine, stands, committed)
+            verdict = readiness(engine, stands, window)
             if self._ready.get(engine.name, False) is not verdict.ok:
                 notes.append(
                     ReadinessChanged(

@@ -54,6 +54,7 @@ class Heartbeat(Message, frozen=True):
     """The application is alive (ZeroMQ's own heartbeats only prove that its I/O thread is). Answered by `Alive`."""
 
     seq: Count
+    """0: no answer is wanted."""
     epoch: EpochNumber = 0  # type: ignore[assignment]  # a plain default for "no epoch seen"
     health: EngineHealth | None = None
     held: Held | None = None
@@ -150,6 +151,8 @@ class Publish(Message, frozen=True):
     """``live``: the trainer stands still until the round is over; ``snapshot``: it trains on. Shown in the status."""
     rollback: bool = False
     """As in the `Acquire` of this lease; without that it is refused."""
+    stood_s: Seconds = 0.0
+    """How long training stood still since its last publication, because engines were too far behind. A metric."""
     seal: Seal | None = None
     """Null where no keys are used. Carried on in `Prepare`, as it is."""
 

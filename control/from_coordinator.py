@@ -53,6 +53,8 @@ class Alive(Message, frozen=True):
     boot: Count
     committed: VersionNumber | None = None
     """Of the agent's channel, now: an engine that a round has left behind learns it from here."""
+    max_lag: Count = 0
+    """Versions that an engine may be behind that and still be ready."""
 
 
 class Ack(Message, frozen=True):
@@ -174,7 +176,7 @@ class Pause(Message, frozen=True):
 
 
 class Transfer(Message, frozen=True):
-    """Take the tensors from `offer`. Answered by `Transferred` then `Verified`, or `Failed`."""
+    """Take the tensors from `offer`, once paused. Answered by `Transferred` then `Verified`, or `Failed`."""
 
     channel: ChannelName
     epoch: EpochNumber

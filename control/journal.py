@@ -26,7 +26,7 @@ from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
 from .messages import Held, RoundDone
-from .restored import Past, Restored, remembered
+from .past import Past, Restored, remembered
 
 SCHEMA: Final = 1
 REPLY_TTL_S: Final = 24 * 3600.0

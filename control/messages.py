@@ -1,7 +1,7 @@
 """Every message of the control plane: who sends it, what its fields mean, in which units.
 
-A message is one frame of msgpack, a map tagged by ``type``; a blob (a page of a manifest or of a digest table) is a
-second frame. Unknown tags, unknown fields and values out of bounds are refused by the codec.
+A message is one frame: a header of four bytes, then msgpack, a map tagged by ``type``; a blob (a page of a manifest or
+of a digest table) is a second frame. Unknown tags, unknown fields and values out of bounds are refused by the codec.
 
 Within one `PROTOCOL` fields are only added, each with a default that means "as before", and a default never changes. A
 field that has its default is not sent. So an older reader understands everything that it could be asked before, and
@@ -19,10 +19,10 @@ The exchange of one round::
       PutBlob (manifest, digests; only what is not cached) ->
       Publish(epoch, version) -->   PREPARING   Prepare  -------->
                                                 <-----  Prepared / Failed
-                                    PAUSING     Pause    -------->
+      <-------------------  Send    OFFERING    (who takes part, by which transport)
+      Offered  ----------------->   PAUSING     Pause, Transfer(offer) ->
                                                 <-----  Paused / Failed
-      <-------------------  Send    (who takes part, by which transport)
-      Offered  ----------------->   TRANSFERRING Transfer(offer) ->
+                                    TRANSFERRING
          ... tensors travel on the data plane, never here ...
       <---------------  Withdraw   (only if an engine drops out: who is not to be waited for)
       Sent     ----------------->               <-----  Transferred / Failed

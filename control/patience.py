@@ -15,7 +15,7 @@ from .states import EnginePhase, RoundState
 
 THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
     RoundState.PREPARING: (EnginePhase.PREPARED,),
-    RoundState.PAUSING: (EnginePhase.PAUSED,),
+    RoundState.PAUSING: (EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED),
     RoundState.TRANSFERRING: (EnginePhase.VERIFIED,),
     RoundState.VERIFYING: (EnginePhase.VERIFIED,),
     RoundState.RESUMING: (EnginePhase.SERVING,),

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, assert_never
 
 from . import patience
-from .cohort import HOPEFUL, UNTOUCHED, Cohort
+from .cohort import HOPEFUL, SERVING_ON, STANDING, Cohort
 from .duties import Duties
 from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClosed, StateEntered
 from .ids import AgentId, Channel, Epoch, Version
@@ -33,8 +33,8 @@ _BEFORE_COMMIT: Final = frozenset(RoundState) - {
 }
 _CLOCK: Final[Mapping[RoundState, str]] = {
     RoundState.PREPARING: "prepare",
+    RoundState.OFFERING: "offer",
     RoundState.PAUSING: "pause",
-    RoundState.OFFERING: "transfer",
     RoundState.TRANSFERRING: "transfer",
     RoundState.VERIFYING: "verify",
     RoundState.COMMITTING: "commit",
@@ -42,6 +42,8 @@ _CLOCK: Final[Mapping[RoundState, str]] = {
     RoundState.ABORTING: "abort",
 }
 """Under which name the seconds of a state are reported."""
+_SENDING: Final = frozenset({RoundState.PAUSING, RoundState.TRANSFERRING})
+"""The trainer's half stands, and engines come to it as they are paused."""
 
 
 class Want(enum.Enum):
@@ -112,13 +114,13 @@ class Round:
         if self.state is not RoundState.OFFERING or epoch != self.epoch:
             return
         self._duties.drop(self.holder)
-        self._enter(RoundState.TRANSFERRING, now, self.publish.policy.transfer_timeout_s + self._limits.grace_s)
+        self._enter(RoundState.PAUSING, now, self._limits.pause_s + self._limits.grace_s)
         self._cohort.transfer(epoch, offers, failed, now)
         self._advance(now)
 
     def sent(self, epoch: Epoch, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
         """The trainer's half of the transfer is over. Engines in `failed` get a little time to speak for themselves."""
-        if self.state is not RoundState.TRANSFERRING or epoch != self.epoch:
+        if self.state not in _SENDING or epoch != self.epoch:
             return
         self._transfer_over()
         self._cohort.doubt(failed, spared, now)
@@ -135,9 +137,9 @@ class Round:
             return
         self._trainer_gone = True
         self._duties.drop(self.holder)
-        if self.state in (RoundState.PREPARING, RoundState.PAUSING):
+        if self.state is RoundState.PREPARING:
             self._abort(reason, now)
-        elif self.state in (RoundState.OFFERING, RoundState.TRANSFERRING):
+        elif self.state is RoundState.OFFERING or self.state in _SENDING:
             self._give_up_transfer(reason, now)
         self._advance(now)
 
@@ -258,10 +260,12 @@ class Round:
         durable = self.state is RoundState.RESUMING
         if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not durable:
             wrong.append(f"an engine was told of version {self.version} in {self.state}, before it was durable")
-        if self.state in (RoundState.PREPARING, RoundState.PAUSING) and EnginePhase.TRANSFERRING in phases:
+        if self.state in (RoundState.PREPARING, RoundState.OFFERING) and EnginePhase.TRANSFERRING in phases:
             wrong.append(f"an engine takes weights in {self.state}")
-        if self.state is RoundState.TRANSFERRING and phases & set(UNTOUCHED) - {EnginePhase.PAUSED}:
-            wrong.append("weights travel while an engine is not paused")
+        if self.state in _SENDING and phases & set(SERVING_ON):
+            wrong.append("an engine of the round was told nothing of its transfer")
+        if self.state is RoundState.TRANSFERRING and phases & {EnginePhase.PAUSING, EnginePhase.PAUSED}:
+            wrong.append("weights travel, and an engine was neither told to take them nor left out")
         if durable and self.outcome is not Outcome.COMMITTED:
             wrong.append("resuming a version that was not committed")
         if durable and phases & set(HOPEFUL):
@@ -286,10 +290,10 @@ class Round:
         match self.state:
             case RoundState.PREPARING:
                 self._prepared(now)
-            case RoundState.PAUSING:
-                self._paused(now)
             case RoundState.OFFERING:
                 self._offered(now)
+            case RoundState.PAUSING:
+                self._paused(now)
             case RoundState.TRANSFERRING:
                 self._transferred(now)
             case RoundState.VERIFYING:
@@ -315,15 +319,20 @@ class Round:
         if not self.members and not self.publish.policy.min_engines:
             self._commit(now)
         elif not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
-            self._pause(now)
-
-    def _paused(self, now: float) -> None:
-        if not self._cohort.count(EnginePhase.PAUSING) and self._enough(now):
             self._offer(now)
 
     def _offered(self, now: float) -> None:
-        if not self._cohort.count(EnginePhase.PAUSED, EnginePhase.BROKEN):
+        if not self._cohort.count(EnginePhase.PREPARED, EnginePhase.BROKEN):
             self._give_up_transfer("no engine is left to send to", now)
+        else:
+            self._enough(now)
+
+    def _paused(self, now: float) -> None:
+        if self._enough(now):
+            self._withdraw(now)
+            if not self._cohort.count(EnginePhase.PAUSING):
+                self._cohort.release(now)
+                self._enter(RoundState.TRANSFERRING, now, self.publish.policy.transfer_timeout_s + self._limits.grace_s)
 
     def _transferred(self, now: float) -> None:
         if self._enough(now):
@@ -344,10 +353,6 @@ class Round:
         why = "; ".join(f"{m.name}: {m.reason}" for m in self.members.values() if m.reason)
         self._abort(f"{left} engines can take the version, {needed} are needed ({why or 'none joined'})", now)
         return False
-
-    def _pause(self, now: float) -> None:
-        self._enter(RoundState.PAUSING, now, self._limits.pause_s + self._limits.grace_s)
-        self._cohort.pause(now)
 
     def _offer(self, now: float) -> None:
         self._enter(RoundState.OFFERING, now, self._limits.offer_s + self._limits.grace_s)
@@ -392,7 +397,7 @@ class Round:
         self._last_attempt = True
         self.reason = reason
         self._duties.drop(self.holder)
-        for member in self._cohort.within(EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.BROKEN):
+        for member in self._cohort.within(*STANDING, EnginePhase.BROKEN):
             self._cohort.leave(member, reason, now)
         if self.state is RoundState.OFFERING:
             self._commit(now)

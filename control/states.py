@@ -21,12 +21,12 @@ class RoundState(enum.StrEnum):
     """No round. Engines serve what they hold."""
     PREPARING = "preparing"
     """Engines compare the manifest with their servers, while they serve."""
-    PAUSING = "pausing"
-    """Engines stop generating. No weight has changed."""
     OFFERING = "offering"
-    """Every engine of the transfer is paused; the trainer opens its half of the transports."""
+    """The trainer opens its half of the transports. Engines that are not driven again still serve."""
+    PAUSING = "pausing"
+    """Engines stop generating, and each begins to take the version as soon as it stands still, or all do."""
     TRANSFERRING = "transferring"
-    """Bytes travel. An engine that fails from now on may hold mixed weights."""
+    """All stand still, bytes travel. An engine that fails from its pause on may hold mixed weights."""
     VERIFYING = "verifying"
     """The trainer's half is over; engines compare what they hold with the digest table."""
     COMMITTING = "committing"
@@ -47,11 +47,11 @@ class EnginePhase(enum.StrEnum):
     PREPARED = "prepared"
     """Fits the manifest; still serves."""
     PAUSING = "pausing"
-    """Was sent `Pause`."""
+    """Was sent `Pause` and, unless all are waited for, `Transfer`."""
     PAUSED = "paused"
-    """Generates nothing; holds its old weights."""
+    """Generates nothing, holds its old weights, and waits for the others."""
     TRANSFERRING = "transferring"
-    """Was sent `Transfer`; its weights may be mixed."""
+    """Generates nothing and takes the version; its weights may be mixed."""
     TRANSFERRED = "transferred"
     """Loaded every bucket; not compared yet."""
     VERIFIED = "verified"
@@ -74,9 +74,9 @@ class EnginePhase(enum.StrEnum):
 
 ROUND_MOVES: Final[Mapping[RoundState, frozenset[RoundState]]] = {
     RoundState.IDLE: frozenset({RoundState.PREPARING}),
-    RoundState.PREPARING: frozenset({RoundState.PAUSING, RoundState.COMMITTING, RoundState.ABORTING}),
-    RoundState.PAUSING: frozenset({RoundState.OFFERING, RoundState.ABORTING}),
-    RoundState.OFFERING: frozenset({RoundState.TRANSFERRING, RoundState.COMMITTING, RoundState.ABORTING}),
+    RoundState.PREPARING: frozenset({RoundState.OFFERING, RoundState.COMMITTING, RoundState.ABORTING}),
+    RoundState.OFFERING: frozenset({RoundState.PAUSING, RoundState.COMMITTING, RoundState.ABORTING}),
+    RoundState.PAUSING: frozenset({RoundState.TRANSFERRING, RoundState.VERIFYING, RoundState.ABORTING}),
     RoundState.TRANSFERRING: frozenset({RoundState.VERIFYING, RoundState.ABORTING}),
     RoundState.VERIFYING: frozenset({RoundState.OFFERING, RoundState.COMMITTING, RoundState.ABORTING}),
     RoundState.COMMITTING: frozenset({RoundState.RESUMING, RoundState.ABORTING}),
@@ -84,13 +84,24 @@ ROUND_MOVES: Final[Mapping[RoundState, frozenset[RoundState]]] = {
     RoundState.ABORTING: frozenset({RoundState.IDLE}),
 }
 """PREPARING -> COMMITTING: a channel without engines. VERIFYING -> OFFERING: a re-drive. OFFERING -> COMMITTING: a
-re-drive that could not begin. There is no way from RESUMING to ABORTING: what is durable rolls forward."""
+re-drive that could not begin. PAUSING -> VERIFYING: one whose trainer was lost. There is no way from RESUMING to
+ABORTING: what is durable rolls forward."""
 
 ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
     EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED, EnginePhase.LEAVING, EnginePhase.LOST}),
     EnginePhase.PREPARED: frozenset({EnginePhase.PAUSING, EnginePhase.LEAVING, EnginePhase.LOST}),
-    EnginePhase.PAUSING: frozenset({EnginePhase.PAUSED, EnginePhase.LEAVING, EnginePhase.LOST}),
-    EnginePhase.PAUSED: frozenset({EnginePhase.TRANSFERRING, EnginePhase.LEAVING, EnginePhase.LOST}),
+    EnginePhase.PAUSING: frozenset(
+        {
+            EnginePhase.PAUSED,
+            EnginePhase.TRANSFERRING,
+            EnginePhase.BROKEN,
+            EnginePhase.LEAVING,
+            EnginePhase.LOST,
+        }
+    ),
+    EnginePhase.PAUSED: frozenset(
+        {EnginePhase.TRANSFERRING, EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST}
+    ),
     EnginePhase.TRANSFERRING: frozenset(
         {
             EnginePhase.TRANSFERRED,
@@ -104,7 +115,7 @@ ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
         {EnginePhase.VERIFIED, EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST}
     ),
     EnginePhase.VERIFIED: frozenset({EnginePhase.RESUMING, EnginePhase.LEAVING, EnginePhase.LOST}),
-    EnginePhase.BROKEN: frozenset({EnginePhase.TRANSFERRING, EnginePhase.LEAVING, EnginePhase.LOST}),
+    EnginePhase.BROKEN: frozenset({EnginePhase.PAUSING, EnginePhase.LEAVING, EnginePhase.LOST}),
     EnginePhase.RESUMING: frozenset({EnginePhase.SERVING, EnginePhase.QUARANTINED, EnginePhase.LOST}),
     EnginePhase.LEAVING: frozenset({EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST}),
     EnginePhase.SERVING: frozenset(),

@@ -22,6 +22,8 @@ _DEVICE_ORDINAL: Final = 9
 """CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: the GPU that holds the memory, as this process counts them."""
 _IS_LEGACY_IPC_CAPABLE: Final = 10
 """CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: false for memory that was mapped by its owner."""
+_MAPPED: Final = 13
+"""CU_POINTER_ATTRIBUTE_MAPPED: false for addresses that are reserved and have no memory."""
 
 
 class _Handle(ctypes.Structure):
@@ -63,6 +65,12 @@ class Driver:
         self._export(self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), where))
         self._export(self._library.cuPointerGetAttribute(ctypes.byref(identity), ctypes.c_int(_BUFFER_ID), where))
         return Allocation(int(base.value), int(nbytes.value), int(identity.value))
+
+    def mapped(self, pointer: int) -> bool:
+        """Whether there is memory at `pointer`: torch_memory_saver takes it away and keeps the addresses."""
+        found = ctypes.c_int(1)
+        code = self._library.cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(_MAPPED), ctypes.c_uint64(pointer))
+        return bool(code) or bool(found.value)  # an older driver that cannot tell is no reason to refuse
 
     def ipc_handle(self, allocation: Allocation) -> bytes:
         """How another process of this host opens it. Raises `NotExportable`."""

@@ -37,9 +37,14 @@ class Answers:
         """Nothing said so far answers a command that comes from now on."""
         self._given.clear()
 
+    def gave(self, kind: type[ToEngine], epoch: Epoch) -> bool:
+        """Something was said to a command of this kind at `epoch`."""
+        return any(message.epoch == epoch for message in self._given.get(kind, ()))
+
     def again(self, command: ToEngine) -> tuple[Answer, ...]:
-        """What was said to a command of this kind; empty when nothing was, and it must be carried out."""
-        return tuple(Answer(message) for message in self._given.get(type(command), ()))
+        """What was said to such a command at its epoch; empty when nothing was, and it must be carried out."""
+        given = self._given.get(type(command), ())
+        return tuple(Answer(message) for message in given if message.epoch == command.epoch)
 
     def prepared(self, command: ToEngine, seconds: float) -> Answer:
         """The manifest fits."""

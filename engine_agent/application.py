@@ -7,8 +7,8 @@ is what is done about it. The rules that keep a client from an answer of mixed w
 * a dirty or pending server is not resumed by anything but the commit of a version that it was proven to hold;
 * another launch of the server is another server: whatever was known of it is forgotten, and it is paused at once.
 
-One operation runs at a time. A command that comes meanwhile waits for its end; an abort, or a command of a higher
-epoch, also asks it to end soon. control/PROTOCOL.md says what the coordinator expects.
+One operation runs at a time. A command that comes meanwhile waits for its end, a `Transfer` behind its `Pause`; an
+abort, or a command of a higher epoch, also asks it to end soon. control/PROTOCOL.md says what the coordinator expects.
 """
 
 from collections import deque
@@ -62,7 +62,9 @@ from .events import (
     Verify,
     Welcomed,
 )
-from .stages import HOLD_S, STEP_OF, UNSETTLED_S, Beside, Running, View, told, view_of
+from .ledger import Ledger
+from .mandate import Mandate
+from .stages import HOLD_S, STEP_OF, Beside, Running, View, Waiting, told, view_of
 
 STORY: Final = 48
 """Recent events that an error carries."""
@@ -78,7 +80,7 @@ class Application:
         self.epoch = Epoch(record.epoch if record else 0)
         self.identity = ""
         self.reason = "the server has not answered yet"
-        self._record = record
+        self._ledger = Ledger(record)
         self._prepared: tuple[Version, Digest, Digest] | None = None
         """What was last found to fit, and to come from a trainer: nothing else is taken."""
         self._beside = Beside()
@@ -86,17 +88,13 @@ class Application:
         self._labelled: Version | None = None
         """The version that the server is labelled with ahead of its commit."""
         self._running: Running | None = None
-        self._waiting: ToEngine | None = None
+        self._waiting = Waiting()
         self._answers = Answers(channel, incarnation)
         self._reached: Step | None = None
         """The last step of the round that was answered: what has failed when the server is lost before the next."""
         self._numbers = 0
-        self._boot = 0
-        self._ours = False
-        self._lease_s = UNSETTLED_S
-        self._quiet_since = 0.0
+        self.mandate = Mandate()
         self._paused_at: float | None = None
-        self._tried_at = float("-inf")
 
     # -- the door -----------------------------------------------------------------------------------------------------
 
@@ -116,10 +114,10 @@ class Application:
             case ServerGone():
                 effects = self._gone(event.reason)
             case Ticked():
-                effects = self._tick(max(event.heard_at, self._quiet_since), now)
+                effects = self._tick(event.heard_at, now)
             case _:
                 assert_never(event)
-        return (*effects, *self._hold(now))
+        return (*effects, *self._set_right(), *self._hold(now))
 
     @property
     def health(self) -> EngineHealth:
@@ -145,7 +143,7 @@ class Application:
     def check(self) -> None:
         """Raise `InvariantBroken`, with the recent story, when fields contradict each other."""
         self.weights.check()
-        if self._waiting is not None and self._running is None:
+        if self._waiting.next is not None and self._running is None:
             raise InvariantBroken("a command waits for nothing", tuple(self.story))
         if self._running is not None and self._running.number != self._numbers:
             raise InvariantBroken("an operation was begun while another one ran", tuple(self.story))
@@ -185,22 +183,27 @@ class Application:
     def _wait(self, message: ToEngine, running: Running) -> tuple[Effect, ...]:
         """Something runs. The same command again needs nothing; another one is next, and may shorten what runs."""
         served = running.command
-        if served is not None and type(served) is type(message) and served.epoch == message.epoch:
-            return ()
-        self._waiting = message
-        superseded = isinstance(message, Abort) or (served is not None and served.epoch < message.epoch)
-        return self._shorten() if superseded else ()
+        if served is not None and served.epoch == message.epoch:
+            if type(served) is type(message):
+                return ()
+            if answered := self._answers.again(message):  # it led to what runs now
+                return answered
+        self._waiting.add(message)
+        if isinstance(message, Abort) or (served is not None and served.epoch < message.epoch):
+            return self._shorten()
+        return self._arm() if isinstance(served, Pause) and self._fits(message) else ()
 
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PREPARE, self.reason)
+        self._beside.mode = command.policy.pause.value
         serving = self.held if self.health is EngineHealth.CLEAN else None
         return self._run(Validate(command, self._checkpoint, serving), command, now)
 
     def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PAUSE, self.reason)
-        self._lease_s, self._beside.mode = command.lease_s, command.mode.value
+        self.mandate.lease_s, self._beside.mode = command.lease_s, command.mode.value
         if self._beside.may(self.weights):
             self._reached = Step.PAUSE
             return (self._answers.paused(command, 0.0),)
@@ -209,16 +212,23 @@ class Application:
     def _transfer(self, command: Transfer, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.TRANSFER, self.reason)
-        if (command.version, command.manifest, command.table) != self._prepared:
+        if not self._fits(command):
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
         if self._beside.may(self.weights):
             return self._run(Stage(command, self._checkpoint), command, now)
-        if self.paused is not True:
+        if self.paused is not True and self._answers.gave(Pause, command.epoch):
             return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
+        if self.paused is not True:
+            return self._run(PauseServer(self._beside.mode, HOLD_S), command, now)  # what was to stop it got lost
+        known = self._ledger.took(self.epoch)
         dirty = self._learn(w.Began(command.version), now)
         self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
-        return (*dirty, *self._run(Receive(command, self._checkpoint), command, now))
+        return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
+
+    def _fits(self, told: ToEngine) -> bool:
+        """It is the transfer of what was prepared last."""
+        return isinstance(told, Transfer) and (told.version, told.manifest, told.table) == self._prepared
 
     def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -246,7 +256,8 @@ class Application:
     def _run(self, operation: Operation, command: ToEngine | None, now: float) -> tuple[Effect, ...]:
         self._numbers += 1
         self._running = Running(self._numbers, operation, command, now, self.identity)
-        return (Run(self._numbers, operation, self.identity),)
+        ahead = self._arm() if isinstance(operation, PauseServer) and isinstance(command, Transfer) else ()
+        return (Run(self._numbers, operation, self.identity), *ahead)
 
     def _operated(self, event: Operated, now: float) -> tuple[Effect, ...]:
         running = self._running
@@ -257,8 +268,7 @@ class Application:
             effects = self._settle(running, event.result, now)
         else:
             effects = self._outlived(running, event.result, now)
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and self._running is None:
+        while self._running is None and (waiting := self._waiting.take()):
             effects = (*effects, *self._command(waiting, now))
         return effects
 
@@ -308,6 +318,7 @@ class Application:
             doubted = self._learn(w.Doubted(), now)  # it may have happened all the same
             if command is None:
                 return (*doubted, Note("pause_failed", result.reason))
+            self._waiting.forget_transfer(command.epoch)
             step = Step.TRANSFER if isinstance(command, Transfer) else Step.PAUSE
             return (*doubted, *self._fail(command, step, result.reason))
         if self.paused is not True:
@@ -315,7 +326,7 @@ class Application:
         stilled = self._learn(w.Stilled(), now)
         if command is None:
             return (*stilled, Note("server_held_back", self.reason))
-        self._quiet_since, self._reached = now, Step.PAUSE
+        self.mandate.quiet_since, self._reached = now, Step.PAUSE
         if isinstance(command, Transfer):
             return (*stilled, *(self._unless_unwanted(command) or self._transfer(command, now)))
         return (*stilled, self._answers.paused(command, seconds))
@@ -328,8 +339,8 @@ class Application:
 
     def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
         """What was taken beside is not put into place when something else was asked for meanwhile."""
-        what = type(self._waiting).__name__
-        return () if self._waiting is None else self._fail(command, Step.TRANSFER, f"{what} came before the flip")
+        other = self._waiting.next
+        return self._fail(command, Step.TRANSFER, f"{type(other).__name__} came before the flip") if other else ()
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):
@@ -341,6 +352,8 @@ class Application:
             return (*self._learn(w.Touched(), now), *self._fail(command, Step.TRANSFER, reason))
         arrived = self._learn(w.Touched(), now)
         transferred = self._answers.transferred(command, result, seconds)
+        if result.verified_by:
+            return (*arrived, transferred, *self._proven(command, Proven(result.verified_by), 0.0, now))
         return (*arrived, transferred, *self._run(Verify(command, result.checked), command, now))
 
     def _verifying_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
@@ -348,11 +361,13 @@ class Application:
             reason = result.reason if isinstance(result, Broken) else "the check ended without a proof"
             self.reason = f"version {command.version} was not proven: {reason}"
             return self._fail(command, Step.VERIFY, reason)
+        return self._proven(command, result, seconds, now)
+
+    def _proven(self, command: Transfer, result: Proven, seconds: float, now: float) -> tuple[Effect, ...]:
         held = Held(version=command.version, manifest=command.manifest, table=command.table)
         loaded = self._learn(w.Proved(held), now)
         self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
-        # Requests wait. While the coordinator commits, the server gets its label, and the record, which until then
-        # speaks of a worse state than the true one, is written.
+        # Requests wait. While the coordinator commits, the server gets its label, and the true state is written.
         label = self._run(Label(command.version, HOLD_S), None, now)
         return (self._answers.verified(command, result, seconds), *label, *loaded)
 
@@ -375,7 +390,7 @@ class Application:
         freed = w.Resumed(ordered=command is not None) if release.version is None else w.Committed()
         kept = self._learn(freed, now)
         if command is None:
-            return (*kept, Note("resumed_by_itself", f"nothing heard for {self._lease_s:g} s"))
+            return (*kept, Note("resumed_by_itself", f"nothing heard for {self.mandate.lease_s:g} s"))
         return (*kept, self._serving(command, seconds, now))
 
     # -- answers ------------------------------------------------------------------------------------------------------
@@ -390,33 +405,36 @@ class Application:
         return (failed, Note("step_failed", f"{step.value}: {reason}"))
 
     def _remember(self) -> Remember:
-        self._record = Record(
-            identity=self.identity,
-            health=self.health,
-            held=self.held,
-            epoch=self.epoch,
-            checkpoint=self._checkpoint,
-        )
-        return Remember(self._record)
+        return self._ledger.remember(self.identity, self.health, self.held, self.epoch, self._checkpoint)
+
+    def _arm(self) -> tuple[Effect, ...]:
+        """The server comes to a stand for a transfer: the record that has to be there then is written meanwhile."""
+        return self._ledger.arm(self.identity, self.health, self.epoch, self._checkpoint)
+
+    def _set_right(self) -> tuple[Effect, ...]:
+        """A record that was written ahead of a transfer which does not begin is not true any more."""
+        pausing = self._running is not None and isinstance(self._running.operation, PauseServer)
+        return () if pausing or not self._ledger.ahead else (self._remember(),)
 
     # -- the coordinator and the server come and go -------------------------------------------------------------------
 
     def _welcomed(self, welcome: Welcome) -> tuple[Effect, ...]:
         """Keep weights and pause as they are: the coordinator settles every engine after its Hello."""
-        if welcome.boot == self._boot:
+        if welcome.boot == self.mandate.boot:
             return ()
-        self._boot = welcome.boot
+        self.mandate.boot = welcome.boot
         return (ForgetAnswers(),)
 
     def _found(self, event: ServerFound, now: float) -> tuple[Effect, ...]:
-        was_up, known = self.up, self.identity or (self._record.identity if self._record else "")
+        was_up, known = self.up, self.identity or self._ledger.identity
         self.up = True
         if self.identity == event.identity:
             if not was_up and self.health is EngineHealth.CLEAN:
                 self.reason = ""
             return () if was_up else (Note("server_answers_again"),)
-        self.identity, self._reached, self._labelled = event.identity, None, None
-        self._paused_at, self._quiet_since, self._lease_s = None, now, UNSETTLED_S
+        self.identity = event.identity
+        self._prepared = self._reached = self._labelled = self._paused_at = None
+        self.mandate.anew(now)
         self._answers.forget()
         return (*self._shorten(), *self._recognise(event, known, now))
 
@@ -428,18 +446,19 @@ class Application:
         return (Cancel(self._running.number),)
 
     def _recognise(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
-        if known == event.identity and self._record is not None:
-            self._ours = self._record.health is not EngineHealth.PENDING  # which needs no round to be written
-            known_again = self._learn(w.Recognised(self._record.health, self._record.held), now)
-            self._checkpoint = self._record.checkpoint or event.checkpoint
+        record = self._ledger.record
+        if known == event.identity and record is not None:
+            self.mandate.ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
+            known_again = self._learn(w.Recognised(record.health, record.held), now)
+            self._checkpoint = record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
             return (*known_again, Note("server_recognised", self.health.value))
         return self._new_launch(event, now, restarted=bool(known))
 
     def _new_launch(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
-        self._checkpoint, self._ours = (event.undefined and self._checkpoint) or event.checkpoint, False
-        updated = event.undefined or self._record is not None or self.epoch > 0 or event.label.isdigit()
+        self._checkpoint, self.mandate.ours = (event.undefined and self._checkpoint) or event.checkpoint, False
+        updated = event.undefined or self._ledger.record is not None or self.epoch > 0 or event.label.isdigit()
         kept = self._learn(w.Launched(fresh=not updated), now)
         if not updated:
             self.reason = ""
@@ -468,33 +487,13 @@ class Application:
         if self._running is not None and self._running.ending:
             return (Cancel(self._running.number),)
         clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
-        if (
-            not self._answerable
-            or self._running is not None
-            or not clean
-            or now < heard_at + self._lease_s
-            or not self._due(now)
-        ):
-            return ()
-        return self._run(Release(None, False, HOLD_S), None, now)
+        return self._unasked(Release(None, False, HOLD_S), now) if clean and self.mandate.over(heard_at, now) else ()
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
         """A server that must not generate is paused, whatever happened to it."""
         held_back = self.health is EngineHealth.CLEAN or self.paused is True
-        if not self._answerable or not self.up or held_back or self._running is not None or not self._due(now):
-            return ()
-        return self._run(PauseServer(PauseMode.RETRACT.value, HOLD_S), None, now)
+        return () if held_back or not self.up else self._unasked(PauseServer(PauseMode.RETRACT.value, HOLD_S), now)
 
-    @property
-    def _answerable(self) -> bool:
-        """Whether this server is ours to pause or resume unasked: a stray agent must not touch that of another.
-
-        A welcome says so, or the record of a round on this very launch.
-        """
-        return self._boot > 0 or self._ours
-
-    def _due(self, now: float) -> bool:
-        if now < self._tried_at + 1.0:
-            return False
-        self._tried_at = now
-        return True
+    def _unasked(self, operation: Operation, now: float) -> tuple[Effect, ...]:
+        may = self.mandate.given and self._running is None and self.mandate.due(now)
+        return self._run(operation, None, now) if may else ()

@@ -34,13 +34,12 @@ class Dispatcher:
         """Hand over `event`, check the machine, carry out what follows."""
         effects = self.machine.handle(event, now)
         self.machine.check()
-        unsaved = ""
         for effect in effects:
             if isinstance(effect, Remember):
-                unsaved = self._remember(effect.record)
-            elif unsaved and isinstance(effect, Run) and isinstance(effect.operation, Receive):
+                self._remember(effect.record)
+            elif self.unsaved is not None and isinstance(effect, Run) and isinstance(effect.operation, Receive):
                 # Nobody would know after a crash that the weights are mixed: the transfer does not begin.
-                self._post(Operated(effect.number, Broken(unsaved)))
+                self._post(Operated(effect.number, Broken(self.problem)))
             else:
                 self._carry_out(effect)
 
@@ -49,8 +48,8 @@ class Dispatcher:
         if self.unsaved is not None:
             self._remember(self.unsaved)
 
-    def _remember(self, record: Record) -> str:
-        """Write it; if that is impossible, return why, and keep it for `retry`.
+    def _remember(self, record: Record) -> None:
+        """Write it; if that is impossible, keep it for `retry`.
 
         A record that stays behind is of a worse state than the true one, but for the one before a transfer.
         """
@@ -59,6 +58,5 @@ class Dispatcher:
         except OSError as error:
             self.unsaved = record
             self.problem = f"the record cannot be written: {error.strerror or error}"
-            return self.problem
+            return
         self.unsaved, self.problem = None, ""
-        return ""

@@ -96,6 +96,8 @@ class Received(msgspec.Struct, frozen=True):
     bytes: int
     buckets: int
     checked: bool
+    verified_by: str = ""
+    """How the server was found to hold what the table says, where that is a part of taking it. Empty: `Verify` asks."""
 
 
 class Proven(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ from weightbus.control.telemetry import (
     Meters,
     Side,
 )
-from weightbus.control.trust import TrustList, read_trust
+from weightbus.control.trust import TrustList
 from weightbus.dataplane import transports
 from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.host import host_identity
@@ -84,6 +84,7 @@ from .record_file import RecordFile
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .stages import View
+from .trust import check_trust
 from .validate import limits, transports_of
 from .watch import Watch
 from .weights import WeightState
@@ -160,7 +161,7 @@ class EngineAgent:
 
     def run(self) -> None:
         """Serve until `stop`. Raises what made it impossible to go on."""
-        self._check_keys()
+        check_trust(self.settings)
         self._claim_server()
         http = HttpPort(
             self.settings.http_bind,
@@ -229,12 +230,6 @@ class EngineAgent:
             self._log.warning("transports_limited", reason=f"{found}: {needed}", transports=transports_of(facts))
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
-
-    def _check_keys(self) -> None:
-        """Raise before anything is started what would be wrong with the keys later."""
-        self._bus_settings().check()
-        if not self.settings.insecure_loopback:
-            read_trust(trust_file(self.settings.keys))
 
     def _bus_settings(self) -> BusSettings:
         given = self.settings
@@ -473,7 +468,8 @@ class EngineAgent:
         if not self._connected():
             return Readiness(False, "the coordinator is silent: what is committed by now is not known")
         found = f"version {view.held.version}" if view.held else "the weights of its launch"
-        if committed is not None and (view.held is None or view.held.version != committed):
+        max_lag = bus.max_lag if bus else 0
+        if committed is not None and (view.held is None or not 0 <= committed - view.held.version <= max_lag):
             return Readiness(False, f"holds {found}, committed is {committed}")
         return Readiness(True, found)
 

@@ -5,7 +5,7 @@ from typing import Final
 import msgspec
 
 from weightbus.control.ids import Epoch, Version
-from weightbus.control.messages import EngineHealth, Held, PauseMode, Step, ToEngine
+from weightbus.control.messages import EngineHealth, Held, Pause, PauseMode, Step, ToEngine, Transfer
 
 from .events import (
     Broken,
@@ -100,6 +100,34 @@ def view_of(
         doing=type(running.operation).__name__.lower() if running else "",
         reason=reason,
     )
+
+
+class Waiting:
+    """What was told while something runs: the newest command, or a `Pause` and the `Transfer` that follows it."""
+
+    def __init__(self) -> None:
+        self._commands: tuple[ToEngine, ...] = ()
+
+    @property
+    def next(self) -> ToEngine | None:
+        """The one to be carried out first."""
+        return self._commands[0] if self._commands else None
+
+    def add(self, command: ToEngine) -> None:
+        """It replaces what waited, unless it follows that."""
+        first = self.next
+        follows = isinstance(first, Pause) and isinstance(command, Transfer) and first.epoch == command.epoch
+        self._commands = (first, command) if first is not None and follows else (command,)
+
+    def take(self) -> ToEngine | None:
+        """The next one, which waits no longer."""
+        command = self.next
+        self._commands = self._commands[1:]
+        return command
+
+    def forget_transfer(self, epoch: int) -> None:
+        """The pause that it waited for failed."""
+        self._commands = tuple(each for each in self._commands if each.epoch > epoch or not isinstance(each, Transfer))
 
 
 class Beside:

@@ -253,7 +253,9 @@ class Worker:
         if isinstance(receiver, Timed):
             for step, seconds in receiver.seconds.items():
                 self._meters.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
-        return Received(receipt.bytes, receipt.buckets, receipt.checked)
+        proves_itself = receipt.checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}
+        verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
+        return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by)
 
     def _end_update_quietly(self) -> None:
         """After a failure: the session must not stay open, but what is reported is the failure, not this."""
@@ -265,8 +267,6 @@ class Worker:
     # -- after --------------------------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
-        if checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}:
-            return Proven("live-digest")  # by the workers, of what they hold
         _, table = self._read(command.manifest, command.table, VERIFY_S)
         wanted = (self.live_digest(), self._server.tp)
         live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)

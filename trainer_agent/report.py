@@ -19,6 +19,7 @@ PHASES: Final = (
     "digest",
     "announce",
     "prepare",
+    "offer",
     "pause",
     "transfer",
     "verify",

@@ -16,7 +16,7 @@ import pytest
 
 from weightbus.control.ids import AgentId, Epoch, Version
 from weightbus.control.messages import Code, Outcome, SlowEngines, TransportKind
-from weightbus.control.restored import HISTORY, Past, remembered
+from weightbus.control.past import HISTORY, Past, remembered
 
 from ..simulation.network import Weather
 from ..simulation.scenario import EngineSpec, Fault, Scenario

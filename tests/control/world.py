@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -23,8 +23,10 @@ from weightbus.control.effects import (
     Observe,
     Persist,
     PublishHint,
+    Receipt,
     RoundClosed,
     SendTo,
+    SendToAll,
 )
 from weightbus.control.events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, Tick
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
@@ -71,7 +73,7 @@ from weightbus.control.messages import (
     Welcome,
     Withdraw,
 )
-from weightbus.control.restored import Restored, remembered
+from weightbus.control.past import Restored, remembered
 
 CHANNEL = Channel("policy")
 MANIFEST = b"the layout"
@@ -126,6 +128,18 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
             case _:
                 pass
     return channels
+
+
+def one_by_one(effects: Iterable[AnyEffect]) -> Iterator[AnyEffect]:
+    """`effects`, with each message to each agent by itself."""
+    for effect in effects:
+        match effect:
+            case SendToAll():
+                yield from (SendTo(peer, effect.message) for peer in effect.peers)
+            case Receipt():
+                yield SendTo(effect.peer, effect.message)
+            case _:
+                yield effect
 
 
 class Agent:
@@ -199,7 +213,7 @@ class Agent:
         """Answer as an agent should."""
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(seq=0)
+        return Heartbeat(seq=1)
 
     def got(self, kind: type[Message]) -> list[Message]:
         return [message for message in self.inbox if isinstance(message, kind)]
@@ -232,7 +246,7 @@ class Engine(Agent):
         )
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(seq=0, health=self.health, held=self.held)
+        return Heartbeat(seq=1, health=self.health, held=self.held)
 
     def fail(
         self, on: type[Message], step: Step, health: EngineHealth = EngineHealth.CLEAN, reason: str = "broke"
@@ -265,6 +279,8 @@ class Engine(Agent):
             if message.epoch < self.epoch:
                 return
             self.epoch = message.epoch
+        if isinstance(message, Transfer) and self.generating:
+            return  # its pause failed
         if script := self.script.pop(type(message), None):
             if (answer := script(message)) is not None:
                 self.say(answer)
@@ -281,7 +297,6 @@ class Engine(Agent):
                 self.generating = False
                 return [Paused(request=self.key(), seconds=0.2, **common)]
             case Transfer():
-                self.generating = False
                 self.weights, self.health = message.version, EngineHealth.PENDING
                 self.held = Held(version=message.version, manifest=message.manifest, table=message.table)
                 return [
@@ -502,7 +517,7 @@ class World:
     def handle(self, event: AnyEvent) -> tuple[AnyEffect, ...]:
         """Give the machine one event, carry out what it asks, and check it."""
         effects = self.machine.handle(event, self.now)
-        for effect in effects:
+        for effect in one_by_one(effects):
             if self.crash_on(effect):
                 self.crashed = True
                 self.note("** the coordinator dies **")
@@ -538,6 +553,8 @@ class World:
                 self.hints.append(effect.hint)
             case Evict():
                 pass
+            case SendToAll() | Receipt():
+                raise AssertionError("taken apart before")
 
     def advance(self, seconds: float) -> None:
         """Let time pass, with heartbeats and every timer on the way."""

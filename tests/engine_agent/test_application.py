@@ -183,14 +183,26 @@ def test_a_dirty_engine_is_mended_by_a_redrive() -> None:
     assert only(world.end()).version == 7
 
 
-def test_transfer_needs_a_paused_server() -> None:
-    """Weights are never changed under a server that may generate."""
+def test_a_server_that_went_on_takes_nothing() -> None:
+    """Its pause lease ended: weights are never changed under a server that may generate."""
     world = World()
-    world.prepare()
+    world.to_paused()
+    world.tick(11.0)
     world.end()
     failed = only(world.transfer())
     assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
     assert world.doing is None
+
+
+def test_answers_of_an_earlier_epoch_answer_nothing_later() -> None:
+    """A command came while the same one of an epoch before was carried out: it is carried out, too."""
+    world = World()
+    world.prepare(1, 7)
+    assert cancels(world.prepare(2, 7))
+    effects = world.fail()
+    assert [(message.epoch, message.step) for message in answers(effects)] == [(1, Step.PREPARE)]
+    assert ran(effects) == ["Validate"]
+    assert [(type(message), message.epoch) for message in answers(world.end())] == [(m.Prepared, 2)]
 
 
 def to_staged(world: World) -> None:
@@ -214,10 +226,11 @@ def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
     assert (world.machine.paused, world.machine.health) == (False, CLEAN)
     assert ran(world.transfer(2, 8)) == ["Stage"]
     assert (world.machine.paused, world.machine.health) == (False, CLEAN)
-    assert ran(world.end()) == ["PauseServer"]
-    remember, run = world.end()
+    pause, remember = world.end()
+    assert ran((pause,)) == ["PauseServer"]
     assert isinstance(remember, Remember)
     assert remember.record.health is DIRTY
+    (run,) = world.end()
     assert isinstance(run, Run)
     assert isinstance(run.operation, Receive)
     assert isinstance(only(world.end()), m.Transferred)

@@ -244,17 +244,20 @@ def test_a_server_that_dies_half_way_comes_back_paused(deployment: Deployment) -
 
 
 @pytest.mark.parametrize(
-    ("held", "committed", "heard_s_ago", "why_not"),
+    ("held", "committed", "max_lag", "heard_s_ago", "why_not"),
     [
-        (7, 7, 1.0, ""),
-        (7, 8, 1.0, "holds version 7, committed is 8"),
-        (None, 8, 1.0, "holds the weights of its launch, committed is 8"),
-        (None, None, 1.0, ""),
-        (7, 7, 11.0, "the coordinator is silent"),
+        (7, 7, 0, 1.0, ""),
+        (7, 8, 0, 1.0, "holds version 7, committed is 8"),
+        (7, 8, 1, 1.0, ""),
+        (7, 9, 1, 1.0, "holds version 7, committed is 9"),
+        (7, 6, 3, 1.0, "holds version 7, committed is 6"),
+        (None, 8, 9, 1.0, "holds the weights of its launch, committed is 8"),
+        (None, None, 0, 1.0, ""),
+        (7, 7, 0, 11.0, "the coordinator is silent"),
     ],
 )
-def test_ready_means_the_committed_version(
-    tmp_path: Path, held: int | None, committed: int | None, heard_s_ago: float, why_not: str
+def test_ready_means_the_committed_version(  # noqa: PLR0917  the parameters of its cases
+    tmp_path: Path, held: int | None, committed: int | None, max_lag: int, heard_s_ago: float, why_not: str
 ) -> None:
     """An engine that rounds have left behind is not ready, nor one that may have been, by the newest word heard."""
     agent = EngineAgent(EngineAgentSettings(name="e0", channel="c", state_dir=tmp_path))
@@ -272,7 +275,10 @@ def test_ready_means_the_committed_version(
         reason="",
     )
     bus = SimpleNamespace(
-        committed=committed, heard_at=time.monotonic() - heard_s_ago, welcome=SimpleNamespace(silence_s=10.0)
+        committed=committed,
+        max_lag=max_lag,
+        heard_at=time.monotonic() - heard_s_ago,
+        welcome=SimpleNamespace(silence_s=10.0),
     )
     agent._bus = cast("Any", bus)
     verdict = agent._readiness()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weightbus.control import messages as m
-from weightbus.control.ids import Channel, Epoch, RequestId, Version
+from weightbus.control.ids import Channel, Digest, Epoch, RequestId, Version
 from weightbus.engine_agent.application import Application
 from weightbus.engine_agent.events import (
     Answer,
@@ -95,12 +95,24 @@ class World:
         )
 
     def pause(self, epoch: int = 1, lease_s: float = 10.0) -> tuple[Effect, ...]:
-        return self._say(m.Pause, epoch, mode=m.PauseMode.RETRACT, lease_s=lease_s)
+        return self.event(Commanded(self.pause_message(epoch, lease_s)))
+
+    def pause_message(self, epoch: int = 1, lease_s: float = 10.0) -> m.Pause:
+        return m.Pause(channel=CHANNEL, epoch=Epoch(epoch), mode=m.PauseMode.RETRACT, lease_s=lease_s, deadline_s=30.0)
 
     def transfer(self, epoch: int = 1, version: int = 7) -> tuple[Effect, ...]:
-        offer = m.Offer(transport=m.TransportKind.LOCAL, address="/run/x")
-        return self._say(
-            m.Transfer, epoch, version=Version(version), manifest=MANIFEST, table=TABLE, offer=offer, rank_offset=1
+        return self.event(Commanded(self.transfer_message(epoch, version)))
+
+    def transfer_message(self, epoch: int = 1, version: int = 7) -> m.Transfer:
+        return m.Transfer(
+            channel=CHANNEL,
+            epoch=Epoch(epoch),
+            version=Version(version),
+            manifest=Digest(MANIFEST),
+            table=Digest(TABLE),
+            offer=m.Offer(transport=m.TransportKind.LOCAL, address="/run/x"),
+            rank_offset=1,
+            deadline_s=30.0,
         )
 
     def commit(self, epoch: int = 1, version: int = 7, table: str = TABLE) -> tuple[Effect, ...]:

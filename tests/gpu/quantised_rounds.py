@@ -131,8 +131,8 @@ def train(args: argparse.Namespace) -> None:
     fleet = rig.Fleet(layout, hf["max_position_embeddings"])
     source = Shards(hf, torch.device(args.device, 0), 2, **direct.LAYOUTS["ep2"])
     source.refill(0)
-    result: dict[str, Any] = {"servers": {}, "quantise_model_s": quantising(source, work / "model-fp8")}
     fleet.wait_ready(args.deadline)
+    result: dict[str, Any] = {"servers": {}, "quantise_model_s": quantising(source, work / "model-fp8")}
     for place in layout["engines"]:
         more = {"hf_config_dir": work / folder_of(place)}
         result["servers"][place] = direct.publish(source, layout, fleet, place, itertools.count(1), more)

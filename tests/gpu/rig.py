@@ -176,6 +176,8 @@ class Engine:
     """More of it for the server."""
     model: str = "model"
     """Folder of its checkpoint, as `write_model` made it."""
+    sidecar: tuple[str, ...] = ()
+    """More flags of that."""
 
     @property
     def place(self) -> str:
@@ -227,6 +229,7 @@ def start_engine(programs: Any, device: str, work: Path, engine: Engine, layout:
         f"--state-dir={work / 'state'}",
         "--insecure-loopback",
         f"--verify={engine.verify}",
+        *engine.sidecar,
     ]
     pid = programs.start(f"sidecar-{engine.place}", sidecar).process.pid
     layout["engines"][engine.place] = {
@@ -320,6 +323,12 @@ class Fleet:
         """``release`` or ``resume`` the memory of these tags. A server that is not idle would end by it."""
         url = f"{self.url(channel)}/{action}_memory_occupation"
         self._http.post(url, json={"tags": list(tags)}).raise_for_status()
+
+    def give_back(self, channel: str) -> None:
+        """Ask the sidecar to have its server give its memory back."""
+        answer = self._http.post(self.url(channel, "sidecar") + "/give-back")
+        if answer.is_error:
+            raise RuntimeError(f"{channel} gave nothing back: {answer.text}")
 
     def tokens(self, channel: str, count: int = 24) -> list[int]:
         """What it generates greedily, with nothing in its caches."""

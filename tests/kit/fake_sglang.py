@@ -349,6 +349,7 @@ class _Http(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeSGLang
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer is two writes: the second would wait 40 ms for the first one's receipt
 
     def do_GET(self) -> None:
         self._serve({})

@@ -64,6 +64,7 @@ typedef Engine {
   byte served;                     /* the judge's memory: the newest version that this launch was told to serve */
   byte held;                       /* the version that the agent proved, 0: that of the launch */
   bool dirty;                      /* durable, unless DIRTY=0 */
+  byte pausing;                    /* the epoch for which it comes to a stand, 0: none; its record says dirty already */
   byte loading                     /* the epoch whose bytes are under way, 0: none */
 }
 Engine engine[ENGINES];
@@ -155,18 +156,23 @@ proctype Agent(byte me) {
             :: e > engine[me].max_epoch -> engine[me].max_epoch = e
             :: else
             fi;
-            engine[me].paused = true;            /* paused, and durably dirty, before the first byte */
-            engine[me].dirty = true;
-            engine[me].recorded = engine[me].max_epoch;
-            engine[me].held = 0;
-            engine[me].loading = e
+            engine[me].recorded = engine[me].max_epoch;   /* written ahead, while it comes to a stand */
+            engine[me].loading = 0;
+            engine[me].pausing = e
        :: transfer_said[e] && engine[me].held == version_of[e] && version_of[e] > 0 && !engine[me].dirty &&
-            !engine[me].loading && (!FENCE || e >= engine[me].max_epoch) ->
+            !engine[me].loading && !engine[me].pausing && (!FENCE || e >= engine[me].max_epoch) ->
             engine[me].max_epoch = (e > engine[me].max_epoch -> e : engine[me].max_epoch);
             from[me].verified[e] = true          /* it has these very bits already */
        :: else -> skip
        fi;
        e = 0 }
+  /* It stands still: paused, and durably dirty, before the first byte. */
+  :: atomic { engine[me].pausing ->
+       engine[me].paused = true;
+       engine[me].dirty = true;
+       engine[me].held = 0;
+       engine[me].loading = engine[me].pausing;
+       engine[me].pausing = 0 }
   /* Bytes land, bucket by bucket, in any order with whatever else happens. */
   :: atomic { engine[me].loading && engine[me].first != version_of[engine[me].loading] ->
        engine[me].first = version_of[engine[me].loading] }
@@ -194,10 +200,12 @@ proctype Agent(byte me) {
                  engine[me].served = version_of[e]
             :: else
             fi;
-            engine[me].loading = 0               /* what runs under a lower epoch is called off */
+            engine[me].loading = 0;              /* what runs under a lower epoch is called off */
+            engine[me].pausing = 0
        :: abort_said[e] && (!FENCE || e >= engine[me].max_epoch) ->
             engine[me].max_epoch = (e > engine[me].max_epoch -> e : engine[me].max_epoch);
             engine[me].loading = 0;              /* what runs is called off */
+            engine[me].pausing = 0;
             if
             :: !engine[me].dirty && (engine[me].held == 0 || engine[me].held <= disk_committed) ->
                  engine[me].paused = false       /* clean: its old weights */
@@ -213,12 +221,14 @@ proctype Agent(byte me) {
        engine[me].max_epoch = engine[me].recorded;
        if
        :: !DIRTY -> engine[me].dirty = false; engine[me].paused = false
+       :: DIRTY && engine[me].pausing -> engine[me].dirty = true; engine[me].paused = true   /* as its record says */
        :: else
-       fi }
+       fi;
+       engine[me].pausing = 0 }
   /* The server is launched again with the weights of its launch; the agent pauses it until it is proven. */
   :: atomic { agent_crashes < AGENT_CRASHES ->
        agent_crashes++;
-       engine[me].first = 0; engine[me].second = 0; engine[me].loading = 0;
+       engine[me].first = 0; engine[me].second = 0; engine[me].loading = 0; engine[me].pausing = 0;
        engine[me].held = 0; engine[me].served = 0; engine[me].dirty = false; engine[me].paused = false }
   :: atomic { epoch == EPOCHS && !in_round && up -> break }
   od

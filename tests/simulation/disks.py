@@ -19,7 +19,7 @@ from weightbus.control.errors import JournalCorrupt, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.journal import REPLY_TTL_S
 from weightbus.control.messages import Held, RoundDone
-from weightbus.control.restored import Restored, remembered
+from weightbus.control.past import Restored, remembered
 from weightbus.engine_agent.events import Record
 
 if TYPE_CHECKING:

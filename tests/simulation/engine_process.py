@@ -89,6 +89,8 @@ class EngineProcess(Process):
         self.transports, self.live = transports, live
         self.beside = sum(self.name.encode()) % 3 == 1
         """Every third engine takes versions beside the weights that it serves."""
+        self.proves_itself = sum(self.name.encode()) % 2 == 1
+        """Every second one compares what it holds while it takes it, where it can."""
         self.machine: Application | None = None
         self.client: Client | None = None
 
@@ -295,7 +297,10 @@ class EngineProcess(Process):
             self._object(doubt_offer(command, self._signer, self._world.trust))
         wanted = yield from self._table(command.table, command.deadline_s)
         checked = yield from receive(self._world, self, command.offer.address, command.epoch, wanted, deadline)
-        return Received(len(wanted), len(wanted), checked)
+        verified_by = ""
+        if checked and self.live and self.proves_itself:
+            verified_by = (yield from self._verify(command, checked=True)).verified_by
+        return Received(len(wanted), len(wanted), checked, verified_by)
 
     def _believe(self, command: Prepare, serving: Held | None) -> None:
         if self._world.trust is not None:

@@ -72,8 +72,8 @@ MUTATIONS: Final = (
     _m(
         "forgets-the-commit-at-boot",
         CHANNEL,
-        "self.committed: Held | None = restored.committed",
-        "self.committed: Held | None = None",
+        "self.window = Window(restored.committed)",
+        "self.window = Window()",
     ),
     _m(
         "epoch-not-raised-by-a-grant",
@@ -120,8 +120,20 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-of-other-versions-as-ready",
         "control/engines.py",
-        "    if committed and engine.held != committed:",
+        "    if not window.allows(engine.held):",
         "    if False:",
+    ),
+    _m(
+        "lists-engines-that-are-one-version-too-old",
+        "control/staleness.py",
+        "if 0 < held.version - each.version <= max_lag)",
+        "if 0 < held.version - each.version <= max_lag + 1)",
+    ),
+    _m(
+        "lists-engines-from-before-a-rollback",
+        "control/staleness.py",
+        "() if rollback or self.committed is None else",
+        "() if self.committed is None else",
     ),
     _m(
         "lists-engines-that-never-said-so",
@@ -200,15 +212,21 @@ MUTATIONS: Final = (
     ),
     _m(
         "forgets-that-it-is-dirty",
+        "engine_agent/ledger.py",
+        "        return (remembered,)\n",
+        "        return ()\n",
+    ),
+    _m(
+        "forgets-that-it-is-dirty-where-nothing-was-written-ahead",
         APPLICATION,
-        "return (*dirty, *self._run(Receive(command, self._checkpoint), command, now))",
-        "return self._run(Receive(command, self._checkpoint), command, now)",
+        "        known = self._ledger.took(self.epoch)\n",
+        "        known = True\n",
     ),
     _m(
         "loads-without-a-pause",
         APPLICATION,
-        "        if self.paused is not True:\n            return self._fail(command, Step.TRANSFER",
-        "        if False:\n            return self._fail(command, Step.TRANSFER",
+        "        if self.paused is not True:\n            return self._run(",
+        "        if False:\n            return self._run(",
     ),
     _m(
         "skips-verification",
@@ -230,21 +248,21 @@ MUTATIONS: Final = (
     ),
     _m(
         "pause-lease-never-ends",
-        APPLICATION,
-        "            or now < heard_at + self._lease_s\n",
-        "            or True\n",
+        "engine_agent/mandate.py",
+        "        return now >= max(heard_at, self.quiet_since) + self.lease_s\n",
+        "        return False\n",
     ),
     _m(
         "pause-lease-ends-at-once",
-        APPLICATION,
-        "            or now < heard_at + self._lease_s\n",
-        "",
+        "engine_agent/mandate.py",
+        "        return now >= max(heard_at, self.quiet_since) + self.lease_s\n",
+        "        return True\n",
     ),
     _m(
         "takes-another-launch-for-the-same",
         APPLICATION,
-        "        if known == event.identity and self._record is not None:",
-        "        if self._record is not None:",
+        "        if known == event.identity and record is not None:",
+        "        if record is not None:",
     ),
     _m(
         "believes-an-operation-that-its-server-did-not-outlive",
@@ -279,7 +297,7 @@ MUTATIONS: Final = (
     _m(
         "transfers-though-the-record-is-not-written",
         "engine_agent/dispatch.py",
-        "            elif unsaved and isinstance(effect, Run)",
+        "            elif self.unsaved is not None and isinstance(effect, Run)",
         "            elif False and isinstance(effect, Run)",
     ),
     _m(

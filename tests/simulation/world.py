@@ -240,6 +240,7 @@ class World:
             slow=scenario.slow,
             quorum=scenario.quorum,
             slow_s=scenario.slow_s,
+            max_lag=scenario.max_lag,
         )
 
     def publishes(self, trainer: str, epoch: int, request: str, table: str, tag: str) -> None:
@@ -308,7 +309,7 @@ class World:
                 and server.paused
                 and machine.up
                 and machine.health is EngineHealth.CLEAN
-                and machine._answerable
+                and machine.mandate.given
                 and not self._hears(engine)
             )
             if not held_up:

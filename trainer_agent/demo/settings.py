@@ -40,6 +40,13 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, msgspec.Meta(description="one engine elsewhere: it is sent what the other one reads in place")
     ] = False
     trainer: Annotated[Trainer, msgspec.Meta(description="what trains the policy")] = Trainer.MEGATRON
+    asynchronous: Annotated[
+        bool, msgspec.Meta(description="then again, generating each round while the one before is trained; compared")
+    ] = False
+    environment_s: Annotated[
+        float,
+        msgspec.Meta(ge=0, le=60, description="with asynchronous: how long answers are judged elsewhere"),
+    ] = 0.5
     save_every: Annotated[int, msgspec.Meta(ge=0, description="keep every n-th version as a checkpoint; 0: none")] = 0
     sync: Annotated[Sync, msgspec.Meta(description="off: train, but publish nothing; the reward stays flat")] = Sync.ON
     seed: Annotated[int, msgspec.Meta(ge=0, description="of the first weights and of the prompts")] = 1
@@ -48,3 +55,11 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0
     keep_logs: Annotated[bool, msgspec.Meta(description="keep logs and checkpoint after a run that went well")] = False
     json: Annotated[bool, msgspec.Meta(description="print every round as a line of JSON instead of a table")] = False
+
+    def __post_init__(self) -> None:
+        if self.asynchronous and self.sync is Sync.OFF:
+            raise ValueError("asynchronous rounds are published: leave sync on")
+        if self.asynchronous and self.mixed:
+            raise ValueError("asynchronous rounds publish snapshots, which no engine reads in place: leave mixed off")
+        if self.asynchronous and self.transport in (TransportKind.DIRECT, TransportKind.SENDS):
+            raise ValueError(f"transport = {self.transport} gives the weights in training, and no snapshot: take local")

@@ -1,4 +1,4 @@
-"""What the journal knows of a channel when a coordinator starts, and how that grows. Pure."""
+"""What a channel was before: the versions that were committed, and what the journal restores of it."""
 
 from __future__ import annotations
 
