@@ -8,8 +8,7 @@ the record is durable.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -88,9 +87,19 @@ Out = Tell | Answer | ChannelRecord | AnyObservation
 _RECORDS: Final = (EpochTaken, Committed, RoundClosed)
 
 
-def _same_command(due: tuple[AgentId, Command]) -> int:
-    """What many are told alike is one object (orders.py); to compare values would cost more than it saves."""
-    return id(due[1])
+def _together(due: Iterable[tuple[AgentId, Command]]) -> list[Tell]:
+    """What many are told alike, at once to all of them; who is told two things is told the first one first.
+
+    That is one object (orders.py): to compare values would cost more than it saves.
+    """
+    alike: dict[int, tuple[list[AgentId], Command]] = {}
+    for agent, command in due:
+        known = alike.get(id(command))
+        if known is None:
+            alike[id(command)] = [agent], command
+        else:
+            known[0].append(agent)
+    return [Tell(tuple(agents), command) for agents, command in alike.values()]
 
 
 class Channel:
@@ -279,7 +288,9 @@ class Channel:
         self._fleet.touch((name,))
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
-        elif recovered and not self._takes_part(name) and self._duties.get(name) is None:
+        # Whoever loaded the committed version by itself is told to serve it.
+        arrived = engine.health is EngineHealth.PENDING and engine.held is not None and engine.held == self.committed
+        if (recovered or arrived) and not self._takes_part(name) and self._duties.get(name) is None:
             self._fleet.settle(engine, self._settling_epoch, self.committed, now)
         return True
 
@@ -387,9 +398,7 @@ class Channel:
             return ()
         waiting, self.out = self.out, []
         out: list[Out] = [each for each in waiting if not isinstance(each, _RECORDS)]
-        for _, alike in groupby(due, _same_command):  # one after the other, in the order in which they are due
-            told = list(alike)
-            out.append(Tell(tuple([agent for agent, _ in told]), told[0][1]))
+        out += _together(due)
         out += [each for each in waiting if isinstance(each, _RECORDS)]
         if wanted:
             out.append(wanted)

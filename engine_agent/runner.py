@@ -81,6 +81,7 @@ from .identity import ServerFacts
 from .key_files import read_keys
 from .lending import Lending
 from .record_file import RecordFile
+from .saved_versions import SavedVersions
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .stages import View
@@ -146,6 +147,7 @@ class EngineAgent:
         self._answers: queue.SimpleQueue[tuple[int, EngineMessage] | None] = queue.SimpleQueue()
         self._boot = 0
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
+        self._saved = SavedVersions(settings, self._worker)
         self._giving = Giving(self._server, self._events.put, self._records.read)
         self._bus: BusClient | None = None
         self.http_port = 0
@@ -301,6 +303,8 @@ class EngineAgent:
             self._dispatch(event)
         self._dispatcher.retry()
         self._dispatch(Ticked(self._heard_at()))
+        if (bus := self._bus) is not None and (command := self._saved.next(self._view, bus, time.monotonic())):
+            self._dispatch(Commanded(command))
 
     def _heard_at(self) -> float:
         heard = self._bus.heard_at if self._bus else None
@@ -362,6 +366,7 @@ class EngineAgent:
         for thread in threads:
             if thread.is_alive():
                 thread.join(_CLOSE_S)
+        self._saved.close()
         self._worker.close()
         self._server.close()
         http.stop()
