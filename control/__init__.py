@@ -12,7 +12,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     orders  routing  duties             what a round tells them, by which transport, unanswered commands
     receipts                            acknowledgements that are owed, and those that a command makes needless
     engines  blobs  answers  status     one engine, manifests, how rounds ended, what may be known
-    publisher  plan_document            who published, who takes versions by what, and why
+    publisher  plan_document  story     who published, who takes versions by what and why, what was said lately
     limits                              every wait and bound
 journal  server  service            SQLite and the loop: the machine's hands; the process around them
 reporter  telemetry  http           what becomes of its observations: log, metrics, status

@@ -53,11 +53,8 @@ from .round import Round
 from .routing import Route
 from .staleness import Window
 from .states import SETTLED, EnginePhase, RoundState
+from .story import STORY
 from .tenure import Answer, Tenure
-
-STORY: Final = 64
-"""Recent events that an error carries."""
-
 
 TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 
@@ -67,19 +64,6 @@ class Tell(msgspec.Struct, frozen=True):
 
     agents: tuple[AgentId, ...]
     message: ToAgent
-
-
-class Said(msgspec.Struct, frozen=True):
-    """A line of the story. Thousands are written for each that is read."""
-
-    at: float
-    agent: AgentId
-    message: EngineMessage | TrainerRequest
-
-    def __str__(self) -> str:
-        """When, who, what."""
-        epoch = getattr(self.message, "epoch", None)
-        return f"{self.at:.3f} {self.agent} {type(self.message).__name__}{f' epoch {epoch}' if epoch else ''}"
 
 
 ChannelRecord = EpochTaken | Committed | RoundClosed

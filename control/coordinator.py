@@ -18,7 +18,7 @@ import msgspec
 from . import plan_document, status
 from .admission import may_join, may_say
 from .blobs import Blobs
-from .channel import Channel, Out, Said, Tell, TrainerRequest
+from .channel import Channel, Out, Tell, TrainerRequest
 from .deadlines import earlier
 from .effects import (
     AgentJoined,
@@ -85,6 +85,7 @@ from .messages import (
 )
 from .outbox import Outbox
 from .past import Restored
+from .story import Said
 from .tenure import Answer
 
 
