@@ -44,18 +44,17 @@ from .messages import (
     Release,
     Sent,
     ToAgent,
-    TrainerInfo,
+    Topology,
 )
 from .past import Past, Restored, remembered
 from .patience import contradicts
+from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
+from .routing import Route
 from .staleness import Window
 from .states import SETTLED, EnginePhase, RoundState
+from .story import STORY
 from .tenure import Answer, Tenure
-
-STORY: Final = 64
-"""Recent events that an error carries."""
-
 
 TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 
@@ -97,6 +96,7 @@ class Channel:
         self.committed_epoch: Epoch = restored.committed_epoch
         self.history: tuple[Past, ...] = restored.history
         self.round: Round | None = None
+        self.publisher: Publisher | None = None
         self.out: list[Out] = []
         self.story: deque[object] = deque(maxlen=STORY)
         self._limits = limits
@@ -160,10 +160,11 @@ class Channel:
         if not verdict.ok:
             return verdict
         self._holder = (agent.name, agent.incarnation)
+        self.publisher = Publisher(agent.name, agent.trainer or NOBODY, agent.topology, message.version, message.bytes)
         self.round = Round(
             message,
             agent.name,
-            agent.trainer or TrainerInfo(host="", device="", ranks=0, transports=()),
+            self._routes(agent, snapshot=message.mode == SNAPSHOT),
             engines,
             limits=self._limits,
             duties=self._duties,
@@ -189,6 +190,9 @@ class Channel:
                 "a catch-up brings what is committed: the version is another one, or the weights have changed since"
             )
         return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
+
+    def _routes(self, trainer: Agent, *, snapshot: bool = False) -> dict[AgentId, Route]:
+        return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot)
 
     def repeat_done(self, agent: Agent, message: Publish) -> None:
         """Answer a `Publish` whose round is over."""
@@ -264,6 +268,10 @@ class Channel:
         else:
             self._fleet.settle(engine, self._settling_epoch, self.committed, now)
 
+    def engine_located(self, name: AgentId, topology: Topology) -> None:
+        """An engine's agent said where it is: that counts from the next round on."""
+        self._fleet.located(name, topology)
+
     def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
         """A heartbeat may say that the server changed under the agent. Returns whether it did."""
         engine = self.engines.get(name)
@@ -307,7 +315,8 @@ class Channel:
                     self._tenure.redriven(record.epoch)
                     self.round.epoch_taken(record.epoch, now)
                 else:
-                    self.out.extend(self._tenure.grant(record, self.committed, self._fleet.infos(), now))
+                    engines = self._fleet.infos()
+                    self.out.extend(self._tenure.grant(record, self.committed, engines, self._routes, now))
             case Committed():
                 if self.committed and record.version <= self.committed.version and not record.rollback:
                     raise InvariantBroken(

@@ -1,4 +1,4 @@
-"""What a channel was before: the versions that were committed, what the journal restores of it, and its story."""
+"""What a channel was before: the versions that were committed, and what the journal restores of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final
 import msgspec
 
 from .effects import Committed
-from .ids import AgentId, Epoch, RequestId, Version
-from .messages import Held, RoundDone, ToCoordinator
+from .ids import Epoch, RequestId, Version
+from .messages import Held, RoundDone
 
 HISTORY: Final = 64
 """Committed versions that are remembered, so that people can see what a channel may go back to."""
@@ -39,16 +39,3 @@ def remembered(history: tuple[Past, ...], commit: Committed | Past) -> tuple[Pas
     """`history` with `commit`, which may be in it already: a record may be written twice."""
     past = Past(commit.version, commit.epoch, commit.rollback)
     return history if history[-1:] == (past,) else (*history, past)[-HISTORY:]
-
-
-class Said(msgspec.Struct, frozen=True):
-    """A line of the story. Thousands are written for each that is read."""
-
-    at: float
-    agent: AgentId
-    message: ToCoordinator
-
-    def __str__(self) -> str:
-        """When, who, what."""
-        epoch = getattr(self.message, "epoch", None)
-        return f"{self.at:.3f} {self.agent} {type(self.message).__name__}{f' epoch {epoch}' if epoch else ''}"

@@ -334,6 +334,7 @@ class Trainer(Agent):
         self.version = 0
         self.rollback = self.rollback_publish_only = self.catch_up = False
         self.policy = Policy()
+        self.mode = "live"
         self.publishing: Publish | None = None
         self.failed: Mapping[str, str] = {}
         self.spared: tuple[AgentId, ...] = ()
@@ -396,6 +397,7 @@ class Trainer(Agent):
                     policy=self.policy,
                     rollback=self.rollback or self.rollback_publish_only,
                     catch_up=self.catch_up,
+                    mode=self.mode,
                 )
                 self.rollback_publish_only = False
                 self.try_say(self.publishing)

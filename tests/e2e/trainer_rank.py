@@ -4,9 +4,10 @@
     {"seed": 3, "version": 8, "transport": "sends", "hold_turn": 2}
 
 loads the checkpoint of `seed` into the ranks, publishes it as `version` and answers with the report as one line of
-JSON. With `hold_at`, the sender stops before that bucket (0: before it opens, when all engines are paused), says
-``{"held": 2}`` and goes on at the next line on stdin: a test then has all the time it needs to kill something in the
-middle of a transfer. With `hold_turn` rank 0 does the same before it sends that turn, and turns are small.
+JSON. The transport ``any`` is whatever suits each engine. With `hold_at`, the sender stops before that bucket (0:
+before it opens, when all engines are paused), says ``{"held": 2}`` and goes on at the next line on stdin: a test then
+has all the time it needs to kill something in the middle of a transfer. With `hold_turn` rank 0
+does the same before it sends that turn, and turns are small.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) 
                 source,
                 channel="e2e",
                 coordinator=coordinator,
-                transport=(asked["transport"],),
+                transport=None if asked["transport"] == "any" else (asked["transport"],),
                 bucket_bytes=asked.get("bucket_bytes", 1 << 20),
                 redrives=asked.get("redrives", 1),
                 checkpoint_dir=folder / "checkpoints",
