@@ -184,11 +184,7 @@ class Channel:
             return self._not_newer(message.version)
         if missing:
             return Verdict(Code.UNKNOWN_BLOB, f"blob {missing} is not here: put it, then publish again")
-        reason = contradicts(message.policy)
-        if message.catch_up and not self._is_committed(message):
-            reason = (
-                "a catch-up brings what is committed: the version is another one, or the weights have changed since"
-            )
+        reason = contradicts(message, is_committed=self._is_committed(message))
         return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
 
     def _routes(self, trainer: Agent, *, snapshot: bool = False) -> dict[AgentId, Route]:
@@ -242,10 +238,6 @@ class Channel:
     def trainer_heard(self, agent: Agent, now: float) -> None:
         """A trainer is alive; if it holds the lease, that goes on."""
         self._tenure.heard(agent, now)
-
-    def stands_still_for(self, agent: Agent) -> bool:
-        """Whether engines wait for what this trainer sends."""
-        return self.round is not None and self.round.holder == agent.name and self.round.needs_trainer
 
     def trainer_lost(self, agent: Agent, reason: str, now: float) -> None:
         """A trainer left for good."""
@@ -428,8 +420,7 @@ class Channel:
 
     def window_of(self, name: AgentId) -> Window:
         """What an engine may serve: also the version before, while it waits for its turn in a round."""
-        waits = self.round and self.round.durable and self.phase(name) is EnginePhase.PREPARED
-        return self.window.also(self.round.replaced) if self.round and waits else self.window
+        return self.window.also(self.round.replaced) if self.round and self.round.waits(name) else self.window
 
     def check(self) -> None:
         """Raise `InvariantBroken` unless the channel's parts agree with each other."""

@@ -195,7 +195,7 @@ class Coordinator:
     def _disconnected(self, peer: Peer, now: float) -> None:
         agent = self.members.disconnect(peer, now)
         channel = self.channels.get(agent.channel) if agent else None
-        if agent and channel and channel.stands_still_for(agent):
+        if agent and channel and channel.round and channel.round.needs(agent.name):
             self.members.expect(agent.name, now)
 
     def _work(self, work: _Work, now: float) -> None:

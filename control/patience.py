@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from .messages import PauseMode, Policy, SlowEngines
+from .messages import PauseMode, Policy, Publish, SlowEngines
 from .states import EnginePhase, RoundState
 
 THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
@@ -23,8 +23,11 @@ THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
 """The states in which engines are waited for, and the phases of those that have come through."""
 
 
-def contradicts(policy: Policy) -> str:
+def contradicts(publish: Publish, *, is_committed: bool) -> str:
     """Why a round cannot be carried out as it is asked for; empty when it can."""
+    policy = publish.policy
+    if publish.catch_up and not is_committed:
+        return "a catch-up brings what is committed: the version is another one, or the weights have changed since"
     if policy.flush and policy.pause is PauseMode.IN_PLACE:
         return "pause in_place keeps the KV cache: publish with flush off"
     if 0 < policy.max_paused < policy.min_engines:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final, assert_never
+from typing import assert_never
 
 from . import patience
 from .cohort import HOPEFUL, SERVING_ON, STANDING, Cohort
@@ -23,10 +23,7 @@ from .limits import Limits
 from .member import Member
 from .messages import EngineInfo, EngineMessage, Held, Offer, Outcome, Publish, RoundDone, SlowEngines
 from .routing import Route
-from .states import BEFORE_COMMIT, CLOCK, ROUND_MOVES, EnginePhase, RoundState, move
-
-_SENDING: Final = frozenset({RoundState.PAUSING, RoundState.TRANSFERRING})
-"""The trainer's half stands, and engines come to it as they are paused."""
+from .states import BEFORE_COMMIT, CLOCK, ROUND_MOVES, SENDING, EnginePhase, RoundState, move
 
 
 class Want(enum.Enum):
@@ -107,7 +104,7 @@ class Round:
 
     def sent(self, epoch: Epoch, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
         """The trainer's half of the transfer is over. Engines in `failed` get a little time to speak for themselves."""
-        if self.state not in _SENDING or epoch != self.epoch:
+        if self.state not in SENDING or epoch != self.epoch:
             return
         self._transfer_over()
         self._cohort.doubt(failed, spared, now)
@@ -126,7 +123,7 @@ class Round:
         self._duties.drop(self.holder)
         if self.state is RoundState.PREPARING:
             self._abort(reason, now)
-        elif self.state is RoundState.OFFERING or self.state in _SENDING:
+        elif self.state is RoundState.OFFERING or self.state in SENDING:
             self._give_up_transfer(reason, now)
         self._advance(now)
 
@@ -183,10 +180,15 @@ class Round:
 
     # -- what it says of itself -------------------------------------------------------------------------------------
 
-    @property
-    def needs_trainer(self) -> bool:
-        """Engines stand still, or would, until the trainer's half of the transfer is over."""
-        return self.state is RoundState.OFFERING or (self.state in _SENDING and not self._sent)
+    def needs(self, trainer: AgentId) -> bool:
+        """Engines stand still, or would, until this trainer's half of the transfer is over."""
+        sends = self.state is RoundState.OFFERING or (self.state in SENDING and not self._sent)
+        return sends and trainer == self.holder
+
+    def waits(self, engine: AgentId) -> bool:
+        """It serves the version before until it is its turn, while others serve the new one."""
+        member = self.members.get(engine)
+        return self.durable and member is not None and member.phase is EnginePhase.PREPARED
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
@@ -257,7 +259,7 @@ class Round:
             wrong.append(f"an engine was told of version {self.version} in {self.state}, before it was durable")
         if self.state in (RoundState.PREPARING, RoundState.OFFERING) and EnginePhase.TRANSFERRING in phases:
             wrong.append(f"an engine takes weights in {self.state}")
-        if self.state in _SENDING and self._cohort.invited(*SERVING_ON):
+        if self.state in SENDING and self._cohort.invited(*SERVING_ON):
             wrong.append("an engine of the round was told nothing of its transfer")
         if self.state is RoundState.TRANSFERRING and phases & {EnginePhase.PAUSING, EnginePhase.PAUSED}:
             wrong.append("weights travel, and an engine was neither told to take them nor left out")

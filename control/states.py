@@ -114,6 +114,9 @@ CLOCK: Final[Mapping[RoundState, str]] = {
 }
 """Under which name the seconds of a state are reported."""
 
+SENDING: Final = frozenset({RoundState.PAUSING, RoundState.TRANSFERRING})
+"""The trainer's half stands, and engines come to it as they are paused."""
+
 ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
     EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED, EnginePhase.LEAVING, EnginePhase.LOST}),
     EnginePhase.PREPARED: frozenset({EnginePhase.PAUSING, EnginePhase.LEAVING, EnginePhase.LOST}),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 
@@ -238,6 +238,10 @@ def _unpublished(channel: str, version: int, error: BaseException, mode: Mode = 
     ending = Ending.SOURCE_FAILED if isinstance(error, SourceError) else Ending.INTERNAL
     reason = f"{type(error).__name__}: {error}"
     return Verdict(ending, reason), PublishReport.unpublished(channel, version, mode, reason), error
+
+
+_INFO: Final = 20
+_WARNING: Final = 30
 
 
 def lead(
