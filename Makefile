@@ -19,6 +19,8 @@ TRAINER ?= megatron
 SYNC ?= on
 TRANSPORT ?= local
 ROUNDS ?= 20
+# make demo ASYNC=1: each round is generated while the one before is trained, beside the same one after another
+ASYNC ?= 0
 # make demo SAVE_EVERY=5: every fifth version is kept as a checkpoint
 SAVE_EVERY ?= 0
 DEMO_ARGS ?=
@@ -50,7 +52,7 @@ help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: env ## Train a toy policy with real ranks (TRAINER=fsdp2, megatron-moe) and two real SGLang servers (SYNC=off to compare)
-	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) --save-every $(SAVE_EVERY) $(DEMO_ARGS)
+	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) --save-every $(SAVE_EVERY) $(if $(filter-out 0,$(ASYNC)),--asynchronous) $(DEMO_ARGS)
 
 env: $(INSTALLED) ## Install the pinned environment and the project into .venv
 	@# An editable install is a folder of links: made anew when a file appeared or went.

@@ -26,7 +26,7 @@ from .effects import (
 from .engines import Engine, readiness
 from .errors import InvariantBroken
 from .fleet import Fleet
-from .ids import AgentId, Epoch, Incarnation, RequestId, Version
+from .ids import AgentId, Epoch, Incarnation, Version
 from .ids import Channel as ChannelId
 from .lease import YES, Lease, Verdict, may_acquire, may_use
 from .limits import Limits
@@ -43,19 +43,18 @@ from .messages import (
     PauseMode,
     Publish,
     Release,
-    RoundDone,
     Sent,
     ToAgent,
     TrainerInfo,
 )
+from .past import Past, Restored, remembered
 from .round import Round
+from .staleness import Window
 from .states import SETTLED, EnginePhase, RoundState
 from .tenure import Answer, Tenure
 
 STORY: Final = 64
 """Recent events that an error carries."""
-HISTORY: Final = 64
-"""Committed versions that are remembered, so that people can see what a channel may go back to."""
 
 
 TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
@@ -81,32 +80,6 @@ class Said(msgspec.Struct, frozen=True):
         return f"{self.at:.3f} {self.agent} {type(self.message).__name__}{f' epoch {epoch}' if epoch else ''}"
 
 
-class Past(msgspec.Struct, frozen=True):
-    """A version that was committed, now or once."""
-
-    version: Version
-    epoch: Epoch
-    rollback: bool = False
-    """The channel went back to it, or took it again."""
-
-
-class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal knows of a channel."""
-
-    epoch: Epoch = Epoch(0)
-    committed: Held | None = None
-    committed_epoch: Epoch = Epoch(0)
-    answers: Mapping[RequestId, RoundDone] = {}
-    history: tuple[Past, ...] = ()
-    """What was committed, oldest first; the last `HISTORY`."""
-
-
-def remembered(history: tuple[Past, ...], commit: Committed | Past) -> tuple[Past, ...]:
-    """`history` with `commit`, which may be in it already: a record may be written twice."""
-    past = Past(commit.version, commit.epoch, commit.rollback)
-    return history if history[-1:] == (past,) else (*history, past)[-HISTORY:]
-
-
 ChannelRecord = EpochTaken | Committed | RoundClosed
 Out = Tell | Answer | ChannelRecord | AnyObservation
 _RECORDS: Final = (EpochTaken, Committed, RoundClosed)
@@ -118,7 +91,7 @@ class Channel:
     def __init__(self, name: ChannelId, limits: Limits, restored: Restored) -> None:
         self.name = name
         self.epoch: Epoch = restored.epoch
-        self.committed: Held | None = restored.committed
+        self.window = Window(restored.committed)
         self.committed_epoch: Epoch = restored.committed_epoch
         self.history: tuple[Past, ...] = restored.history
         self.round: Round | None = None
@@ -131,8 +104,13 @@ class Channel:
         self._fleet = Fleet(name, limits, self._duties)
         self.engines: Mapping[AgentId, Engine] = self._fleet.engines
         self._holder: tuple[AgentId, Incarnation] | None = None
-        self._outlook: tuple[Round | None, Held | None] = (None, None)
+        self._outlook: tuple[Round | None, Window] = (None, Window())
         """By what all engines were last judged together."""
+
+    @property
+    def committed(self) -> Held | None:
+        """The version that is durable."""
+        return self.window.committed
 
     @property
     def lease(self) -> Lease | None:
@@ -321,12 +299,14 @@ class Channel:
                     raise InvariantBroken(
                         f"{self.name} goes from {self.committed.version} to {record.version}", self.story
                     )
-                self.committed = Held(version=record.version, manifest=record.manifest, table=record.table)
+                committed = Held(version=record.version, manifest=record.manifest, table=record.table)
+                max_lag = self.round.publish.policy.max_lag if self.round else 0
+                self.window = self.window.after(committed, max_lag, rollback=record.rollback)
                 self.committed_epoch = record.epoch
                 self.history = remembered(self.history, record)
                 if self.round:
                     self.round.committed(now)
-                self._fleet.overtaken(self.epoch, self.committed, now)
+                self._fleet.overtaken(self.epoch, committed, now)
             case RoundClosed():
                 self._close(record, now)
 
@@ -374,15 +354,15 @@ class Channel:
 
     def flush(self, now: float) -> Sequence[Out]:
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
-        round_, committed = self.round, self.committed
+        round_, window = self.round, self.window
         if round_:
             if round_.notes:
                 self.out += round_.take_notes()
             self._fleet.touch(round_.take_moved())
-        before, self._outlook = self._outlook, (round_, committed)
-        if (before[0] is not None and before[0] is not round_) or before[1] is not committed:
+        before, self._outlook = self._outlook, (round_, window)
+        if (before[0] is not None and before[0] is not round_) or before[1] is not window:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        self.out += self._fleet.readiness_changes(self.phase, committed)
+        self.out += self._fleet.readiness_changes(self.phase, window)
         due = self._duties.due(now)
         wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants else None
         if not (self.out or due or wanted):
@@ -432,10 +412,10 @@ class Channel:
             wrong.append(f"committed at epoch {self.committed_epoch}, the highest ever taken is {self.epoch}")
         for engine in self.engines.values():
             phase = self.phase(engine.name)
-            ready = readiness(engine, phase, self.committed).ok
+            ready = readiness(engine, phase, self.window).ok
             if ready is not self._fleet.announced(engine.name):
                 wrong.append(f"{engine.name} is {'ready' if ready else 'not ready'}, and nobody was told")
-            if ready and self.committed and engine.held != self.committed:
+            if ready and not self.window.allows(engine.held):
                 wrong.append(f"{engine.name} is ready, but holds {engine.held}")
             if phase is EnginePhase.SERVING and (self.committed is None or self.round is None):
                 wrong.append(f"{engine.name} serves what was never committed")
@@ -465,7 +445,8 @@ class Channel:
         self._fleet.left_by(round_.members.values())
         self.round = None
         self._answers.remember(record.request, record.done)
-        self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done))
+        stood_s = round_.publish.stood_s
+        self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done, stood_s=stood_s))
         self._end_lease("the round ended")
         self.out.append(Tell(round_.holder, record.done))
         self._fleet.settle_idle(self.epoch, self.committed, now)

@@ -166,6 +166,11 @@ class BusClient:
         return self._session.committed
 
     @property
+    def max_lag(self) -> int:
+        """Versions that an engine may be behind `committed` and still be ready, as the coordinator said it last."""
+        return self._session.max_lag
+
+    @property
     def heard_at(self) -> float | None:
         """When the coordinator was last heard of, in whatever words; `time.monotonic` seconds."""
         return self._session.heard_at

@@ -18,7 +18,7 @@ import msgspec
 from . import status
 from .admission import may_join, may_say
 from .blobs import Blobs
-from .channel import Channel, Out, Restored, Said, Tell, TrainerRequest
+from .channel import Channel, Out, Said, Tell, TrainerRequest
 from .deadlines import earlier
 from .effects import (
     AgentJoined,
@@ -83,6 +83,7 @@ from .messages import (
     Welcome,
 )
 from .outbox import Outbox
+from .past import Restored
 from .tenure import Answer
 
 
@@ -349,8 +350,9 @@ class Coordinator:
 
     def _heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
-        committed = channel.committed.version if channel.committed else None
-        self._out.send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed))
+        window = channel.window
+        committed = window.committed.version if window.committed else None
+        self._out.send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed, max_lag=window.max_lag))
         if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
             self._flush(channel, now)
 

@@ -145,6 +145,8 @@ class RoundEnded(Observation, frozen=True):
     channel: Channel
     outcome: Outcome
     done: RoundDone
+    stood_s: float = 0.0
+    """As the trainer said in `Publish`."""
 
 
 class ReadinessChanged(Observation, frozen=True):

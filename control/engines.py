@@ -9,6 +9,7 @@ from .lease import YES, Verdict
 from .member import Member
 from .membership import Agent
 from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held
+from .staleness import Window
 from .states import EnginePhase
 
 _GENERATES = (None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT)
@@ -54,7 +55,7 @@ class Engine(msgspec.Struct, kw_only=True):
             self.held, self.reason = committed, ""
 
 
-def readiness(engine: Engine, phase: EnginePhase | None, committed: Held | None) -> Verdict:
+def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verdict:
     """Whether requests may be sent to the engine, and why not."""
     if not engine.alive:
         return Verdict(Code.NOT_ALLOWED, engine.reason or "not here")
@@ -62,9 +63,8 @@ def readiness(engine: Engine, phase: EnginePhase | None, committed: Held | None)
         return Verdict(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
     if phase not in _GENERATES:
         return Verdict(Code.NOT_ALLOWED, f"in a round: {phase or ''}")
-    if committed and engine.held != committed:
-        found = f"version {engine.held.version}" if engine.held else "the weights of its launch"
-        return Verdict(Code.NOT_ALLOWED, f"holds {found}, committed is {committed.version}")
+    if not window.allows(engine.held):
+        return Verdict(Code.NOT_ALLOWED, window.against(engine.held))
     if not engine.serving and phase in (None, EnginePhase.PREPARING, EnginePhase.PREPARED):
         return Verdict(Code.NOT_ALLOWED, engine.reason or "has not said yet that it serves")
     return YES

@@ -16,7 +16,6 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from .channel import Past, Restored, remembered
 from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from .election import Term
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
@@ -24,6 +23,7 @@ from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, mod
 from .ids import Channel, Epoch, RequestId
 from .journal import REPLY_TTL_S
 from .messages import Held, RoundDone
+from .past import Past, Restored, remembered
 
 SCHEMA: Final = 1
 REPLIES: Final = 32

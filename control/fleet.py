@@ -16,6 +16,7 @@ from .limits import Limits
 from .member import Member
 from .membership import Agent
 from .messages import Abort, Commit, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Serving, Step
+from .staleness import Window
 from .states import SETTLED, EnginePhase
 
 
@@ -126,7 +127,7 @@ class Fleet:
         self._touched.update(self.engines)
 
     def readiness_changes(
-        self, phase: Callable[[AgentId], EnginePhase | None], committed: Held | None
+        self, phase: Callable[[AgentId], EnginePhase | None], window: Window
     ) -> list[ReadinessChanged]:
         """Who became ready, or ceased to be, among those that were touched since the last call."""
         if not self._touched:
@@ -137,7 +138,7 @@ class Fleet:
         notes: list[ReadinessChanged] = []
         for engine in (self.engines[name] for name in names if name in self.engines):
             stands = phase(engine.name)
-            verdict = readiness(engine, stands, committed)
+            verdict = readiness(engine, stands, window)
             if self._ready.get(engine.name, False) is not verdict.ok:
                 notes.append(
                     ReadinessChanged(

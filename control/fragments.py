@@ -94,6 +94,8 @@ class Policy(Fragment, frozen=True):
     """For `SlowEngines.QUORUM`; 0 means one."""
     slow_s: Seconds = 30.0
     """For `SlowEngines.QUORUM` and `SlowEngines.EVICT_AFTER`."""
+    max_lag: Count = 0
+    """Versions that an engine which a round left behind may be behind the committed one and still get requests."""
 
 
 class Receiver(Fragment, frozen=True):

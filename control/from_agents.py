@@ -121,6 +121,8 @@ class Publish(Message, frozen=True):
     """``live``: the trainer stands still until the round is over; ``snapshot``: it trains on. Shown in the status."""
     rollback: bool = False
     """As in the `Acquire` of this lease; without that it is refused."""
+    stood_s: Seconds = 0.0
+    """How long training stood still since its last publication, because engines were too far behind. A metric."""
     seal: Seal | None = None
     """Null where no keys are used. Carried on in `Prepare`, as it is."""
 

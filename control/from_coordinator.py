@@ -53,6 +53,8 @@ class Alive(Message, frozen=True):
     boot: Count
     committed: VersionNumber | None = None
     """Of the agent's channel, now: an engine that a round has left behind learns it from here."""
+    max_lag: Count = 0
+    """Versions that an engine may be behind that and still be ready."""
 
 
 class Ack(Message, frozen=True):

@@ -1,4 +1,6 @@
-"""The HTTP port of the coordinator and of the sidecar: metrics, health and a read-only status. GET, nothing else.
+"""The HTTP port of the coordinator and of the sidecar: metrics, health and a read-only status.
+
+GET and nothing else, unless whoever opens the port has orders to take; those are asked for by POST.
 
 It holds no secrets and asks for none, so it listens on the loopback unless told otherwise. What it shows it gets from
 two callables, which run on its threads and must not touch the state of others: hand it snapshots.
@@ -8,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar, Final
@@ -43,16 +46,19 @@ class HttpPort:
         readiness: Callable[[], Readiness],
         status: Callable[[], bytes],
         refresh: Callable[[], None] = lambda: None,
+        orders: Mapping[str, Callable[[], Readiness]] | None = None,
     ) -> None:
         """Binds at once; port 0 takes a free one.
 
-        `status` returns the JSON document; `refresh` is called before the metrics are read.
+        `status` returns the JSON document; `refresh` is called before the metrics are read. `orders` are carried out
+        by their path, and say whether they were.
         """
         self._refresh = refresh
         self._readiness = readiness
         self._status = status
         self._registry = registry
-        handler = type("Handler", (_Handler,), {"routes": self._routes()})
+        posts = {path: partial(_carried_out, order) for path, order in (orders or {}).items()}
+        handler = type("Handler", (_Handler,), {"routes": self._routes(), "orders": posts})
         try:
             self._server = _Server((bind, port), handler)
         except OSError as problem:
@@ -97,6 +103,11 @@ class _Answer(msgspec.Struct, frozen=True):
     body: bytes
 
 
+def _carried_out(order: Callable[[], Readiness]) -> _Answer:
+    verdict = order()
+    return _text(HTTPStatus.OK if verdict.ready else HTTPStatus.CONFLICT, verdict.reason or "done")
+
+
 def _text(status: HTTPStatus, text: str) -> _Answer:
     return _Answer(status, "text/plain; charset=utf-8", text.encode() + b"\n")
 
@@ -118,9 +129,10 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection. Answers GET for the paths in `routes`."""
+    """One connection. Answers GET for the paths in `routes`, and POST for those in `orders`."""
 
     routes: ClassVar[dict[str, Callable[[], _Answer]]] = {}
+    orders: ClassVar[dict[str, Callable[[], _Answer]]] = {}
     timeout = REQUEST_TIMEOUT_S
     protocol_version = "HTTP/1.1"
     server_version = "weightbus"
@@ -128,9 +140,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, or say that there is nothing under this path."""
-        route = self.routes.get(self.path.split("?", 1)[0])
+        self._take(self.routes)
+
+    def do_POST(self) -> None:
+        """Carry out an order, which has no content."""
+        if not self.orders:
+            self.send_error(HTTPStatus.NOT_IMPLEMENTED)
+            return
+        self._take(self.orders)
+
+    def _take(self, routes: Mapping[str, Callable[[], _Answer]]) -> None:
+        route = routes.get(self.path.split("?", 1)[0])
         if route is None:
-            self._reply(_text(HTTPStatus.NOT_FOUND, f"known: {', '.join(sorted(self.routes))}"))
+            self._reply(_text(HTTPStatus.NOT_FOUND, f"known: {', '.join(sorted(routes))}"))
             return
         try:
             answer = route()

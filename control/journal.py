@@ -22,11 +22,11 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from .answers import ANSWERS
-from .channel import Past, Restored, remembered
 from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
 from .messages import Held, RoundDone
+from .past import Past, Restored, remembered
 
 SCHEMA: Final = 1
 REPLY_TTL_S: Final = 24 * 3600.0

@@ -13,7 +13,6 @@ from typing import Final, assert_never
 import msgspec
 
 from . import telemetry
-from .channel import Restored
 from .effects import (
     AgentJoined,
     AgentLeft,
@@ -33,6 +32,7 @@ from .ids import AgentId, Channel
 from .journal import Journal
 from .log import get_log
 from .messages import Code, EngineReport, Outcome, Role
+from .past import Restored
 from .states import RoundState
 from .status import ChannelView, StatusView
 from .telemetry import Meters
@@ -161,6 +161,8 @@ class Reporter:
         self._meters.add(telemetry.ROUNDS, channel=channel, outcome=what.outcome.value)
         if (total := done.seconds.get("total")) is not None:
             self._meters.observe(telemetry.ROUND_SECONDS, total, channel=channel, phase="total")
+        if what.stood_s:
+            self._meters.observe(telemetry.TRAINER_STOOD, what.stood_s, channel=channel)
         for report in done.engines:
             self._count_engine(channel, report)
         self._log.log(

@@ -17,7 +17,7 @@ class Route(msgspec.Struct, frozen=True):
 def objection(kind: TransportKind, trainer: TrainerInfo, engine: EngineInfo) -> str:  # noqa: PLR0911  # a list of reasons
     """Why `kind` cannot serve `engine`; empty when it can."""
     if kind not in engine.transports:
-        return "the engine agent does not offer it"
+        return "the engine agent does not offer it, and its log says why"
     if engine.dp > 1 and kind is not TransportKind.DISK:
         return f"dp={engine.dp}: only disk reaches every replica"
     if engine.pp > 1 and kind is TransportKind.DISTRIBUTED:

@@ -163,6 +163,8 @@ class Session:
         self.welcome: Welcome | None = None
         self.committed: Version | None = None
         """Newest version that the coordinator called committed in this agent's channel."""
+        self.max_lag = 0
+        """Versions that an engine may be behind it and still be ready."""
         self.refusal: RequestRefused | None = None
         """Why the last `Hello` was refused, while it is repeated."""
         self._endpoint = endpoint
@@ -248,7 +250,7 @@ class Session:
                 return (Resolve(message.request, message, blob),) if known else ()  # a duplicate, or too late
             case Alive():
                 if self.welcome is not None and message.boot == self.welcome.boot:
-                    self.committed = message.committed
+                    self.committed, self.max_lag = message.committed, message.max_lag
                     self._beat_at = now + self.welcome.heartbeat_s  # who was answered together speaks together again
                 return ()
             case Commit():
@@ -262,7 +264,7 @@ class Session:
             return ()  # a duplicate
         self.phase = Phase.JOINED
         self.welcome, self.refusal, self._noise = welcome, None, ""
-        self.committed = welcome.committed.version if welcome.committed else None
+        self.committed, self.max_lag = welcome.committed.version if welcome.committed else None, 0
         self._beat_at = now + welcome.heartbeat_s
         for each in self._pending.values():
             each.resend_at, each.backoff_s = now, self._timing.resend_first_s

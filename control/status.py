@@ -156,7 +156,7 @@ def _held(held: Held | None, epoch: int) -> HeldStatus | None:
 
 
 def _engine(engine: Engine, channel: Channel, members: Membership, now: float) -> EngineView:
-    verdict = readiness(engine, channel.phase(engine.name), channel.committed)
+    verdict = readiness(engine, channel.phase(engine.name), channel.window)
     version = engine.held.version if engine.held else None
     info = engine.info
     return EngineView(

@@ -70,6 +70,13 @@ ROUNDS = _declare(_C, _COUNTER, "rounds_total", "channel outcome", "rounds by ho
 ENGINE_ROUNDS = _declare(_C, _COUNTER, "engine_rounds_total", "channel engine outcome", "an engine's part in rounds")
 ROUND_SECONDS = _declare(_C, _HISTOGRAM, "round_seconds", "channel phase", "a round's time by phase, and in total")
 PAUSE_SECONDS = _declare(_C, _HISTOGRAM, "pause_seconds", "channel", "how long an engine generated nothing")
+TRAINER_STOOD = _declare(
+    _C,
+    _HISTOGRAM,
+    "trainer_stood_seconds",
+    "channel",
+    "how long training stood still for engines to catch up (max_lag)",
+)
 TRANSFER_BYTES = _declare(_C, _COUNTER, "transfer_bytes_total", "channel transport", "bytes loaded into engines")
 TRANSFER_BUCKETS = _declare(_C, _COUNTER, "transfer_buckets_total", "channel transport", "buckets loaded into engines")
 REFUSED = _declare(_C, _COUNTER, "messages_refused_total", "code", "messages that changed nothing, by reason")

@@ -19,7 +19,7 @@ from .tiles import copy_tiles, word_tiles
 
 
 class CudaEngine:
-    """Implements `CopyEngine` for one GPU. Sources may be a peer's memory that was opened for it."""
+    """Implements `CopyEngine` for one GPU. Sources may be a peer's memory, opened for this GPU or for the peer."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,7 +34,7 @@ class CudaEngine:
 
 
 class CudaCopies:
-    """Implements `PreparedCopies`."""
+    """Implements `PreparedCopies`. Rows are copied by the device for which their source was opened."""
 
     def __init__(
         self,
@@ -46,8 +46,10 @@ class CudaCopies:
         self._device = device
         plain = table.take(np.flatnonzero(table.casts == 0))
         self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)
-        tiles = copy_tiles(plain, _bases(sources), _bases(targets)) if len(plain) else []
-        self._tiles = [(each.vector, _on(device, each.packed())) for each in tiles]
+        self._tiles: list[tuple[torch.device, int, torch.Tensor]] = []
+        for at, rows in _rows_by_device(plain, sources).items():
+            tiles = copy_tiles(plain.take(rows), _bases(sources), _bases(targets))
+            self._tiles += [(at, each.vector, _on(at, each.packed())) for each in tiles]
         self._memory = (sources, targets)
 
     def run(self) -> None:
@@ -55,15 +57,17 @@ class CudaCopies:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             self.launch()
-            torch.cuda.current_stream().synchronize()
+            for at in {self._device, *(at for at, _, _ in self._tiles)}:
+                torch.cuda.current_stream(at).synchronize()
 
     def launch(self) -> None:
-        """Copy every row, in the order of the current stream of this device."""
+        """Copy every row, in the order of the current stream of the device that copies it."""
         from .copy_triton import copy  # noqa: PLC0415  triton is not there without a GPU
 
-        with torch.cuda.device(self._device):
-            for vector, table in self._tiles:
+        for at, vector, table in self._tiles:
+            with torch.cuda.device(at):
                 copy(table, vector)
+        with torch.cuda.device(self._device):
             self._casts.launch()
 
     def close(self) -> None:
@@ -95,6 +99,13 @@ class CudaDigest:
     def close(self) -> None:
         """Let go of the memory."""
         self._tiles, self._memory = [], ()
+
+
+def _rows_by_device(table: CopyTable, sources: Sequence[torch.Tensor]) -> dict[torch.device, Column]:
+    devices = sorted({source.device for source in sources}, key=str)
+    numbers = np.array([devices.index(source.device) for source in sources], np.int64)
+    of_rows = numbers[table.source]
+    return {device: rows for at, device in enumerate(devices) if len(rows := np.flatnonzero(of_rows == at))}
 
 
 def _on(device: torch.device, table: Column) -> torch.Tensor:

@@ -21,8 +21,7 @@ from .frames import Frames
 
 _NONCE_BYTES: Final = 16
 _MAC_BYTES: Final = 32
-_UNKNOWN_FRAME: Final = 64 * 1024
-"""What is taken of somebody who has not shown yet that he knows the token."""
+_GREETING: Final = b"weightbus"
 
 
 class SealedFrames(Frames):
@@ -35,7 +34,6 @@ class SealedFrames(Frames):
         self._key = b""
         self._listening = listening
         self._sent = self._heard = 0
-        self.limit = _UNKNOWN_FRAME
 
     @classmethod
     def reach(cls, address: str, token: str, deadline: Deadline) -> SealedFrames:
@@ -57,16 +55,26 @@ class SealedFrames(Frames):
         return frames
 
     def greet(self, deadline: Deadline) -> None:
-        """Exchange numbers; whether the other end knows the token shows with its first message."""
+        """Exchange numbers, and show one another that both know the token, before a message of any size is read."""
         mine = secrets.token_bytes(_NONCE_BYTES)
+        theirs = self._swap(mine, deadline)
+        both = mine + theirs if self._listening else theirs + mine
+        self._key = hmac.new(self._token, both, hashlib.sha256).digest()
+        shown = self._swap(self._mac(_GREETING, 0, by_listener=self._listening), deadline)
+        if not hmac.compare_digest(shown, self._mac(_GREETING, 0, by_listener=not self._listening)):
+            raise Forged("a connection to the sender")
+        self._sent = self._heard = 1
+
+    def _swap(self, mine: bytes, deadline: Deadline) -> bytes:
+        """Say as many bytes as the other end says."""
         try:
             self._socket.settimeout(deadline.check("a greeting"))
             self._socket.sendall(mine)
+        except TimeoutError as error:
+            raise DeadlineExceeded("a greeting", deadline.seconds) from error
         except OSError as error:
             raise PeerLost(f"the other end is gone: {error}") from error
-        theirs = self._exactly(_NONCE_BYTES, deadline, "a greeting")
-        both = mine + theirs if self._listening else theirs + mine
-        self._key = hmac.new(self._token, both, hashlib.sha256).digest()
+        return self._exactly(len(mine), deadline, "a greeting")
 
     def send(self, message: bytes, deadline: Deadline) -> None:
         """Raises `PeerLost`, `DeadlineExceeded`."""
@@ -81,7 +89,6 @@ class SealedFrames(Frames):
         if not hmac.compare_digest(mac, self._mac(message, self._heard, by_listener=not self._listening)):
             raise Forged("a connection to the sender")
         self._heard += 1
-        self.limit = type(self).limit
         return message
 
     def _mac(self, message: bytes, number: int, *, by_listener: bool) -> bytes:

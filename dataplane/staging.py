@@ -7,6 +7,7 @@ the bucket that was sent from it, and not before.
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Final
 
 import torch
@@ -35,13 +36,40 @@ class CudaSlot:
     """One plain allocation on a GPU, opened by other processes through CUDA IPC."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._pool: torch.cuda.MemPool | None = None
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         # Exported once for the slot's life: every export would cost torch another reference counter.
-        self.exported = handles.encode_cuda(handles.export_cuda(self.memory))
+        try:
+            named = handles.export_cuda(self.memory)
+        except NotExportable:
+            # The trainer's allocator maps its memory itself, and may: only what others open has to be plain.
+            self._pool, self.memory = plain_memory(device, nbytes)
+            named = handles.export_cuda(self.memory)
+        self.exported = handles.encode_cuda(named)
 
     def close(self) -> None:
         """Give the memory back to torch's allocator."""
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self._pool = None
+
+
+def plain_memory(device: torch.device, nbytes: int) -> tuple[torch.cuda.MemPool, torch.Tensor]:
+    """Memory of one cudaMalloc, where torch's allocator makes expandable segments, and the pool that it belongs to.
+
+    A pool of its own, so that no free block of an expandable segment is taken; and the setting is off meanwhile, for
+    which torch has a private function only. Settings that stand in the environment are put back as they are there.
+    """
+    before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    if "expandable_segments" not in before:
+        before = ",".join(filter(None, (before, "expandable_segments:True")))
+    pool = torch.cuda.MemPool()
+    configure = torch.cuda.memory._set_allocator_settings  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    configure("expandable_segments:False")
+    try:
+        with torch.cuda.device(device), torch.cuda.use_mem_pool(pool):
+            return pool, torch.empty(nbytes, dtype=torch.uint8, device=device)
+    finally:
+        configure(before)
 
 
 class BucketPool:

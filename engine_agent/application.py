@@ -457,13 +457,13 @@ class Application:
 
     def _new_launch(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
-        self._checkpoint, self.mandate.ours = event.checkpoint, False
-        updated = self._ledger.record is not None or self.epoch > 0 or event.label.isdigit()
+        self._checkpoint, self.mandate.ours = (event.undefined and self._checkpoint) or event.checkpoint, False
+        updated = event.undefined or self._ledger.record is not None or self.epoch > 0 or event.label.isdigit()
         kept = self._learn(w.Launched(fresh=not updated), now)
         if not updated:
             self.reason = ""
             return (*kept, Note("server_found", event.identity))
-        self.reason = "the server was restarted" if restarted else f"labelled {event.label!r} by somebody unknown"
+        self.reason = event.lost if restarted else f"labelled {event.label!r} by somebody unknown"
         return (*kept, Note("server_pending", self.reason))
 
     def _gone(self, reason: str) -> tuple[Effect, ...]:

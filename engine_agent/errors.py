@@ -3,6 +3,7 @@
 EngineAgentError
     UnknownDialect      this SGLang version was never checked: name a dialect by hand, or pin a known version
     Distrusted          nobody whom this engine trusts published that version, or not after the one it serves
+    NothingToGive       the server cannot give memory back, or must not now
     CalledOff           nobody wants the result of this operation any more
     UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
     StateUnreadable     the state folder holds something this version did not write
@@ -47,6 +48,10 @@ class Distrusted(EngineAgentError):
         self.version = version
         self.kind = doubt.kind
         super().__init__(f"version {version} is not believed ({doubt.kind.value}): {doubt.reason}")
+
+
+class NothingToGive(EngineAgentError):
+    """The server cannot give memory back, or must not now. It was not asked."""
 
 
 class CalledOff(EngineAgentError):

@@ -143,6 +143,13 @@ class ServerFound(msgspec.Struct, frozen=True):
     identity: str
     label: str
     checkpoint: str = ""
+    undefined: bool = False
+    """It has given its weights back since it was launched."""
+
+    @property
+    def lost(self) -> str:
+        """Why nothing that was known of the server before holds of this one."""
+        return "the server has given its memory back" if self.undefined else "the server was restarted"
 
 
 class ServerGone(msgspec.Struct, frozen=True):

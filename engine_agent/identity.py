@@ -42,6 +42,12 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """Process id and start time behind the port, where this machine can see them."""
     loaders: tuple[str, ...] = ()
     """What it was started with as ``--custom-weight-loader``."""
+    moves_experts: bool = False
+    """While it serves, to balance its ranks (``--enable-eplb``)."""
+    gives_back: bool = False
+    """It can give its GPU memory back (``--enable-memory-saver``)."""
+    undefined: bool = False
+    """It has given its weights back since it was launched."""
 
 
 def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object], url: str) -> ServerFacts:
@@ -65,6 +71,8 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
         label=str(model_info.get("weight_version", "")),
         process=process,
         loaders=tuple(str(name) for name in _sequence(server_info.get("custom_weight_loader"))),
+        moves_experts=bool(server_info.get("enable_eplb")),
+        gives_back=bool(server_info.get("enable_memory_saver")),
     )
 
 

@@ -24,7 +24,7 @@ class RecordFile:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._claim.take()
-            fresh = self._write_fresh(b"{}")
+            fresh = _write_fresh(self.path, b"{}")
             fresh.unlink()
         except ClaimHeld as held:
             raise StateInUse(self.path.parent, self._name) from held
@@ -53,18 +53,24 @@ class RecordFile:
 
     def write(self, record: Record) -> None:
         """Make `record` durable: when this returns, a crash of the machine does not undo it."""
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._write_fresh(msgspec.json.encode(record)).replace(self.path)
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_durably(self.path, msgspec.json.encode(record))
 
-    def _write_fresh(self, content: bytes) -> Path:
-        fresh = self.path.with_suffix(".new")
-        with fresh.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        return fresh
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace the file `path` in one step: when this returns, a crash of the machine does not undo it."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write_fresh(path, content).replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _write_fresh(path: Path, content: bytes) -> Path:
+    fresh = path.with_suffix(".new")
+    with fresh.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return fresh

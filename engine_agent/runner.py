@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from concurrent.futures import Future
 from typing import Final, assert_never
 
 import msgspec
@@ -72,14 +73,16 @@ from .events import (
     Ticked,
     Welcomed,
 )
+from .giving import Giving, Noticed
 from .identity import ServerFacts
 from .key_files import read_keys
+from .lending import Lending
 from .record_file import RecordFile
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .speaker import Speaker
 from .stages import View
-from .validate import transports_of
+from .validate import limits, transports_of
 from .watch import Watch
 from .weights import WeightState
 from .worker import Worker
@@ -117,7 +120,8 @@ class EngineAgent:
         self._records.claim()
         self._claim = server_claim(settings.runtime_dir or default_runtime_dir(), settings.server, settings.name)
         keys, exposed = read_keys(settings)
-        self._server = SGLangServer(settings.server, keys, settings.dialect)
+        lending = Lending(settings.state_dir / f"{settings.name}.memory.json")
+        self._server = SGLangServer(settings.server, keys, settings.dialect, lending)
         self._worker = Worker(
             settings.name,
             self._server,
@@ -132,11 +136,14 @@ class EngineAgent:
         self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
         self._dispatcher = Dispatcher(self._machine, self._write, self._carry_out, self._post)
         self._view = self._machine.view()
-        self._events: queue.SimpleQueue[Event | _Stop] = queue.SimpleQueue()
-        self._operations: queue.SimpleQueue[Run | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
+        self._operations: queue.SimpleQueue[Run | Future[None] | None] = queue.SimpleQueue()
         self._speaker = Speaker(lambda: self._bus, settings.name)
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
+        self._giving = Giving(self._server, self._events.put, self._records.read)
         self._bus: BusClient | None = None
+        self.http_port = 0
+        """Where the HTTP port listens, once `run` has opened it."""
         self._described: tuple[str, ...] = ()
         self._stopping = threading.Event()
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
@@ -153,7 +160,11 @@ class EngineAgent:
             registry=self.meters.registry,
             readiness=self._readiness,
             status=self._status,
+            orders={"/give-back": lambda: self._giving.ask(self._view, self._operations.put)}
+            if self.settings.gives_back
+            else {},
         )
+        self.http_port = http.port
         http.start()
         threads = [threading.Thread(target=self._work, name="worker", daemon=True)]
         try:
@@ -204,6 +215,8 @@ class EngineAgent:
         facts = self._server.facts
         self._bus, self._worker.blobs, self._described = bus, bus, layout_of(facts)
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
+        for limit in limits(facts):
+            self._log.warning("transports_limited", reason=limit, transports=transports_of(facts))
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 
@@ -253,13 +266,13 @@ class EngineAgent:
             old.close()
         self._connect()
 
-    def _next(self) -> Event | _Stop | None:
+    def _next(self) -> Event | _Stop | Noticed | None:
         try:
             return self._events.get(timeout=TICK_S)
         except queue.Empty:
             return None
 
-    def _step(self, event: Event | _Stop | None) -> None:
+    def _step(self, event: Event | _Stop | Noticed | None) -> None:
         if self._watch.failure is not None:
             raise self._watch.failure
         if isinstance(event, _Stop):
@@ -267,7 +280,9 @@ class EngineAgent:
             if event.error is not None:
                 raise event.error
             return
-        if event is not None:
+        if isinstance(event, Noticed):
+            event.event.set()
+        elif event is not None:
             self._dispatch(event)
         self._dispatcher.retry()
         self._dispatch(Ticked(self._heard_at()))
@@ -342,7 +357,13 @@ class EngineAgent:
 
     def _work(self) -> None:
         while (run := self._operations.get()) is not None:
+            if isinstance(run, Future):
+                self._giving.carry_out(run)
+                continue
             self._events.put(Operated(run.number, self._worker.perform(run.operation, run.identity, run.number)))
+
+    def _give_back(self) -> Readiness:
+        return self._giving.ask(self._view, self._operations.put)
 
     def _listen(self, bus: BusClient) -> None:
         try:
@@ -407,7 +428,8 @@ class EngineAgent:
         if not self._connected():
             return Readiness(False, "the coordinator is silent: what is committed by now is not known")
         found = f"version {view.held.version}" if view.held else "the weights of its launch"
-        if committed is not None and (view.held is None or view.held.version != committed):
+        max_lag = bus.max_lag if bus else 0
+        if committed is not None and (view.held is None or not 0 <= committed - view.held.version <= max_lag):
             return Readiness(False, f"holds {found}, committed is {committed}")
         return Readiness(True, found)
 

@@ -77,6 +77,10 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     beside: Annotated[
         bool, Meta(description="take what is sent beside the served weights where memory allows (sends)")
     ] = True
+    gives_back: Annotated[
+        bool,
+        Meta(description="let POST /give-back on the HTTP port have the server give its GPU memory back"),
+    ] = False
     verify: Annotated[Proof, Meta(description="required: serve only what was proven; available: prove what can be")] = (
         Proof.REQUIRED
     )

@@ -10,12 +10,15 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.transport import Address, SharedBucket
 
 from .dialects import Dialect, dialect_of
-from .errors import AnotherLaunch, ServerError, ServerRefused
+from .errors import AnotherLaunch, NothingToGive, ServerError, ServerRefused
 from .identity import ServerFacts, facts_of, start_time
+from .lending import TAGS, WEIGHTS, Lending
 from .payload import LOAD_FORMAT, LOADER, invitation, serialized
 from .wire import Keys, Observer, Wire
 
@@ -32,8 +35,10 @@ class SGLangServer:
     `connect` must come first. One thread makes the calls; `alive` and `label` may come from another.
     """
 
-    def __init__(self, url: str, keys: Keys | None = None, dialect: str = "") -> None:
+    def __init__(self, url: str, keys: Keys | None = None, dialect: str = "", lending: Lending | None = None) -> None:
+        """`lending` knows what memory the server has given back."""
         self.url = url
+        self._lending = lending or Lending()
         self._wire = Wire(url, keys or Keys())
         self._override = dialect
         self._facts: ServerFacts | None = None
@@ -54,6 +59,8 @@ class SGLangServer:
         facts = facts_of(
             self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s), self.url
         )
+        identity = self._lending.named(facts.identity)
+        facts = msgspec.structs.replace(facts, identity=identity, undefined=self._lending.undefined)
         self._dialect = dialect_of(facts.version, self._override)
         if self._facts is not None and self._facts.identity != facts.identity:
             self._session, self._touched = False, False
@@ -135,8 +142,9 @@ class SGLangServer:
         self._wire.admin("/pause_generation", {"mode": mode}, deadline_s)
 
     def resume(self, deadline_s: float = CALL_S) -> None:
-        """continue_generation. Harmless when nothing is paused."""
+        """continue_generation, with all memory. Harmless when nothing is paused."""
         self._check_launch("/continue_generation", deadline_s)
+        self.take_rest_back(deadline_s)
         self._wire.admin("/continue_generation", {"torch_empty_cache": False}, deadline_s)
 
     def flush(self, deadline_s: float = CALL_S) -> None:
@@ -156,6 +164,44 @@ class SGLangServer:
         body = {"new_version": label, "abort_all_requests": False}
         self._wire.admin("/update_weight_version", body, deadline_s)
         self.last_label = label
+
+    # -- memory
+
+    def give_up(self, deadline_s: float = CALL_S) -> ServerFacts:
+        """End every request and name the server anew: its weights are about to be given back.
+
+        Raises `NothingToGive` for a server that cannot, or has nothing left to give.
+        """
+        if not self.facts.gives_back:
+            raise NothingToGive(
+                "this server keeps its memory whatever it is asked: launch it with --enable-memory-saver"
+            )
+        if self._lending.tags:
+            raise NothingToGive(f"the server has given {', '.join(self._lending.tags)} back already")
+        self._wire.admin("/pause_generation", {"mode": "abort"}, deadline_s)
+        self._lending.begin()
+        return self.connect(deadline_s)
+
+    def give_back(self, deadline_s: float = CALL_S) -> None:
+        """release_memory_occupation, of everything. After `give_up`: a server that is not idle would end by it."""
+        self._lending.give()
+        self._wire.order("/release_memory_occupation", {"tags": list(TAGS)}, deadline_s)
+
+    def take_weights_back(self, deadline_s: float = CALL_S) -> None:
+        """resume_memory_occupation of the weights, if they were given back. What they are then is undefined."""
+        self._take_back((WEIGHTS,), deadline_s)
+
+    def take_rest_back(self, deadline_s: float = CALL_S) -> None:
+        """... and of all the rest. Raises `ServerError` where the weights are still given back."""
+        if WEIGHTS in self._lending.tags:
+            raise ServerError("/resume_memory_occupation", "not made: the server has given its weights back")
+        self._take_back(TAGS, deadline_s)
+
+    def _take_back(self, tags: Sequence[str], deadline_s: float) -> None:
+        for tag in self._lending.tags:
+            if tag in tags:
+                self._wire.order("/resume_memory_occupation", {"tags": [tag]}, deadline_s)
+                self._lending.took(tag)
 
     # -- weights
 

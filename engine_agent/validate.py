@@ -21,15 +21,40 @@ _SHOWN: Final = 4
 
 
 def transports_of(facts: ServerFacts) -> tuple[str, ...]:
-    """Transports that can serve this layout. Replicas (dp) answer tensors with 500; stages (pp) share ranks."""
+    """Transports that can serve this layout. Replicas (dp) answer tensors with 500; stages (pp) share ranks.
+
+    A recording says where experts lay when it was made, and no server says when it has moved them: such servers load by
+    themselves, which asks for the places every time.
+    """
     if facts.dp > 1:
         return ("disk",)
     if facts.speculative and LOADER in facts.loaders:
         return ("direct",)
     if facts.pp > 1:
         return ("local", "disk")
-    in_place = ("direct", "sends") if LOADER in facts.loaders else ()
+    in_place = ("direct", "sends") if LOADER in facts.loaders and not facts.moves_experts else ()
     return (*in_place, "local", "distributed", "disk")
+
+
+def limits(facts: ServerFacts) -> Iterator[str]:
+    """Why `transports_of` has fewer than it might have, and what would help."""
+    if facts.dp > 1:
+        yield (
+            f"its {facts.dp} plain replicas (--dp-size) load files alone: for the other transports launch a server for"
+            " each replica, with a sidecar each, or let them share their experts (--enable-dp-attention)"
+        )
+    elif facts.speculative:
+        yield (
+            f"it speculates ({facts.speculative}), and only direct copies reach and prove its draft models: they need"
+            f" --custom-weight-loader {LOADER}"
+        )
+    elif facts.pp > 1:
+        yield f"its {facts.pp} pipeline stages (--pp-size) claim the same ranks of a group: local and disk need none"
+    if facts.moves_experts and LOADER in facts.loaders:
+        yield (
+            "it moves experts while it serves (--enable-eplb), and what was recorded of them would not hold: launch it"
+            " without that flag and with fixed places (--init-expert-location), or let it take local or distributed"
+        )
 
 
 def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Expected, transport: str) -> None:
@@ -49,7 +74,8 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
     if transport not in transports_of(facts):
         able = ", ".join(transports_of(facts))
         layout = f"dp={facts.dp}, pp={facts.pp}"
-        yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}"
+        why = "".join(f"; {limit}" for limit in limits(facts))
+        yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}{why}"
     if facts.speculative and transport != "direct":
         yield (
             f"the server speculates ({facts.speculative}), and {transport!r} cannot prove what its draft model holds; "

@@ -82,7 +82,7 @@ class Watch:
         if self._known is None or facts.identity != self._known.identity:
             self._started()
         self._known, self._up = facts, True
-        self._report(ServerFound(facts.identity, facts.label, facts.model_path))
+        self._report(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
 
     def _started(self) -> None:
         try:

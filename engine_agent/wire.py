@@ -67,6 +67,10 @@ class Wire:
         """POST without a body, admin key; the answer's content does not matter."""
         self._call("POST", path, None, deadline_s, admin=True)
 
+    def order(self, path: str, body: Mapping[str, object], deadline_s: float) -> None:
+        """POST `body` with the admin key; the answer's content does not matter."""
+        self._call("POST", path, body, deadline_s, admin=True)
+
     def close(self) -> None:
         """Drop the connections."""
         self._client.close()

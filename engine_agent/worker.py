@@ -243,6 +243,7 @@ class Worker:
         self._active = receiver
         session = Session(command.channel, command.epoch, command.version, layout, table)
         left = max(command.deadline_s - (time.monotonic() - started), 0.001)
+        self._server.take_weights_back(min(left, CALL_S))
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
         except Exception:
@@ -304,6 +305,7 @@ class Worker:
         until = time.monotonic() + release.deadline_s
         if release.version is not None and not release.labelled:
             self._server.set_label(str(release.version), min(release.deadline_s, CALL_S))
+        self._server.take_rest_back(min(release.deadline_s, CALL_S))
         if release.flush:
             self._server.flush(max(until - time.monotonic(), 0.001))
         self._server.resume(min(release.deadline_s, CALL_S))

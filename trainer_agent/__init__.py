@@ -7,6 +7,7 @@ source        the seam to a training framework; megatron, fsdp, full_tensor, hf_
 background    publishes snapshots behind the training loop; watcher publishes checkpoints of a folder
 publication   the machine that decides; leader, drive, staging, delivery carry it out on the root rank
 live          what engines must report of their parameters after a load
+lag           how far training may be ahead of what engines serve
 lineage       which version wrote each token of a response, and whether to learn from it
 quantised     another source's weights, quantised on their way; archive keeps versions as files
 

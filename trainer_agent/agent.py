@@ -28,7 +28,7 @@ from weightbus.dataplane.transport import Address
 
 from .background import End
 from .drive import Progress
-from .errors import AgentClosed, ConnectFailed, raise_for
+from .errors import AgentClosed, ConnectFailed, TooFarAhead, raise_for
 from .exposure import Exposure
 from .handle import PublishHandle
 from .leader import Leader, exposure_of, lead
@@ -139,8 +139,12 @@ class TrainerAgent:
         resumed from an older checkpoint is refused otherwise, and goes back live. ``live`` reads the parameters while
         engines take them: do not change them before this returns. ``snapshot`` copies them and returns; the copy is
         published behind the training loop's back, after those taken before, as the settings `snapshots` and `overlap`
-        say. Live versions wait for all snapshots. Raises a `PublishFailed` (errors.py) when the version was not
-        committed, or could not be copied; its `report` tells what happened.
+        say. With `max_lag` it returns when training may go on: no engine that requests are sent to is further behind
+        `version` than that. Live versions wait for all snapshots.
+
+        Raises:
+            PublishFailed: the version was not committed, or could not be copied; its `report` tells what happened.
+            TooFarAhead: engines did not come closer than `max_lag`; the snapshot is published all the same.
         """
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
@@ -149,11 +153,15 @@ class TrainerAgent:
             return self._conclude(led)
         if rollback:
             raise ValueError("a channel goes back live: publish with mode = live")
-        taken = self._leader.snapshot(version) if self._leader else self._follow(version)
-        if isinstance(taken, tuple):
+        taken, future = self._leader.snapshot(version) if self._leader else (self._follow(version), None)
+        if not isinstance(taken, Taken):
             self._conclude(taken)
-        future = None if isinstance(taken, tuple) else taken
-        return PublishHandle(version, lambda: self._await_end(version, future), future.done if future else None)
+            raise unexpected(Finish(*taken[:2]), "to fail, or to take a snapshot")
+        over = future.done if future else None
+        handle = PublishHandle(version, lambda: self._await_end(version, future), over, taken.stood_s)
+        if taken.ahead:
+            raise TooFarAhead(taken.ahead, handle)
+        return handle
 
     def close(self) -> None:
         """Leave the channel and free the staging memory. Not collective; may be called twice. The source stays."""
@@ -191,10 +199,12 @@ class TrainerAgent:
 
     def _heard_end(self, version: int) -> End:
         end = self._follow(version)
-        return self._alone(version, unexpected(Taken(version), "the end of its publication")) if end is None else end
+        if isinstance(end, Taken):
+            return self._alone(version, unexpected(end, "the end of its publication"))
+        return end
 
-    def _follow(self, version: int) -> End | None:  # noqa: C901  one line for each order
-        """Do what the leader says until it says that the publication is over; None when a snapshot was taken."""
+    def _follow(self, version: int) -> End | Taken:  # noqa: C901  one line for each order
+        """Do what the leader says until the publication is over, or a snapshot is taken and training may go on."""
         cause: BaseException | None = None
         while True:
             try:
@@ -209,7 +219,7 @@ class TrainerAgent:
                     case Beat():
                         pass
                     case Taken() if order.version == version and cause is None:
-                        return None
+                        return order
                     case Finish() if order.report.version == version:
                         return order.verdict, order.report, cause
                     case Assemble() | Expose() | Join() | Taken() if cause is not None:

@@ -6,15 +6,16 @@ one batched copy of its own pieces and of the loose ones of others. Parcels go t
 tensor-parallel group first would move every byte twice, and give every rank what only the root needs.
 
 Memory beyond the bucket itself: on a rank its own parcel at most, on the root the loose pieces of the others; both
-together are never more than the bucket. Parameters in host memory are packed in pinned memory and go to the device of
-the buckets as one copy for each bucket. Where parameters are is asked every time: trainers offload between phases.
+together are never more than the bucket. Parameters in pinned host memory are uploaded as they are, one bucket ahead
+(uploads.py, two buffers); other host memory is packed in pinned memory and goes to the device of the buckets as one
+copy for each bucket. Where parameters are is asked for every pass: trainers offload between phases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from weightbus.dataplane.manifest import ITEM_BYTES, Manifest, TensorSpec
 
 from .parcels import BucketPlan, Message, Parcel, Placement
 from .source import AssemblyFailed, LayoutMismatch
+from .uploads import Cargo, Lane, Uploads, cargo_of, lane_for, pinned
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes that may travel, by the names that manifests use."""
@@ -93,16 +95,25 @@ class Exchange:
             ) from error
 
 
+class Reach(NamedTuple):
+    """How memory is told apart, and how it is uploaded. Another one stands in for a GPU in tests."""
+
+    elsewhere: Callable[[torch.Tensor, torch.device], bool] = elsewhere
+    pinned: Callable[[torch.Tensor], bool] = pinned
+    lane: Callable[[torch.device], Lane] = lane_for
+
+
 class Assembler:
     """Executes the plan of one manifest on one rank."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  the first five say which plan, the last one only differs in tests
         self,
         buckets: Sequence[BucketPlan],
         storages: Sequence[torch.Tensor],
         rank: int,
         root: int,
         exchange: Exchange | None,
+        reach: Reach = Reach(),  # noqa: B008  immutable
     ) -> None:
         """`storages` are what pieces number; `exchange` may be None where this rank neither sends nor receives."""
         self._buckets = tuple(buckets)
@@ -110,28 +121,87 @@ class Assembler:
         self._rank = rank
         self._root = root
         self._exchange = exchange
+        self._reach = reach
         self._scratch: torch.Tensor | None = None
         self._pinned: Pinned | None = None
+        self._uploads: Uploads | None = None
+        self._cargoes: list[Cargo | None] = []
+        """By bucket, what of this rank's parcel is uploaded as it lies; empty before the first pass."""
+        self._far: dict[int, int] = {}
+        """Storages in pinned host memory as the cargoes were made: number and bytes of an element."""
 
     @torch.no_grad()
     def run(self, index: int, out: torch.Tensor | None, device: torch.device) -> None:
         """Take part in bucket `index`; `out` is given on the root. `device` is where buckets are, on every rank."""
+        if index == 0:
+            self._begin_pass(device)
         bucket = self._buckets[index]
         if out is not None:
-            self._gather(bucket, out)
+            self._gather(index, out)
         elif self._rank in bucket:
-            self._contribute(bucket[self._rank], device)
+            self._contribute(index, device)
         if index == len(self._buckets) - 1:
-            self._scratch = self._pinned = None  # a round is over: the memory is the trainer's again
+            if self._uploads is not None:
+                self._uploads.settle()  # the trainer may step its parameters now
+            self._scratch = self._pinned = self._uploads = None  # a round is over: the memory is the trainer's again
 
-    def _contribute(self, parcel: Parcel, device: torch.device) -> None:
+    def _begin_pass(self, device: torch.device) -> None:
+        """Parameters may have been moved and changed since the last one."""
+        if self._uploads is not None:
+            self._uploads.forget()
+        far = {
+            number: storage.element_size()
+            for number, storage in enumerate(self._storages)
+            if self._reach.elsewhere(storage, device) and self._reach.pinned(storage)
+        }
+        if far == self._far and self._cargoes:
+            return
+        self._uploads, self._far = None, far
+        mine = (bucket.get(self._rank) for bucket in self._buckets)
+        self._cargoes = [self._cargo(parcel, device) if parcel and far else None for parcel in mine]
+
+    def _cargo(self, parcel: Parcel, device: torch.device) -> Cargo | None:
+        """What is uploaded as it lies; None where nothing is, or something else has to be packed on the host."""
+        storages = {place.storage for place in _placements(parcel.messages)}
+        hidden = {each for each in storages - self._far.keys() if self._reach.elsewhere(self._storages[each], device)}
+        if hidden or not storages & self._far.keys():
+            return None
+        return cargo_of(_placements(parcel.messages), self._far)
+
+    def _uploaded(self, index: int, device: torch.device) -> Callable[[Placement], torch.Tensor] | None:
+        """Where the parcel's pieces are on the device, if they are uploaded as they lie."""
+        cargo = self._cargoes[index] if self._cargoes else None
+        if cargo is None:
+            return None
+        if self._uploads is None:
+            largest = max(each.nbytes for each in self._cargoes if each is not None)
+            self._uploads = Uploads(self._storages, device, self._reach.lane(device), largest)
+        taken = self._uploads.take(index, cargo)
+        return lambda place: taken(place) if place.storage in cargo.spans else self._source(place)
+
+    def _upload_next(self, index: int) -> None:
+        """The buffer of bucket `index` was read, in stream order: begin with the next one."""
+        assert self._uploads is not None
+        self._uploads.used()
+        for later in range(index + 1, len(self._buckets)):
+            cargo = self._cargoes[later]
+            if cargo is not None:
+                return self._uploads.begin(later, cargo)
+        return None
+
+    def _contribute(self, index: int, device: torch.device) -> None:
+        parcel = self._buckets[index][self._rank]
         away = self._away(parcel, device)
         packed = [message for message in parcel.messages if message.packed or away]
         memory = self._memory(parcel.nbytes if away else parcel.packed_bytes, device, away=away)
-        if away and device.type == "cuda":
+        near = self._uploaded(index, device)
+        if near is not None:
+            self._pack(packed, memory, near)
+            self._upload_next(index)
+        elif away and device.type == "cuda":
             self._upload(parcel, memory)
         else:
-            self._pack(packed, memory)
+            self._pack(packed, memory, self._source)
         sent: list[torch.Tensor] = []
         for message in parcel.messages:
             if message.packed or away:
@@ -141,7 +211,8 @@ class Assembler:
                 sent.append(self._source(place).contiguous().view(-1).view(torch.uint8))
         self._link().send(sent)
 
-    def _gather(self, bucket: BucketPlan, out: torch.Tensor) -> None:
+    def _gather(self, index: int, out: torch.Tensor) -> None:
+        bucket = self._buckets[index]
         peers = {rank: parcel for rank, parcel in bucket.items() if rank != self._root}
         memory = self._memory(sum(parcel.loose_bytes for parcel in peers.values()), out.device, away=False)
         starts = accumulate((parcel.loose_bytes for parcel in peers.values()), initial=0)
@@ -160,7 +231,7 @@ class Assembler:
 
         def fill() -> None:
             if own is not None:
-                self._fill(own, out)
+                self._fill(index, own, out)
 
         if received:
             self._link().receive(received, fill)
@@ -168,9 +239,15 @@ class Assembler:
             fill()
         copies.run()
 
-    def _fill(self, parcel: Parcel, out: torch.Tensor) -> None:
+    def _fill(self, index: int, parcel: Parcel, out: torch.Tensor) -> None:
         """The root's own pieces into the bucket."""
         copies = _Copies()
+        near = self._uploaded(index, out.device)
+        if near is not None:
+            for place in _placements(parcel.messages):
+                copies.add(_in_bucket(out, place), near(place), place.shift)
+            copies.run()
+            return self._upload_next(index)
         if out.device.type != "cuda" or not self._away(parcel, out.device):
             for place in _placements(parcel.messages):
                 copies.add(_in_bucket(out, place), self._source(place), place.shift)
@@ -180,12 +257,15 @@ class Assembler:
             for place in _placements(parcel.messages):
                 copies.add(_in_bucket(out, place), _in_parcel(uploaded, place))
         copies.run()
+        return None
 
-    def _pack(self, messages: Sequence[Message], memory: torch.Tensor) -> None:
+    def _pack(
+        self, messages: Sequence[Message], memory: torch.Tensor, source: Callable[[Placement], torch.Tensor]
+    ) -> None:
         """The pieces of `messages`, one after another, in `memory`."""
         copies = _Copies()
         for place in _placements(messages):
-            copies.add(_in_parcel(memory, place), self._source(place), place.shift)
+            copies.add(_in_parcel(memory, place), source(place), place.shift)
         copies.run()
 
     def _upload(self, parcel: Parcel, memory: torch.Tensor) -> None:
@@ -194,7 +274,7 @@ class Assembler:
             largest = max(bucket[self._rank].nbytes for bucket in self._buckets if self._rank in bucket)
             self._pinned = Pinned(largest)
         near = self._pinned.take(parcel.nbytes)
-        self._pack(parcel.messages, near)
+        self._pack(parcel.messages, near, self._source)
         memory[: parcel.nbytes].copy_(near, non_blocking=True)
         self._pinned.sent(memory.device)
 
@@ -204,7 +284,9 @@ class Assembler:
 
     def _away(self, parcel: Parcel, device: torch.device) -> bool:
         """Some of the parameters are not where the buckets are: on a GPU and in host memory, or the other way."""
-        return any(elsewhere(self._storages[place.storage], device) for place in _placements(parcel.messages))
+        return any(
+            self._reach.elsewhere(self._storages[place.storage], device) for place in _placements(parcel.messages)
+        )
 
     def _link(self) -> Exchange:
         assert self._exchange is not None, "the plan gives parcels to a rank outside the exchange"

@@ -42,6 +42,7 @@ class Background:
         self._turn = threading.Condition()
         self._backlog = Backlog(len(stores), overlap)
         self._ends: dict[int, Future[End]] = {}
+        self._ended = 0
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -60,6 +61,17 @@ class Background:
         """Wait until nothing is being published; False when that took longer."""
         with self._turn:
             return self._turn.wait_for(lambda: self._backlog.idle, timeout_s)
+
+    @property
+    def ended(self) -> int:
+        """How many publications have ended so far."""
+        with self._turn:
+            return self._ended
+
+    def wait_for_an_end(self, after: int, timeout_s: float) -> None:
+        """Return when more than `after` publications have ended, at the latest after `timeout_s`."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._ended > after, timeout_s)
 
     def claim(self, timeout_s: float) -> Claim | None:
         """A buffer for the next snapshot; None when none became free in time. Superseded versions end here."""
@@ -124,6 +136,7 @@ class Background:
         end = self._publish(version, buffer)
         with self._turn:
             self._backlog.over()
+            self._ended += 1
             self._ends.pop(version).set_result(end)
             self._turn.notify_all()
 

@@ -115,9 +115,10 @@ class Outfit(msgspec.Struct):
 class Drive:
     """One publication, as the leader drives it."""
 
-    def __init__(self, outfit: Outfit, version: int, *, rollback: bool = False) -> None:
+    def __init__(self, outfit: Outfit, version: int, *, rollback: bool = False, stood_s: float = 0.0) -> None:
         self.version = version
         self._rollback = rollback
+        self._stood_s = stood_s
         self.machine = p.Publication(version, outfit.settings.limits())
         self.cause: BaseException | None = None
         self._of = outfit
@@ -303,6 +304,7 @@ class Drive:
                 policy=self._of.settings.policy(),
                 mode=self._of.mode.value,
                 rollback=self._rollback,
+                stood_s=self._stood_s,
             )
             self._request(self._of.seal.publication(message, self._committed) if self._of.seal else message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])

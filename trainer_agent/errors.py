@@ -10,6 +10,7 @@
             SourceFailed        the weights could not be read: build the source anew, and connect again
             WeightsChanged      they were stepped while `publish` ran: publish again, and do not
             Superseded          a newer snapshot took this one's place, as the setting `overlap` allows: nothing to do
+        TooFarAhead             engines do not keep up as `max_lag` wants: `handle` is of the version that was taken
         AgentClosed             the agent was closed, or its source broke: connect a new one
         RollbackRefused         the channel never had that version, or has none above it: nothing was changed
         BadCheckpoint           a folder is no checkpoint that can be published: the watcher goes on with the next
@@ -21,13 +22,16 @@ What a source itself raises on this rank (source.py) is the `__cause__` of `Sour
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from weightbus.control.errors import WeightbusError
 from weightbus.control.messages import Code
 
 from .publication import Ending, Verdict
 from .report import PublishReport
+
+if TYPE_CHECKING:
+    from .handle import PublishHandle
 
 
 class TrainerError(WeightbusError):
@@ -40,6 +44,18 @@ class ConnectFailed(TrainerError):
 
 class AgentClosed(TrainerError):
     """This agent publishes nothing any more."""
+
+
+class TooFarAhead(TrainerError):
+    """Training from this version would be further ahead of what engines serve than `max_lag` allows.
+
+    Its snapshot is taken and its publication goes on: `handle` awaits it. The agent is well; mend what keeps engines
+    from taking versions (`weightbus status` says what), then publish again.
+    """
+
+    def __init__(self, reason: str, handle: PublishHandle) -> None:
+        self.handle = handle
+        super().__init__(f"{reason}: see what keeps engines from taking versions, then publish again")
 
 
 class RollbackRefused(TrainerError):

@@ -12,9 +12,15 @@ class PublishHandle:
     """The publication of one snapshot. Made by `TrainerAgent.publish`; it may be dropped, and goes on all the same."""
 
     def __init__(
-        self, version: int, conclude: Callable[[], PublishReport], over: Callable[[], bool] | None = None
+        self,
+        version: int,
+        conclude: Callable[[], PublishReport],
+        over: Callable[[], bool] | None = None,
+        stood_s: float = 0.0,
     ) -> None:
         self.version = version
+        self.stood_s = stood_s
+        """How long `publish` kept training waiting: for engines to catch up (`max_lag`), or for a free buffer."""
         self._conclude = conclude
         self._over = over
         self._end: PublishReport | PublishFailed | None = None

@@ -12,10 +12,13 @@ device: trainers offload between phases. It is read where it is now, if there is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from weightbus.dataplane.cuda_driver import Driver
 
 from .source import LayoutMismatch
 
@@ -24,8 +27,8 @@ Reader = Callable[[], Mapping[str, torch.Tensor]]
 
 _ADVICE = "build the source again after replacing parameters"
 _OFFLOADED = (
-    "it was offloaded: load it back before publishing, or move it to host memory with `.data = .data.cpu()`, where it"
-    " is read, too"
+    "it was offloaded, or its torch_memory_saver region is paused: load it back, or resume the region, before"
+    " publishing; or move it to host memory with `.data = .data.cpu()`, where it is read, too"
 )
 
 
@@ -64,13 +67,20 @@ class Kept:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Trainers that offload empty storages under parameters that keep their shapes."""
+    """Trainers that offload empty storages under parameters that keep their shapes, or unmap what is under them."""
     mine = local(tensor)
     if not mine.numel():
         return True
     steps = zip(mine.shape, mine.stride(), strict=True)
     end = mine.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
-    return not mine.is_meta and mine.untyped_storage().nbytes() >= end * mine.element_size()
+    if mine.is_meta or mine.untyped_storage().nbytes() < end * mine.element_size():
+        return False
+    return mine.device.type != "cuda" or _driver().mapped(mine.data_ptr())
+
+
+@cache
+def _driver() -> Driver:
+    return Driver()
 
 
 class _Form(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import torch
@@ -36,6 +36,7 @@ from .background import Background, End
 from .backlog import Claim
 from .drive import Drive, Outfit, Progress
 from .exposure import Exposable, Exposure
+from .lag import Pacer
 from .orders import Assemble, Beat, Expose, Finish, Ranks, Taken
 from .publication import Ending, Verdict
 from .quantised import KnowsServed
@@ -66,8 +67,11 @@ class Leader:
         self._pool = pool
         self._source = source
         self._exposure = exposure
-        self._snapshot_s: dict[int, float] = {}
-        self._background = _background(outfit, pool, source, self._snapshot_s)
+        self._times: dict[int, _Times] = {}
+        self._background = _background(outfit, pool, source, self._times)
+        self._pacer = Pacer(outfit.settings, outfit.bus, self._background)
+        self._stood_s = 0.0
+        """Since the last snapshot was handed over."""
 
     @property
     def committed(self) -> int | None:
@@ -98,15 +102,17 @@ class Leader:
         self._tell(verdict, report)
         return verdict, report, drive.cause
 
-    def snapshot(self, version: int) -> Future[End] | End:
+    def snapshot(self, version: int) -> tuple[Taken, Future[End]] | tuple[End, None]:
         """Copy the weights and tell every rank to go on; the future says how the publication ended, and never raises.
 
-        Of a snapshot that could not be taken the end is returned, and every rank told.
+        Of a snapshot that could not be taken the end is returned, and every rank told. With `max_lag` returns when
+        training may go on, or when it is known that it may not.
         """
         watch = Stopwatch()
         claimed = False
         try:
-            claim = self._claim(version)
+            with watch.phase("claim"):
+                claim = self._claim(version)
             claimed = True
             with watch.phase("snapshot"):
                 self._background.store_of(claim).take(self._assemble)
@@ -118,11 +124,16 @@ class Leader:
             self._tell(end[0], end[1])
             if not isinstance(error, Exception):
                 raise
-            return end
-        self._snapshot_s[version] = watch.seconds["snapshot"]
-        self._outfit.ranks.tell(Taken(version))
+            return end, None
+        self._times[version] = _Times(watch.seconds["snapshot"], self._stood_s + watch.seconds["claim"])
+        future = self._background.hand_over(version)
+        with watch.phase("hold"):
+            ahead = self._pacer.hold(version, self._outfit.ranks)
+        self._stood_s = watch.seconds["hold"]
+        taken = Taken(version, watch.seconds["claim"] + self._stood_s, str(ahead) if ahead else "")
+        self._outfit.ranks.tell(taken)
         _log.info("snapshot_taken", channel=self._outfit.settings.channel, version=version, **watch.seconds)
-        return self._background.hand_over(version)
+        return taken, future
 
     def follow(self, version: int, future: Future[End]) -> End:
         """Wait for a snapshot's publication and tell every rank how it ended."""
@@ -190,7 +201,14 @@ class Leader:
             _log.warning("ranks_not_told", version=report.version, error=str(error))
 
 
-def _background(outfit: Outfit, pool: Pool, source: Source, snapshot_s: dict[int, float]) -> Background:
+class _Times(NamedTuple):
+    """What a training loop gave for a snapshot, in seconds."""
+
+    snapshot: float
+    stood: float
+
+
+def _background(outfit: Outfit, pool: Pool, source: Source, times: dict[int, _Times]) -> Background:
     """What publishes snapshots: with the leader's bus, senders and slots, and weights of their own."""
     settings, staging = outfit.settings, outfit.staging
     stores = [Store(staging.manifest, source.device, settings.snapshot_memory) for _ in range(settings.snapshots)]
@@ -204,14 +222,15 @@ def _background(outfit: Outfit, pool: Pool, source: Source, snapshot_s: dict[int
     def publish(version: int, buffer: int) -> End:
         own = outfits[buffer]
         own.boot = outfit.boot
-        drive = Drive(own, version)
+        took = times.pop(version)
+        drive = Drive(own, version, stood_s=took.stood)
         try:
             verdict = drive.run()
         except Exception as error:  # noqa: BLE001  it is logged there, and is what the handle raises
             verdict = drive.fail(error)
         outfit.boot = own.boot
         report = drive.report(verdict)
-        report = msgspec.structs.replace(report, seconds={"snapshot": snapshot_s.pop(version), **report.seconds})
+        report = msgspec.structs.replace(report, seconds={"snapshot": took.snapshot, **report.seconds})
         _log_end(verdict, report)
         return verdict, report, drive.cause
 

@@ -59,6 +59,10 @@ class Taken(Order, frozen=True):
     """The snapshot of `version` is taken; nobody is needed for the rest."""
 
     version: int
+    stood_s: float = 0.0
+    """How long training stood still for engines to catch up, or for a buffer."""
+    ahead: str = ""
+    """Why training must not go on from it, though its publication does."""
 
 
 class Finish(Order, frozen=True):

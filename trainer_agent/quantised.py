@@ -186,8 +186,9 @@ def quantised(source: Source, served: Path | Mapping[str, Any] | None) -> Source
         stored = _stored(served) if isinstance(served, Path) else None
         if any(spec.dtype in ("float8_e4m3fn", "float8_e5m2", "int32") for spec in source.tensors()):
             return source  # a checkpoint that is published as it lies there; engines compare it with their own
-        kind = ReadableQuantisedSource if isinstance(source, ReadableSource) else QuantisedSource
-        return kind(source, quantisation, stored, served)
+        if isinstance(source, ReadableSource):
+            return ReadableQuantisedSource(source, quantisation, stored, served)
+        return QuantisedSource(source, quantisation, stored, served)
     except UnknownScheme as error:
         raise UnsupportedModel(str(error)) from error
 

@@ -22,6 +22,7 @@ from .exposure import Exposable
 from .parcels import plan
 from .quantised_plan import Division, Job, Place, Weight, Work
 from .source import Source
+from .uploads import pinned
 
 _ELSEWHERE: Final = -1
 """The rank of all but the root, where only the root has anything to do."""
@@ -164,7 +165,7 @@ class Assembly:
         assert self._storages is not None
         storage, view = self._storages[job.held.view.storage], job.held.view
         part = storage.as_strided(job.shape, view.strides, storage.storage_offset() + view.offset)
-        return part.to(self._source.device)
+        return part.to(self._source.device, non_blocking=pinned(part))
 
     def _numbers(self, numbers: tuple[int, ...]) -> torch.Tensor:
         """On the device of the buckets; models have few different shapes."""
@@ -206,6 +207,8 @@ class Assembly:
         self._kept = {number: memory for number, memory in self._kept.items() if number in later}
         if index == len(self._work.buckets) - 1:
             self._kept = {}
+            if self._away and self._source.device.type == "cuda":
+                torch.cuda.current_stream(self._source.device).synchronize()  # pinned parameters may be stepped now
             if self._source.device.type == "cpu":
                 self._bound = {}  # holds the memory itself, and costs nothing to make again
             self._arena = torch.empty(0, dtype=torch.uint8)

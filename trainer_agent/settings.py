@@ -52,6 +52,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     overlap: Annotated[Overlap, Meta(description="a snapshot waits for earlier ones, or replaces those not begun")] = (
         Overlap.WAIT
     )
+    max_lag: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="versions that an engine with requests may be behind training (snapshots); none: any"),
+    ] = None
+    lag_timeout_s: Annotated[Wait, Meta(description="how long training stands still for max_lag at most")] = 1800.0
     pause: Annotated[PauseMode, Meta(description="what happens to requests that are generating")] = PauseMode.RETRACT
     flush: Annotated[bool, Meta(description="drop KV and prefix caches before engines resume")] = True
     min_engines: Annotated[int, Meta(description="verified engines needed to commit; 0: one if any joined", ge=0)] = 0
@@ -116,6 +121,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             slow=self.slow,
             quorum=self.quorum,
             slow_s=self.slow_s,
+            max_lag=self.max_lag or 0,
         )
 
     def limits(self) -> Limits:

@@ -449,7 +449,7 @@ def test_engine_that_no_transport_reaches_is_left_out_with_the_reason() -> None:
     assert report.outcome is Outcome.ABORTED
     assert report.reason == (
         "no transport: local: trainer and engine are on different hosts;"
-        " distributed: the engine agent does not offer it"
+        " distributed: the engine agent does not offer it, and its log says why"
     )
     assert not far.got(Prepare)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from weightbus.control.channel import Restored, remembered
 from weightbus.control.coordinator import Coordinator
 from weightbus.control.effects import (
     AnyEffect,
@@ -72,6 +71,7 @@ from weightbus.control.messages import (
     Welcome,
     Withdraw,
 )
+from weightbus.control.past import Restored, remembered
 
 CHANNEL = Channel("policy")
 MANIFEST = b"the layout"

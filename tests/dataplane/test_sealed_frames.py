@@ -46,23 +46,34 @@ def test_messages_of_any_size_arrive_in_order(ends: Pair) -> None:
         assert theirs.receive(Deadline(WAIT_S), "a message") == message
 
 
-def test_who_does_not_know_the_token_says_nothing() -> None:
-    """Either end refuses the first word of a stranger."""
-    ours, stranger = pair(theirs="another")
-    stranger.send(b"hello", Deadline(WAIT_S))
-    ours.send(b"hello", Deadline(WAIT_S))
+def test_the_first_message_may_be_large() -> None:
+    """The first thing that a leader tells a rank is what to send, which grows with the model."""
+    ours, theirs = pair()
+    with ThreadPoolExecutor(1) as pool:
+        said = pool.submit(ours.send, bytes(3_000_000), Deadline(WAIT_S))
+        assert len(theirs.receive(Deadline(WAIT_S), "a message")) == 3_000_000
+        said.result(WAIT_S)
+    ours.close()
+    theirs.close()
 
-    for end in (ours, stranger):
+
+def test_who_does_not_know_the_token_says_nothing() -> None:
+    """Either end refuses a stranger before his first word."""
+    listener = SealedListener("127.0.0.1", "token")
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(listener.accept, Deadline(WAIT_S), "somebody")
         with pytest.raises(Forged, match="stranger"):
-            end.receive(Deadline(WAIT_S), "a message")
-        end.close()
+            SealedFrames.reach(listener.address, "another", Deadline(WAIT_S))
+        with pytest.raises(Forged, match="stranger"):
+            accepted.result(WAIT_S)
+    listener.close()
 
 
 def test_what_was_said_once_is_not_said_again(ends: Pair) -> None:
     """A message that is played back, into the same connection or back to whoever said it, is none."""
     ours, theirs = ends
     theirs.send(b"begin", Deadline(WAIT_S))
-    mac = theirs._mac(b"begin", 0, by_listener=False)
+    mac = theirs._mac(b"begin", 1, by_listener=False)
     assert ours.receive(Deadline(WAIT_S), "a message") == b"begin"
 
     for end, raw in ((ours, theirs._socket), (theirs, ours._socket)):
@@ -72,14 +83,13 @@ def test_what_was_said_once_is_not_said_again(ends: Pair) -> None:
 
 
 def test_a_stranger_cannot_fill_the_memory() -> None:
-    """Before somebody has shown that he knows the token, large messages are refused unread."""
-    ours, stranger = pair(theirs="another")
-    stranger._socket.sendall(struct.pack("<Q", 1 << 20))
-
-    with pytest.raises(PeerLost, match="is announced"):
-        ours.receive(Deadline(WAIT_S), "a message")
-    ours.close()
-    stranger.close()
+    """Nothing that he announces is read: he has to show first that he knows the token."""
+    listener = SealedListener("127.0.0.1", "token")
+    with socket.create_connection(host_and_port(listener.address)) as stranger:
+        stranger.sendall(bytes(16) + struct.pack("<Q", 1 << 40) + bytes(24))
+        with pytest.raises(Forged):
+            listener.accept(Deadline(WAIT_S), "somebody")
+    listener.close()
 
 
 def test_whoever_says_nothing_costs_a_deadline() -> None:

@@ -162,6 +162,24 @@ def test_engine_memory_outlives_its_users(tmp_path: Path) -> None:
     assert list(segments.DIRECTORY.glob(f"weightbus-engine-*-{os.getpid()}-*")) == []
 
 
+def test_a_slot_that_others_cannot_open_is_made_of_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the trainer's allocator maps its own: it goes on as it is, and buckets can be opened. If they can."""
+    plain = torch.ones(64, dtype=torch.uint8)
+
+    def export(memory: torch.Tensor) -> CudaMemory:
+        if memory is not plain:
+            raise NotExportable("mapped by its allocator")
+        return CUDA
+
+    monkeypatch.setattr(staging, "plain_memory", lambda _device, _nbytes: (None, plain))
+    monkeypatch.setattr(handles, "export_cuda", export)
+    slot = staging.CudaSlot(torch.device("cpu"), 64)
+    assert slot.memory is plain
+    monkeypatch.setattr(staging, "plain_memory", lambda _device, nbytes: (None, torch.empty(nbytes)))
+    with pytest.raises(NotExportable):
+        staging.CudaSlot(torch.device("cpu"), 64)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_slots_are_exported() -> None:

@@ -16,6 +16,8 @@ from weightbus.engine_agent import cpu_server
 pytestmark = pytest.mark.real
 
 KIT = Path(__file__).parents[1] / "kit" / "sglang_models.py"
+MOVED = [[0, 5, 2, 3, 4, 1, 6, 7, 5, 5], [7, 6, 5, 4, 3, 2, 1, 0, 0, 7]]
+"""As in the kit: which expert lies in each place."""
 DRAFT = "deepseek-v3-draft:tp2:ep1:rank1"
 CASES = (
     "llama-tied:tp2:ep1:rank0",
@@ -26,6 +28,7 @@ CASES = (
     "qwen3-moe:tp2:ep1:rank1",
     "qwen3-moe:tp2:ep2:rank1",
     "qwen3-moe-fp8:tp2:ep1:rank1",
+    "qwen3-moe-moved:tp2:ep2:rank1",
     "glm4-moe:tp2:ep1:rank0",
     "deepseek-v3:tp1:ep1:rank0",
     "deepseek-v3:tp2:ep1:rank1",
@@ -91,6 +94,17 @@ def test_scales_of_quantised_weights_are_copied_like_weights(found: Mapping[str,
     assert isinstance(targets, list)
     assert "model.layers.1.mlp.experts.w13_weight_scale_inv" in targets
     assert "model.layers.1.self_attn.qkv_proj.weight_scale_inv" in targets
+
+
+def test_experts_are_recorded_where_they_lie(found: Mapping[str, dict[str, object]]) -> None:
+    """Places 5 to 9 of two layers: experts that were moved there, and one that lies in three of them."""
+    report = found["qwen3-moe-moved:tp2:ep2:rank1"]
+
+    read = {(layer, expert) for layer, row in enumerate(MOVED) for expert in row[5:]}
+    assert isinstance(report["unread"], list)
+    unread = {(int(name.split(".")[2]), int(name.split(".")[5])) for name in report["unread"]}
+    assert unread == {(layer, expert) for layer in range(2) for expert in range(8)} - read
+    assert report["differs"] == []
 
 
 def test_a_draft_model_takes_the_prediction_layer_of_the_same_checkpoint(

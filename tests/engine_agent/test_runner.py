@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from weightbus.control import messages as m
@@ -76,6 +77,7 @@ class Deployment:
         self.run = tempfile.TemporaryDirectory(prefix="wb-")  # a socket's path must be short
         self.first, self.second = tiny_model.write(folder / "a", 1), tiny_model.write(folder / "b", 2)
         self.fake = FakeSGLang(self.first).start()
+        self.gives_back = False
         self.agent: EngineAgent | None = None
         self.thread: threading.Thread | None = None
 
@@ -91,6 +93,7 @@ class Deployment:
             state_dir=self.folder / "state",
             runtime_dir=Path(self.run.name),
             poll_s=0.05,
+            gives_back=self.gives_back,
         )
         agent = self.agent = EngineAgent(settings)
         self.thread = threading.Thread(target=agent.run, daemon=True)
@@ -241,17 +244,20 @@ def test_a_server_that_dies_half_way_comes_back_paused(deployment: Deployment) -
 
 
 @pytest.mark.parametrize(
-    ("held", "committed", "heard_s_ago", "why_not"),
+    ("held", "committed", "max_lag", "heard_s_ago", "why_not"),
     [
-        (7, 7, 1.0, ""),
-        (7, 8, 1.0, "holds version 7, committed is 8"),
-        (None, 8, 1.0, "holds the weights of its launch, committed is 8"),
-        (None, None, 1.0, ""),
-        (7, 7, 11.0, "the coordinator is silent"),
+        (7, 7, 0, 1.0, ""),
+        (7, 8, 0, 1.0, "holds version 7, committed is 8"),
+        (7, 8, 1, 1.0, ""),
+        (7, 9, 1, 1.0, "holds version 7, committed is 9"),
+        (7, 6, 3, 1.0, "holds version 7, committed is 6"),
+        (None, 8, 9, 1.0, "holds the weights of its launch, committed is 8"),
+        (None, None, 0, 1.0, ""),
+        (7, 7, 0, 11.0, "the coordinator is silent"),
     ],
 )
-def test_ready_means_the_committed_version(
-    tmp_path: Path, held: int | None, committed: int | None, heard_s_ago: float, why_not: str
+def test_ready_means_the_committed_version(  # noqa: PLR0917  the parameters of its cases
+    tmp_path: Path, held: int | None, committed: int | None, max_lag: int, heard_s_ago: float, why_not: str
 ) -> None:
     """An engine that rounds have left behind is not ready, nor one that may have been, by the newest word heard."""
     agent = EngineAgent(EngineAgentSettings(name="e0", channel="c", state_dir=tmp_path))
@@ -269,7 +275,10 @@ def test_ready_means_the_committed_version(
         reason="",
     )
     bus = SimpleNamespace(
-        committed=committed, heard_at=time.monotonic() - heard_s_ago, welcome=SimpleNamespace(silence_s=10.0)
+        committed=committed,
+        max_lag=max_lag,
+        heard_at=time.monotonic() - heard_s_ago,
+        welcome=SimpleNamespace(silence_s=10.0),
     )
     agent._bus = cast("Any", bus)
     verdict = agent._readiness()
@@ -436,3 +445,55 @@ def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_
         deployment.publish(7, other)
     assert not {"/begin_weight_update", "/update_weights_from_tensor"} & set(deployment.fake.calls[calls:])
     assert deployment.view.health.value == "clean"
+
+
+@pytest.fixture
+def lending(tmp_path: Path, coordinator: tuple[int, Path]) -> Iterator[Deployment]:
+    """A sidecar that has its server give memory back when it is asked to."""
+    made = Deployment(tmp_path, coordinator)
+    made.gives_back = True
+    made.start()
+    yield made
+    made.close()
+
+
+def give_back(deployment: Deployment) -> httpx.Response:
+    assert deployment.agent is not None
+    port = deployment.agent.http_port
+    return httpx.post(f"http://127.0.0.1:{port}/give-back", trust_env=False, timeout=30)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_memory_that_was_given_back_returns_with_a_version(lending: Deployment, *, restart: bool) -> None:
+    """Nothing is served meanwhile, whoever restarts; then weights, version, proof, label, the rest, and on it goes."""
+    lending.publish(7)
+    answer = give_back(lending)
+    assert answer.status_code == 200, answer.text
+    fake = lending.fake
+    assert fake.lent == {"weights", "kv_cache", "cuda_graph"}
+    assert give_back(lending).status_code == 409
+    if restart:
+        lending.stop()
+        lending.start()
+    until("a server that is held back", lambda: lending.view.health is EngineHealth.PENDING and lending.view.paused)
+    assert lending.view.held is None
+    fake.calls.clear()
+
+    report = lending.publish(8, lending.first)
+
+    assert report.engines[0].verified_by == "live-digest"
+    known = {"/resume_memory_occupation": "m", "/update_weights_from_tensor": "t", "/weights_checker": "v"}
+    known |= {"/update_weight_version": "L", "/continue_generation": "C"}
+    order = "".join(known.get(call, "") for call in fake.calls)
+    assert order == "mttttvLmmC"
+    assert (fake.lent, fake.mode, fake.label) == (set(), "", "8")
+    assert all(torch.equal(fake.weights.tensors[name], tensor) for name, tensor in read(lending.first).items())
+
+
+def test_memory_is_given_back_before_the_first_version(lending: Deployment) -> None:
+    """Trainers start with the GPU to themselves: launch weights are no weights any more, and never served."""
+    assert give_back(lending).status_code == 200
+    until("a server that is held back", lambda: lending.view.health is EngineHealth.PENDING and lending.view.paused)
+
+    assert lending.publish(1).engines[0].verified_by == "live-digest"
+    assert lending.fake.label == "1"

@@ -125,6 +125,34 @@ def test_a_server_with_a_draft_model_takes_direct_copies(folder: Path) -> None:
         check(specs(folder), folder, "local", **speculates)
 
 
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"dp": 2}, "a sidecar each"),
+        ({"speculative": "EAGLE"}, f"--custom-weight-loader {LOADER}"),
+        ({"pp": 2}, "local and disk"),
+        ({"moves_experts": True, "loaders": (LOADER,)}, "--init-expert-location"),
+    ],
+)
+def test_fewer_transports_come_with_advice(folder: Path, changes: dict[str, Any], advice: str) -> None:
+    """In the log of the sidecar, and in whatever it refuses."""
+    assert [advice in limit for limit in validate.limits(facts(**changes))] == [True]
+    with pytest.raises(UnfitManifest, match=advice):
+        check(specs(folder), folder, "sends", **changes)
+    assert not list(validate.limits(facts(loaders=(LOADER,), dp_attention=True, tp=2)))
+
+
+@pytest.mark.parametrize("transport", ["direct", "sends"])
+def test_what_was_recorded_of_experts_that_move_is_not_used(folder: Path, transport: str) -> None:
+    """A server that loads by itself asks where they are each time; fixed places, redundant ones too, are recorded."""
+    moves = {"loaders": (LOADER,), "moves_experts": True}
+
+    check(specs(folder), folder, transport, loaders=(LOADER,))
+    check(specs(folder), folder, "local", **moves)
+    with pytest.raises(UnfitManifest, match=r"moves experts while it serves.*--init-expert-location"):
+        check(specs(folder), folder, transport, **moves)
+
+
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen3", False), ("qwen3", True), ("llama", True)])
 def test_the_table_agrees_with_the_files(tmp_path: Path, architecture: tiny_model.Architecture, tied: bool) -> None:
     """config.json alone tells the same names and shapes as the safetensors headers."""

@@ -8,6 +8,9 @@ after they were overwritten with noise in between.
     python3 tests/gpu/direct.py                       one CUDA device: trainer and engine share it. With two, an engine
                                                       on the other one as well. Qwen3-30B-A3B shapes, 24 layers, 31 GB
     python3 tests/gpu/direct.py --tp 2                two devices: trainer ranks and engine workers, crosswise
+    python3 tests/gpu/direct.py --layers 48 --layout ep2 --memory 0.95
+                                                      all of the model: 61 GB twice, on one device of 140 GB
+    python3 tests/gpu/direct.py --tp 2 --push         the same, written by the GPU that holds the weights
     python3 tests/gpu/direct.py --config FILE         another model, by its config.json
     python3 tests/gpu/direct.py --device cpu          the same steps with a tiny model and shared memory
 
@@ -54,6 +57,8 @@ def orchestrate(args: argparse.Namespace) -> int:
     from weightbus.trainer_agent.demo.processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-direct-"))
+    if args.push:
+        os.environ["WEIGHTBUS_WORKER_PUSH"] = "1"
     hf = json.loads(Path(args.config).read_text()) if args.config else dict(rig.QWEN3_30B_A3B)
     if args.device == "cpu" and not args.config:
         hf = dict(rig.TINY_MOE)
@@ -96,12 +101,12 @@ def engines(args: argparse.Namespace) -> list[rig.Engine]:
     if args.tp > 1:
         return [rig.Engine("crosswise", 0, args.tp, flags, "available")]
     found = [rig.Engine("colocated", 0, 1, flags, "available")]
-    if args.device == "cpu" or _gpus() > 1:
+    if args.device == "cpu" or gpus() > 1:
         found.append(rig.Engine("peer", 1, 1, flags, "available"))
     return found
 
 
-def _gpus() -> int:
+def gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
@@ -161,7 +166,8 @@ def train_shards(
 
     measured: dict[str, Any] = {place: {"layouts": {}} for place in layout["engines"]}
     versions = {place: itertools.count(1) for place in layout["engines"]}
-    for name, shape in LAYOUTS.items():
+    for name in args.layout or LAYOUTS:
+        shape = LAYOUTS[name]
         if name == "ep2" and not hf.get("num_experts") and not hf.get("n_routed_experts"):
             continue
         source = Shards(hf, torch.device(args.device, 0), 2, **shape)
@@ -175,16 +181,16 @@ def train_shards(
     return measured
 
 
-def publish(
+def publish(  # noqa: PLR0917
     source: Any, layout: dict[str, Any], fleet: rig.Fleet, place: str,
-    numbers: Iterator[int] | None = None,
+    numbers: Iterator[int] | None = None, more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """All rounds of one layout into one engine."""
+    """All rounds of one layout into one engine, by agents with `more` settings."""
     numbers = numbers or itertools.count(1)
     found: dict[str, Any] = {}
     first, oracle = next(numbers), next(numbers)
     source.refill(first)
-    with rounds(source, layout, place, "direct") as (publish_one, agent):
+    with rounds(source, layout, place, "direct", more) as (publish_one, agent):
         found["bytes"] = agent.manifest.nbytes
         found["tensors"] = len(agent.manifest.tensors)
         found["first"] = publish_one(first, fleet)
@@ -192,13 +198,13 @@ def publish(
     if source.root:
         fleet.overwrite(place)
     noise = fleet.checksum(place) if source.root else []
-    with rounds(source, layout, place, "local") as (publish_one, _):
+    with rounds(source, layout, place, "local", more) as (publish_one, _):
         found["flattened_bucket"] = publish_one(oracle, fleet)
     stock = fleet.checksum(place) if source.root else []
     found["equal"] = ours == stock != noise
     found["parameters_compared"] = sum(map(len, stock))
     steady = []
-    with rounds(source, layout, place, "direct") as (publish_one, _):
+    with rounds(source, layout, place, "direct", more) as (publish_one, _):
         again, *others = [next(numbers) for _ in range(STEADY + 1)]
         source.refill(again)
         publish_one(again, fleet)  # what the way of the oracle made forgotten is opened again
@@ -208,7 +214,7 @@ def publish(
                 report = publish_one(version, fleet)
             steady.append({**report, **client.gaps()})
     ours = fleet.checksum(place) if source.root else []
-    with rounds(source, layout, place, "local") as (publish_one, _):
+    with rounds(source, layout, place, "local", more) as (publish_one, _):
         publish_one(next(numbers), fleet)
     found["equal"] &= ours == (fleet.checksum(place) if source.root else [])
     found["steady"] = steady
@@ -406,6 +412,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--tp", type=int, default=1, help="ranks of trainer and engine, on as many GPUs")
+    parser.add_argument("--layout", action="append", choices=tuple(LAYOUTS), help="of a trainer in one process; all")
+    parser.add_argument("--push", action="store_true", help="what lies on another GPU is written by that GPU")
     parser.add_argument("--config", help="config.json of another model")
     parser.add_argument("--memory", type=float, default=0.4, help="the server's --mem-fraction-static")
     parser.add_argument("--deadline", type=float, default=400.0, help="seconds that any one wait may take")

@@ -1,11 +1,12 @@
-"""Engines of other shapes on GPUs: draft models, expert parallelism, attention data parallelism. Against real SGLang.
+"""Engines of other shapes on GPUs: draft models, expert and attention data parallelism, FP8. Against real SGLang.
 
 Every case has a server with its sidecar, a coordinator and a Megatron-core trainer with random weights of its own, and
 a deadline of its own; all servers start at once. What a round leaves in a server is compared with what the server loads
 by itself from a checkpoint that was written in the same pass: the server's own checksums of its live parameters, those
 of its draft models too, and the tokens that it generates. In between, the parameters are overwritten with noise.
 
-    python3 tests/gpu/engines.py draft                 one CUDA device
+    python3 tests/gpu/engines.py draft fp8 fp8-dense saver
+                                                       one CUDA device
     python3 tests/gpu/engines.py ep2 dpa               two devices, the trainer's ranks crosswise to the engine's
     python3 tests/gpu/engines.py --device cpu ...      the same steps with tiny models on the CPU
 
@@ -52,6 +53,8 @@ class Case:
     """The stock path can prove what it brings to such a server."""
     refused: str = ""
     """What the sidecar says of it where it cannot."""
+    lends: bool = False
+    """Its server gives memory back between two rounds."""
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -65,10 +68,16 @@ _WIDE = {**rig.QWEN3_30B_A3B, "num_hidden_layers": 2, "vocab_size": 32768}
 CASES = {
     "draft": Case(
         _read("deepseek"), _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--speculative-algorithm=EAGLE",),
-        stock=False, refused="speculates",
+        stock=False, refused="does not offer it, and its log says why",
     ),
     "ep2": Case(_WIDE, _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--ep-size=2",), tp=2),
     "dpa": Case(_WIDE, _TINY, {"tp": 2}, ("--dp-size=2", "--enable-dp-attention"), tp=2),
+    "fp8": Case({**_WIDE, "quantization_config": rig.FP8}, _TINY, {"ep": 2, "etp": 1, "dp": 2}, rig.FP8_FLAGS),
+    "fp8-dense": Case(
+        {**rig.QWEN3_8B, "num_hidden_layers": 3, "vocab_size": 32768, "quantization_config": rig.FP8},
+        rig.TINY, {"tp": 2}, rig.FP8_FLAGS,
+    ),
+    "saver": Case(_WIDE, _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--enable-memory-saver",), lends=True),
     "plain": Case(_WIDE, _TINY, {"tp": 2}, ()),
 }  # fmt: skip
 
@@ -154,7 +163,10 @@ def start(args: argparse.Namespace, run: Run) -> Run:
     if args.device == "cuda":
         flags += (f"--mem-fraction-static={args.memory}", *case.flags)
         flags += () if args.graphs else ("--disable-cuda-graph",)
-    rig.start_engine(run.programs, args.device, work, rig.Engine(run.name, 0, case.tp, flags, "available"), layout)
+    environment = preloading() if case.lends else ()
+    sidecar = ("--gives-back",) if case.lends else ()
+    engine = rig.Engine(run.name, 0, case.tp, flags, "available", environment=environment, sidecar=sidecar)
+    rig.start_engine(run.programs, args.device, work, engine, layout)
     (work / "layout.json").write_text(json.dumps(layout))
     arguments = ["--trainer-of", str(work), "--device", args.device, "--deadline", str(args.deadline), run.name]
     command = [sys.executable, __file__, *arguments]
@@ -162,6 +174,12 @@ def start(args: argparse.Namespace, run: Run) -> Run:
         command = rig.ranks_command(__file__, case.tp, arguments)
     run.trainer = run.programs.start("trainer", command, env=rig.ranks_environment(args.device))
     return run
+
+
+def preloading() -> tuple[tuple[str, str], ...]:
+    """The library that SGLang preloads to give memory back wants the CUDA runtime that torch has brought."""
+    found = [path.parent for folder in sys.path for path in Path(folder).glob("nvidia/*/lib/libcudart.so*")]
+    return (("LD_LIBRARY_PATH", ":".join([*map(str, found), os.environ.get("LD_LIBRARY_PATH", "")])),)
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
@@ -221,6 +239,8 @@ class Proof:
     def run(self) -> None:
         """Direct, stock, and direct again while requests are answered."""
         self._direct()
+        if self._case.lends:
+            self._lend()
         if self._speculates:
             self._refusal()
         else:
@@ -237,17 +257,38 @@ class Proof:
 
     def _stock(self) -> None:
         with self._rounds("local") as (publish, _):
-            report = self._publish(publish, 2)
+            report = self._publish(publish, 3)
         self._write(flattened_bucket=report)
-        self._compare(2, "stock")
+        self._compare(3, "stock")
+
+    def _lend(self) -> None:
+        """The sidecar has the server give everything back; the next round takes it again, undefined as it is.
+
+        A CPU server has nothing to give: there its own calls are made, around the round.
+        """
+        fleet, name, device = self._fleet, self._name, self._source.device
+        free = free_bytes(device)
+        if device.type == "cuda":
+            fleet.give_back(name)
+        else:
+            fleet.memory(name, "release", ["kv_cache", "weights", "cuda_graph"])
+            fleet.memory(name, "resume", ["weights"])
+        self._write(given_back_bytes=free_bytes(device) - free)
+        self._found["equal"] &= device.type == "cpu" or self._found["given_back_bytes"] > self._found["bytes"] // 2
+        with self._rounds("direct") as (publish, _):
+            report = self._publish(publish, 2)
+        if device.type == "cpu":
+            fleet.memory(name, "resume", ["kv_cache", "cuda_graph"])
+        self._write(into_undefined=report)
+        self._compare(2, "lent")
 
     def _refusal(self) -> None:
         """What such a server's sidecar says of the stock path. Nothing must change by it. One process trains here."""
         before = self._fleet.checksum(self._name)
         with self._rounds("local") as (publish, _):
             try:
-                self._source.refill(2)
-                reason = publish(2, self._fleet)["reason"]
+                self._source.refill(3)
+                reason = publish(3, self._fleet)["reason"]
             except Exception as error:  # noqa: BLE001 - whatever it is, it is what was said
                 reason = f"{type(error).__name__}: {error}"
         self._found["equal"] &= self._case.refused in reason and self._fleet.checksum(self._name) == before
@@ -256,15 +297,15 @@ class Proof:
     def _steady(self) -> None:
         steady = []
         with self._rounds("direct") as (publish, _):
-            self._publish(publish, 3)  # what other ways made forgotten is opened again
-            for version in range(4, 4 + STEADY):
+            self._publish(publish, 4)  # what other ways made forgotten is opened again
+            for version in range(5, 5 + STEADY):
                 self._source.refill(version)
                 with direct.generating(self._fleet, self._name, active=self._source.root) as client:
                     report = publish(version, self._fleet)
                 steady.append({**report, **client.gaps()})
         self._found["equal"] &= all(each["outcome"].endswith("committed") for each in steady)
         self._write(steady=steady)
-        self._compare(3 + STEADY, "steady")
+        self._compare(4 + STEADY, "steady")
 
     def _rounds(self, transport: str) -> Any:
         saves = {"save_every": 1, "save_dir": self._work / "saved", "keep_last": 1}
@@ -312,6 +353,13 @@ class Proof:
             shutil.move(path.with_suffix(".new"), path)
 
 
+def free_bytes(device: Any) -> int:
+    """Of the GPU; nothing is given back of a host's memory."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
 def differing(one: list[dict[str, str]], other: list[dict[str, str]]) -> int:
     """How many parameters have another checksum."""
     return sum(a[name] != b[name] for a, b in zip(one, other, strict=True) for name in a)
@@ -321,7 +369,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="+", choices=tuple(CASES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--memory", type=float, default=0.15, help="of each server, --mem-fraction-static")
+    parser.add_argument("--memory", type=float, default=0.5, help="of each server, --mem-fraction-static")
     parser.add_argument("--graphs", action="store_true", help="let servers capture CUDA graphs: a minute more")
     parser.add_argument("--deadline", type=float, default=270.0, help="seconds for a case, its server's start included")
     parser.add_argument("--out", help="folder for the JSON files")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import fcntl
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ QWEN3_30B_A3B = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""A ``quantization_config``."""
 _SMALL = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -76,6 +80,8 @@ CUDA_FLAGS = (
 )
 TP_FLAGS = ("--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-all-reduce")
 """Without them a server of several GPUs did not come up: it would use NVLink multicast, or wait for it."""
+FP8_FLAGS = ("--fp8-gemm-backend=triton", "--moe-runner-backend=triton")
+"""Kernels that are there without DeepGEMM. The weights lie as they were loaded with any of them on Hopper."""
 CPU_FLAGS = ("--load-format=dummy", "--skip-tokenizer-init")
 LOADER = "--custom-weight-loader=weightbus.engine_agent.worker_loader.load"
 
@@ -125,17 +131,20 @@ def command(program: str) -> str:
 
 def describe(program: str, device: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     """What was measured, where and how."""
-    name = "CPU"
-    if device == "cuda":
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        name = ", ".join(subprocess.run(query, check=True, capture_output=True, text=True).stdout.split("\n")[:-1])
     return {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
-        "device": name,
+        "device": devices() if device == "cuda" else "CPU",
         "command": command(program),
         "software": software(),
         "model": f"{hf['architectures'][0]}, {hf['num_hidden_layers']} layers, hidden {hf['hidden_size']}",
     }
+
+
+@functools.cache
+def devices() -> str:
+    """Names of all GPUs."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return ", ".join(subprocess.run(query, check=True, capture_output=True, text=True).stdout.split("\n")[:-1])
 
 
 def software() -> dict[str, str]:
@@ -167,6 +176,8 @@ class Engine:
     """More of it for the server."""
     model: str = "model"
     """Folder of its checkpoint, as `write_model` made it."""
+    sidecar: tuple[str, ...] = ()
+    """More flags of that."""
 
     @property
     def place(self) -> str:
@@ -218,6 +229,7 @@ def start_engine(programs: Any, device: str, work: Path, engine: Engine, layout:
         f"--state-dir={work / 'state'}",
         "--insecure-loopback",
         f"--verify={engine.verify}",
+        *engine.sidecar,
     ]
     pid = programs.start(f"sidecar-{engine.place}", sidecar).process.pid
     layout["engines"][engine.place] = {
@@ -246,14 +258,20 @@ def write_model(folder: Path, hf: dict[str, Any]) -> None:
 
     Servers are started with random weights; sidecars want to know which tensors make up a complete version.
     """
+    from weightbus.dataplane.quantisation_config import outputs, read
     from weightbus.trainer_agent.served import Model, served_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))
     header: dict[str, Any] = {}
     end = 0
+    quantisation = read(hf)
+    specs = []
     for spec in served_tensors(Model.parse(hf), "bfloat16"):
-        dtype = {"bfloat16": "BF16", "float32": "F32"}[spec.dtype]
+        scheme = quantisation.scheme_of(spec) if quantisation else None
+        specs += outputs(spec, scheme) if scheme else [spec]
+    for spec in specs:
+        dtype = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}[spec.dtype]
         header[spec.name] = {"dtype": dtype, "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}
         end += spec.nbytes
     head = json.dumps(header).encode()
@@ -281,6 +299,7 @@ class Fleet:
             for url in (self.url(channel, "sidecar") + "/readyz", self.url(channel) + "/health_generate"):
                 wait(url, lambda url=url: self._http.get(url).status_code == 200, deadline_s, lambda: None)
             log(f"engine {channel} is ready")
+        take_turn()
 
     def checksum(self, channel: str) -> list[dict[str, str]]:
         """Digest of every live parameter on every rank, by the server itself."""
@@ -299,6 +318,17 @@ class Fleet:
         answer = self._http.post(self.url(channel) + "/update_weights_from_disk", json=body)
         if answer.is_error:
             raise RuntimeError(f"the server of {channel} did not load {folder}: {answer.text[:300]}")
+
+    def memory(self, channel: str, action: str, tags: Sequence[str]) -> None:
+        """``release`` or ``resume`` the memory of these tags. A server that is not idle would end by it."""
+        url = f"{self.url(channel)}/{action}_memory_occupation"
+        self._http.post(url, json={"tags": list(tags)}).raise_for_status()
+
+    def give_back(self, channel: str) -> None:
+        """Ask the sidecar to have its server give its memory back."""
+        answer = self._http.post(self.url(channel, "sidecar") + "/give-back")
+        if answer.is_error:
+            raise RuntimeError(f"{channel} gave nothing back: {answer.text}")
 
     def tokens(self, channel: str, count: int = 24) -> list[int]:
         """What it generates greedily, with nothing in its caches."""
@@ -337,6 +367,20 @@ def dig(value: Any, key: str) -> Iterator[Any]:
     elif isinstance(value, list):
         for inner in value:
             yield from dig(inner, key)
+
+
+_turn: list[int] = []
+
+
+def take_turn() -> None:
+    """Where programs share GPUs, their servers start together and one measures at a time, until its process ends.
+
+    ``WEIGHTBUS_GPU_TURN`` names the file that they lock for it.
+    """
+    path = os.environ.get("WEIGHTBUS_GPU_TURN")
+    if path and not _turn:
+        _turn.append(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+        fcntl.flock(_turn[0], fcntl.LOCK_EX)
 
 
 # -- trainers ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Parameters in host memory, buckets on a GPU: packed in pinned memory, uploaded by bucket, the same bytes."""
+"""Parameters in host memory, buckets on a GPU: uploaded by bucket, pinned ones as they lie, the same bytes."""
 
 import pytest
 import torch
@@ -24,7 +24,9 @@ class Sent:
         self.messages = [message.clone() for message in messages]
 
 
-def world() -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor], list[Piece], list[torch.Tensor]]:
+def world(
+    *, pin: bool = False
+) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor], list[Piece], list[torch.Tensor]]:
     """Tensors trained in float32 on the CPU and served in bfloat16: halves by column, whole, and around zero."""
     specs = tuple(TensorSpec(name, "bfloat16", shape) for name, shape in SHAPES.items())
     full = {name: torch.randn(shape) for name, shape in SHAPES.items()}
@@ -38,15 +40,16 @@ def world() -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor], list[Piece
         else:
             rows.append(Piece(name, Box((0, 0), (shape[0], middle)), "float32", view))
             rows.append(Piece(name, Box((0, middle), shape), "float32", View(index, middle, (shape[1], 1))))
-        storages.append(full[name])
+        storages.append(full[name].pin_memory() if pin else full[name])
         full[name] = full[name] + (index % 2 if index % 3 else 0)
     return specs, full, rows, storages
 
 
+@pytest.mark.parametrize("pin", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [100_000, 1 << 22])
-def test_the_root_uploads_what_it_holds(bucket_bytes: int) -> None:
+def test_the_root_uploads_what_it_holds(bucket_bytes: int, *, pin: bool) -> None:
     """Every bucket on the GPU holds what the host's parameters say, over two rounds with new weights."""
-    specs, full, rows, storages = world()
+    specs, full, rows, storages = world(pin=pin)
     manifest = Manifest.of("M", specs, bucket_bytes)
     device = torch.device("cuda", 0)
     assembler = Assembler(plan(manifest, Pieces.of(specs, rows), rank=0), storages, 0, 0, None)
@@ -81,9 +84,10 @@ def test_parameters_that_move_between_versions_are_read_where_they_are(buckets_o
                 assert torch.equal(found, full[spec.name].to(torch.bfloat16)), f"{spec.name} {turn}"
 
 
-def test_another_rank_sends_from_the_gpu() -> None:
-    """Its parcels arrive on the GPU in one upload each, in the order in which the root expects them."""
-    specs, full, rows, storages = world()
+@pytest.mark.parametrize("pin", [True, False])
+def test_another_rank_sends_from_the_gpu(*, pin: bool) -> None:
+    """Its parcels arrive on the GPU, in the order in which the root expects them."""
+    specs, full, rows, storages = world(pin=pin)
     manifest = Manifest.of("M", specs, 100_000)
     device = torch.device("cuda", 0)
     post = Sent()

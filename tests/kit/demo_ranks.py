@@ -52,7 +52,7 @@ def judge(folder: Path, trainer: Trainer) -> dict[str, object]:
     tokens = rows()
     odds = wanted(learner, tokens)
     for _ in range(STEPS):
-        learner.learn(tokens)
+        learner.learn(tokens, torch.ones(len(tokens), task.RESPONSE_TOKENS))
     later = wanted(learner, tokens)
     after = export(source, 1 << 16)
     source.close()

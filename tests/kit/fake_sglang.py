@@ -32,6 +32,8 @@ ADMIN = (
     "/flush_cache",
     "/update_weight_version",
     "/weights_checker",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
     "/begin_weight_update",
     "/end_weight_update",
     "/update_weights_from_tensor",
@@ -69,6 +71,7 @@ class FakeSGLang:
         self.dialect = dialect_of(version)
         self.api_key, self.admin_key, self.token_s = api_key, admin_key, token_s
         self.starting = False
+        self.memory_saver = True
         self.calls: list[str] = []
         """Every path that was asked for by POST, in order."""
         self.port = 0
@@ -89,6 +92,7 @@ class FakeSGLang:
         self.weights = FakeWeights(self.checkpoint, self.tp)
         self.label, self.session, self.mode, self.running = "default", False, "", 0
         self.model_path = str(self.checkpoint)
+        self.lent: set[str] = set()
         self.seed, self.started = random.SystemRandom().randint(0, 2**30), time.time()
         handler = type("Handler", (_Handler,), {"fake": self})
         self._http = _Http(("127.0.0.1", self.port), handler)
@@ -172,6 +176,7 @@ class FakeSGLang:
             "startup_time": {"tokenizer_e2e": self.started},
             "speculative_algorithm": None,
             "quantization": None,
+            "enable_memory_saver": self.memory_saver,
         }
 
     def model_info(self, _: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +217,21 @@ class FakeSGLang:
             raise Refusal(400, "Torch not compiled with CUDA enabled")
         ranks = [{"checksums": self.weights.checksums(rank)} for rank in range(self.tp)]
         return {"success": True, "message": "Success.", "ranks": ranks}
+
+    def release_memory_occupation(self, body: dict[str, Any]) -> None:
+        """Of a server that is busy: its end."""
+        if self.running:
+            raise ServerDied("release_memory_occupation should be called only when server is idle.")
+        self.lent |= set(body["tags"])
+
+    def resume_memory_occupation(self, body: dict[str, Any]) -> None:
+        """What was not given back cannot be taken. Weights come back as anything."""
+        for tag in body["tags"]:
+            if tag not in self.lent:
+                raise ServerDied(f"KeyError: {tag}")
+            self.lent.remove(tag)
+            if tag == "weights":
+                self.weights.undefine()
 
     def begin_weight_update(self, _: dict[str, Any]) -> dict[str, Any]:
         self._needs_sessions()
@@ -257,6 +277,8 @@ class FakeSGLang:
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     def _updated(self, body: dict[str, Any]) -> None:
+        if "weights" in self.lent:
+            raise ServerDied("an illegal memory access: the weights are given back")
         if body.get("flush_cache", True) and self.running and self.mode == "in_place":
             raise Refusal(400, "Cache flush failed after updating weights")
         self.label = body.get("weight_version") or self.label
@@ -286,6 +308,8 @@ class FakeSGLang:
         return {"output_ids": tokens, "meta_info": meta}
 
     def _token(self, prompt: list[int], tokens: list[int]) -> int:
+        if self.lent:
+            raise ServerDied(f"an illegal memory access: {self.lent} is given back")
         seen = json.dumps([prompt, tokens]).encode()
         return int.from_bytes(hashlib.sha256(self.weights.digest() + seen).digest()[:4], "big") % 512
 

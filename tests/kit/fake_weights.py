@@ -120,6 +120,12 @@ class FakeWeights:
                 self._digest = whole.digest()
             return self._digest
 
+    def undefine(self) -> None:
+        """As memory that was given back comes back: other contents in every tensor."""
+        with self._whole:
+            self.tensors = {name: torch.full_like(tensor, 7) for name, tensor in self.tensors.items()}
+            self._digest = b""
+
     def spoil(self) -> None:
         """One bit of difference in one tensor."""
         with self._whole:

@@ -42,6 +42,16 @@ def start(layout: Layout, *, gloo: bool = False) -> None:
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
 
 
+def _routing(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """What only some families say of their routers."""
+    fields: dict[str, Any] = {}
+    if hf.get("routed_scaling_factor", 1.0) != 1.0:
+        fields["moe_router_topk_scaling_factor"] = hf["routed_scaling_factor"]
+    if hf.get("n_group", 1) > 1:
+        fields |= {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
+    return fields
+
+
 def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **changes: object) -> Any:
     """The TransformerConfig of the model that `hf` describes."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -88,6 +98,7 @@ def transformer_config(family: str, hf: Mapping[str, Any], layout: Layout, **cha
             "moe_shared_expert_intermediate_size": shared or None,
             "moe_grouped_gemm": layout.te,
             "moe_router_pre_softmax": not hf.get("norm_topk_prob", True),
+            **_routing(hf),
         }
     if tiny.predictions:
         fields["mtp_num_layers"] = tiny.predictions

@@ -120,6 +120,7 @@ class LoopbackEngine:
                 pass
 
     def _transfer(self, message: m.Transfer) -> None:
+        came = False
         try:
             self.before()
             manifest = Manifest.decode(self._bus.get_blob(message.manifest))
@@ -127,11 +128,12 @@ class LoopbackEngine:
             session = Session(message.channel, message.epoch, message.version, manifest, table)
             offer = message.offer
             address = Address(offer.address, offer.group, offer.backend, offer.world_size, offer.token)
+            came = True
             receipt = self._receiver.receive(
                 session, address, self._name, message.rank_offset, self.server, message.deadline_s
             )
         except (DataplaneError, RuntimeError) as error:  # torch raises the latter when it cannot map what it was given
-            self.health = m.EngineHealth.DIRTY if self._receiver.touched else self.health
+            self.health = m.EngineHealth.DIRTY if came and self._receiver.touched else self.health
             self._fail(message, m.Step.TRANSFER, str(error))
             return
         finally:

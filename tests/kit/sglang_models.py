@@ -79,9 +79,17 @@ CONFIGS: dict[str, Config] = {
         first_k_dense_replace=1, routed_scaling_factor=1.0, use_qk_norm=True, attention_bias=True,
         partial_rotary_factor=0.5,
     ),
+    "qwen3-moe-moved": _config(
+        "Qwen3MoeForCausalLM", "qwen3_moe", **_MOE, num_experts=8, decoder_sparse_step=1, mlp_only_layers=[]
+    ),
     "deepseek-v3": _config("DeepseekV3ForCausalLM", "deepseek_v3", **_DEEPSEEK),
     "deepseek-v3-draft": _config("DeepseekV3ForCausalLMNextN", "deepseek_v3", **_DEEPSEEK),
 }  # fmt: skip
+
+PLACES: dict[str, list[list[int]]] = {
+    "qwen3-moe-moved": [[0, 5, 2, 3, 4, 1, 6, 7, 5, 5], [7, 6, 5, 4, 3, 2, 1, 0, 0, 7]],
+}
+"""By case: which expert lies in each of SGLang's places, by layer. Some change places, some lie in several."""
 
 
 def shapes(config: Config) -> Shapes:
@@ -182,7 +190,7 @@ def dtype_of(name: str, config: Config) -> str:
     return "float8_e4m3fn" if "quantization_config" in config and name.endswith("_proj.weight") else "bfloat16"
 
 
-def build(config: Config, folder: str, *, tp: int, ep: int, rank: int) -> Any:
+def build(config: Config, folder: str, *, tp: int, ep: int, rank: int, places: list[list[int]] | None = None) -> Any:
     """The model of one rank, with the weights of SGLang's ``dummy`` format."""
     import torch.distributed as dist
     from sglang.srt.configs.device_config import DeviceConfig
@@ -197,9 +205,13 @@ def build(config: Config, folder: str, *, tp: int, ep: int, rank: int) -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     Path(folder, "config.json").write_text(json.dumps(config))
+    placed: dict[str, Any] = {}
+    if places:
+        placed["ep_num_redundant_experts"] = len(places[0]) - config["num_experts"]
+        placed["init_expert_location"] = json.dumps({"physical_to_logical_map": places})
     arguments = ServerArgs(
         model_path=folder, device="cpu", tp_size=tp, ep_size=ep, load_format="dummy",
-        attention_backend="torch_native", disable_custom_all_reduce=True, skip_tokenizer_init=True,
+        attention_backend="torch_native", disable_custom_all_reduce=True, skip_tokenizer_init=True, **placed,
     )  # fmt: skip
     older = _publish(arguments, rank)
     if "quantization_config" in config:
@@ -219,6 +231,8 @@ def build(config: Config, folder: str, *, tp: int, ep: int, rank: int) -> Any:
         parallel_state.initialize_model_parallel(backend="fake")
         initialize_dp_attention(arguments)
         initialize_moe_config()
+    if places:
+        _place_experts(arguments, model_config, rank, older=older)
     return get_model(
         model_config=model_config,
         load_config=LoadConfig(load_format="dummy"),
@@ -232,6 +246,16 @@ def _leave_blocks_as_they_are() -> None:
 
     for method in (fp8.Fp8LinearMethod, fp8.Fp8MoEMethod):
         method.process_weights_after_loading = lambda *_arguments: None
+
+
+def _place_experts(arguments: Any, model_config: Any, rank: int, *, older: bool) -> None:
+    """As the model runner of each worker does it before it loads."""
+    from sglang.srt.eplb import expert_location
+
+    given = {"server_args": arguments} if older else {}
+    expert_location.set_global_expert_location_metadata(
+        expert_location.compute_initial_expert_location_metadata(**given, model_config=model_config, moe_ep_rank=rank)
+    )
 
 
 def _publish(arguments: Any, rank: int) -> bool:
@@ -256,7 +280,8 @@ def case(name: str) -> dict[str, object]:
     kind, tp, ep, rank = name.split(":")
     config = CONFIGS[kind]
     with tempfile.TemporaryDirectory() as folder:
-        model = build(config, folder, tp=int(tp[2:]), ep=int(ep[2:]), rank=int(rank[4:]))
+        places = PLACES.get(kind)
+        model = build(config, folder, tp=int(tp[2:]), ep=int(ep[2:]), rank=int(rank[4:]), places=places)
     specs = [TensorSpec(each, dtype_of(each, config), shape) for each, shape in shapes(config).items()]
 
     def weights(seed: int) -> dict[str, torch.Tensor]:

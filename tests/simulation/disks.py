@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control.answers import ANSWERS
-from weightbus.control.channel import Restored, remembered
 from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.journal import REPLY_TTL_S
 from weightbus.control.messages import Held, RoundDone
+from weightbus.control.past import Restored, remembered
 from weightbus.engine_agent.events import Record
 
 if TYPE_CHECKING:

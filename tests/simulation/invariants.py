@@ -50,7 +50,8 @@ INVARIANTS: Final = {
     "one-table": "a committed version has one digest table",
     "nothing-lost": "what a trainer was told to be committed is committed on disk, with that trainer's own table",
     "same-answer": "the same request gets the same answer",
-    "ready-is-ready": "who is listed as ready holds exactly the committed bits, and was heard of lately",
+    "ready-is-ready": "who is listed as ready holds exactly the committed bits, or those of a version that the policy"
+    " still allows, and was heard of lately",
     "commit-verified": "a version is committed only when a server has held exactly its buckets",
     "enough-engines": "a version is committed only with as many verified engines as its trainer asked for",
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
@@ -83,6 +84,8 @@ class Judge:
         self._highest = 0
         self._tables: dict[int, str] = {}
         self._committed: Held | None = None
+        self._allowed: list[Held] = []
+        """Versions before the committed one that engines may still serve."""
         self._committed_requests: dict[str | None, int] = {}
         self._ever: set[tuple[int, str]] = set()
         """Versions that were committed, with their tables."""
@@ -159,6 +162,9 @@ class Judge:
             self.broken("commit-verified", f"version {record.version} is committed, and no server ever held it")
         self._ever.add((record.version, record.table))
         self._committed_requests[record.request] = record.version
+        lag = self._world.scenario.max_lag
+        known_before = [] if rollback or before is None else [*self._allowed, before]
+        self._allowed = [each for each in known_before if 0 < record.version - each.version <= lag]
         self._committed = Held(version=record.version, manifest=record.manifest, table=record.table)
 
     def resurrected(self, record: AnyRecord) -> None:
@@ -270,8 +276,8 @@ class Judge:
     def _against(self, name: str) -> str:
         """What speaks against an engine: nothing, what it did by itself and takes time to learn, or ``wrong``."""
         server, held, agent = self._world.server(name), self._committed, self._world.engines[name]
-        wanted = self._world.tag_of(held.table) if held else LAUNCH
-        if server.tags == (wanted,):
+        wanted = {self._world.tag_of(each.table) for each in (*self._allowed, held) if each} or {LAUNCH}
+        if len(server.tags) == 1 and server.tags[0] in wanted:
             if not agent.alive or agent.frozen or self._world.network.unheard(name):
                 return "its agent says nothing"
             return "" if server.generates or server.frozen else "does not generate"

@@ -72,8 +72,8 @@ MUTATIONS: Final = (
     _m(
         "forgets-the-commit-at-boot",
         CHANNEL,
-        "self.committed: Held | None = restored.committed",
-        "self.committed: Held | None = None",
+        "self.window = Window(restored.committed)",
+        "self.window = Window()",
     ),
     _m(
         "epoch-not-raised-by-a-grant",
@@ -120,8 +120,20 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-of-other-versions-as-ready",
         "control/engines.py",
-        "    if committed and engine.held != committed:",
+        "    if not window.allows(engine.held):",
         "    if False:",
+    ),
+    _m(
+        "lists-engines-that-are-one-version-too-old",
+        "control/staleness.py",
+        "if 0 < held.version - each.version <= max_lag)",
+        "if 0 < held.version - each.version <= max_lag + 1)",
+    ),
+    _m(
+        "lists-engines-from-before-a-rollback",
+        "control/staleness.py",
+        "() if rollback or self.committed is None else",
+        "() if self.committed is None else",
     ),
     _m(
         "lists-engines-that-never-said-so",

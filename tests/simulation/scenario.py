@@ -74,6 +74,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """From here on nothing goes wrong any more."""
     sealed: bool = False
     """Trainers sign, engines believe nothing else. Real Ed25519, so not everywhere."""
+    max_lag: int = 0
+    """Versions that an engine may be behind the committed one and still be listed."""
 
 
 def draw(seed: int) -> Scenario:
@@ -113,7 +115,13 @@ def draw(seed: int) -> Scenario:
         faults=tuple(faults),
         calm_from=calm_from,
     )
-    return _with_neglect(_with_data_plane(drawn))
+    return _with_lag(_with_neglect(_with_data_plane(drawn)))
+
+
+def _with_lag(drawn: Scenario) -> Scenario:
+    """How far behind engines may be. By dice of their own."""
+    rng = random.Random(f"weightbus-lag-{drawn.seed}")
+    return msgspec.structs.replace(drawn, max_lag=rng.choice((0, 0, 0, 1, 2)))
 
 
 def _with_data_plane(drawn: Scenario) -> Scenario:

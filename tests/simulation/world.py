@@ -240,6 +240,7 @@ class World:
             slow=scenario.slow,
             quorum=scenario.quorum,
             slow_s=scenario.slow_s,
+            max_lag=scenario.max_lag,
         )
 
     def publishes(self, trainer: str, epoch: int, request: str, table: str, tag: str) -> None:

@@ -13,11 +13,12 @@ from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
 from weightbus.trainer_agent import assembly
-from weightbus.trainer_agent.assembly import DTYPES, Assembler, check_manifest
+from weightbus.trainer_agent.assembly import DTYPES, Assembler, Reach, check_manifest
 from weightbus.trainer_agent.parcels import BucketPlan, plan
 from weightbus.trainer_agent.source import LayoutMismatch
 
 CPU = torch.device("cpu")
+HERE = Reach()
 SHAPES: dict[str, tuple[int, ...]] = {"a": (12, 6), "b": (7,), "c": (4, 3, 2), "d": (6, 12), "e": (16, 3), "f": (1,)}
 
 
@@ -70,13 +71,22 @@ class World:
     def pieces(self) -> Pieces:
         return cover.once(Pieces.join([Pieces.of(self.tensors, rows, rank) for rank, rows in self.rows.items()]))
 
-    def check(self, manifest: Manifest, plans: dict[int, tuple[BucketPlan, ...]]) -> None:
+    def check(
+        self, manifest: Manifest, plans: dict[int, tuple[BucketPlan, ...]], reach: Reach = HERE
+    ) -> dict[int, Assembler]:
         """Assemble every bucket and compare it with the tensors that were cut."""
         letters: dict[int, list[torch.Tensor]] = defaultdict(list)
-        assemblers = {rank: Assembler(plans[rank], self.storages[rank], rank, 0, Post(rank, letters)) for rank in plans}
+        assemblers = {
+            rank: Assembler(plans[rank], self.storages[rank], rank, 0, Post(rank, letters), reach) for rank in plans
+        }
+        self.run(manifest, assemblers, letters)
+        return assemblers
+
+    def run(self, manifest: Manifest, assemblers: dict[int, Assembler], letters: dict[int, list[torch.Tensor]]) -> None:
+        """One pass."""
         for index, bucket in enumerate(manifest.buckets):
             out = torch.full((bucket.nbytes + 8,), 0xA5, dtype=torch.uint8)
-            for rank in sorted(plans, reverse=True):
+            for rank in sorted(assemblers, reverse=True):
                 assemblers[rank].run(index, out if rank == 0 else None, CPU)
             assert not any(letters.values()), "somebody sent what nobody asked for"
             assert (out[bucket.nbytes :] == 0xA5).all()
@@ -135,21 +145,21 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
         asked.add(id(tensor))
         return id(tensor) in moved
 
-    monkeypatch.setattr(assembly, "elsewhere", elsewhere)
+    reach = Reach(elsewhere=elsewhere)
     copied: list[int] = []
     usual = Assembler._pack
     monkeypatch.setattr(
         Assembler,
         "_pack",
-        lambda self, messages, memory: (copied.append(len(messages)), usual(self, messages, memory))[1],
+        lambda self, messages, *rest: (copied.append(len(messages)), usual(self, messages, *rest))[1],
     )
-    world.check(manifest, plans)
+    world.check(manifest, plans, reach)
     assert not any(copied), "what lies as it is served was packed before it was sent"
     moved |= {id(world.storages[1][1])}
-    world.check(manifest, plans)
+    world.check(manifest, plans, reach)
     assert any(copied), "what is elsewhere was sent from there"
     moved |= asked
-    world.check(manifest, plans)
+    world.check(manifest, plans, reach)
 
 
 @pytest.mark.parametrize(("device", "there"), [("cpu", False), ("cuda", True), ("cuda:1", True), ("meta", True)])

@@ -73,6 +73,7 @@ def test_what_is_exported_is_the_module_bit_for_bit(told: dict[int, Told], world
     assert root["differs quantised"] == [], "quantised shard by shard, it is another model"
     assert root["quantised"] >= 14
     assert root["wrongly exposed"] == [], "read and digested where it lies, it is another model"
+    assert root["wrongly exposed quantised"] == [], "quantised into memory that is read, it is another model"
     assert root["unchanged"] == [], "the optimizer's step is not in what was exported after it"
     assert not root["model"].startswith("FSDP")
     assert root["heads"] in {6, 8}

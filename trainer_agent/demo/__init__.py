@@ -9,7 +9,9 @@ one: build, connect, then generate, learn, publish. The rest serves these two.
     processes.py   process groups, their logs and their end
     view.py        progress and the table
     records.py     what a rank reports of each round, and the verdict over all of them
-    rank.py        the training loop
+    rank.py        the training loops, one step after another or overlapped
+    program.py     what it is told
+    actor.py       rollouts, judged by the versions that wrote them
     learner.py     one policy-gradient step on Megatron ranks
     model.py       the policy as Megatron builds it
     checkpoint.py  the policy before training, as a Hugging Face folder

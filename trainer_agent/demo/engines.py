@@ -15,6 +15,7 @@ import msgspec
 
 from .task import RESPONSE_TOKENS
 
+_LOOK_S: Final = 0.02
 LAUNCH_LABEL: Final = "default"
 """What SGLang calls the weights it was started with."""
 
@@ -32,6 +33,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
     lag: int | None = None
     ready: bool = False
+    version: int | None = None
 
 
 class ChannelState(msgspec.Struct, frozen=True):
@@ -47,29 +49,17 @@ class CoordinatorState(msgspec.Struct, frozen=True):
     channels: dict[str, ChannelState] = {}
 
 
-class Span(msgspec.Struct, frozen=True):
-    """A run of response tokens written by one version."""
-
-    version: str
-
-
-class Meta(msgspec.Struct, frozen=True):
-    """What SGLang says of a response."""
-
-    weight_version: str
-    weight_versions: tuple[Span, ...] = ()
-
-
 class Response(msgspec.Struct, frozen=True):
     """One response of ``/generate``."""
 
     output_ids: list[int]
-    meta_info: Meta
+    meta_info: dict[str, object]
+    """As SGLang wrote it: `Lineage` reads which versions wrote the response."""
 
     @property
-    def mixed(self) -> bool:
-        """It began under one label and ended under another."""
-        return len({span.version for span in self.meta_info.weight_versions}) > 1
+    def label(self) -> object:
+        """Of the weights that wrote its last token."""
+        return self.meta_info.get("weight_version")
 
 
 class Fleet:
@@ -91,14 +81,18 @@ class Fleet:
         document = self._http.get(self._status_url).raise_for_status().content
         return msgspec.json.decode(document, type=CoordinatorState).channels.get(self._channel, ChannelState())
 
-    def wait_ready(self, count: int, deadline_s: float) -> tuple[str, ...]:
-        """Addresses of the ready engines, once there are `count`. Raises `NotReady`."""
+    def wait_ready(self, count: int, deadline_s: float, version: int = 0) -> tuple[str, ...]:
+        """Addresses of the ready engines, once `count` serve `version` or a later one. Raises `NotReady`."""
         until = time.monotonic() + deadline_s
-        while len(ready := self.state().ready) < count:
+        while True:
+            state = self.state()
+            served = [engine.version or 0 for engine in state.engines.values() if engine.ready]
+            if len(state.ready) >= count and min(served, default=0) >= version:
+                return state.ready
             if time.monotonic() >= until:
-                raise NotReady(f"{len(ready)} engines are ready after {deadline_s:.0f} s, expected {count}")
-            time.sleep(0.05)
-        return ready
+                found = f"{len(state.ready)} engines are ready with versions {served}"
+                raise NotReady(f"{found} after {deadline_s:.0f} s, expected {count} with {version} or later")
+            time.sleep(_LOOK_S)
 
     def generate(self, urls: Sequence[str], prompts: Sequence[list[int]]) -> list[Response]:
         """One response to each prompt, the prompts shared out among `urls` in equal runs, in order."""

@@ -46,13 +46,14 @@ class FSDPLearner:
         """The policy's weights, as they are at any time. Collective."""
         return FSDPSource(self.model, dtype=torch.bfloat16, timeout_s=timeout_s)
 
-    def learn(self, tokens: torch.Tensor) -> float:
+    def learn(self, tokens: torch.Tensor, counts: torch.Tensor) -> float:
         """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping.
 
-        `tokens` holds a prompt and its response in each row, groups together, the same on every rank.
+        `tokens` holds a prompt and its response in each row, groups together, the same on every rank; `counts` says of
+        each token of the responses whether it is learned from.
         """
         rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
-        weights = torch.tensor(advantages(rewards))
+        weights = torch.tensor(advantages(rewards)).unsqueeze(1) * counts
         share = slice(dist.get_rank(), None, dist.get_world_size())
         self._optimizer.zero_grad()
         self._loss(tokens[share], weights[share]).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -67,4 +68,4 @@ class FSDPLearner:
         """Surprise is minus the log-probability of each token: less of it where a response beat its group."""
         logits = cast("torch.Tensor", self.model(tokens[:, :-1]).logits).float()
         surprise = functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
-        return (weights.unsqueeze(1) * surprise[:, PROMPT_TOKENS - 1 :]).mean()
+        return (weights * surprise[:, PROMPT_TOKENS - 1 :]).mean()

@@ -65,14 +65,16 @@ class Learner:
         """The policy's weights, as they are at any time. Collective."""
         return MegatronSource(self.model, hf_config=self._folder, timeout_s=timeout_s)
 
-    def learn(self, tokens: torch.Tensor) -> float:
+    def learn(self, tokens: torch.Tensor, counts: torch.Tensor) -> float:
         """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping.
 
-        `tokens` holds a prompt and its response in each row, groups together.
+        `tokens` holds a prompt and its response in each row, groups together; `counts` says of each token of the
+        responses whether it is learned from.
         """
         rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
         share = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
-        weights, tokens = torch.tensor(advantages(rewards))[share], tokens[share]
+        weights = (torch.tensor(advantages(rewards)).unsqueeze(1) * counts)[share]
+        tokens = tokens[share]
         self.model.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._run(
@@ -106,7 +108,10 @@ def _forward(
 
 
 def _policy_loss(weights: torch.Tensor, surprise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Surprise is minus the log-probability of each token: less of it where a response beat its group."""
+    """Surprise is minus the log-probability of each token: less of it where a response beat its group.
+
+    `weights` are by token.
+    """
     responses = surprise[:, PROMPT_TOKENS - 1 :].float()
-    loss = (weights.unsqueeze(1) * responses).mean()
+    loss = (weights * responses).mean()
     return loss, {"loss": loss.detach()}

@@ -55,6 +55,7 @@ class Programs:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._running: list[Program] = []
+        self._dismissed: list[Program] = []
         self._guard: subprocess.Popen[bytes] | None = None
         self._pipe = -1
 
@@ -96,10 +97,14 @@ class Programs:
 
     def check(self, may_end: Sequence[Program] = ()) -> None:
         """Raise `ProgramEnded` for a program that ended; those in `may_end` only when they failed."""
-        for program in self._running:
+        for program in (each for each in self._running if each not in self._dismissed):
             code = program.process.poll()
             if code is not None and (code != 0 or program not in may_end):
                 raise ProgramEnded(program.name, code, program.log)
+
+    def dismiss(self, programs: Sequence[Program]) -> None:
+        """They ended as they should: `check` says nothing of them any more. `end` looks after what they left."""
+        self._dismissed.extend(programs)
 
     def end(self) -> None:
         """End every group and wait until nothing of it is left. A second interrupt cannot stop this half-way."""
@@ -116,6 +121,7 @@ class Programs:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     program.process.wait(GRACE_S)  # no longer among the living; ours to reap when its threads are too
             self._running.clear()
+            self._dismissed.clear()
 
     def _left(self, groups: Sequence[int]) -> list[int]:
         for program in self._running:

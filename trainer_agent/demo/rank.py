@@ -1,7 +1,8 @@
 """The training program of the demo, one process a rank: generate, learn, publish, as an RL loop would.
 
-Rank 0 asks the engines and reports; every rank learns and publishes. Started by `run.py` with torch's usual environment
-(RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and a `Plan` as its only argument.
+One after another, or (``asynchronous``) each round's generation while the one before is trained. Rank 0 asks the
+engines and reports; every rank learns and publishes. Started by `run.py` with torch's usual environment (RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and a `Plan` as its only argument.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Final, Protocol
 
 import msgspec
@@ -21,41 +22,25 @@ import torch
 import torch.distributed as dist
 
 from ..agent import TrainerAgent
-from ..report import PublishReport
+from ..handle import PublishHandle
 from ..source import Source
-from . import records, task
+from . import task
+from .actor import WIDTH, Actor, Batch
 from .checkpoint import policy_of
-from .engines import LAUNCH_LABEL, Fleet, Response
+from .engines import Fleet
+from .program import Plan
 from .settings import Trainer
 
 PATIENCE_S: Final = 120.0
 """How long any rank waits for anything. A round takes two seconds."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the demo tells its training program."""
-
-    checkpoint: str
-    progress: str
-    rounds: int
-    trainer: Trainer
-    seed: int
-    publish: bool
-    channel: str
-    coordinator: str
-    status_url: str
-    engines: int
-    transport: str
-    runtime_dir: str
-    keys: str
-    save_every: int = 0
-    save_dir: str = ""
+MAX_LAG: Final = 1
+"""Of asynchronous rounds."""
 
 
 class Learner(Protocol):
     """The policy and its optimizer on this rank."""
 
-    def learn(self, tokens: torch.Tensor) -> float:
+    def learn(self, tokens: torch.Tensor, counts: torch.Tensor) -> float:
         """One step; returns the norm of the gradient before clipping."""
         ...
 
@@ -96,80 +81,82 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
-class Actor:
-    """Rank 0's half: asks the engines, checks who answered, reports the round."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._fleet = Fleet(plan.status_url, plan.channel, PATIENCE_S)
-        self._expected = LAUNCH_LABEL
-        self._responses: list[Response] = []
-
-    def rollout(self, number: int) -> torch.Tensor:
-        """Prompts and responses of round `number`, one pair a row."""
-        prompts = task.prompts(self._plan.seed, number)
-        ready = self._fleet.wait_ready(self._plan.engines, PATIENCE_S)
-        self._responses = self._fleet.generate(ready, prompts)
-        rows = [prompt + each.output_ids for prompt, each in zip(prompts, self._responses, strict=True)]
-        return torch.tensor(rows)
-
-    def report(self, number: int, seconds: dict[str, float], published: PublishReport | None) -> None:
-        """Say what became of round `number`; from now on its version is the expected one."""
-        if published:
-            lag: dict[str, int] = {
-                str(engine.engine): published.version - (engine.version or 0) for engine in published.engines
-            }
-        else:
-            lag = {name: engine.lag or 0 for name, engine in self._fleet.state().engines.items()}
-        records.append(
-            Path(self._plan.progress),
-            records.Round(
-                number=number,
-                reward=fmean(task.reward(each.output_ids) for each in self._responses),
-                version=published.version if published else 0,
-                responses=len(self._responses),
-                mismatched=sum(each.meta_info.weight_version != self._expected for each in self._responses),
-                mixed=sum(each.mixed for each in self._responses),
-                lag=lag,
-                seconds=seconds | (published.seconds if published else {}),
-                nbytes=sum(engine.bytes for engine in published.engines) if published else 0,
-            ),
-        )
-        if published:
-            self._expected = str(published.version)
-
-    def close(self) -> None:
-        """Drop the connections."""
-        self._fleet.close()
-
-
 def train(plan: Plan) -> None:
     """All rounds, on this rank."""
     learner = start(plan)
-    actor = Actor(plan) if dist.get_rank() == 0 else None
+    fleet = Fleet(plan.status_url, plan.channel, PATIENCE_S)
+    actor = Actor(plan, fleet, PATIENCE_S) if dist.get_rank() == 0 else None
     agent = _connect(plan, learner) if plan.publish else None
-    for number in range(1, plan.rounds + 1):
-        watch = Stopwatch()
-        with watch.phase("generate"):
-            tokens = _share(actor.rollout(number) if actor else None)
-        with watch.phase("train"):
-            learner.learn(tokens)
-        with watch.phase("publish"):
-            published = agent.publish(number) if agent else None
-        if actor:
-            actor.report(number, watch.seconds, published)
+    if agent and plan.base:
+        agent.publish(plan.base)
+    if actor:
+        actor.begin()
+    if agent and plan.asynchronous:
+        _asynchronously(plan, learner, actor, agent)
+    else:
+        _synchronously(plan, learner, actor, agent)
     if agent:
         agent.close()
     if actor:
         actor.close()
 
 
-def _share(tokens: torch.Tensor | None) -> torch.Tensor:
-    """Rank 0's tokens, on every rank."""
-    if tokens is None:
-        tokens = torch.empty(task.RESPONSES, task.PROMPT_TOKENS + task.RESPONSE_TOKENS, dtype=torch.int64)
-    dist.broadcast(tokens, src=0)
-    return tokens
+def _synchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: TrainerAgent | None) -> None:
+    """Generate, learn, publish, one after another."""
+    for number in range(1, plan.rounds + 1):
+        watch, batch = Stopwatch(), None
+        current = plan.base + number - 1 if agent else 0
+        if actor:
+            batch = actor.rollout(number)
+        tokens, counts = _share(batch, current, 0)
+        with watch.phase("train"):
+            learner.learn(tokens, counts)
+        with watch.phase("publish"):
+            published = agent.publish(plan.base + number) if agent else None
+        if actor and batch:
+            actor.report(batch, current, 0, watch.seconds, published)
+
+
+def _asynchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: TrainerAgent) -> None:
+    """Learn from one batch while engines generate the next one, and while they take what was learned before.
+
+    The rollouts of round n begin when engines serve what round n - 2 published, while round n - 1 is trained. So what
+    they are learned from is one version newer, or they are mixed of that one and the one before.
+    """
+    upcoming = actor.ahead(1, plan.base) if actor else None
+    ending: Callable[[], None] = lambda: None  # noqa: E731  nothing was published yet
+    for number in range(1, plan.rounds + 1):
+        watch, current = Stopwatch(), plan.base + number - 1
+        with watch.phase("wait"):
+            batch = upcoming.result(2 * PATIENCE_S) if upcoming else None
+            tokens, counts = _share(batch, current, MAX_LAG)
+        if actor and number < plan.rounds:
+            upcoming = actor.ahead(number + 1, current)
+        with watch.phase("train"):
+            learner.learn(tokens, counts)
+        with watch.phase("publish"):
+            handle = agent.publish(current + 1, mode="snapshot")
+        ending()
+        ending = partial(_end_round, actor, batch, current, watch, handle)
+    ending()
+
+
+def _end_round(actor: Actor | None, batch: Batch | None, current: int, watch: Stopwatch, handle: PublishHandle) -> None:
+    """The publication is over, or nearly so: with a lag of one, the one after it could begin."""
+    published = handle.wait()
+    if actor and batch:
+        actor.report(batch, current, MAX_LAG, watch.seconds | {"stood": handle.stood_s}, published)
+
+
+def _share(batch: Batch | None, current: int, max_lag: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 0's tokens, and which of them count, on every rank."""
+    if batch is None:
+        shared = torch.empty(task.RESPONSES, WIDTH, dtype=torch.int64)
+    else:
+        shared = batch.tensor(batch.judge(current, max_lag)[1])
+    dist.broadcast(shared, src=0)
+    texts = WIDTH - task.RESPONSE_TOKENS
+    return shared[:, :texts], shared[:, texts:].float()
 
 
 def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
@@ -185,6 +172,7 @@ def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
         save_every=plan.save_every,
         save_dir=Path(plan.save_dir) if plan.save_every else None,
         round_timeout_s=PATIENCE_S,
+        max_lag=MAX_LAG if plan.asynchronous else None,
     )
 
 

@@ -28,10 +28,16 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Responses whose label is not that of the version published last."""
     mixed: int
     """Responses that began under one label and ended under another."""
+    behind: int = 0
+    """Versions between the oldest token that was learned from and the weights in training."""
+    dropped: int = 0
+    """Responses that were too old to learn from."""
     lag: dict[str, int]
     """Per engine: committed version minus its own, after the round."""
     seconds: dict[str, float]
     """By phase: generate, train, publish, and of publish: assemble, pause, transfer, verify, resume."""
+    wall_s: float = 0.0
+    """Since the end of the round before."""
     nbytes: int = 0
     """Moved to engines, all of them together."""
 
@@ -45,20 +51,40 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     reward_last: float
     mismatched: int
     mixed: int
+    dropped: int = 0
+    max_lag: int = 0
+    wall_s: float = 0.0
+    """All rounds, from the first rollout to the end of the last publication."""
+    sync_s: float | None = None
+    """The same of the synchronous run before, where this one was asynchronous."""
     complaint: str
     """Why the run failed; empty when it did not."""
 
     @property
     def line(self) -> str:
         """The machine-readable last line."""
-        return (
+        line = (
             f"demo: rounds={self.rounds} engines={self.engines} reward_first={self.reward_first:.3f} "
             f"reward_last={self.reward_last:.3f} mismatched_versions={self.mismatched} mixed={self.mixed}"
         )
+        if self.sync_s is None:
+            return line
+        lag = f"max_lag={self.max_lag} dropped={self.dropped}"
+        return f"{line} {lag} sync_s={self.sync_s:.1f} async_s={self.wall_s:.1f}"
 
 
-def verdict(rounds: Sequence[Round], engines: int, *, expected_rounds: int, published: bool) -> Verdict:
-    """Judge a run. Raises `ValueError` when there is no round to judge."""
+def compare(synchronous: Verdict, asynchronous: Verdict) -> Verdict:
+    """The verdict over a run that did the same twice, one way after the other."""
+    complaint = f"synchronous: {synchronous.complaint}" if synchronous.complaint else asynchronous.complaint
+    if not complaint and asynchronous.rounds >= ROUNDS_TO_RISE and asynchronous.wall_s >= synchronous.wall_s:
+        complaint = f"{asynchronous.wall_s:.1f} s asynchronously, {synchronous.wall_s:.1f} s synchronously"
+    return msgspec.structs.replace(asynchronous, sync_s=synchronous.wall_s, complaint=complaint)
+
+
+def verdict(
+    rounds: Sequence[Round], engines: int, *, expected_rounds: int, published: bool, max_lag: int = 0
+) -> Verdict:
+    """Judge a run in which answers might be `max_lag` versions old. Raises `ValueError` when there is no round."""
     if not rounds:
         raise ValueError("the trainer ended before its first round: its log says why")
     mismatched = sum(each.mismatched for each in rounds)
@@ -68,10 +94,12 @@ def verdict(rounds: Sequence[Round], engines: int, *, expected_rounds: int, publ
         complaint = f"{len(rounds)} rounds were done, expected {expected_rounds}"
     elif mismatched:
         complaint = f"{mismatched} responses came from another version than the published one"
-    elif mixed:
+    elif mixed and not max_lag:
         complaint = f"{mixed} responses came from two versions"
-    elif any(lag for each in rounds for lag in each.lag.values()):
+    elif any(lag > max_lag for each in rounds for lag in each.lag.values()):
         complaint = "an engine lagged behind the committed version"
+    elif any(each.behind > max_lag for each in rounds):
+        complaint = f"answers were more than {max_lag} versions older than the weights in training"
     elif published and len(rounds) >= ROUNDS_TO_RISE and gain < RISE:
         complaint = f"the reward gained {gain:.3f} with weights published, expected at least {RISE}"
     elif not published and abs(gain) >= RISE:
@@ -85,6 +113,9 @@ def verdict(rounds: Sequence[Round], engines: int, *, expected_rounds: int, publ
         reward_last=rounds[-1].reward,
         mismatched=mismatched,
         mixed=mixed,
+        dropped=sum(each.dropped for each in rounds),
+        max_lag=max(each.behind for each in rounds),
+        wall_s=sum(each.wall_s for each in rounds),
         complaint=complaint,
     )
 

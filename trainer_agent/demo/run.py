@@ -28,7 +28,7 @@ from weightbus.control.provision import Member, provision
 from . import checkpoint
 from .checkpoint import policy_of
 from .processes import Program, ProgramEnded, Programs
-from .records import Follower, Round, verdict
+from .records import Follower, Round, Verdict, compare, verdict
 from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, Sync
 from .view import View
 
@@ -96,17 +96,27 @@ class Demo:
         """Everything from the first process to the last line. True when all went well."""
         weights = checkpoint.write(self._folder / "checkpoint", self._settings.seed, policy_of(self._settings.trainer))
         self._start_services(weights)
-        rounds = self._follow(self._start_ranks(weights))
-        result = verdict(
-            rounds,
-            ENGINES,
-            expected_rounds=self._settings.rounds,
-            published=self._settings.sync is Sync.ON,
-        )
+        if self._settings.asynchronous:
+            judged = f"answers are judged elsewhere for {self._settings.environment_s:g} s a round, in both runs"
+            self._view.say(f"first one step after another, for comparison; {judged}")
+            before, _ = self._train(weights, base=1)
+            self._view.say("now each round is generated while the one before is trained")
+            result, rounds = self._train(weights, base=self._settings.rounds + 2, asynchronous=True)
+            result = compare(before, result)
+        else:
+            result, rounds = self._train(weights)
         self._programs.end()
         self._view.table(rounds, result)
         self._view.last(result.line)
         return not result.complaint
+
+    def _train(self, weights: Path, *, base: int = 0, asynchronous: bool = False) -> tuple[Verdict, list[Round]]:
+        """All rounds of one training program, from the first weights on, and what is to be said of them."""
+        rounds = self._follow(self._start_ranks(weights, base, asynchronous=asynchronous), _progress(asynchronous))
+        published = self._settings.sync is Sync.ON
+        max_lag = 1 if asynchronous else 0
+        expected = self._settings.rounds
+        return verdict(rounds, ENGINES, expected_rounds=expected, published=published, max_lag=max_lag), rounds
 
     def _start_services(self, weights: Path) -> None:
         ports, keys = self._ports, str(self._make_keys())
@@ -144,11 +154,14 @@ class Demo:
         provision(self._folder / "keys", [Member(AgentId("trainer"), Role.TRAINER, channels), *engines])
         return self._folder / "keys"
 
-    def _start_ranks(self, weights: Path) -> list[Program]:
+    def _start_ranks(self, weights: Path, base: int, *, asynchronous: bool) -> list[Program]:
         self._view.say(f"starting {RANKS} ranks of {self._settings.trainer.value}")
         plan = {
             "checkpoint": str(weights),
-            "progress": str(self._folder / "progress.jsonl"),
+            "progress": str(self._folder / _progress(asynchronous)),
+            "asynchronous": asynchronous,
+            "environment_s": self._settings.environment_s if self._settings.asynchronous else 0.0,
+            "base": base,
             "rounds": self._settings.rounds,
             "trainer": self._settings.trainer.value,
             "seed": self._settings.seed,
@@ -173,7 +186,9 @@ class Demo:
         }
         command = [sys.executable, "-m", "weightbus.trainer_agent.demo.rank", argument]
         return [
-            self._programs.start(f"rank{rank}", command, group | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            self._programs.start(
+                f"rank{rank}{'-async' * asynchronous}", command, group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
             for rank in range(RANKS)
         ]
 
@@ -199,8 +214,8 @@ class Demo:
         finally:
             asking.shutdown(wait=False)
 
-    def _follow(self, ranks: Sequence[Program]) -> list[Round]:
-        follower = Follower(self._folder / "progress.jsonl")
+    def _follow(self, ranks: Sequence[Program], progress: str) -> list[Round]:
+        follower = Follower(self._folder / progress)
         rounds: list[Round] = []
 
         def moved() -> bool:
@@ -215,6 +230,7 @@ class Demo:
             self._poll(moved, ROUND_S, "the next round", may_end=ranks)
         moved()
         self._programs.check(may_end=ranks)
+        self._programs.dismiss(ranks)
         return rounds
 
     def _poll(self, done: Callable[[], bool], deadline_s: float, what: str, may_end: Sequence[Program] = ()) -> None:
@@ -224,6 +240,10 @@ class Demo:
             if time.monotonic() >= until:
                 raise DemoFailed(f"waited {deadline_s:.0f} s for {what}; logs are in {self._folder / 'logs'}")
             time.sleep(_POLL_S)
+
+
+def _progress(asynchronous: bool) -> str:
+    return "progress-async.jsonl" if asynchronous else "progress.jsonl"
 
 
 def _answers(url: str) -> bool:

@@ -37,6 +37,13 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rounds: Annotated[int, msgspec.Meta(ge=1, le=1000, description="rounds of generate, learn, publish")] = 20
     transport: Annotated[TransportKind, msgspec.Meta(description="how the weights travel")] = TransportKind.LOCAL
     trainer: Annotated[Trainer, msgspec.Meta(description="what trains the policy")] = Trainer.MEGATRON
+    asynchronous: Annotated[
+        bool, msgspec.Meta(description="then again, generating each round while the one before is trained; compared")
+    ] = False
+    environment_s: Annotated[
+        float,
+        msgspec.Meta(ge=0, le=60, description="with asynchronous: how long answers are judged elsewhere"),
+    ] = 0.5
     save_every: Annotated[int, msgspec.Meta(ge=0, description="keep every n-th version as a checkpoint; 0: none")] = 0
     sync: Annotated[Sync, msgspec.Meta(description="off: train, but publish nothing; the reward stays flat")] = Sync.ON
     seed: Annotated[int, msgspec.Meta(ge=0, description="of the first weights and of the prompts")] = 1
@@ -45,3 +52,9 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0
     keep_logs: Annotated[bool, msgspec.Meta(description="keep logs and checkpoint after a run that went well")] = False
     json: Annotated[bool, msgspec.Meta(description="print every round as a line of JSON instead of a table")] = False
+
+    def __post_init__(self) -> None:
+        if self.asynchronous and self.sync is Sync.OFF:
+            raise ValueError("asynchronous rounds are published: leave sync on")
+        if self.asynchronous and self.transport in (TransportKind.DIRECT, TransportKind.SENDS):
+            raise ValueError(f"transport = {self.transport} gives the weights in training, and no snapshot: take local")

@@ -58,7 +58,7 @@ class View:
         if self._json:
             return
         table = Table(title="Every round: what the engines earned, then what was published", title_justify="left")
-        for name in ("round", "reward", "version", "lag", "kB", *PHASES):
+        for name in ("round", "reward", "version", "lag", "old", "kB", *PHASES):
             table.add_column(name, justify="right")
         for each in rounds:
             table.add_row(*_cells(each))
@@ -76,4 +76,5 @@ class View:
 def _cells(each: Round) -> list[str]:
     lag = " ".join(f"{name}:{lag}" for name, lag in sorted(each.lag.items()))
     seconds = [f"{each.seconds[name]:.3f}" if name in each.seconds else "-" for name in PHASES]
-    return [str(each.number), f"{each.reward:.3f}", str(each.version), lag, f"{each.nbytes / 1e3:.0f}", *seconds]
+    first = [str(each.number), f"{each.reward:.3f}", str(each.version), lag, str(each.behind)]
+    return [*first, f"{each.nbytes / 1e3:.0f}", *seconds]

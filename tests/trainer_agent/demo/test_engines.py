@@ -16,7 +16,6 @@ class Stage(ThreadingHTTPServer):
 
     ready: tuple[str, ...] = ()
     tokens = RESPONSE_TOKENS
-    versions: tuple[str, ...] = ("7",)
 
     @property
     def url(self) -> str:
@@ -27,14 +26,13 @@ class Answers(BaseHTTPRequestHandler):
     server: Stage
 
     def do_GET(self) -> None:
-        engine = {"lag": 0, "ready": True, "url": self.server.url, "something": "new"}
+        engine = {"lag": 0, "ready": True, "version": 7, "url": self.server.url, "something": "new"}
         channel = {"committed": {"version": 7}, "engines": {"e0": engine}, "ready": self.server.ready}
         self.reply({"boot": 1, "channels": {"c": channel}})
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        spans = [{"version": version, "start": 0, "end": 1} for version in self.server.versions]
-        meta = {"weight_version": self.server.versions[-1], "weight_versions": spans, "id": "x"}
+        meta = {"weight_version": "7", "id": "x"}
         one = {"text": "", "output_ids": [1] * self.server.tokens, "meta_info": meta}
         self.reply([one | {"output_ids": [prompt[0]] * self.server.tokens} for prompt in asked["input_ids"]])
 
@@ -84,16 +82,14 @@ def test_responses_keep_the_order_of_the_prompts(fleet: Fleet, stage: Stage) -> 
     prompts = [[number] for number in range(5)]
     responses = fleet.generate([stage.url, stage.url], prompts)
     assert [response.output_ids[0] for response in responses] == list(range(5))
-    assert {response.meta_info.weight_version for response in responses} == {"7"}
-    assert not any(response.mixed for response in responses)
+    assert {response.label for response in responses} == {"7"}
 
 
-def test_a_response_from_two_versions_is_seen(fleet: Fleet, stage: Stage) -> None:
-    """The spans tell, even where the last label is the right one."""
-    stage.versions = ("6", "7")
-    (response,) = fleet.generate([stage.url], [[1]])
-    assert response.mixed
-    assert response.meta_info.weight_version == "7"
+def test_rollouts_may_wait_for_a_version(fleet: Fleet, stage: Stage) -> None:
+    """An engine that is ready with an older one is waited for, too."""
+    assert fleet.wait_ready(1, 0.0, version=7) == (stage.url,)
+    with pytest.raises(NotReady, match=r"versions \[7\] after 0 s, expected 1 with 8 or later"):
+        fleet.wait_ready(1, 0.0, version=8)
 
 
 def test_a_short_response_is_refused(fleet: Fleet, stage: Stage) -> None:

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from weightbus.trainer_agent.demo.records import Follower, Round, append, verdict
+from weightbus.trainer_agent.demo.records import Follower, Round, Verdict, append, compare, verdict
 
 
-def round_of(number: int, reward: float, *, mismatched: int = 0, mixed: int = 0, lag: int = 0) -> Round:
+def round_of(
+    number: int, reward: float, *, mismatched: int = 0, mixed: int = 0, lag: int = 0, behind: int = 0
+) -> Round:
     return Round(
         number=number,
         reward=reward,
@@ -15,7 +18,9 @@ def round_of(number: int, reward: float, *, mismatched: int = 0, mixed: int = 0,
         responses=64,
         mismatched=mismatched,
         mixed=mixed,
+        behind=behind,
         lag={"e0": 0, "e1": lag},
+        wall_s=1.5,
         seconds={"generate": 0.5},
         nbytes=1000,
     )
@@ -48,6 +53,33 @@ def test_the_last_line_is_exact() -> None:
 def test_every_broken_promise_is_a_complaint(rounds: list[Round], expected: int, published: bool, words: str) -> None:
     """A demo that shows less than it claims fails and says what was missing."""
     assert words in verdict(rounds, 2, expected_rounds=expected, published=published).complaint
+
+
+def asynchronous(count: int = 20, **last: int) -> Verdict:
+    rounds = [*run_of(count - 1, 0.7), round_of(count, 0.95, mixed=40, **last)]
+    return verdict(rounds, 2, expected_rounds=count, published=True, max_lag=1)
+
+
+def test_asynchronous_answers_may_be_mixed_and_one_version_old() -> None:
+    """And no older. The last line says how old they were, and how long both ways took."""
+    synchronous = verdict(run_of(20, 0.7), 2, expected_rounds=20, published=True)
+    result = compare(msgspec.structs.replace(synchronous, wall_s=40.04), asynchronous(behind=1))
+    assert result.complaint == ""
+    assert result.line == (
+        "demo: rounds=20 engines=2 reward_first=0.250 reward_last=0.950 mismatched_versions=0 mixed=40"
+        " max_lag=1 dropped=0 sync_s=40.0 async_s=30.0"
+    )
+    assert "more than 1 versions older" in asynchronous(behind=2).complaint
+    assert "lagged" in asynchronous(lag=2).complaint
+
+
+def test_an_asynchronous_run_that_is_not_faster_is_a_complaint() -> None:
+    """Where it is long enough to tell; and whatever was wrong with the synchronous one is told first."""
+    slow, quick = (verdict(run_of(count, 0.7), 2, expected_rounds=count, published=True) for count in (20, 5))
+    assert compare(slow, slow).complaint == "30.0 s asynchronously, 30.0 s synchronously"
+    assert compare(quick, quick).complaint == ""
+    flat = verdict(run_of(20, 0.01), 2, expected_rounds=20, published=True)
+    assert compare(flat, asynchronous()).complaint.startswith("synchronous: the reward gained")
 
 
 def test_a_flat_reward_is_right_when_nothing_is_published() -> None:

@@ -1,0 +1,41 @@
+"""What a channel was before: the versions that were committed, and what the journal restores of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from .effects import Committed
+from .ids import Epoch, RequestId, Version
+from .messages import Held, RoundDone
+
+HISTORY: Final = 64
+"""Committed versions that are remembered, so that people can see what a channel may go back to."""
+
+
+class Past(msgspec.Struct, frozen=True):
+    """A version that was committed, now or once."""
+
+    version: Version
+    epoch: Epoch
+    rollback: bool = False
+    """The channel went back to it, or took it again."""
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """What the journal knows of a channel."""
+
+    epoch: Epoch = Epoch(0)
+    committed: Held | None = None
+    committed_epoch: Epoch = Epoch(0)
+    answers: Mapping[RequestId, RoundDone] = {}
+    history: tuple[Past, ...] = ()
+    """What was committed, oldest first; the last `HISTORY`."""
+
+
+def remembered(history: tuple[Past, ...], commit: Committed | Past) -> tuple[Past, ...]:
+    """`history` with `commit`, which may be in it already: a record may be written twice."""
+    past = Past(commit.version, commit.epoch, commit.rollback)
+    return history if history[-1:] == (past,) else (*history, past)[-HISTORY:]

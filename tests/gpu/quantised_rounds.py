@@ -1,0 +1,182 @@
+"""Rounds into FP8 servers beside rounds of the same model into bfloat16 servers: what quantising on the way gains.
+
+One trainer with random weights on the first GPU publishes by the direct transport to a server in bfloat16 and to one
+in FP8 blocks, on the same GPU and, where there is a second one, on that. What an FP8 round leaves in its server is
+compared with what SGLang's own flattened buckets of the quantised tensors leave there, by the server's own checksums,
+with noise in between; engines.py compares with checkpoints.
+
+    python3 tests/gpu/quantised_rounds.py --kernels FILE    one or two CUDA devices, Qwen3-30B-A3B shapes, 24 layers
+    python3 tests/gpu/quantised_rounds.py --device cpu      the same steps, tiny, and nothing quantised
+
+Prints one JSON object, quantised.json with the figures of quantised.py in FILE; `--out FOLDER` writes it there, after
+every server. Exits with 1 unless everything was equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import direct
+import rig
+
+FIGURES = {"bf16": "bf16_round_s", "fp8": "fp8_round_s", "peer-bf16": "peer_bf16_s", "peer-fp8": "peer_fp8_s"}
+"""By server: what its fastest round is called."""
+
+
+def folder_of(place: str) -> str:
+    """Of the checkpoint that a server serves."""
+    return "model-fp8" if place.endswith("fp8") else "model"
+
+
+def orchestrate(args: argparse.Namespace) -> int:
+    """Start everything, run the trainer, write what it has found so far."""
+    from weightbus.trainer_agent.demo.processes import ProgramEnded, Programs
+
+    work = Path(tempfile.mkdtemp(prefix="wb-quantised-"))
+    cuda = args.device == "cuda"
+    hf = {**(rig.QWEN3_30B_A3B if cuda else rig.TINY_MOE)}
+    if cuda:
+        hf["num_hidden_layers"] = args.layers
+    rig.write_model(work / "model", hf)
+    rig.write_model(work / "model-fp8", {**hf, "quantization_config": rig.FP8} if cuda else hf)
+    gpus = direct.gpus() if cuda else 1
+    places = [place for place in FIGURES if gpus > 1 or not place.startswith("peer")]
+    problem = ""
+    with Programs(work) as programs:
+        layout = rig.start_coordinator(programs, work)
+        for place in places:
+            flags: tuple[str, ...] = (rig.LOADER,)
+            if cuda:
+                flags += (f"--mem-fraction-static={args.memory}", "--disable-cuda-graph")
+                flags += rig.FP8_FLAGS if place.endswith("fp8") else ()
+            gpu = 1 if place.startswith("peer") else 0
+            engine = rig.Engine(place, gpu, 1, flags, "available", model=folder_of(place))
+            rig.start_engine(programs, args.device, work, engine, layout)
+        (work / "layout.json").write_text(json.dumps(layout))
+        command = [sys.executable, __file__, "--trainer-of", str(work), *rig.arguments()]
+        trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
+        try:
+            rig.wait(
+                "the trainer",
+                lambda: write(args, work, hf, "under way") and trainer.process.poll() is not None,
+                args.deadline,
+                lambda: programs.check([trainer]),
+            )
+            programs.check([trainer])
+        except (ProgramEnded, TimeoutError) as error:
+            problem = f"{error}"
+            for log in sorted(work.glob("*.log")):
+                rig.log(f"{log.name}: {log.read_text(errors='replace')[-1500:]}")
+    result = write(args, work, hf, problem)
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0 if result["equal"] and not problem else 1
+
+
+def write(args: argparse.Namespace, work: Path, hf: dict[str, Any], problem: str) -> dict[str, Any]:
+    """All that is known by now."""
+    result = work / "result.json"
+    rounds: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
+    kernels: dict[str, Any] = json.loads(Path(args.kernels).read_text()) if args.kernels else {}
+    servers: dict[str, Any] = rounds.get("servers", {})
+    found = {
+        **kernels,
+        **rig.describe("quantised_rounds.py", args.device, hf),
+        **{name: fastest(servers[place]) if place in servers else None for place, name in FIGURES.items()},
+        "quantise_model_s": rounds.get("quantise_model_s"),
+        "round_bytes": {place: each["bytes"] for place, each in servers.items()},
+        "equal": bool(kernels.get("equal", not args.kernels))
+        and rounds.get("complete") is True
+        and all(each["equal"] and committed(each) for each in servers.values()),
+        "kernels": {key: kernels.get(key) for key in ("command", "model", "date")},
+        "problem": problem,
+        "servers": servers,
+    }
+    if args.out:
+        (Path(args.out) / "quantised.json").write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def committed(found: dict[str, Any]) -> bool:
+    """Every round of a server was."""
+    reports = (found["first"], found["flattened_bucket"], *found["steady"])
+    return all(each["outcome"].endswith("committed") for each in reports)
+
+
+def fastest(found: dict[str, Any]) -> float:
+    """Of the steady rounds, from the call of `publish` to its return."""
+    return min(float(each["publish_s"]) for each in found["steady"])
+
+
+def train(args: argparse.Namespace) -> None:
+    """The same weights to every server, one after another."""
+    import torch
+    from shards import Shards
+
+    work = Path(args.trainer_of)
+    if args.device == "cpu":
+        from weightbus.trainer_agent import megatron_cpu
+
+        megatron_cpu.install()
+    hf = rig.read_config(work)
+    layout = rig.read_layout(work)
+    fleet = rig.Fleet(layout, hf["max_position_embeddings"])
+    source = Shards(hf, torch.device(args.device, 0), 2, **direct.LAYOUTS["ep2"])
+    source.refill(0)
+    fleet.wait_ready(args.deadline)
+    result: dict[str, Any] = {"servers": {}, "quantise_model_s": quantising(source, work / "model-fp8")}
+    for place in layout["engines"]:
+        more = {"hf_config_dir": work / folder_of(place)}
+        result["servers"][place] = direct.publish(source, layout, fleet, place, itertools.count(1), more)
+        result["complete"] = len(result["servers"]) == len(layout["engines"])
+        (work / "result.new").write_text(json.dumps(result))
+        (work / "result.new").rename(work / "result.json")
+
+
+def quantising(source: Any, served: Path) -> float | None:
+    """Seconds for everything that the trainer holds, into memory that is there already."""
+    import torch
+
+    from weightbus.trainer_agent.quantised import ReadableQuantisedSource, quantised
+
+    found = quantised(source, served)
+    if not isinstance(found, ReadableQuantisedSource):
+        return None
+    seconds = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        found.memory()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    del found
+    torch.cuda.empty_cache()
+    return min(seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
+    parser.add_argument("--memory", type=float, default=0.85, help="of each server, --mem-fraction-static")
+    parser.add_argument("--deadline", type=float, default=330.0, help="seconds for everything")
+    parser.add_argument("--kernels", help="what quantised.py has written")
+    parser.add_argument("--out", help="folder for the JSON file")
+    parser.add_argument("--trainer-of", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trainer_of:
+        train(args)
+        return 0
+    return orchestrate(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Bounded staleness: the rule alone, and training loops that stand still for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from weightbus.control.messages import TransportKind
+from weightbus.control.states import RoundState
+from weightbus.control.status import ChannelView, EngineView, HeldStatus, RoundView
+from weightbus.trainer_agent.agent import TrainerAgent
+from weightbus.trainer_agent.errors import RoundAborted, TooFarAhead
+from weightbus.trainer_agent.lag import Ahead, Pace, oldest_served, pace
+
+from .test_snapshots import PATIENCE_S, Gate, Loop
+
+
+@pytest.mark.parametrize(
+    ("serving", "coming", "expired", "expected"),
+    [
+        (4, False, False, Pace.GO),
+        (5, True, True, Pace.GO),
+        (6, False, False, Pace.GO),
+        (3, True, False, Pace.WAIT),
+        (3, False, False, Pace.TOO_FAR),
+        (3, True, True, Pace.TOO_FAR),
+        (None, True, False, Pace.WAIT),
+        (None, False, False, Pace.WAIT),
+        (None, False, True, Pace.TOO_FAR),
+    ],
+)
+def test_the_rule(serving: int | None, coming: bool, expired: bool, expected: Pace) -> None:
+    """Go on within the bound; wait while something comes or nothing is known; say so when nothing helps any more."""
+    assert pace(5, serving, 1, coming=coming, expired=expired) is expected
+
+
+def view(committed: int | None, engines: dict[str, tuple[int | None, str]]) -> ChannelView:
+    def engine(version: int | None, state: str) -> EngineView:
+        return EngineView(
+            url="",
+            state=state,
+            version=version,
+            lag=0,
+            ready=False,
+            reason="",
+            last_seen_s=0.0,
+            incarnation="",
+            server_version="",
+            tp=1,
+            pp=1,
+            dp=1,
+            device="cpu",
+            transports=(TransportKind.LOCAL,),
+        )
+
+    return ChannelView(
+        epoch=1,
+        committed=None if committed is None else HeldStatus(committed, "", "", 1),
+        lease=None,
+        round=RoundView(RoundState.IDLE),
+        engines={name: engine(version, state) for name, (version, state) in engines.items()},
+        ready=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("channel", "expected"),
+    [
+        (None, 0),
+        (view(None, {"e0": (None, "serving")}), 0),
+        (view(7, {}), 7),
+        (view(7, {"e0": (7, "serving"), "e1": (6, "serving")}), 6),
+        (view(7, {"e0": (7, "serving"), "e1": (2, "serving"), "e2": (None, "serving")}), 7),
+        (view(7, {"e0": (6, "transferring")}), 6),
+        (view(7, {"e0": (6, "dirty"), "e1": (6, "lost"), "e2": (9, "serving")}), 7),
+    ],
+)
+def test_what_is_served_is_the_oldest_version_of_an_engine_that_gets_requests(
+    channel: ChannelView | None, expected: int
+) -> None:
+    """Also of one in the middle of a round. Where nobody gets any, it is the committed version."""
+    assert oldest_served(channel, 1) == expected
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    """Its coordinator is a thread of this process."""
+    made = Loop(tmp_path)
+    yield made
+    made.close()
+
+
+def test_training_goes_on_one_version_ahead_and_no_further(loop: Loop) -> None:
+    """The second snapshot returns when the first is served, on every rank, and says how long that took."""
+    gate = Gate()
+    engine = loop.engine("e0", gate)
+    loop.connect(max_lag=1)
+    first = loop.snapshot(1)
+    assert gate.reached.wait(PATIENCE_S)
+    assert not first[0].over()
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(loop.snapshot, 2)
+        leader = loop.agents[0]._leader
+        assert leader is not None
+        with pytest.raises(TimeoutError):
+            second.result(1.0)  # twice the beat: the other rank heard of it, too
+        assert leader._background.ahead == 2
+        gate.opened.set()
+        handles = second.result(PATIENCE_S)
+    assert engine.label is not None
+    assert engine.label >= 1
+    assert all(handle.stood_s > 0.5 for handle in handles)
+    assert first[0].stood_s < 0.5
+    assert loop.wait(handles).committed
+    third = loop.snapshot(3)
+    assert loop.wait(third).committed
+
+
+def test_without_lag_a_snapshot_is_served_when_publish_returns(loop: Loop) -> None:
+    """max_lag = 0 is synchronous training."""
+    engine = loop.engine("e0")
+    loop.connect(max_lag=0)
+    for version in (1, 2):
+        loop.snapshot(version)
+        assert engine.label == version
+
+
+@pytest.mark.parametrize("why", ["late", "aborted"])
+def test_who_is_too_far_ahead_is_told_so_on_every_rank(loop: Loop, why: str) -> None:
+    """When the time is over, or at once when nothing is coming; the snapshot's publication is told of as always."""
+    gate = Gate()
+    engine = loop.engine("e0", gate)
+    loop.connect(max_lag=0, lag_timeout_s=0.7 if why == "late" else 60.0)
+
+    def attempt(agent: TrainerAgent) -> TooFarAhead:
+        with pytest.raises(TooFarAhead, match="version 1 is 1 ahead of what engines serve") as caught:
+            agent.publish(1, mode="snapshot")
+        return caught.value
+
+    if why == "aborted":
+        engine.before = engine.leave
+        gate.opened.set()
+    errors = [each for each in loop.each(attempt) if isinstance(each, TooFarAhead)]
+    assert len(errors) == 2
+    assert str(errors[0]) == str(errors[1])
+    assert ("after 1 s" if why == "late" else "nothing is coming") in str(errors[0])
+    gate.opened.set()
+    handles = [error.handle for error in errors]
+    if why == "late":
+        assert loop.wait(handles).committed
+    else:
+        assert loop.failure(handles) == {RoundAborted}
+        loop.engine("e1")
+    loop.snapshot(2)
+    assert loop.engines["e0" if why == "late" else "e1"].label == 2
+
+
+def test_an_engine_that_is_left_behind_holds_training_back(loop: Loop) -> None:
+    """Not only the committed version counts: whoever gets requests does, until the coordinator sends it none."""
+    stuck = Gate()
+    stuck.opened.set()
+    loop.engine("e0")
+    slow = loop.engine("e1", stuck)
+    loop.connect(max_lag=1, slow="evict-after", slow_s=1.0)
+    loop.snapshot(1)
+    assert loop.wait(loop.snapshot(2)).committed
+
+    def refuse() -> None:
+        raise RuntimeError("busy")
+
+    slow.before = refuse
+    assert loop.wait(loop.snapshot(3)).committed
+    handles = loop.snapshot(4)  # e1 serves 2, which is 2 behind: what is under way has to end first
+    assert handles[0].over()
+    assert loop.engines["e0"].label == 4
+
+
+def test_silence_is_no_reason_to_go_on(loop: Loop) -> None:
+    """What engines serve is not known while the coordinator is away: training waits for it, and says so in the end."""
+    assert str(Ahead(3, None, 1, "nobody answers")).startswith("what engines serve is not known")
+    loop.engine("e0")
+    loop.connect(max_lag=1, lag_timeout_s=1.0, request_timeout_s=0.3, acquire_timeout_s=0.5)
+    assert loop.wait(loop.snapshot(1)).committed
+    loop.stop_coordinator()
+
+    def attempt(agent: TrainerAgent) -> str:
+        with pytest.raises(TooFarAhead, match="is not known") as caught:
+            agent.publish(2, mode="snapshot")
+        return str(caught.value)
+
+    assert len(set(loop.each(attempt))) == 1
