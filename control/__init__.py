@@ -10,6 +10,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     channel  lease  tenure  fleet       one channel: who may publish, who does, its engines outside a round
     round  cohort  member               one round, its engines, one of them
     orders  routing  duties             what a round tells them, by which transport, unanswered commands
+    receipts                            acknowledgements that are owed, and those that a command makes needless
     engines  blobs  answers  status     one engine, manifests, how rounds ended, what may be known
     limits                              every wait and bound
 journal  server  service            SQLite and the loop: the machine's hands; the process around them

@@ -95,7 +95,7 @@ class RouterBus:
     def __init__(self, bind: str, router_port: int, pub_port: int, keys: ServerKeys | None = None) -> None:
         """Binds at once. Port 0 takes a free one: see `router_port` and `pub_port`. Without keys: loopback only."""
         check_library()
-        self._host = _host(bind, keys)
+        self._host = check_bind(bind, keys)
         self._keys = keys
         self._trusted: Mapping[str, Principal] = keys.trust.principals() if keys else {}
         self.connections: Counter[str] = Counter(accepted=0, established=0, refused=0, closed=0)
@@ -106,6 +106,8 @@ class RouterBus:
         self._queues: dict[Peer, deque[codec.Frames]] = {}
         self._speakers: dict[Peer, str] = {}
         """The key of each connection. A key never changes under a connection, and the ROUTER uses no name twice."""
+        self._more = False
+        """The last poll took as much as it may, and left some."""
         self._encoded: tuple[ToAgent | None, codec.Frames] = (None, [])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
@@ -175,7 +177,7 @@ class RouterBus:
         """What came in, at once if anything did; nothing after `timeout_s` or `wake`. First it may gather."""
         if self._authenticator is not None and not self._authenticator.is_alive():
             raise WeightbusError("the thread that authenticates agents died: nobody new can connect; start again")
-        if gather_s:
+        if gather_s and not self._more:
             self._resting.poll(round(gather_s * 1000))
         self._flush()
         wait_s = min(timeout_s, FLUSH_S if self._queues else RELOAD_S)
@@ -191,13 +193,14 @@ class RouterBus:
     def _take_burst(self, incoming: list[Incoming]) -> None:
         """What has arrived, but not more than a poll may take."""
         receive, receive_frame, speakers, now = self._receive, self._receive_frame, self._speakers, time.monotonic()
+        self._more = False
         for _ in range(MAX_BURST):
             try:
                 peer = Peer(receive(_NOBLOCK))
             except zmq.Again:
                 return
             frame = receive_frame(_NOBLOCK)
-            frames: codec.Frames = [frame.bytes]
+            frames = [frame.bytes]
             while frame.more:  # asked of the frame: the socket's own option takes as long as receiving does
                 frame = receive_frame(_NOBLOCK)
                 frames.append(frame.bytes)
@@ -207,6 +210,7 @@ class RouterBus:
                 incoming.append(self._read(peer, speaker, frames))
             else:
                 incoming.extend(self._throttled(speaker, pace))
+        self._more = True
 
     def _throttled(self, speaker: str, pace: Pace) -> Iterator[Throttled]:
         """A message that is dropped unread: counted, and told of when it begins and when it gets worse."""
@@ -279,6 +283,26 @@ class RouterBus:
         queue.append(frames)
         return Delivery.QUEUED
 
+    def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
+        """Send to one after the other, without ever waiting. Returns those whose `Delivery` was `GONE`.
+
+        What all are told alike is encoded once; a loop without calls of our own is what keeps libzmq's thread awake.
+        """
+        (frame,) = self._encode(message, None)
+        queues, send, gone = self._queues, self._send_frame, list[Peer]()
+        for peer in peers:
+            if peer not in queues:
+                try:
+                    send(peer, _MORE)
+                    send(frame, _NOBLOCK)
+                except zmq.ZMQError:  # slow or gone: what to do about it is said once, below
+                    pass
+                else:
+                    continue
+            if self.send(peer, message) is Delivery.GONE:
+                gone.append(peer)
+        return gone
+
     def forget(self, peer: Peer) -> None:
         """Drop what is queued for `peer`."""
         self._queues.pop(peer, None)
@@ -289,7 +313,7 @@ class RouterBus:
         if self._pub is None:
             return  # being opened anew
         with contextlib.suppress(zmq.Again):  # hints are lossy by contract
-            self._pub.send_multipart(codec.HINT.encode(hint), zmq.NOBLOCK)
+            self._pub.send_multipart(codec.pack(codec.HINT.encode(hint)), zmq.NOBLOCK)
 
     def wake(self) -> None:
         """End the running `poll`, or the next one."""
@@ -309,7 +333,7 @@ class RouterBus:
     def _encode(self, message: ToAgent, blob: bytes | None) -> codec.Frames:
         """Frames of `message`; of one that goes to many, one after the other, only once."""
         if message is not self._encoded[0] or blob is not None:
-            self._encoded = (message, codec.TO_AGENT.encode(message, blob))
+            self._encoded = (message, codec.pack(codec.TO_AGENT.encode(message, blob)))
         return self._encoded[1]
 
     def _read(self, peer: Peer, speaker: str, frames: codec.Frames) -> MessageReceived | Rejected:
@@ -317,7 +341,7 @@ class RouterBus:
         if principal is None and self._keys is not None:
             return Rejected(peer, Malformed("this connection's key is not trusted any more"))
         try:
-            message, blob = codec.TO_COORDINATOR.decode(frames)
+            message, blob = codec.TO_COORDINATOR.decode(codec.unpack(frames))
         except ProtocolError as error:
             return Rejected(peer, error, principal)
         return MessageReceived(peer, message, blob, principal)
@@ -370,7 +394,8 @@ def _explain_handshake(number: int, value: int) -> str:
             return "a connection was refused: no handshake, or not the one asked for, within its time"
 
 
-def _host(bind: str, keys: ServerKeys | None) -> str:
+def check_bind(bind: str, keys: ServerKeys | None) -> str:
+    """`bind` as ZeroMQ writes it. Raises `ConfigurationError` for what is no address, or needs keys."""
     try:
         address = ipaddress.ip_address(bind)
     except ValueError as problem:

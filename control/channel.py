@@ -8,14 +8,14 @@ the record is durable.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from .answers import Answers, already_committed, never_begun
 from .deadlines import earlier
-from .duties import Duties
+from .duties import Command, Duties
 from .effects import (
     AnyObservation,
     Committed,
@@ -61,9 +61,9 @@ TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Send `message` to whatever connection `agent` is on."""
+    """Send `message` to whatever connections `agents` are on."""
 
-    agent: AgentId
+    agents: tuple[AgentId, ...]
     message: ToAgent
 
 
@@ -83,6 +83,21 @@ class Said(msgspec.Struct, frozen=True):
 ChannelRecord = EpochTaken | Committed | RoundClosed
 Out = Tell | Answer | ChannelRecord | AnyObservation
 _RECORDS: Final = (EpochTaken, Committed, RoundClosed)
+
+
+def _together(due: Iterable[tuple[AgentId, Command]]) -> list[Tell]:
+    """What many are told alike, at once to all of them; who is told two things is told the first one first.
+
+    That is one object (orders.py): to compare values would cost more than it saves.
+    """
+    alike: dict[int, tuple[list[AgentId], Command]] = {}
+    for agent, command in due:
+        known = alike.get(id(command))
+        if known is None:
+            alike[id(command)] = [agent], command
+        else:
+            known[0].append(agent)
+    return [Tell(tuple(agents), command) for agents, command in alike.values()]
 
 
 class Channel:
@@ -190,7 +205,7 @@ class Channel:
             if self._tenure.held_by(agent):
                 self._end_lease("the version was committed already")
         if done:
-            self.out.append(Tell(agent.name, done))
+            self.out.append(Tell((agent.name,), done))
 
     def transferring(self, agent: Agent, message: Offered | Sent, now: float) -> Verdict:
         """The trainer's half of the transports stands, or is over."""
@@ -215,7 +230,7 @@ class Channel:
                 self.round.abandon(f"abandoned by {agent.name}: {message.reason}", now)
             else:
                 self._end_lease(f"abandoned: {message.reason}")
-                self.out.append(Tell(agent.name, never_begun(lease, message)))
+                self.out.append(Tell((agent.name,), never_begun(lease, message)))
         return verdict
 
     def trainer_joined(self, agent: Agent, now: float) -> None:
@@ -225,7 +240,7 @@ class Channel:
         if self.round:
             self._duties.hurry(agent.name, now)
         elif self._answers.last:
-            self.out.append(Tell(agent.name, self._answers.last))
+            self.out.append(Tell((agent.name,), self._answers.last))
 
     def trainer_heard(self, agent: Agent, now: float) -> None:
         """A trainer is alive; if it holds the lease, that goes on."""
@@ -262,7 +277,9 @@ class Channel:
         self._fleet.touch((name,))
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
-        elif recovered and not self._takes_part(name) and self._duties.get(name) is None:
+        # Whoever loaded the committed version by itself is told to serve it.
+        arrived = engine.health is EngineHealth.PENDING and engine.held is not None and engine.held == self.committed
+        if (recovered or arrived) and not self._takes_part(name) and self._duties.get(name) is None:
             self._fleet.settle(engine, self._settling_epoch, self.committed, now)
         return True
 
@@ -369,7 +386,7 @@ class Channel:
             return ()
         waiting, self.out = self.out, []
         out: list[Out] = [each for each in waiting if not isinstance(each, _RECORDS)]
-        out += [Tell(agent, command) for agent, command in due]
+        out += _together(due)
         out += [each for each in waiting if isinstance(each, _RECORDS)]
         if wanted:
             out.append(wanted)
@@ -448,7 +465,7 @@ class Channel:
         stood_s = round_.publish.stood_s
         self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done, stood_s=stood_s))
         self._end_lease("the round ended")
-        self.out.append(Tell(round_.holder, record.done))
+        self.out.append(Tell((round_.holder,), record.done))
         self._fleet.settle_idle(self.epoch, self.committed, now)
 
     def _take_answer(self, engine: Engine, message: EngineMessage, now: float) -> Verdict:

@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, assert_never
 
@@ -42,6 +43,7 @@ from .messages import (
     ToCoordinator,
     Welcome,
 )
+from .security import curve_files
 from .session import (
     Asked,
     Connect,
@@ -84,6 +86,11 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise the `ConfigurationError` that connecting would: keys that are not there, or needed and not given."""
         DealerLink(self.endpoint, self.curve).close()
+
+
+def check_keys(endpoint: str, keys: Path | None, name: str, *, insecure_loopback: bool) -> None:
+    """Raise the `ConfigurationError` that an agent's start would, as far as its key files and its endpoint tell."""
+    BusSettings(endpoint=endpoint, curve=curve_files(keys, name, insecure_loopback=insecure_loopback)).check()
 
 
 class BusClient:

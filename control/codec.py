@@ -1,10 +1,12 @@
 """Messages to frames and back: the only place that knows what a frame looks like.
 
-A message is two frames, or three when its type carries a blob::
+A message has two parts, or three when its type carries a blob::
 
     b"WB" | protocol number (1 byte) | direction (1 byte)
     msgpack map, tagged by "type"
     blob                                                    (`PutBlob`, `BlobPage`, `Status`)
+
+The first two travel in one frame (`pack`): every frame costs an encryption and a call on each side.
 
 Decoding raises nothing but the `ProtocolError` family, whatever the bytes. Encoding refuses, at the sender, what the
 other side would refuse: a value out of bounds is found where the traceback is useful.
@@ -35,7 +37,7 @@ from .messages import (
 
 MAGIC: Final = b"WB"
 MAX_FRAME_BYTES: Final = 1 << 20
-"""For payload and blob alike. The sockets are told the same number, so that libzmq cuts larger frames by itself."""
+"""For header and payload together, and for a blob. The sockets are told it too: libzmq cuts larger frames by itself."""
 
 MAX_PROSE: Final = 2048
 """Characters of a `Text` field (ids.py). Longer reasons are cut to it, so that no failure is lost for being wordy."""
@@ -46,6 +48,8 @@ _PLAIN: Final[frozenset[type[Message]]] = frozenset({Ack, Alive})
 """Not decoded again by their sender: they hold nothing but what was decoded, or counted, here. Half of all messages."""
 
 Frames = list[bytes]
+"""The parts of one message; once packed, what ZeroMQ calls its frames."""
+_HEADER_BYTES: Final = 4
 M = TypeVar("M", bound=Message)
 
 
@@ -84,11 +88,11 @@ class Wire(Generic[M]):
     def decode(self, frames: Sequence[bytes]) -> tuple[M, bytes | None]:
         """The message in `frames` and its blob, if its type carries one."""
         if not 2 <= len(frames) <= 3:
-            raise Malformed(f"{len(frames)} frames, expected a header, a payload and at most one blob")
+            raise Malformed(f"{len(frames)} parts, expected a header, a payload and at most one blob")
         if frames[0] != self._header:
             self._explain_header(frames[0])
-        if len(frames[1]) > MAX_FRAME_BYTES:
-            raise Oversize("payload", len(frames[1]), MAX_FRAME_BYTES)
+        if len(frames[1]) > MAX_FRAME_BYTES - _HEADER_BYTES:
+            raise Oversize("payload", len(frames[1]), MAX_FRAME_BYTES - _HEADER_BYTES)
         blob = frames[2] if len(frames) == 3 else None
         if blob is not None and len(blob) > MAX_FRAME_BYTES:
             raise Oversize("blob", len(blob), MAX_FRAME_BYTES)
@@ -100,7 +104,7 @@ class Wire(Generic[M]):
 
     def _explain_header(self, header: bytes) -> NoReturn:
         if len(header) != len(self._header) or not header.startswith(MAGIC):
-            raise Malformed(f"first frame {header[:16]!r} is not a header, expected {self._header!r}")
+            raise Malformed(f"it begins with {header[:16]!r}, which is not a header, expected {self._header!r}")
         if header[2] != PROTOCOL:
             raise WrongProtocol(header[2], PROTOCOL)
         raise Malformed(f"header says direction {header[3:]!r}, this socket takes {self._header[3:]!r}")
@@ -120,6 +124,17 @@ class Wire(Generic[M]):
         if tag not in self._tags:
             return UnknownMessage(tag[:64])
         return Malformed(f"{tag}: {problem}")
+
+
+def pack(parts: Frames) -> Frames:
+    """What travels of a message: header and payload as one."""
+    return [parts[0] + parts[1], *parts[2:]] if len(parts) > 2 else [parts[0] + parts[1]]
+
+
+def unpack(frames: Frames) -> Frames:
+    """The parts of what came in, whatever it is; to be refused by `decode` if it is no message."""
+    first = frames[0]
+    return [first[:_HEADER_BYTES], first[_HEADER_BYTES:], *frames[1:]]
 
 
 def clip(text: str, limit: int = MAX_PROSE) -> str:

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from . import status as status_document
 from . import status_view
+from .bus import check_bind
 from .candidate import Candidate
 from .coordinator_settings import CoordinatorSettings
 from .server import on_signals
-from .service import Service
+from .service import Service, read_keys
 from .settings_command import SettingsCommand
 from .sockets import libzmq_version
 from .telemetry import configure_logging
@@ -29,6 +30,10 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
     help: str = "run the coordinator: versions, pauses and locks; no tensors, no GPU"
     section: str = "coordinator"
     kind = CoordinatorSettings
+
+    def check(self, given: CoordinatorSettings) -> None:
+        """Keys that are missing or that others may read, a bad allow-list, and no keys off the loopback."""
+        check_bind(given.bind, read_keys(given))
 
     def do(self, given: CoordinatorSettings) -> int:
         """Serve until told to stop."""

@@ -350,9 +350,10 @@ class Coordinator:
 
     def _heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
         channel = self._channel(agent.channel)
-        window = channel.window
-        committed = window.committed.version if window.committed else None
-        self._out.send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed, max_lag=window.max_lag))
+        if message.seq:
+            window = channel.window
+            committed = window.committed.version if window.committed else None
+            self._out.send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed, max_lag=window.max_lag))
         if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
             self._flush(channel, now)
 
@@ -441,8 +442,7 @@ class Coordinator:
         hinted: set[str] = set()
         for out in outs:
             if isinstance(out, Tell):
-                if (agent := self.members.get(out.agent)) and agent.peer:
-                    self._out.send(agent.peer, out.message)
+                self._out.tell(self.members.peers(out.agents), out.message)
                 continue
             self._put(channel, out)
             event = announced_as(out)
@@ -455,11 +455,12 @@ class Coordinator:
         match out:
             case ReadinessChanged():
                 self._out.observe(out)
-            case Tell() | Answer():
-                if isinstance(out, Answer) and isinstance(out.message, Granted):
+            case Answer():
+                if isinstance(out.message, Granted):
                     self.replies.remember(out.agent, out.message)
-                if (agent := self.members.get(out.agent)) and agent.peer:
-                    self._out.send(agent.peer, out.message)
+                self._out.tell(self.members.peers((out.agent,)), out.message)
+            case Tell():
+                raise InvariantBroken("what agents are told was sent already")
             case EpochTaken() | Committed() | RoundClosed():
                 self._persist(out, channel.name)
             case _:

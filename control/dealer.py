@@ -61,7 +61,7 @@ class DealerLink:
 
     def send(self, message: ToCoordinator, blob: bytes | None = None) -> bool:
         """Send without waiting; False when it cannot go now (not connected, or too much is under way)."""
-        frames = codec.TO_COORDINATOR.encode(message, blob)
+        frames = codec.pack(codec.TO_COORDINATOR.encode(message, blob))
         if self._socket is None:
             return False
         try:
@@ -107,7 +107,7 @@ class HintReader:
         """The next hint, or None after `timeout_s`. Raises `ProtocolError` for what is not one."""
         if not self._sub.poll(max(0, round(timeout_s * 1000))):
             return None
-        return codec.HINT.decode(self._sub.recv_multipart(zmq.NOBLOCK))[0]
+        return codec.HINT.decode(codec.unpack(self._sub.recv_multipart(zmq.NOBLOCK)))[0]
 
     def close(self) -> None:
         """Stop listening."""
@@ -156,6 +156,6 @@ def _is_loopback(host: str) -> bool:
 
 def _read_answer(parts: list[zmq.Frame]) -> tuple[ToAgent, bytes | None] | ProtocolError:
     try:
-        return codec.TO_AGENT.decode([part.bytes for part in parts])
+        return codec.TO_AGENT.decode(codec.unpack([part.bytes for part in parts]))
     except ProtocolError as error:
         return error

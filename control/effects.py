@@ -11,7 +11,7 @@ import msgspec
 
 from .events import Peer, Token
 from .ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from .messages import Code, Hint, Outcome, Role, RoundDone, ToAgent
+from .messages import Ack, Code, Hint, Outcome, Role, RoundDone, ToAgent, ToCoordinator
 from .states import RoundState
 
 # -- records: what survives a restart -------------------------------------------------------------------------------
@@ -228,6 +228,21 @@ class SendTo(msgspec.Struct, frozen=True):
     blob: bytes | None = None
 
 
+class SendToAll(msgspec.Struct, frozen=True):
+    """Send the same to many connections, one after the other."""
+
+    peers: tuple[Peer, ...]
+    message: ToAgent
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """Say `ack` for `answer`, unless what its agent is told next says the same (receipts.py)."""
+
+    peer: Peer
+    message: Ack
+    answer: ToCoordinator
+
+
 class PublishHint(Effect, frozen=True):
     """Tell whoever listens; nobody may."""
 
@@ -247,4 +262,4 @@ class Observe(msgspec.Struct, frozen=True):
     what: AnyObservation
 
 
-AnyEffect = Persist | SendTo | PublishHint | Evict | Observe
+AnyEffect = Persist | SendTo | SendToAll | Receipt | PublishHint | Evict | Observe

@@ -29,14 +29,23 @@ class Engine(msgspec.Struct, kw_only=True):
     lost_at: float = 0.0
     reason: str = ""
     last_epoch: Epoch = Epoch(0)
+    number: int = 0
+    """Grows with every name that joins the channel."""
 
     @classmethod
-    def of(cls, agent: Agent) -> Engine:
+    def of(cls, agent: Agent, number: int = 0) -> Engine:
         """An engine as it described itself."""
         if agent.engine is None:
             raise ValueError(f"{agent.name} is no engine")
         info = agent.engine
-        return cls(name=agent.name, incarnation=agent.incarnation, info=info, health=info.health, held=info.held)
+        return cls(
+            name=agent.name,
+            incarnation=agent.incarnation,
+            info=info,
+            health=info.health,
+            held=info.held,
+            number=number,
+        )
 
     def as_info(self) -> EngineInfo:
         """The description with what is known today."""

@@ -6,7 +6,10 @@ it holds it, and else to go on with what it has.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Final
 
 from .duties import Duties
 from .effects import ReadinessChanged
@@ -19,6 +22,8 @@ from .messages import Abort, Commit, EngineHealth, EngineInfo, EngineMessage, Fa
 from .staleness import Window
 from .states import SETTLED, EnginePhase
 
+_joined_as: Final = attrgetter("number")
+
 
 class Fleet:
     """The engines of a channel. What it tells them goes to `duties`."""
@@ -29,6 +34,7 @@ class Fleet:
         self._limits = limits
         self._duties = duties
         self._ready: dict[AgentId, bool] = {}
+        self._numbers = itertools.count()
         self._touched: set[AgentId] = set()
         """Engines whose readiness may be another than was last announced."""
 
@@ -42,7 +48,9 @@ class Fleet:
 
     def joined(self, agent: Agent) -> Engine:
         """An engine said `Hello`: what was known under its name is forgotten."""
-        engine = self.engines[agent.name] = Engine.of(agent)
+        known = self.engines.get(agent.name)
+        number = known.number if known else next(self._numbers)
+        engine = self.engines[agent.name] = Engine.of(agent, number)
         self._touched.add(agent.name)
         return engine
 
@@ -133,10 +141,11 @@ class Fleet:
         if not self._touched:
             return []
         touched, self._touched = self._touched, set()
-        # of several, in the order in which they joined: that of a set is another in every process
-        names = touched if len(touched) == 1 else [name for name in self.engines if name in touched]
+        known = [self.engines[name] for name in touched if name in self.engines]
+        if len(known) > 1:  # in the order in which they joined: that of a set is another in every process
+            known.sort(key=_joined_as)
         notes: list[ReadinessChanged] = []
-        for engine in (self.engines[name] for name in names if name in self.engines):
+        for engine in known:
             stands = phase(engine.name)
             verdict = readiness(engine, stands, window)
             if self._ready.get(engine.name, False) is not verdict.ok:

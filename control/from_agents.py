@@ -50,6 +50,7 @@ class Heartbeat(Message, frozen=True):
     """The application is alive (ZeroMQ's own heartbeats only prove that its I/O thread is). Answered by `Alive`."""
 
     seq: Count
+    """0: no answer is wanted."""
     epoch: EpochNumber = 0  # type: ignore[assignment]  # a plain default for "no epoch seen"
     health: EngineHealth | None = None
     held: Held | None = None

@@ -77,6 +77,10 @@ class CoordinatorBus(Protocol):
         """Send without ever waiting."""
         ...
 
+    def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
+        """Send to one after the other, without ever waiting. Returns those whose `Delivery` was `GONE`."""
+        ...
+
     def forget(self, peer: Peer) -> None:
         """Drop what is queued for `peer`."""
         ...

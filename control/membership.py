@@ -11,6 +11,7 @@ come back: a connection that breaks for a moment must not hand a server over to 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import takewhile
 
 import msgspec
@@ -141,6 +142,11 @@ class Membership:
         if agent and self._by_server.get(server := _server(agent.engine)) == name:
             del self._by_server[server]
         return agent
+
+    def peers(self, names: Iterable[AgentId]) -> tuple[Peer, ...]:
+        """The connections of those that have one."""
+        known = map(self._agents.get, names)
+        return tuple([agent.peer for agent in known if agent is not None and agent.peer is not None])
 
     def get(self, name: AgentId) -> Agent | None:
         """The agent of that name."""

@@ -57,6 +57,10 @@ class MemoryBus:
             link.take(peer, frames)
         return Delivery.SENT
 
+    def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
+        """Send to one after the other."""
+        return [peer for peer in peers if self.send(peer, message) is Delivery.GONE]
+
     def forget(self, peer: Peer) -> None:
         """Nothing is ever queued here."""
 

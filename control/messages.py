@@ -1,7 +1,7 @@
 """Every message of the control plane: who sends it, what its fields mean, in which units.
 
-A message is one frame of msgpack, a map tagged by ``type``; a blob (a page of a manifest or of a digest table) is a
-second frame. Unknown tags, unknown fields and values out of bounds are refused by the codec.
+A message is one frame: a header of four bytes, then msgpack, a map tagged by ``type``; a blob (a page of a manifest or
+of a digest table) is a second frame. Unknown tags, unknown fields and values out of bounds are refused by the codec.
 
 Within one `PROTOCOL` fields are only added, each with a default that means "as before", and a default never changes. A
 field that has its default is not sent. So an older reader understands everything that it could be asked before, and

@@ -9,7 +9,18 @@ from __future__ import annotations
 from typing import Final
 
 from .answers import Replies
-from .effects import AnyEffect, AnyObservation, Evict, Observe, Persist, PublishHint, Refusal, SendTo
+from .effects import (
+    AnyEffect,
+    AnyObservation,
+    Evict,
+    Observe,
+    Persist,
+    PublishHint,
+    Receipt,
+    Refusal,
+    SendTo,
+    SendToAll,
+)
 from .events import Peer
 from .ids import AgentId, Channel, Epoch, RequestId, Version
 from .lease import Verdict
@@ -45,6 +56,13 @@ class Outbox:
         """To one connection."""
         self._effects.append(SendTo(peer, message, blob))
 
+    def tell(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
+        """To many connections, or one, or none."""
+        if len(peers) > 1:
+            self._effects.append(SendToAll(peers, message))
+        elif peers:
+            self._effects.append(SendTo(peers[0], message))
+
     def evict(self, peer: Peer, reason: str) -> None:
         """Forget the connection."""
         self._effects.append(Evict(peer=peer, reason=reason))
@@ -71,7 +89,7 @@ class Outbox:
             ack = Ack(request=message.request)
             if isinstance(message, _REMEMBERED):
                 self.replies.remember(agent, ack)
-            self._effects.append(SendTo(peer, ack))
+            self._effects.append(Receipt(peer, ack, message))
 
     def refuse(self, peer: Peer, agent: str, message: Message, verdict: Verdict) -> None:
         """A refusal changed nothing and is not remembered."""

@@ -6,6 +6,7 @@ is durable is true, and a restart begins from there.
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -16,7 +17,19 @@ from typing import Final, assert_never
 
 from . import status
 from .coordinator import Coordinator
-from .effects import AnyEffect, AnyObservation, Evict, Observe, Persist, PublishHint, Refusal, SendTo
+from .deadlines import earlier
+from .effects import (
+    AnyEffect,
+    AnyObservation,
+    Evict,
+    Observe,
+    Persist,
+    PublishHint,
+    Receipt,
+    Refusal,
+    SendTo,
+    SendToAll,
+)
 from .errors import JournalCorrupt, JournalUnwritable, ProtocolError, WrongProtocol
 from .events import (
     AnyEvent,
@@ -34,16 +47,20 @@ from .ids import Channel, RequestId
 from .journal import Journal
 from .limits import Limits
 from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from .messages import Ack, Code, Hint, Refused, ToAgent
+from .messages import Code, Hint, Refused, ToAgent
+from .receipts import Receipts
 from .status_desk import StatusDesk
 
 IDLE_S: Final = 1.0
 """The loop looks around at least so often; nothing depends on it."""
 YIELD_S: Final = 0.05
-"""How long an `Ack` may wait while messages come in; its agent repeats itself after ten times as long. Hints wait with
-them: of several that say the same, the last is as good as all."""
+"""How long hints may wait while messages come in: of several that say the same, the last is as good as all."""
 GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
+STREAM_S: Final = 0.002
+STREAM: Final = 16
+"""When so many came together, the next may gather for a moment whatever is waited for: of a few thousand answers each
+would wake the loop by itself, and that costs more than what is done about it."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
@@ -70,14 +87,16 @@ class Server:
         self._observe = observe
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
-        self._acks: dict[Peer, list[Ack]] = {}
+        self._receipts = Receipts()
         self._hints: dict[tuple[Channel, str], Hint] = {}
-        self._yield_until = clock()
+        self._hint_by = clock()
         self._stop = threading.Event()
         self._stop_by: float | None = None
         self._desk = StatusDesk(self.machine.status, clock)
         self._came_at = clock()
         """When something last came in."""
+        self._came = 0
+        """How much came together last."""
         self.moved_at = clock()
         """When the loop was last seen to move."""
 
@@ -106,6 +125,7 @@ class Server:
         try:
             while not self._finished():
                 self.step(self._wait_s())
+            self._say_the_rest(quiet=True, last=True)
             until = self._clock() + FAREWELL_S
             while (left := until - self._clock()) > 0:
                 self.step(left)
@@ -115,10 +135,10 @@ class Server:
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
         received = self._bus.poll(0.0 if self.yields else timeout_s, self._gather_s())
+        self._came = len(received)
         if received:
             self._came_at = self._clock()
-        if self.yields and (not received or self._clock() >= self._yield_until):
-            self._say_the_rest()
+        self._say_the_rest(quiet=not received)
         self._journal.confirm()
         if self._stop.is_set() and self._stop_by is None:
             self._stop_by = self._clock() + STOP_S
@@ -139,7 +159,9 @@ class Server:
     def _gather_s(self) -> float:
         """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
         streaming = self._clock() - self._came_at < GATHER_S
-        return GATHER_S if streaming and not self.yields and self.machine.calm else 0.0
+        if streaming and not self.yields and self.machine.calm:
+            return GATHER_S
+        return STREAM_S if self._came >= STREAM else 0.0
 
     def _take(self, item: Incoming) -> None:
         match item:
@@ -166,17 +188,17 @@ class Server:
     def _perform(self, effect: AnyEffect) -> None:
         match effect:
             case SendTo():
-                if isinstance(effect.message, Ack):
-                    self._yield()
-                    self._acks.setdefault(effect.peer, []).append(effect.message)
-                else:
-                    for ack in self._acks.pop(effect.peer, ()):  # one packet for both
-                        self._send(effect.peer, ack)
-                    self._send(effect.peer, effect.message, effect.blob)
+                self._acknowledge((effect.peer,), effect.message)
+                self._send(effect.peer, effect.message, effect.blob)
+            case SendToAll():
+                self._send_to_all(effect.peers, effect.message)
+            case Receipt():
+                self._receipts.owe(effect.peer, effect.message, effect.answer, self._clock())
             case Persist():
                 self._persist(effect)
             case PublishHint():
-                self._yield()
+                if not self._hints:
+                    self._hint_by = self._clock() + YIELD_S
                 self._hints[effect.hint.channel, effect.hint.event] = effect.hint
             case Evict():
                 self._bus.forget(effect.peer)
@@ -195,36 +217,51 @@ class Server:
         else:
             self._events.appendleft(Persisted(token=effect.token))
 
+    def _send_to_all(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
+        self._acknowledge(peers, message)
+        try:
+            gone = self._bus.send_to_all(peers, message)
+        except ProtocolError as error:
+            self._unsent(message, error)
+        else:
+            self._events.extend(PeerLost(peer=peer) for peer in gone)
+
+    def _acknowledge(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
+        """An `Ack` leaves before whatever else its agent is told, in one packet with it."""
+        if self._receipts:
+            for peer, ack in self._receipts.before(peers, message):
+                self._send(peer, ack)
+
     def _send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
         try:
             delivery = self._bus.send(peer, message, blob)
         except ProtocolError as error:
-            reason = f"could not be sent: {error}"
-            self._observe(Refusal(agent="?", message=type(message).__name__, code=Code.NOT_ALLOWED, reason=reason))
+            self._unsent(message, error)
             return
         if delivery is Delivery.GONE:
             self._events.append(PeerLost(peer=peer))
 
+    def _unsent(self, message: ToAgent, error: ProtocolError) -> None:
+        reason = f"could not be sent: {error}"
+        self._observe(Refusal(agent="?", message=type(message).__name__, code=Code.NOT_ALLOWED, reason=reason))
+
     @property
     def yields(self) -> bool:
-        """Nobody goes on because of an `Ack` or a `Hint`: they wait until nothing is there to be read, for a moment.
+        """Nobody goes on because of an `Ack` or a `Hint`: they wait for a moment, until nothing is there to be read."""
+        return bool(self._hints) or self._receipts.pressing
 
-        An `Ack` leaves before whatever else its agent is told.
-        """
-        return bool(self._acks or self._hints)
+    def next_deadline(self) -> float | None:
+        """When there is something to do though nothing happens."""
+        return earlier(self.machine.next_deadline(), self._receipts.next_deadline())
 
-    def _yield(self) -> None:
-        if not self.yields:
-            self._yield_until = self._clock() + YIELD_S
-
-    def _say_the_rest(self) -> None:
-        waiting, self._acks = self._acks, {}
-        for peer, acks in waiting.items():
-            for ack in acks:
+    def _say_the_rest(self, *, quiet: bool, last: bool = False) -> None:
+        if self._receipts:
+            for peer, ack in self._receipts.due(math.inf if last else self._clock(), quiet=quiet):
                 self._send(peer, ack)
-        hints, self._hints = self._hints, {}
-        for hint in hints.values():
-            self._bus.hint(hint)
+        if self._hints and (quiet or self._clock() >= self._hint_by):
+            hints, self._hints = self._hints, {}
+            for hint in hints.values():
+                self._bus.hint(hint)
 
     def _reject(self, item: Rejected) -> None:
         code = Code.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else Code.NOT_ALLOWED
@@ -237,7 +274,7 @@ class Server:
     def _wait_s(self) -> float:
         now = self._clock()
         times = [now + IDLE_S]
-        times += [at for at in (self._desk.due(), self.machine.next_deadline()) if at is not None]
+        times += [at for at in (self._desk.due(), self.next_deadline()) if at is not None]
         return max(0.0, min(times) - now)
 
     def _finished(self) -> bool:

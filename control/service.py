@@ -21,12 +21,17 @@ STALLED_S: Final = 5.0
 """The loop looks around every second; one that has not for so long is stuck."""
 
 
+def read_keys(settings: CoordinatorSettings) -> ServerKeys | None:
+    """The coordinator's keys and its allow-list; None where it was told to do without. Raises `PeerKeyError`."""
+    return None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
+
+
 class Service:
     """One coordinator. Everything is bound and open once constructed; `run` serves until `stop`."""
 
     def __init__(self, settings: CoordinatorSettings, journal: Journal | None = None) -> None:
         """Without `journal` the one of the settings; what is given is closed here too."""
-        keys = None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
+        keys = read_keys(settings)
         meters = Meters(Side.COORDINATOR)
         reporter = Reporter(meters)
         showing = threading.Lock()

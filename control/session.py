@@ -1,8 +1,8 @@
 """An agent's conversation with the coordinator, as a pure machine: `handle(event, now)` returns what is to be done.
 
 It says Hello until it is welcomed, sends heartbeats, repeats requests until they are answered or too late, connects
-anew when nothing is heard, and says Hello again when the coordinator does not know it (any more). client.py owns the
-socket, the thread and the clock.
+anew when nothing is heard, and says Hello again when the coordinator does not know it (any more). A command of a later
+step answers what was said of the steps before it (receipts.py). client.py owns the socket, the thread and the clock.
 """
 
 from __future__ import annotations
@@ -15,10 +15,30 @@ import msgspec
 
 from .errors import CoordinatorUnreachable, ProtocolError, RequestRefused, WeightbusError, WrongProtocol
 from .ids import RequestId, Version
-from .messages import Ack, Alive, BlobPage, Code, Commit, Granted, Refused, Status, ToAgent, ToCoordinator, Welcome
+from .messages import (
+    Abort,
+    Ack,
+    Alive,
+    BlobPage,
+    Code,
+    Commit,
+    Granted,
+    Pause,
+    Refused,
+    Status,
+    ToAgent,
+    ToCoordinator,
+    Transfer,
+    Welcome,
+)
+from .receipts import acknowledges
 
 RETRYABLE: Final = frozenset({Code.NAME_TAKEN, Code.SERVER_TAKEN, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.NOT_LEADER})
 """Refusals of a `Hello` that pass with time. After any other the session is over."""
+
+
+ANSWERED: Final = 3
+"""Of so many heartbeats one is answered: that halves what a quiet fleet costs its coordinator."""
 
 
 class Phase(enum.Enum):
@@ -97,7 +117,7 @@ class SayHello(msgspec.Struct, frozen=True):
 
 
 class SayAlive(msgspec.Struct, frozen=True):
-    """Send `Heartbeat` with this number."""
+    """Send `Heartbeat` with this number; 0: no answer is wanted."""
 
     seq: int
 
@@ -185,6 +205,10 @@ class Session:
         self._hello_backoff_s = timing.hello_first_s
         self._beats = 0
         self._beat_at = now
+        self._unanswered = 0
+        """Heartbeats since the last answer to one."""
+        self._watchful = False
+        """Paused, and to resume by itself if the coordinator falls silent: every heartbeat is to be answered."""
 
     @property
     def heard_at(self) -> float | None:
@@ -251,13 +275,23 @@ class Session:
             case Alive():
                 if self.welcome is not None and message.boot == self.welcome.boot:
                     self.committed, self.max_lag = message.committed, message.max_lag
+                    self._unanswered = 0
                     self._beat_at = now + self.welcome.heartbeat_s  # who was answered together speaks together again
                 return ()
-            case Commit():
-                self.committed = message.version  # before the next Alive says so
-                return (Deliver(message),)
+            case Pause() | Transfer() | Commit() | Abort():
+                return self._commanded(message)
             case _:
                 return (Deliver(message),)
+
+    def _commanded(self, command: Pause | Transfer | Commit | Abort) -> tuple[Effect, ...]:
+        """A command says too that what was answered to those before it has arrived."""
+        if isinstance(command, Commit):
+            self.committed = command.version  # before the next Alive says so
+        self._watchful = isinstance(command, Pause | Transfer)
+        known = [key for key, each in self._pending.items() if acknowledges(command, each.asked.message)]
+        for key in known:
+            del self._pending[key]
+        return (*(Resolve(key, Ack(request=key), None) for key in known), Deliver(command))
 
     def _welcomed(self, welcome: Welcome, now: float) -> tuple[Effect, ...]:
         if self.phase is not Phase.JOINING or welcome.request != self._hello_key:
@@ -266,6 +300,7 @@ class Session:
         self.welcome, self.refusal, self._noise = welcome, None, ""
         self.committed, self.max_lag = welcome.committed.version if welcome.committed else None, 0
         self._beat_at = now + welcome.heartbeat_s
+        self._unanswered = ANSWERED  # the first one asks
         for each in self._pending.values():
             each.resend_at, each.backoff_s = now, self._timing.resend_first_s
         return (Join(welcome), *self._resend(now))
@@ -359,8 +394,14 @@ class Session:
         if now < self._beat_at or self.welcome is None:
             return ()
         self._beats += 1
+        self._unanswered += 1
         self._beat_at = now + self.welcome.heartbeat_s
-        return (SayAlive(self._beats),)
+        return (SayAlive(self._beats if self._wants_answer(self.welcome) else 0),)
+
+    def _wants_answer(self, welcome: Welcome) -> bool:
+        """Every third heartbeat is answered, or one in `silence_s / 3`; every one while much depends on it."""
+        often = min(ANSWERED, self._silence_s // (3 * welcome.heartbeat_s))
+        return self._watchful or self._unanswered >= often
 
     def _resend(self, now: float) -> tuple[Effect, ...]:
         if self.phase is not Phase.JOINED or not self._pending:

@@ -28,8 +28,12 @@ class SettingsCommand(Generic[S]):
         resolved = settings.from_args(self.kind, self.section, args)
         if args.check_config:
             print(resolved.render())  # noqa: T201
+            self.check(resolved.value)
             return 0
         return self.do(resolved.value)
+
+    def check(self, given: S) -> None:
+        """Raise the `ConfigurationError` that a start would, as far as files on this machine tell."""
 
     def do(self, given: S) -> int:
         """What the command is for."""

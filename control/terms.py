@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Raised when an older reader would misread a message. Travels in the first frame and in `Hello`."""
 
 MAX_PAGE_BYTES: Final = 512 * 1024

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -21,8 +22,13 @@ from .manifest import Manifest
 
 NOTES: Final = "weightbus.json"
 """Says which bits the checkpoint holds."""
+_OURS: Final = "weightbus"
+"""Files of another version that begin like this are not taken over."""
 
 _WEIGHTS: Final = re.compile(r"(\.safetensors|\.bin|\.pt|\.pth|\.gguf|\.index\.json)$")
+
+
+_NOTHING: Final[Mapping[str, bytes]] = {}
 
 
 class CheckpointWriter:
@@ -49,8 +55,11 @@ class CheckpointWriter:
         path = self.writing / safetensors_file.file_name(self._manifest, index)
         safetensors_file.write(path, self._manifest, index, memory)
 
-    def finish(self, notes: Notes) -> None:
-        """Write what belongs beside the shards, make everything durable, and give it its name."""
+    def finish(self, notes: Notes, beside: Mapping[str, bytes] = _NOTHING) -> None:
+        """Write what belongs beside the shards, make everything durable, and give it its name.
+
+        `beside` are further files, by name.
+        """
         manifest = self._manifest
         weight_map = {
             tensor.name: safetensors_file.file_name(manifest, index)
@@ -60,8 +69,10 @@ class CheckpointWriter:
         index_file = {"metadata": {"total_size": manifest.nbytes}, "weight_map": weight_map}
         _write_durably(self.writing / "model.safetensors.index.json", msgspec.json.encode(index_file))
         _write_durably(self.writing / NOTES, msgspec.json.encode(notes))
+        for name, data in beside.items():
+            _write_durably(self.writing / name, data)
         for source in sorted(self._config_dir.iterdir()) if self._config_dir else ():
-            if source.is_file() and not _WEIGHTS.search(source.name) and source.name != NOTES:
+            if source.is_file() and not _WEIGHTS.search(source.name) and not source.name.startswith(_OURS):
                 _write_durably(self.writing / source.name, source.read_bytes())
         _sync_folder(self.writing)
         self.writing.rename(self.target)

@@ -19,7 +19,7 @@ from .tiles import copy_tiles, word_tiles
 
 
 class CudaEngine:
-    """Implements `CopyEngine` for one GPU. Sources may be a peer's memory, opened for this GPU or for the peer."""
+    """Implements `CopyEngine` for one GPU. Sources may be a peer's memory that was opened for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,7 +34,7 @@ class CudaEngine:
 
 
 class CudaCopies:
-    """Implements `PreparedCopies`. Rows are copied by the device for which their source was opened."""
+    """Implements `PreparedCopies`."""
 
     def __init__(
         self,
@@ -46,10 +46,8 @@ class CudaCopies:
         self._device = device
         plain = table.take(np.flatnonzero(table.casts == 0))
         self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)
-        self._tiles: list[tuple[torch.device, int, torch.Tensor]] = []
-        for at, rows in _rows_by_device(plain, sources).items():
-            tiles = copy_tiles(plain.take(rows), _bases(sources), _bases(targets))
-            self._tiles += [(at, each.vector, _on(at, each.packed())) for each in tiles]
+        tiles = copy_tiles(plain, _bases(sources), _bases(targets)) if len(plain) else []
+        self._tiles = [(each.vector, _on(device, each.packed())) for each in tiles]
         self._memory = (sources, targets)
 
     def run(self) -> None:
@@ -57,17 +55,15 @@ class CudaCopies:
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             self.launch()
-            for at in {self._device, *(at for at, _, _ in self._tiles)}:
-                torch.cuda.current_stream(at).synchronize()
+            torch.cuda.current_stream().synchronize()
 
     def launch(self) -> None:
-        """Copy every row, in the order of the current stream of the device that copies it."""
+        """Copy every row, in the order of the current stream of this device."""
         from .copy_triton import copy  # noqa: PLC0415  triton is not there without a GPU
 
-        for at, vector, table in self._tiles:
-            with torch.cuda.device(at):
-                copy(table, vector)
         with torch.cuda.device(self._device):
+            for vector, table in self._tiles:
+                copy(table, vector)
             self._casts.launch()
 
     def close(self) -> None:
@@ -99,13 +95,6 @@ class CudaDigest:
     def close(self) -> None:
         """Let go of the memory."""
         self._tiles, self._memory = [], ()
-
-
-def _rows_by_device(table: CopyTable, sources: Sequence[torch.Tensor]) -> dict[torch.device, Column]:
-    devices = sorted({source.device for source in sources}, key=str)
-    numbers = np.array([devices.index(source.device) for source in sources], np.int64)
-    of_rows = numbers[table.source]
-    return {device: rows for at, device in enumerate(devices) if len(rows := np.flatnonzero(of_rows == at))}
 
 
 def _on(device: torch.device, table: Column) -> torch.Tensor:

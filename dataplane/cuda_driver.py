@@ -18,8 +18,6 @@ HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
 _BUFFER_ID: Final = 7
 """CU_POINTER_ATTRIBUTE_BUFFER_ID: never given to another allocation of the process."""
-_DEVICE_ORDINAL: Final = 9
-"""CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: the GPU that holds the memory, as this process counts them."""
 _IS_LEGACY_IPC_CAPABLE: Final = 10
 """CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: false for memory that was mapped by its owner."""
 _MAPPED: Final = 13
@@ -86,16 +84,6 @@ class Driver:
         if code:
             raise PeerLost(f"exported GPU memory cannot be opened: {self._story(code)}; is its process still there?")
         return int(opened.value)
-
-    def device_of(self, pointer: int) -> int:
-        """The GPU on which memory lies, by the number that torch gives it here. Raises `PeerLost`."""
-        ordinal = ctypes.c_int()
-        code = self._library.cuPointerGetAttribute(
-            ctypes.byref(ordinal), ctypes.c_int(_DEVICE_ORDINAL), ctypes.c_uint64(pointer)
-        )
-        if code:
-            raise PeerLost(f"exported GPU memory is not known any more: {self._story(code)}")
-        return ordinal.value
 
     def close_ipc(self, pointer: int) -> None:
         """Unmap what `open_ipc` returned. Raises `PeerLost`."""

@@ -263,11 +263,16 @@ class DiskReceiver:
             raise TransferFailed(f"{target} is not a weightbus checkpoint: {error}") from error
         if found != _notes(session):
             raise TransferFailed(f"{target} holds {found}, expected {_notes(session)}")
-        manifest = session.manifest
-        for index, bucket in enumerate(manifest.buckets):
-            memory = safetensors_file.read(target / safetensors_file.file_name(manifest, index), manifest, index)
-            names = [tensor.name for tensor in manifest.tensors_of(index)]
-            integrity.check(memory, manifest.offsets_of(index), session.table.of_bucket(bucket), names)
+        check_tensors(target, session)
+
+
+def check_tensors(target: Path, session: Session) -> None:
+    """Raise `DigestMismatch` unless every tensor of the checkpoint is the one of the session's table."""
+    manifest = session.manifest
+    for index, bucket in enumerate(manifest.buckets):
+        memory = safetensors_file.read(target / safetensors_file.file_name(manifest, index), manifest, index)
+        names = [tensor.name for tensor in manifest.tensors_of(index)]
+        integrity.check(memory, manifest.offsets_of(index), session.table.of_bucket(bucket), names)
 
 
 def _notes(session: Session) -> Notes:

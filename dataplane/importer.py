@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import select
@@ -19,21 +18,15 @@ from .deadline import Deadline
 from .errors import DeadlineExceeded, NotExportable, PeerLost, StaleSession, TransferFailed
 from .transport import Address
 
-_log = logging.getLogger(__name__)
 _MakeStorage = Callable[[int, torch.device, int], torch.UntypedStorage]
 
 
 class RegionImporter:
     """Implements `region.Importer`. Used from one thread at a time."""
 
-    def __init__(self, device: torch.device | None = None, *, push: bool = False) -> None:
-        """`device` is the reader's; without one, only host memory can be opened.
-
-        With `push`, memory of another GPU is opened for that GPU, which then writes to the reader's: faster than being
-        read from (tests/gpu/copies.py), and a CUDA context of this process on it, some 0.5 GB.
-        """
+    def __init__(self, device: torch.device | None = None) -> None:
+        """`device` is the reader's; without one, only host memory can be opened."""
         self._device = device or torch.device("cpu")
-        self._push = push
         self._exporters: dict[int, _Exporter] = {}
 
     def open(self, address: Address, holder: int, generation: int, regions: Sequence[int], deadline_s: float) -> None:
@@ -42,9 +35,7 @@ class RegionImporter:
         if known is None or known.generation != generation or known.address != address or known.dead():
             if known is not None:
                 known.close()
-            known = self._exporters[holder] = _Exporter(
-                address, generation, self._device, push=self._push, deadline=Deadline(deadline_s)
-            )
+            known = self._exporters[holder] = _Exporter(address, generation, self._device, Deadline(deadline_s))
         missing = [region for region in regions if region not in known.regions]
         for at in range(0, len(missing), wire.BATCH):
             known.ask(missing[at : at + wire.BATCH], Deadline(deadline_s))
@@ -73,16 +64,13 @@ class RegionImporter:
 class _Exporter:
     """One connection, which is the lease."""
 
-    def __init__(
-        self, address: Address, generation: int, device: torch.device, *, push: bool, deadline: Deadline
-    ) -> None:
+    def __init__(self, address: Address, generation: int, device: torch.device, deadline: Deadline) -> None:
         self.address = address
         self.generation = generation
         self.regions: dict[int, torch.Tensor] = {}
         self._device = device
-        self._push = push
         self._driver: Driver | None = None
-        self._mapped: list[tuple[torch.device, int]] = []
+        self._mapped: list[int] = []
         self._pidfd = -1
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -128,35 +116,21 @@ class _Exporter:
                 self.regions[each.region] = self._opened(each)
 
     def _opened(self, granted: wire.Granted) -> torch.Tensor:
-        """A GPU's memory, opened for the device that is to read it: a kernel on another one would fault on it."""
+        """A GPU's memory, opened for the reader's own device: a kernel on another one would fault on it."""
         if self._device.type != "cuda":
             raise TransferFailed("the exporter's memory is on a GPU, and this worker has none")
         try:
             self._driver = self._driver or Driver()
         except NotExportable as error:
             raise TransferFailed(str(error)) from error
-        device, pointer = self._device, self._open(self._driver, self._device, granted.handle)
-        home = torch.device("cuda", self._driver.device_of(pointer))
-        if self._push and home != device and _can_push(home, device):
-            self._close(self._driver, device, pointer)
-            device, pointer = home, self._open(self._driver, home, granted.handle)
-        self._mapped.append((device, pointer))
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream().synchronize()  # makes the device's context the thread's
+            pointer = self._driver.open_ipc(granted.handle)
+        self._mapped.append(pointer)
         # torch asks the driver whose memory a pointer is, and would copy a peer's; this is what its CUDA graphs use.
         make = cast("_MakeStorage", torch._C._construct_storage_from_data_pointer)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
-        storage = make(pointer, device, granted.nbytes)
-        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (granted.nbytes,), (1,))
-
-    @staticmethod
-    def _open(driver: Driver, device: torch.device, handle: bytes) -> int:
-        with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # makes the device's context the thread's
-            return driver.open_ipc(handle)
-
-    @staticmethod
-    def _close(driver: Driver, device: torch.device, pointer: int) -> None:
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()
-            driver.close_ipc(pointer)
+        storage = make(pointer, self._device, granted.nbytes)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (granted.nbytes,), (1,))
 
     def dead(self) -> bool:
         """Its process ended, or it hung up."""
@@ -170,26 +144,14 @@ class _Exporter:
         """Unmap, then hang up: the exporter frees what nobody holds a connection for."""
         self.regions = {}
         if self._driver is not None:
-            while self._mapped:
-                self._close(self._driver, *self._mapped.pop())
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                while self._mapped:
+                    self._driver.close_ipc(self._mapped.pop())
         self._socket.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-
-
-def _can_push(home: torch.device, reader: torch.device) -> bool:
-    """Let `home` write to the memory of `reader`, as far as torch can have allocated it plainly."""
-    if not torch.cuda.can_device_access_peer(home, reader):
-        return False
-    try:
-        torch.zeros(1, device=reader).copy_(torch.zeros(1, device=home))  # torch enables access before a peer's copy
-        torch.zeros(1, device=home).copy_(torch.zeros(1, device=reader))
-        torch.cuda.synchronize(home)
-    except RuntimeError as error:  # no room there for a context, for one
-        _log.warning("%s cannot write to %s and is read from: %s", home, reader, error)
-        return False
-    return True
 
 
 def _mapped(fd: int, nbytes: int) -> torch.Tensor:

@@ -63,7 +63,8 @@ def plain_memory(device: torch.device, nbytes: int) -> tuple[torch.cuda.MemPool,
     if "expandable_segments" not in before:
         before = ",".join(filter(None, (before, "expandable_segments:True")))
     pool = torch.cuda.MemPool()
-    configure = torch.cuda.memory._set_allocator_settings  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    configure = newer or torch.cuda.memory._set_allocator_settings  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportDeprecated]
     configure("expandable_segments:False")
     try:
         with torch.cuda.device(device), torch.cuda.use_mem_pool(pool):

@@ -13,6 +13,7 @@ from weightbus.control.telemetry import configure_logging
 
 from .key_files import read_keys
 from .settings import SECTION, EngineAgentSettings
+from .trust import check_trust
 
 
 class EngineAgentCommand:
@@ -30,6 +31,7 @@ class EngineAgentCommand:
         read_keys(resolved.value)  # a file that cannot be used is known before anything runs
         if args.check_config:
             Console(highlight=False).print(resolved.render(), markup=False)
+            check_trust(resolved.value)
             return 0
         # Imported here: it brings torch, for which neither the list of commands nor a check of settings should wait.
         from .runner import EngineAgent  # noqa: PLC0415

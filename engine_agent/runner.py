@@ -46,7 +46,7 @@ from weightbus.control.telemetry import (
     Meters,
     Side,
 )
-from weightbus.control.trust import TrustList, read_trust
+from weightbus.control.trust import TrustList
 from weightbus.dataplane import transports
 from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.host import host_identity
@@ -78,10 +78,12 @@ from .identity import ServerFacts
 from .key_files import read_keys
 from .lending import Lending
 from .record_file import RecordFile
+from .saved_versions import SavedVersions
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
 from .speaker import Speaker
 from .stages import View
+from .trust import check_trust
 from .validate import limits, transports_of
 from .watch import Watch
 from .weights import WeightState
@@ -140,6 +142,7 @@ class EngineAgent:
         self._operations: queue.SimpleQueue[Run | Future[None] | None] = queue.SimpleQueue()
         self._speaker = Speaker(lambda: self._bus, settings.name)
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
+        self._saved = SavedVersions(settings, self._worker)
         self._giving = Giving(self._server, self._events.put, self._records.read)
         self._bus: BusClient | None = None
         self.http_port = 0
@@ -152,7 +155,7 @@ class EngineAgent:
 
     def run(self) -> None:
         """Serve until `stop`. Raises what made it impossible to go on."""
-        self._check_keys()
+        check_trust(self.settings)
         self._claim_server()
         http = HttpPort(
             self.settings.http_bind,
@@ -220,12 +223,6 @@ class EngineAgent:
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 
-    def _check_keys(self) -> None:
-        """Raise before anything is started what would be wrong with the keys later."""
-        self._bus_settings().check()
-        if not self.settings.insecure_loopback:
-            read_trust(trust_file(self.settings.keys))
-
     def _bus_settings(self) -> BusSettings:
         given = self.settings
         curve = curve_files(given.keys, given.name, insecure_loopback=given.insecure_loopback)
@@ -286,6 +283,8 @@ class EngineAgent:
             self._dispatch(event)
         self._dispatcher.retry()
         self._dispatch(Ticked(self._heard_at()))
+        if (bus := self._bus) is not None and (command := self._saved.next(self._view, bus, time.monotonic())):
+            self._dispatch(Commanded(command))
 
     def _heard_at(self) -> float:
         heard = self._bus.heard_at if self._bus else None
@@ -347,6 +346,7 @@ class EngineAgent:
         for thread in threads:
             if thread.is_alive():
                 thread.join(_CLOSE_S)
+        self._saved.close()
         self._worker.close()
         self._server.close()
         http.stop()

@@ -64,6 +64,12 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, shared with a trainer on this host")] = (
         None
     )
+    saved_dir: Annotated[Path | None, Meta(description="folder of versions kept as files: the trainer's save_dir")] = (
+        None
+    )
+    saved_after_s: Annotated[
+        Wait, Meta(description="how long a round is waited for before a kept version is loaded")
+    ] = 15.0
     model_path: Annotated[Path | None, Meta(description="the served checkpoint, where the agent sees it elsewhere")] = (
         None
     )

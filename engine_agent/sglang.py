@@ -185,7 +185,12 @@ class SGLangServer:
     def give_back(self, deadline_s: float = CALL_S) -> None:
         """release_memory_occupation, of everything. After `give_up`: a server that is not idle would end by it."""
         self._lending.give()
-        self._wire.order("/release_memory_occupation", {"tags": list(TAGS)}, deadline_s)
+        try:
+            self._wire.order("/release_memory_occupation", {"tags": list(TAGS)}, deadline_s)
+        except ServerRefused:
+            for tag in TAGS:
+                self._lending.took(tag)
+            raise
 
     def take_weights_back(self, deadline_s: float = CALL_S) -> None:
         """resume_memory_occupation of the weights, if they were given back. What they are then is undefined."""

@@ -4,15 +4,18 @@ Decides nothing about rounds. Whatever goes wrong becomes a `Broken` with the re
 agent, because only the agent knows that a server must stay paused.
 """
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+import msgspec
+
 from weightbus.control.errors import WeightbusError
 from weightbus.control.ids import AgentId, Digest
 from weightbus.control.log import get_log
-from weightbus.control.messages import Held, Prepare, Transfer, TransportKind
+from weightbus.control.messages import Held, Offer, Prepare, Publish, Transfer, TransportKind
 from weightbus.control.seals import Doubt, doubt, doubt_offer
 from weightbus.control.telemetry import (
     CALL_FAILURES,
@@ -25,9 +28,11 @@ from weightbus.control.telemetry import (
 from weightbus.control.trust import TrustList
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.manifest import DigestTable, Manifest
+from weightbus.dataplane.saved_version import SavedReceiver, SavedVersion
 from weightbus.dataplane.transport import Address, Receiver, Session, Stager, Timed
 
 from . import checkpoint, validate
+from .catch_up import SAVED
 from .errors import CalledOff, Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
 from .events import (
     Broken,
@@ -83,6 +88,8 @@ class Worker:
     ) -> None:
         """Without `trust` nothing needs a signature."""
         self.blobs: Blobs | None = None
+        self.saved: SavedVersion | None = None
+        """A version that lies in files, and may be asked for by its own commands (catch_up.py)."""
         self._name = name
         self._server = server
         self._make = receivers
@@ -173,6 +180,8 @@ class Worker:
         """Raise `Distrusted` unless a trainer that is trusted here signed this version, to follow the one served."""
         if self._trust is None:
             return
+        if (saved := self._saved(command.table)) is not None and command.seal is None:
+            command = _announced(command, saved)
         self._object(command.version, doubt(command, serving, self._trust.agents()))
         self._signer = command.seal.signer if command.seal else None
 
@@ -184,13 +193,21 @@ class Worker:
     # -- before -------------------------------------------------------------------------------------------------------
 
     def _read(self, manifest: str, table: str, deadline_s: float) -> tuple[Manifest, DigestTable]:
-        if self.blobs is None:
-            raise UnfitManifest("no coordinator to ask for the manifest")
         layout = self._layouts.get(manifest)
         if layout is None:
-            layout = Manifest.decode(self.blobs.get_blob(Digest(manifest), deadline_s, self._unwanted))
+            layout = Manifest.decode(self._blob(manifest, deadline_s))
             self._layouts = {manifest: layout}
-        return layout, DigestTable.decode(self.blobs.get_blob(Digest(table), deadline_s, self._unwanted), layout)
+        return layout, DigestTable.decode(self._blob(table, deadline_s), layout)
+
+    def _blob(self, digest: str, deadline_s: float) -> bytes:
+        if self.saved is not None and digest in self.saved.blobs:
+            return self.saved.blobs[digest]
+        if self.blobs is None:
+            raise UnfitManifest("no coordinator to ask for the manifest")
+        return self.blobs.get_blob(Digest(digest), deadline_s, self._unwanted)
+
+    def _saved(self, table: str) -> SavedVersion | None:
+        return self.saved if self.saved is not None and self.saved.notes.table == table else None
 
     def _fit(
         self, manifest: str, table: str, transport: TransportKind, folder: str, deadline_s: float
@@ -208,7 +225,10 @@ class Worker:
     # -- the transfer -------------------------------------------------------------------------------------------------
 
     def _believe_offer(self, command: Transfer) -> None:
-        if self._trust is not None:
+        if _is_saved(command.offer):
+            if (saved := self._saved(command.table)) is None or command.offer.address != os.fspath(saved.path):
+                raise UnfitManifest(f"{command.offer.address} is not where this agent found the version")
+        elif self._trust is not None:
             self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
 
     def _stage(self, command: Transfer, folder: str) -> None:
@@ -239,7 +259,9 @@ class Worker:
         layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
         kind = command.offer.transport.value
         self._go_on()
-        receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._make(kind))
+        if _is_saved(command.offer):
+            kind = SAVED
+        receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._receiver_of(kind))
         self._active = receiver
         session = Session(command.channel, command.epoch, command.version, layout, table)
         left = max(command.deadline_s - (time.monotonic() - started), 0.001)
@@ -256,6 +278,9 @@ class Worker:
         proves_itself = receipt.checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}
         verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
         return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by)
+
+    def _receiver_of(self, kind: str) -> Receiver:
+        return SavedReceiver() if kind == SAVED else self._make(kind)
 
     def _end_update_quietly(self) -> None:
         """After a failure: the session must not stay open, but what is reported is the failure, not this."""
@@ -320,6 +345,19 @@ class Worker:
         self._meters.observe(CALL_SECONDS, seconds, call=call)
         if failed:
             self._meters.add(CALL_FAILURES, call=call)
+
+
+def _is_saved(offer: Offer) -> bool:
+    return offer.transport is TransportKind.DISK and offer.group == SAVED
+
+
+def _announced(command: Prepare, saved: SavedVersion) -> Prepare:
+    """`command` as the trainer announced and signed it, under the epoch of the round that committed it."""
+    said = msgspec.json.decode(saved.publication, type=Publish)
+    replaced = {name: getattr(said, name) for name in ("channel", "epoch", "version", "manifest", "table", "rollback")}
+    if (said.version, said.table) != (command.version, command.table):
+        raise UnfitManifest(f"{saved.path} was announced as version {said.version}, and holds {command.version}")
+    return msgspec.structs.replace(command, **replaced, seal=said.seal)
 
 
 def _address(command: Transfer) -> Address:

@@ -11,7 +11,6 @@ broke, and keeps the server paused. Imports torch and nothing of SGLang.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -28,8 +27,6 @@ from .worker_state import WorkerState
 
 PREFIX: Final = "weightbus:"
 """Of the name that is loaded; the rest is the path of the sidecar's socket."""
-PUSH: Final = "WEIGHTBUS_WORKER_PUSH"
-"""Set to 1 in the server's environment: what lies on another GPU is written by that GPU."""
 _PATIENCE_S: Final = 120.0
 """How long the server is held for a sidecar that says nothing: it may be planning, for the first time."""
 
@@ -83,7 +80,7 @@ def _exchange(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.T
         _watch.start()
     state = _states.get(model)
     if state is None:
-        state = _states[model] = WorkerState(model, push=os.environ.get(PUSH) == "1")
+        state = _states[model] = WorkerState(model)
     with state.busy:
         _follow(state, names[0].removeprefix(PREFIX))
 

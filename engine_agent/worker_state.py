@@ -15,10 +15,9 @@ from weightbus.dataplane import worker_wire as wire
 from weightbus.dataplane.copy_engine import PreparedCopies, PreparedDigest
 from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.cuda_driver import Driver
 from weightbus.dataplane.device_name import device_name, readable_peers
 from weightbus.dataplane.digest_table import BoxTable
-from weightbus.dataplane.errors import NotExportable, TransferFailed
+from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.pieces import DTYPES
@@ -46,8 +45,7 @@ class _Bound:
 class WorkerState:
     """Used by one thread at a time."""
 
-    def __init__(self, model: torch.nn.Module, *, push: bool = False) -> None:
-        """With `push`, other GPUs write into this one's parameters (`RegionImporter`), where they can."""
+    def __init__(self, model: torch.nn.Module) -> None:
         self.busy = threading.Lock()
         """Held during a round."""
         self.touched = False
@@ -55,7 +53,7 @@ class WorkerState:
         self._model = model
         self._held = ModelTensors(model)
         self._engine = engine_for(self._held.device)
-        self._importer = RegionImporter(self._held.device, push=push and _plainly_allocated(self._held.tensors))
+        self._importer = RegionImporter(self._held.device)
         self._layout = ""
         self._tensors: tuple[TensorSpec, ...] = ()
         self._constants: list[tuple[torch.Tensor, float]] = []
@@ -246,18 +244,6 @@ class WorkerState:
         self._importer.close()
         self._layout, self._plan, self._proof, self._odd, self._casts = "", None, None, None, []
         self._held = ModelTensors(self._model)
-
-
-def _plainly_allocated(tensors: Sequence[torch.Tensor]) -> bool:
-    """Once peers have access, they have it to these: memory that an allocator maps itself would fault."""
-    try:
-        driver = Driver()
-        for tensor in tensors:
-            if tensor.is_cuda and tensor.numel():
-                driver.allocation(tensor.data_ptr())
-    except NotExportable:
-        return False
-    return True
 
 
 def _cast_checks(odd: CopyTable, regions: Sequence[torch.Tensor]) -> list[Callable[[], bool]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -23,6 +23,7 @@ from weightbus.control.log import get_log
 from weightbus.dataplane.checkpoint_writer import CheckpointWriter
 from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.manifest import Manifest
+from weightbus.dataplane.saved_version import place_of
 
 from .errors import BadCheckpoint
 
@@ -54,11 +55,6 @@ class Policy(msgspec.Struct, frozen=True):
         past = sorted({version for version in versions if version <= current})
         old = past[: -self.last]
         return tuple(version for version in old if not self.forever or version % self.forever)
-
-
-def place_of(save_dir: Path, channel: str, version: int) -> Path:
-    """Where the checkpoint of a version is kept."""
-    return save_dir / channel / f"checkpoint-{version}"
 
 
 class Archive:
@@ -118,13 +114,16 @@ class Saving:
         """Return when nothing is being written any more."""
         self.free(len(self._writes))
 
-    def finish(self, version: int, notes: Notes) -> tuple[str, str]:
-        """The version is committed: let the checkpoint appear. Returns its path, or why there is none."""
+    def finish(self, version: int, notes: Notes, beside: Mapping[str, bytes]) -> tuple[str, str]:
+        """The version is committed: let the checkpoint appear. Returns its path, or why there is none.
+
+        `beside` are further files in it, by name.
+        """
         try:
             for write in self._writes:
                 write.result()
             shutil.rmtree(self._writer.target, ignore_errors=True)  # of a version that was gone back behind
-            self._writer.finish(notes)
+            self._writer.finish(notes, beside)
             self._archive.prune(version)
         except Exception as error:  # noqa: BLE001  the version is served, whatever the disk says; it is in the report
             _log.exception("checkpoint_not_saved", version=version)

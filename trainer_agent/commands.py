@@ -8,10 +8,12 @@ from types import FrameType
 from rich.console import Console
 
 from weightbus.control import settings
+from weightbus.control.client import check_keys
 from weightbus.control.telemetry import configure_logging
 
 from . import rollback_settings
 from .rollback_settings import RollbackSettings
+from .settings import TrainerSettings
 from .watch_settings import SECTION, WatchSettings
 
 
@@ -29,6 +31,7 @@ class TrainerAgentCommand:
         resolved = settings.from_args(WatchSettings, SECTION, args)
         if args.check_config:
             Console(highlight=False).print(resolved.render(), markup=False)
+            _check_keys(resolved.value.trainer())
             return 0
         # Imported here: it brings torch, for which neither the list of commands nor a check of settings should wait.
         from .watcher import Watcher  # noqa: PLC0415
@@ -61,6 +64,7 @@ class RollbackCommand:
         resolved = settings.from_args(RollbackSettings, rollback_settings.SECTION, args)
         if args.check_config:
             Console(highlight=False).print(resolved.render(), markup=False)
+            _check_keys(resolved.value.trainer())
             return 0
         from .rollback import roll_back  # noqa: PLC0415  # torch, as above
 
@@ -72,6 +76,10 @@ class RollbackCommand:
         else:
             print(report.line())  # noqa: T201
         return 0
+
+
+def _check_keys(given: TrainerSettings) -> None:
+    check_keys(given.coordinator, given.keys, given.name, insecure_loopback=given.insecure_loopback)
 
 
 def _version(text: str) -> int:

@@ -17,6 +17,7 @@ from weightbus.control import messages as m
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.log import get_log
+from weightbus.dataplane import saved_version
 from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.transport import Peer, Sender, Session
 
@@ -130,6 +131,7 @@ class Drive:
         self._delivery: Delivery | None = None
         self._silent = False
         self._saving: Saving | None = None
+        self._announced: m.Publish | None = None
         self._saved = self._save_error = ""
         self._log = _log.bind(channel=outfit.settings.channel, version=version)
         outfit.staging.begin()
@@ -306,7 +308,10 @@ class Drive:
                 rollback=self._rollback,
                 stood_s=self._stood_s,
             )
-            self._request(self._of.seal.publication(message, self._committed) if self._of.seal else message)
+            if self._of.seal:
+                message = self._of.seal.publication(message, self._committed)
+            self._announced = message
+            self._request(message)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])
         return p.Accepted()
 
@@ -385,7 +390,12 @@ class Drive:
             table=staging.table.digest(),
         )
         with self._watch.phase("save"):
-            self._saved, self._save_error = saving.finish(self.version, notes)
+            beside = {
+                saved_version.MANIFEST: staging.blob,
+                saved_version.TABLE: staging.table.encode(),
+                saved_version.PUBLICATION: msgspec.json.encode(self._announced),
+            }
+            self._saved, self._save_error = saving.finish(self.version, notes, beside)
         return None
 
     # -- the report ----------------------------------------------------------------------------------------------------

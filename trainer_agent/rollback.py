@@ -14,9 +14,9 @@ import msgspec
 
 from weightbus.control.errors import ConfigurationError
 from weightbus.control.status import PastStatus
+from weightbus.dataplane.saved_version import place_of
 
 from .agent import TrainerAgent
-from .archive import place_of
 from .checkpoint_source import CheckpointSource, open_checkpoint, staging_device
 from .errors import RollbackRefused
 from .report import PublishReport

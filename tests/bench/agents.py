@@ -47,6 +47,7 @@ from weightbus.control.messages import (
     TransportKind,
     Verified,
 )
+from weightbus.control.session import ANSWERED
 
 CHANNEL: Final = Channel("bench")
 CURVE_KEYS = tuple[bytes, bytes, bytes]
@@ -56,7 +57,7 @@ _DECODE: Final = msgspec.msgpack.Decoder(ToAgent).decode
 _COUNTED: Final = frozenset({b"Ack", b"Alive", b"Welcome"})
 _ANY_KEY: Final = RequestId("??????-????????")
 _NOBLOCK: Final = int(zmq.NOBLOCK)
-_MORE: Final = int(zmq.SNDMORE)
+_HEADER_BYTES: Final = len(_HEADER)
 LATE_S: Final = 2.0
 """How long the last answers are waited for."""
 COMMAND: Final = b"C"
@@ -173,7 +174,7 @@ class Herd:
             ready.register(dealer.fileno(), select.EPOLLIN | select.EPOLLET)
         for at, (agent, dealer) in enumerate(zip(self._agents, sockets, strict=True)):
             hello = agent.hello() if side == "ours" else agent.beat(0)
-            dealer.send_multipart([_HEADER, _ENCODE(hello)] if side == "ours" else [_ENCODE(hello)])
+            dealer.send_multipart([_HEADER + _ENCODE(hello)] if side == "ours" else [_ENCODE(hello)])
             self._drain(side, at, dealer, echo=False)  # a socket that was never read signals nothing
         answered: set[int] = set()
         places = self._places[side] = {dealer.fileno(): at for at, dealer in enumerate(sockets)}
@@ -200,23 +201,30 @@ class Herd:
                 self._drain(side, at, sockets[at])
 
     def beat(self, seconds: float, interval_s: float, settle_s: float = 0.0) -> dict[str, Any]:
-        """Heartbeats as real agents send them: the next one `interval_s` after the answer to the last.
+        """Heartbeats as real agents send them: the next one `interval_s` after the answer to the last, or after itself.
 
-        They begin evenly spread. Returns how many were sent and answered in the last `seconds`, and when these began.
+        One in three wants an answer (session.py). They begin evenly spread. Returns how many were sent in the last
+        `seconds`, how many of these were to be answered, and how many answers came.
         """
         sockets, ready, places = self._sides["ours"], self._ready["ours"], self._places["ours"]
         now = time.monotonic()
         gap = interval_s / len(sockets)
         due = deque((now + at * gap, at) for at in range(len(sockets)))
         counted_from, until = now + settle_s, now + settle_s + seconds
-        sent = answered = beats = 0
-        while now < until or (answered < sent and now < until + LATE_S):
+        sent = asked = answered = beats = 0
+        unanswered = [at % ANSWERED for at in range(len(sockets))]
+        while now < until or (answered < asked and now < until + LATE_S):
             while due and due[0][0] <= now < until:
                 at = due.popleft()[1]
                 beats += 1
+                unanswered[at] += 1
+                asks = unanswered[at] >= ANSWERED
                 self._drain("ours", at, sockets[at])
-                self._say(sockets[at], _ENCODE(self._agents[at].beat(beats)))
+                self._say(sockets[at], _ENCODE(self._agents[at].beat(beats if asks else 0)))
                 sent += now >= counted_from
+                asked += asks and now >= counted_from
+                if not asks:
+                    due.append((now + interval_s, at))
             wait_s = min(0.1, max(0.0, due[0][0] - now)) if due else 0.1
             for each, _ in ready.poll(wait_s):
                 before, at = self._counts[b"Alive"], places.get(each)
@@ -225,9 +233,10 @@ class Herd:
                 self._drain("ours", at, sockets[at])
                 if self._counts[b"Alive"] > before:
                     answered += now >= counted_from
+                    unanswered[at] = 0
                     due.append((time.monotonic() + interval_s, at))
             now = time.monotonic()
-        return {"sent": sent, "answered": answered}
+        return {"sent": sent, "asked": asked, "answered": answered}
 
     def close(self) -> None:
         """Drop every connection."""
@@ -246,14 +255,13 @@ class Herd:
                 return some
             some = True
             if side == "ours":
-                self._hear(self._agents[at], dealer, dealer.recv(_NOBLOCK))
+                self._hear(self._agents[at], dealer, payload[_HEADER_BYTES:])
             elif echo and payload[:1] == COMMAND:
                 dealer.send(self._bare_answer)
 
     @staticmethod
     def _say(dealer: zmq.Socket[bytes], payload: bytes) -> None:
-        dealer.send(_HEADER, _MORE)
-        dealer.send(payload)
+        dealer.send(_HEADER + payload)
 
     def _hear(self, agent: Agent, dealer: zmq.Socket[bytes], payload: bytes) -> None:
         length = payload[6] & 0x1F  # a map of few fields, then "type", then a short string: its tag

@@ -213,9 +213,9 @@ class Bench:
         cpu = self.coordinator.cpu_s()
         answers = [herd.hear() for herd in self.herds]
         used = self.coordinator.cpu_s() - cpu
-        sent, answered = (sum(answer[what] for answer in answers) for what in ("sent", "answered"))
-        if answered < 0.99 * sent:
-            raise RuntimeError(f"{sent} heartbeats, {answered} answers")
+        sent, asked, answered = (sum(answer[what] for answer in answers) for what in ("sent", "asked", "answered"))
+        if answered < 0.99 * asked:
+            raise RuntimeError(f"{sent} heartbeats, {asked} of them to be answered, {answered} answers")
         return {
             "heartbeats_per_s": sent / HEARTBEATS_S,
             "heartbeat_cpu_us": 1e6 * used / sent,

@@ -13,7 +13,7 @@ from weightbus.control.ids import AgentId, Channel, RequestId, Version
 from weightbus.control.messages import Acquire, Code, Granted, Hello, Message, Refused, Role, ToCoordinator
 
 from .test_codec import TO_COORDINATOR
-from .world import CHANNEL, World, engine_info, trainer_info
+from .world import CHANNEL, World, engine_info, one_by_one, trainer_info
 
 TRAINER_SAYS = {"Acquire", "Release", "PutBlob", "Publish", "Offered", "Sent", "Abandon", "GetBlob"}
 ENGINE_SAYS = {"Prepared", "Paused", "Transferred", "Verified", "Serving", "Failed", "GetBlob"}
@@ -38,7 +38,7 @@ def hello_of(role: Role, name: str = "x") -> Hello:
 def say(world: World, message: Message, principal: Principal | None) -> list[Message]:
     event = MessageReceived(peer=SEAT, message=message, blob=b"x", principal=principal)  # type: ignore[arg-type]
     effects = world.machine.handle(event, 0.0)
-    return [effect.message for effect in effects if type(effect).__name__ == "SendTo"]
+    return [effect.message for effect in one_by_one(effects) if type(effect).__name__ == "SendTo"]
 
 
 def leased(world: World) -> bool:

@@ -169,9 +169,9 @@ def test_garbage_is_rejected_by_kind(bus: RouterBus) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     raw = context.socket(zmq.DEALER)
     raw.connect(f"tcp://127.0.0.1:{bus.router_port}")
-    raw.send_multipart([b"WB\x09>", b"\xc0"])
+    raw.send_multipart([b"WB\x09>\xc0"])
     raw.send_multipart([b"junk"])
-    raw.send_multipart(codec.TO_COORDINATOR.encode(Bye()))
+    raw.send_multipart(codec.pack(codec.TO_COORDINATOR.encode(Bye())))
     items: list[MessageReceived | Rejected] = []
     until(lambda: items.extend(bus.poll(0.5)) or len(items) == 3)
     raw.close(linger=0)

@@ -162,7 +162,8 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("command", ["coordinator", "status", "keygen", "version"])
 def test_every_command_shows_its_settings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """--check-config prints a section that can be read as a file, and does nothing else."""
-    assert main([command, "--check-config"]) == 0
+    alone = ["--insecure-loopback"] if command == "coordinator" else []
+    assert main([command, "--check-config", *alone]) == 0
     (section,) = tomllib.loads(capsys.readouterr().out)
     assert section == command
     assert section in settings.SECTIONS
@@ -179,9 +180,39 @@ def test_a_coordinator_may_have_more_agents_than_a_shell_has_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_check_config_refuses_the_keys_that_a_start_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its settings are shown, and then what is wrong: no key, no allow-list, or one that others may read or write."""
+    asked = ["coordinator", f"--keys={tmp_path}", "--check-config"]
+
+    def refused() -> str:
+        assert main(asked) == 2
+        shown = capsys.readouterr()
+        assert "router_port = 5750" in shown.out
+        return shown.err
+
+    assert "coordinator.key: cannot be read" in refused()
+    assert main(["keygen", f"--keys={tmp_path}", "e0"]) == 0
+    capsys.readouterr()
+    assert main(asked) == 0
+    capsys.readouterr()
+    (tmp_path / "coordinator.key").chmod(0o640)
+    assert "others may read it (mode 0640)" in refused()
+    (tmp_path / "coordinator.key").chmod(0o600)
+    (tmp_path / "trust.toml").chmod(0o666)
+    assert "trust.toml" in refused()
+    (tmp_path / "trust.toml").unlink()
+    assert "trust.toml" in refused()
+
+
+def test_check_config_refuses_to_listen_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    """Off the loopback there is no way without keys, and nobody has to start a coordinator to learn it."""
+    assert main(["coordinator", "--insecure-loopback", "--bind=0.0.0.0", "--check-config"]) == 2
+    assert "without keys the bus may only listen on the loopback" in capsys.readouterr().err
+
+
 def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
     """The coordinator's settings are counted: more of them must be worth it."""
-    assert main(["coordinator", "--check-config", "--journal", "x.sqlite"]) == 0
+    assert main(["coordinator", "--check-config", "--journal", "x.sqlite", "--insecure-loopback"]) == 0
     shown = tomllib.loads(capsys.readouterr().out)["coordinator"]
     assert shown["journal"] == "x.sqlite"
     assert len(shown) == 26

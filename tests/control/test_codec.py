@@ -214,6 +214,23 @@ def test_defaults_may_be_written_out(wire: Wire[m.Message], message: m.Message, 
     assert len(wire.encode(message, blob)[1]) < len(full[1])
 
 
+@pytest.mark.parametrize(("wire", "message", "blob"), CASES, ids=_NAMES)
+def test_header_and_payload_travel_in_one_frame(wire: Wire[m.Message], message: m.Message, blob: bytes | None) -> None:
+    """What travels is one frame, or two with a blob, and is taken apart again as it was."""
+    parts = wire.encode(message, blob)
+    packed = codec.pack(parts)
+    assert len(packed) == len(parts) - 1
+    assert len(packed[0]) == len(parts[0]) + len(parts[1])
+    assert codec.unpack(packed) == parts
+
+
+def test_what_an_older_side_sends_is_told_from_noise() -> None:
+    """Before protocol 3 the header was a frame of its own: it is refused for its number."""
+    header, payload = BYE
+    with pytest.raises(WrongProtocol):
+        codec.TO_COORDINATOR.decode(codec.unpack([header[:2] + b"\x02" + header[3:], payload]))
+
+
 def test_no_default_ever_changes() -> None:
     """It is what a reader takes for a field that was not sent. `--regen` writes the list for fields that are new."""
     assert (GOLDEN / "defaults.txt").read_text(encoding="utf-8") == defaults()

@@ -50,7 +50,7 @@ from weightbus.control.messages import (
 from weightbus.control.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
 
 from . import world as world_module
-from .world import CHANNEL, MANIFEST, Engine, World, digest, table_of
+from .world import CHANNEL, MANIFEST, Engine, World, digest, one_by_one, table_of
 
 PROTOCOL = Path(states.__file__).with_name("PROTOCOL.md")
 
@@ -80,7 +80,7 @@ def test_events_wait_while_a_record_is_written() -> None:
     acquire = Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1))
     (persist,) = world.machine.handle(MessageReceived(peer=trainer.peer, message=acquire), 0.0)
     assert isinstance(persist, Persist)
-    beats = [MessageReceived(peer=trainer.peer, message=Heartbeat(seq=n)) for n in range(3)]
+    beats = [MessageReceived(peer=trainer.peer, message=Heartbeat(seq=n)) for n in (1, 2, 3)]
     assert [world.machine.handle(beat, 0.0) for beat in beats] == [(), (), ()]
     effects = world.machine.handle(Persisted(token=persist.token), 0.0)
     assert [e.message.__class__.__name__ for e in effects if isinstance(e, SendTo)] == ["Granted", *["Alive"] * 3]
@@ -564,7 +564,7 @@ def test_a_burst_is_the_same_as_one_after_the_other() -> None:
         ]
         answers.insert(2, MessageReceived(engines[0].peer, engines[0].heartbeat()))
         events = [Burst(answers)] if together else answers
-        effects = [effect for event in events for effect in world.machine.handle(event, world.now)]
+        effects = [effect for event in events for effect in one_by_one(world.machine.handle(event, world.now))]
         world.machine.check()
         told.append([effect for effect in effects if isinstance(effect, SendTo | Persist)])
         hints.append(sum(isinstance(effect, PublishHint) for effect in effects))

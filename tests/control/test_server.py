@@ -12,7 +12,7 @@ import pytest
 
 from weightbus.control.bus import RouterBus
 from weightbus.control.dealer import DealerLink
-from weightbus.control.effects import AnyObservation, AnyRecord, PublishHint, Refusal, SendTo
+from weightbus.control.effects import AnyObservation, AnyRecord, PublishHint, Receipt, Refusal, SendTo
 from weightbus.control.errors import JournalUnwritable
 from weightbus.control.events import Peer
 from weightbus.control.ids import Epoch, RequestId, Version
@@ -31,6 +31,7 @@ from weightbus.control.messages import (
     Hint,
     Message,
     Refused,
+    Release,
     Role,
     RoundDone,
     Welcome,
@@ -276,11 +277,12 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
     journal = SqliteJournal(tmp_path / "journal")
     server = Server(bus, journal, LIMITS, observe=lambda _what: None)
     one, two = Peer(b"one"), Peer(b"two")
-    acks = [Ack(request=RequestId(f"k{number}")) for number in range(2)]
+    asked = [Release(request=RequestId(f"k{number}"), channel=CHANNEL, epoch=Epoch(1)) for number in range(2)]
+    acks = [Ack(request=each.request) for each in asked]
     hints = [Hint(seq=n, boot=1, channel=CHANNEL, event="ready", version=None, epoch=Epoch(1)) for n in (1, 2)]
     for effect in (
-        SendTo(peer=one, message=acks[0]),
-        SendTo(peer=two, message=acks[1]),
+        Receipt(peer=one, message=acks[0], answer=asked[0]),
+        Receipt(peer=two, message=acks[1], answer=asked[1]),
         *(PublishHint(hint=hint) for hint in hints),
     ):
         server._perform(effect)

@@ -283,7 +283,7 @@ def test_memory_bus_is_as_faithful_as_sockets() -> None:
     assert link.poll(0.0) == []
     bus.inject(link, [b"junk"])
     (rejected,) = bus.poll(0.0)
-    assert "1 frames" in str(getattr(rejected, "error", ""))
+    assert "1 parts" in str(getattr(rejected, "error", ""))
     bus.cut()
     assert bus.send(received.peer, m.Alive(seq=3, boot=1)).value == "gone"
     assert link.send(m.Bye()) is False

@@ -5,8 +5,21 @@ from __future__ import annotations
 import pytest
 
 from weightbus.control.errors import CoordinatorUnreachable, Malformed, RequestRefused, WrongProtocol
-from weightbus.control.ids import Channel, Epoch, RequestId, Version
-from weightbus.control.messages import Abort, Ack, Acquire, Alive, Code, Refused, Welcome
+from weightbus.control.ids import Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.messages import (
+    Abort,
+    Ack,
+    Acquire,
+    Alive,
+    Code,
+    Commit,
+    Pause,
+    Paused,
+    PauseMode,
+    Prepared,
+    Refused,
+    Welcome,
+)
 from weightbus.control.session import (
     Asked,
     Connect,
@@ -30,6 +43,11 @@ from weightbus.control.session import (
 
 KEY = RequestId("r1")
 ACQUIRE = Acquire(request=KEY, channel=Channel("c"), version=Version(1))
+PREPARED = Prepared(request=KEY, channel=Channel("c"), epoch=Epoch(3), seconds=0.1)
+PAUSE = Pause(channel=Channel("c"), epoch=Epoch(3), mode=PauseMode.RETRACT, lease_s=10.0, deadline_s=60.0)
+COMMIT = Commit(
+    channel=Channel("c"), epoch=Epoch(3), version=Version(1), table=Digest("0" * 64), flush=True, deadline_s=60.0
+)
 
 
 class Conversation:
@@ -117,8 +135,60 @@ def test_who_is_answered_together_speaks_together_again(joined: Conversation) ->
     joined.now += 0.3
     joined(Heard(Alive(seq=1, boot=1, committed=None)))
     assert joined.after(0.9) == ()
-    assert joined.after(0.1) == (SayAlive(2),)
-    assert joined.after(1.0) == (SayAlive(3),), "nothing was answered"
+    assert joined.after(0.1) == (SayAlive(0),)
+    assert joined.after(1.0) == (SayAlive(0),), "by the clock, since nothing was answered"
+
+
+def test_one_heartbeat_in_three_is_to_be_answered(joined: Conversation) -> None:
+    """The first asks, then every third; one that was not answered asks again and again, until it is."""
+    assert [joined.after(1.0) for _ in range(3)] == [(SayAlive(1),), (SayAlive(2),), (SayAlive(3),)]
+    joined(Heard(Alive(seq=3, boot=1)))
+    assert [joined.after(1.0) for _ in range(4)] == [(SayAlive(0),), (SayAlive(0),), (SayAlive(6),), (SayAlive(7),)]
+
+
+@pytest.mark.parametrize(("silence_s", "asked"), [(10.0, 1), (7.0, 1), (5.0, 3), (2.0, 3)])
+def test_who_must_hear_often_asks_often(talk: Conversation, silence_s: float, asked: int) -> None:
+    """Three answers at least are due within the silence after which a connection is given up."""
+    talk(Ticked())
+    talk(Heard(Welcome(request=talk.key, boot=1, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=silence_s)))
+    beats: list[Effect] = []
+    for _ in range(4):
+        (beat,) = talk.after(1.0)
+        assert isinstance(beat, SayAlive)
+        beats.append(beat)
+        if beat.seq:
+            talk(Heard(Alive(seq=beat.seq, boot=1)))
+    assert sum(each.seq > 0 for each in beats[1:]) == asked
+
+
+def test_a_paused_engine_has_every_heartbeat_answered(joined: Conversation) -> None:
+    """It resumes by itself when it hears nothing for its lease, which may be shorter than three heartbeats."""
+    joined.after(1.0)
+    joined(Heard(Alive(seq=1, boot=1)))
+    joined(Heard(PAUSE))
+    assert joined.after(1.0) == (SayAlive(2),)
+    joined(Heard(Alive(seq=2, boot=1)))
+    assert joined.after(1.0) == (SayAlive(3),)
+    joined(Heard(Alive(seq=3, boot=1)))
+    joined(Heard(COMMIT))
+    assert joined.after(1.0) == (SayAlive(0),)
+
+
+def test_a_command_acknowledges_what_was_answered_before_it(joined: Conversation) -> None:
+    """Nobody is paused whose `Prepared` did not arrive: it is not said again, and its caller goes on."""
+    said = Asked(KEY, PREPARED, None, joined.now + 30.0, 30.0)
+    assert joined(said) == (Transmit(PREPARED, None),)
+    assert joined(Heard(PAUSE)) == (Resolve(KEY, Ack(request=KEY), None), Deliver(PAUSE))
+    assert joined.session.pending == {}
+    assert joined(Heard(Ack(request=KEY))) == (), "it may come all the same"
+
+
+def test_a_command_said_again_acknowledges_nothing_that_answers_it(joined: Conversation) -> None:
+    """A repeated command means that its answer did not arrive, or crossed with it."""
+    paused = Paused(request=KEY, channel=Channel("c"), epoch=Epoch(3), seconds=0.1)
+    joined(Asked(KEY, paused, None, joined.now + 30.0, 30.0))
+    assert joined(Heard(PAUSE)) == (Deliver(PAUSE),)
+    assert list(joined.session.pending) == [KEY]
 
 
 def test_the_committed_version_is_known_from_every_word_that_names_it(joined: Conversation) -> None:

@@ -128,3 +128,26 @@ def test_how_long_training_stood_still_is_a_metric(deployment: tuple[World, Trai
     value = meters.registry.get_sample_value
     assert value("weightbus_trainer_stood_seconds_sum", {"channel": "policy"}) == 1.5
     assert value("weightbus_trainer_stood_seconds_count", {"channel": "policy"}) == 1
+
+
+def test_who_loaded_the_committed_version_by_itself_is_told_to_serve_it(
+    deployment: tuple[World, Trainer, Engine],
+) -> None:
+    """By its heartbeat, outside of any round. Who holds something else whole and uncommitted waits for the next one."""
+    world, _, late = deployment
+    committed = late.held
+    assert committed is not None
+    late.crash()
+    late.live()
+    world.settle()
+    world.advance(5.0)
+    assert world.ready == ("e0",)
+    late.held = msgspec.structs.replace(committed, table=Digest("f" * 64))
+    late.health = EngineHealth.PENDING
+    world.advance(3.0)
+    assert world.ready == ("e0",)
+    late.held, late.weights = committed, 1
+    world.advance(3.0)
+    assert world.ready == ("e0", "e1")
+    assert late.label == 1
+    assert late.generating

@@ -24,7 +24,7 @@ from weightbus.control.messages import (
     Verified,
 )
 
-from .world import Agent, World
+from .world import Agent, World, one_by_one
 
 ANSWERS = Prepared | Paused | Transferred | Verified | Serving | Failed | Heartbeat
 SMALL, LARGE = 32, 256
@@ -56,7 +56,7 @@ class CountingWorld(World):
             self.machine.next_deadline()
         finally:
             sys.settrace(before)
-        for effect in effects:
+        for effect in one_by_one(effects):
             self.perform(effect)
         return effects
 

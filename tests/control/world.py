@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -23,8 +23,10 @@ from weightbus.control.effects import (
     Observe,
     Persist,
     PublishHint,
+    Receipt,
     RoundClosed,
     SendTo,
+    SendToAll,
 )
 from weightbus.control.events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, Tick
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
@@ -128,6 +130,18 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
     return channels
 
 
+def one_by_one(effects: Iterable[AnyEffect]) -> Iterator[AnyEffect]:
+    """`effects`, with each message to each agent by itself."""
+    for effect in effects:
+        match effect:
+            case SendToAll():
+                yield from (SendTo(peer, effect.message) for peer in effect.peers)
+            case Receipt():
+                yield SendTo(effect.peer, effect.message)
+            case _:
+                yield effect
+
+
 class Agent:
     """What trainers and engines have in common: a name, a life, a connection."""
 
@@ -199,7 +213,7 @@ class Agent:
         """Answer as an agent should."""
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(seq=0)
+        return Heartbeat(seq=1)
 
     def got(self, kind: type[Message]) -> list[Message]:
         return [message for message in self.inbox if isinstance(message, kind)]
@@ -232,7 +246,7 @@ class Engine(Agent):
         )
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(seq=0, health=self.health, held=self.held)
+        return Heartbeat(seq=1, health=self.health, held=self.held)
 
     def fail(
         self, on: type[Message], step: Step, health: EngineHealth = EngineHealth.CLEAN, reason: str = "broke"
@@ -501,7 +515,7 @@ class World:
     def handle(self, event: AnyEvent) -> tuple[AnyEffect, ...]:
         """Give the machine one event, carry out what it asks, and check it."""
         effects = self.machine.handle(event, self.now)
-        for effect in effects:
+        for effect in one_by_one(effects):
             if self.crash_on(effect):
                 self.crashed = True
                 self.note("** the coordinator dies **")
@@ -537,6 +551,8 @@ class World:
                 self.hints.append(effect.hint)
             case Evict():
                 pass
+            case SendToAll() | Receipt():
+                raise AssertionError("taken apart before")
 
     def advance(self, seconds: float) -> None:
         """Let time pass, with heartbeats and every timer on the way."""

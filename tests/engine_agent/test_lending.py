@@ -96,6 +96,24 @@ def test_another_agent_knows_what_was_given_back(fake: FakeSGLang, connected: Co
     assert fake.calls.count("/resume_memory_occupation") == len(TAGS)
 
 
+def test_what_was_refused_is_not_asked_back(fake: FakeSGLang, connected: Connect) -> None:
+    """A server that said no has everything; of one that died over it nobody knows, and the file says given."""
+    server = connected()
+    fake.inject("/release_memory_occupation", "refuse")
+    server.give_up()
+    with pytest.raises(ServerError, match="injected"):
+        server.give_back()
+    server.resume()
+    assert "/resume_memory_occupation" not in fake.calls
+
+    fake.inject("/release_memory_occupation", "die")
+    server.give_up()
+    with pytest.raises(ServerError):
+        server.give_back()
+    with pytest.raises(ServerError, match="given its weights back"):
+        server.take_rest_back()
+
+
 def test_what_cannot_be_given_is_not_asked_for(fake: FakeSGLang, connected: Connect, tmp_path: Path) -> None:
     """A server without the memory saver answers 200 and keeps everything; one that gave it all has nothing left."""
     server = connected()

@@ -78,6 +78,7 @@ class Deployment:
         self.first, self.second = tiny_model.write(folder / "a", 1), tiny_model.write(folder / "b", 2)
         self.fake = FakeSGLang(self.first).start()
         self.gives_back = False
+        self.saved_dir: Path | None = None
         self.agent: EngineAgent | None = None
         self.thread: threading.Thread | None = None
 
@@ -94,6 +95,8 @@ class Deployment:
             runtime_dir=Path(self.run.name),
             poll_s=0.05,
             gives_back=self.gives_back,
+            saved_dir=self.saved_dir,
+            saved_after_s=0.5,
         )
         agent = self.agent = EngineAgent(settings)
         self.thread = threading.Thread(target=agent.run, daemon=True)

@@ -51,7 +51,7 @@ def test_check_config_shows_where_a_key_is_and_not_what(
     """The file's name is no secret; its content does not appear."""
     path = written(tmp_path / "key", SECRET)
     flag = f"--{key.replace('_', '-')}-file={path}"
-    assert main(["engine-agent", "--name=e0", "--channel=c", flag, "--check-config"]) == 0
+    assert main(["engine-agent", "--name=e0", "--channel=c", flag, "--check-config", "--insecure-loopback"]) == 0
     shown = capsys.readouterr().out
     assert f'{key}_file = "{path}"' in "".join(shown.split("\n"))
     assert SECRET not in shown
@@ -150,6 +150,25 @@ def test_check_config_reads_the_key_files(tmp_path: Path, capsys: pytest.Capture
     flag = f"--admin-api-key-file={tmp_path / 'nowhere'}"
     assert main(["engine-agent", "--name=e0", "--channel=c", flag, "--check-config"]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_check_config_reads_the_bus_keys_and_the_allow_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The settings are shown, then what a start would refuse is: the sidecar's key, its coordinator's, its trainers."""
+    asked = ["engine-agent", "--name=e0", "--channel=c", f"--keys={tmp_path}", "--check-config"]
+    assert main(asked) == 2
+    shown = capsys.readouterr()
+    assert 'name = "e0"' in shown.out
+    assert "coordinator.pub: cannot be read" in shown.err
+    assert main(["keygen", f"--keys={tmp_path}", "e0"]) == 0
+    assert main(asked) == 0
+    capsys.readouterr()
+    (tmp_path / "trust.toml").rename(tmp_path / "elsewhere")
+    assert main(asked) == 2
+    assert "trust.toml" in capsys.readouterr().err
+    (tmp_path / "elsewhere").rename(tmp_path / "trust.toml")
+    (tmp_path / "agents/e0.key").chmod(0o644)
+    assert main(asked) == 2
+    assert "others may read it (mode 0644)" in capsys.readouterr().err
 
 
 @KEYS

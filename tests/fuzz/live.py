@@ -187,6 +187,8 @@ def garbage(target: Target, count: int, seed: int) -> None:
             frames = mutator.next() or [b""]
             if max(map(len, frames)) > codec.MAX_FRAME_BYTES:
                 continue  # would cost the connection, and what is under way on it: see `too_much`
+            if len(frames) > 1:
+                frames = codec.pack(frames)
             dealer.send_multipart(frames)
             target.findings.garbage += not _is_message(frames)
             with contextlib.suppress(zmq.Again):
@@ -207,7 +209,7 @@ def too_much(target: Target, floods: int) -> None:
         dealer.send_multipart([b"x"] * 1000)
         target.wait_for(lambda: target.refused > before)
         before = target.refused
-        beat = codec.TO_COORDINATOR.encode(Heartbeat(seq=1))
+        beat = codec.pack(codec.TO_COORDINATOR.encode(Heartbeat(seq=1)))
         for _ in range(floods):  # never answered by us: its answers pile up, and are dropped at their limit
             dealer.send_multipart(beat)
         target.wait_for(lambda: target.refused >= before + floods)
@@ -242,7 +244,7 @@ class _Sockets:
 
 def _is_message(frames: Frames) -> bool:
     try:
-        codec.TO_COORDINATOR.decode(frames)
+        codec.TO_COORDINATOR.decode(codec.unpack(frames))
     except ProtocolError:
         return False
     return True

@@ -1,8 +1,7 @@
 """How fast tables of strided boxes are copied and digested on a GPU, beside plain copies of as many bytes.
 
     python3 tests/gpu/copies.py [--gigabytes N]         one CUDA device; with two, also from the other's memory, and
-                                                        each from the other's at once, as TP2 to TP2 across does it;
-                                                        read by the GPU that needs it, and pushed by the one that has it
+                                                        each from the other's at once, as TP2 to TP2 across does it
 
 Prints one JSON object; `--out` writes it too. Exits with 1 unless every copy and every digest was right.
 """
@@ -101,14 +100,14 @@ def noise(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def exported(nbytes: int, holder: torch.device, reader: torch.device, *, push: bool = False) -> Iterator[torch.Tensor]:
-    """Memory that another process holds on `holder` and exports, opened for `reader`, or to be pushed to it."""
+def exported(nbytes: int, holder: torch.device, reader: torch.device) -> Iterator[torch.Tensor]:
+    """Memory that another process holds on `holder` and exports, opened for `reader`."""
     with tempfile.TemporaryDirectory() as runtime:
         command = [sys.executable, __file__, "--export", runtime, str(holder.index), str(nbytes)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             address, offset = process.stdout.readline().split()
-            importer = RegionImporter(reader, push=push)
+            importer = RegionImporter(reader)
             importer.open(Address(address), 0, 1, [0], 30.0)
             yield importer.region(0, 0)[int(offset) : int(offset) + nbytes + 8 * 4096]
             importer.close()
@@ -232,12 +231,10 @@ def main() -> int:
     }
     if len(devices) > 1:
         torch.cuda.empty_cache()
-        for name, push in (("", False), ("_pushed", True)):
-            with exported(nbytes, devices[1], devices[0], push=push) as source:
-                result[f"peer_gpu{name}"] = measure(nbytes, devices[0], source)
-                with exported(nbytes, devices[0], devices[1], push=push) as other:
-                    result[f"both_ways{name}"] = both_ways(nbytes, [source, other])
-            torch.cuda.empty_cache()
+        with exported(nbytes, devices[1], devices[0]) as source:
+            result["peer_gpu"] = measure(nbytes, devices[0], source)
+            with exported(nbytes, devices[0], devices[1]) as other:
+                result["both_ways"] = both_ways(nbytes, [source, other])
     text = json.dumps(result, indent=1)
     sys.stdout.write(text + "\n")
     if args.out:

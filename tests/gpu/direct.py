@@ -10,7 +10,6 @@ after they were overwritten with noise in between.
     python3 tests/gpu/direct.py --tp 2                two devices: trainer ranks and engine workers, crosswise
     python3 tests/gpu/direct.py --layers 48 --layout ep2 --memory 0.95
                                                       all of the model: 61 GB twice, on one device of 140 GB
-    python3 tests/gpu/direct.py --tp 2 --push         the same, written by the GPU that holds the weights
     python3 tests/gpu/direct.py --config FILE         another model, by its config.json
     python3 tests/gpu/direct.py --device cpu          the same steps with a tiny model and shared memory
 
@@ -57,8 +56,6 @@ def orchestrate(args: argparse.Namespace) -> int:
     from weightbus.trainer_agent.demo.processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-direct-"))
-    if args.push:
-        os.environ["WEIGHTBUS_WORKER_PUSH"] = "1"
     hf = json.loads(Path(args.config).read_text()) if args.config else dict(rig.QWEN3_30B_A3B)
     if args.device == "cpu" and not args.config:
         hf = dict(rig.TINY_MOE)
@@ -413,7 +410,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--tp", type=int, default=1, help="ranks of trainer and engine, on as many GPUs")
     parser.add_argument("--layout", action="append", choices=tuple(LAYOUTS), help="of a trainer in one process; all")
-    parser.add_argument("--push", action="store_true", help="what lies on another GPU is written by that GPU")
     parser.add_argument("--config", help="config.json of another model")
     parser.add_argument("--memory", type=float, default=0.4, help="the server's --mem-fraction-static")
     parser.add_argument("--deadline", type=float, default=400.0, help="seconds that any one wait may take")

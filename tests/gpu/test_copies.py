@@ -140,17 +140,13 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trainer]
     made.close()
 
 
-@pytest.fixture(params=[False, True], ids=["read", "pushed"])
-def importer(request: pytest.FixtureRequest) -> RegionImporter:
-    return RegionImporter(GPU, push=request.param)
-
-
 def read(importer: RegionImporter, offset: str) -> float:
     return float(importer.region(0, 0)[int(offset) : int(offset) + 4].clone().view(torch.float32).item())
 
 
-def test_a_reader_sees_what_the_trainer_writes(trainer: Trainer, importer: RegionImporter) -> None:
+def test_a_reader_sees_what_the_trainer_writes(trainer: Trainer) -> None:
     """In the trainer's own memory, on the same GPU and on a peer; another storage is another generation."""
+    importer = RegionImporter(GPU)
     address, generation, offset, nbytes = trainer.ask("export")
     importer.open(Address(address), 0, int(generation), [0], OPEN_S)
     assert importer.region(0, 0).numel() == int(nbytes)
@@ -169,28 +165,9 @@ def test_a_reader_sees_what_the_trainer_writes(trainer: Trainer, importer: Regio
     importer.close()
 
 
-def test_rows_arrive_whichever_gpu_copies_them(trainer: Trainer, importer: RegionImporter) -> None:
-    """Also beside rows whose source is the reader's own memory, and what reads them next sees them."""
-    address, generation, offset, _ = trainer.ask("export")
-    importer.open(Address(address), 0, int(generation), [0], OPEN_S)
-    one, three, wide = np.ones(2, np.int64), np.ones((2, 3), np.int64), np.zeros((2, 3), np.int64)
-    f32 = DTYPES.index("float32")
-    table = CopyTable(
-        column(0, 1), one * 0, column(int(offset), 0), column(0, 4096), one * f32, one * f32, one * 1024, three, wide,
-        wide,
-    )  # fmt: skip
-    own, found = torch.full((1024,), 2.0, device=GPU), torch.zeros(8192, dtype=torch.uint8, device=GPU)
-    copies = engine_for(GPU).copies(table, [importer.region(0, 0), own.view(torch.uint8)], [found])
-
-    copies.run()
-
-    assert found.view(torch.float32).cpu().tolist() == [5.0] * 1024 + [2.0] * 1024
-    copies.close()
-    importer.close()
-
-
-def test_memory_is_kept_until_readers_have_let_go(trainer: Trainer, importer: RegionImporter) -> None:
+def test_memory_is_kept_until_readers_have_let_go(trainer: Trainer) -> None:
     """A trainer that closes and frees does not pull memory away from under a kernel."""
+    importer = RegionImporter(GPU)
     address, generation, offset, _ = trainer.ask("export")
     importer.open(Address(address), 0, int(generation), [0], OPEN_S)
 
@@ -209,8 +186,9 @@ def test_memory_is_kept_until_readers_have_let_go(trainer: Trainer, importer: Re
     pytest.fail("the memory was not freed after its only reader had gone")
 
 
-def test_a_trainer_that_died_is_noticed(trainer: Trainer, importer: RegionImporter) -> None:
+def test_a_trainer_that_died_is_noticed(trainer: Trainer) -> None:
     """SIGKILL between two rounds."""
+    importer = RegionImporter(GPU)
     address, generation, _, _ = trainer.ask("export")
     importer.open(Address(address), 0, int(generation), [0], OPEN_S)
     importer.check()

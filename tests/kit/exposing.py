@@ -67,7 +67,7 @@ def wrongly_exposed(source: Source, expected: dict[str, torch.Tensor]) -> list[s
     if not source.root:
         return []
     wrong = {name for name in found.keys() | expected.keys() if name not in found or name not in expected}
-    for spec, digest in zip(source.tensors(), digests, strict=True):
+    for spec, digest in zip(Manifest.of(source.model, source.tensors()).tensors, digests, strict=True):
         packed = expected[spec.name].contiguous().view(-1).view(torch.uint8)
         if not torch.equal(packed, found[spec.name].view(-1).view(torch.uint8)):
             wrong.add(spec.name)

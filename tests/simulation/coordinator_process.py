@@ -83,7 +83,7 @@ class CoordinatorProcess(Process):
         self._away = False
         if server.yields:  # the loop comes round at once
             self.soon(self.step)
-        deadline = server.machine.next_deadline()
+        deadline = server.next_deadline()
         if deadline is not None:
             self._alarm.set(deadline)
 

@@ -208,6 +208,10 @@ class Network:
         coordinator.passes("send", "after")
         return Delivery.SENT
 
+    def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
+        """Send to one after the other; the coordinator may die between any two."""
+        return [peer for peer in peers if self.send(peer, message) is Delivery.GONE]
+
     def _arrive_down(self, connection: Connection, message: ToAgent, blob: bytes | None) -> None:
         if not connection.reads or not connection.line.owner.alive:
             return

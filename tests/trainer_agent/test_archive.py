@@ -18,7 +18,8 @@ from weightbus.control.errors import ConfigurationError
 from weightbus.dataplane import safetensors_file
 from weightbus.dataplane.quantisation import fp8_block
 from weightbus.dataplane.quantise_torch import quantise
-from weightbus.trainer_agent.archive import Policy, place_of
+from weightbus.dataplane.saved_version import SavedVersion, place_of
+from weightbus.trainer_agent.archive import Policy
 from weightbus.trainer_agent.errors import BadCheckpoint, ConnectFailed, RoundAborted
 
 from .test_rounds import Deployment
@@ -95,10 +96,16 @@ def test_every_nth_version_is_kept(deployment: Deployment, tmp_path: Path, slots
             assert "saved" in report.line()
     assert names(tmp_path) == {"checkpoint-4", "checkpoint-8", "checkpoint-10"}
     last = tmp_path / "saved" / "c" / "checkpoint-10"
+    kept = SavedVersion.read(last)
+    assert kept is not None
+    assert (kept.notes.version, kept.notes.table) == (10, report.table)
     assert {path.name for path in last.iterdir() if path.suffix != ".safetensors"} == {
         "config.json",
         "tokenizer.json",
         "weightbus.json",
+        "weightbus-manifest.msgpack",
+        "weightbus-table.msgpack",
+        "weightbus-publication.json",
         "model.safetensors.index.json",
     }
     assert not (last / "old.safetensors").exists()

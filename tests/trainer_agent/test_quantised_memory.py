@@ -16,9 +16,11 @@ from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block
 from weightbus.trainer_agent.assembly import DTYPES
 from weightbus.trainer_agent.exposure import Exposable
+from weightbus.trainer_agent.hf_module import HFModuleSource
 from weightbus.trainer_agent.quantised import QuantisedSource, ReadableQuantisedSource, quantised
 
 from ..kit import quantising
+from ..kit.exposing import wrongly_exposed
 from ..kit.quantised_world import RANKS, SHAPES, Opaque, Rank, World, cut, of, small, tensor_parallel
 
 
@@ -99,3 +101,20 @@ def test_only_what_can_be_read_is_offered(kind: type, *, readable: bool) -> None
 
     assert isinstance(found, QuantisedSource)
     assert isinstance(found, Exposable) is readable
+
+
+def test_what_is_exposed_is_read_and_digested_as_the_checkpoint_has_it() -> None:
+    """Through the sockets and maps of an exporter, in two versions: eight bits, scales, and a norm as it is."""
+    module = torch.nn.Module()
+    module.q_proj = torch.nn.Linear(64, 96, dtype=torch.bfloat16)
+    module.norm = torch.nn.LayerNorm(64, dtype=torch.bfloat16)
+    source = HFModuleSource(module)
+    served = quantised(source, quantising.config(16))
+
+    for _ in range(2):
+        plain = {spec.name: tensor for spec, tensor in zip(source.tensors(), source.memory(), strict=True)}
+        expected = quantising.whole({name: tensor.detach() for name, tensor in plain.items()}, quantising.config(16))
+        assert {each.dtype for each in expected.values()} == {torch.float8_e4m3fn, torch.float32, torch.bfloat16}
+        assert wrongly_exposed(served, expected) == []
+        with torch.no_grad():
+            module.q_proj.weight.mul_(0.3)

@@ -36,6 +36,8 @@ GROUP_BUCKET_S: Final = Figure(3.8e-3, "stock.json, NCCL: the same, beside the b
 LOAD_TENSOR_S: Final = Figure(55e-6, "colocated.json, flattened buckets: the server's loader")
 LOAD_FAR_TENSOR_S: Final = Figure(175e-6, "peer and crosswise.json: the same where buckets are on another GPU")
 
+FORM_GROUP_S: Final = Figure(0.28, "nccl.json: two ranks form a group of NCCL anew in every round of sends")
+
 ACQUIRE_S: Final = Figure(2.5e-3, "every run with one engine")
 ANNOUNCE_S: Final = Figure(3.0e-3, "every run with one engine")
 PREPARE_S: Final = Figure(3.6e-3, "every run with one engine")

@@ -68,7 +68,8 @@ def _notes(fleet: Fleet, now: Round, found: tuple[Change, ...]) -> Iterator[str]
     if fleet.links.nic is None and any("NIC" in load.link for load in now.loads):
         yield f"{figures.NIC_GB_S.value:g} GB/s for a NIC is {figures.NIC_GB_S.source}; --nic says what yours does"
     if Way.SENDS.value in ways:
-        yield "sends were not measured on GPUs: links are taken to be as fast as for copies, and turns to cost nothing"
+        yield "sends were measured between two GPUs of a host: forming a group of more is taken to cost as much"
+        yield "engines are taken to stand still for what is sent: with memory for it they go on until the flip"
     yield "a first round also records, plans and connects: seconds more"
 
 

@@ -78,6 +78,7 @@ def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> 
     by_parts = max((load.seconds for load in loads), default=0.0)
     by_root = [*_whole(fleet.links, ground, volume, whole)]
     moved = max(by_parts, sum(load.seconds for load in by_root) + _calls(volume, whole))
+    formed = figures.FORM_GROUP_S.value if any(group.way is Way.SENDS for group in ground.groups) else 0.0
     proof = figures.CHECKSUM_GB_S if whole else figures.PROOF_GB_S
     steps = (
         Step("acquire", figures.ACQUIRE_S.value, paused=False),
@@ -85,7 +86,7 @@ def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> 
         Step("announce", figures.ANNOUNCE_S.value, paused=False),
         Step("prepare", figures.PREPARE_S.value + barrier, paused=False),
         Step("pause", figures.PAUSE_S.value + barrier, paused=True),
-        Step("transfer", moved + figures.OFFER_S.value + barrier, paused=True),
+        Step("transfer", formed + moved + figures.OFFER_S.value + barrier, paused=True),
         Step("verify", volume.kept / rate(None, proof) + figures.VERIFY_S.value + barrier, paused=True),
         Step("commit", figures.COMMIT_S.value, paused=True),
         Step("resume", figures.RESUME_S.value + barrier, paused=True),

@@ -93,6 +93,15 @@ def test_rounds_by_sglangs_buckets(name: str) -> None:
         near(found.total_s, measured["publish_s"], FIRST_FACTOR)
 
 
+def test_rounds_by_sends() -> None:
+    """NCCL to the other GPU: a whole steady round. Its engine took the version beside what it served."""
+    forecast = Forecast(Tensors.parse({**QWEN3_30B_A3B, "num_hidden_layers": 12}))
+    found = forecast.round(Fleet(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
+    sent = recorded("nccl")["parts"]["speed"]
+    assert forecast.tensors.total == sent["bytes"]
+    near(found.total_s, statistics.median(each["publish_s"] for each in sent["sends"][2:]), FACTOR)
+
+
 @pytest.mark.parametrize(
     ("kind", "engines"),
     [

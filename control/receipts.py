@@ -1,0 +1,103 @@
+"""Which acknowledgements are owed, when they are said, and which need not be said at all. Pure.
+
+A command to an engine acknowledges what the engine answered to those before it: nobody sends the next step before the
+answer to the last one was taken. Where a command follows soon, as it does in every round, its engine is told one
+message and not two. Both ends go by `acknowledges`; who repeats its answer all the same gets its `Ack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from .events import Peer
+from .messages import (
+    Ack,
+    Commit,
+    Message,
+    Pause,
+    Paused,
+    Prepared,
+    Transfer,
+    Transferred,
+    Verified,
+)
+
+_COVERED: Final[Mapping[type[Message], frozenset[type[Message]]]] = {
+    Pause: frozenset({Prepared}),
+    Transfer: frozenset({Prepared}),
+    Commit: frozenset({Prepared, Paused, Transferred, Verified}),
+}
+"""By command: the answers, of its epoch or before, without which it would not have been given."""
+_FOLLOWED: Final = frozenset({Prepared, Verified})
+"""After these an engine has nothing to say before it is told the next step, so their `Ack` may wait for that.
+
+It says one thing after the other: while the `Ack` of a `Transferred` waited, so would the `Verified` behind it.
+"""
+
+PROMPT_S: Final = 0.05
+"""How long an `Ack` may wait while messages come in; its agent repeats itself after ten times as long."""
+HOLD_S: Final = 0.2
+"""How long one may wait for the command that says the same."""
+
+
+def acknowledges(command: Message, answer: Message) -> bool:
+    """Whether who is told `command` knows by it that its `answer` has arrived, or does not matter any more."""
+    if type(answer) not in _COVERED.get(type(command), ()):
+        return False
+    answered, told = getattr(answer, "epoch", 0), getattr(command, "epoch", 0)
+    return bool(answered <= told)
+
+
+class Receipts:
+    """What is owed to whom. Those of one connection leave in the order in which they became due."""
+
+    def __init__(self) -> None:
+        self._prompt: dict[Peer, list[Ack]] = {}
+        self._prompt_until = 0.0
+        self._held: dict[Peer, tuple[Ack, Message]] = {}
+        """At most one: its agent says nothing more before it has this one, or the next command."""
+        self._held_until = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._prompt or self._held)
+
+    def owe(self, peer: Peer, ack: Ack, answer: Message | None, now: float) -> None:
+        """`peer` is to be told `ack`, for `answer`."""
+        if answer is not None and type(answer) in _FOLLOWED and peer not in self._held:
+            if not self._held:
+                self._held_until = now + HOLD_S
+            self._held[peer] = ack, answer
+            return
+        if not self._prompt:
+            self._prompt_until = now + PROMPT_S
+        self._prompt.setdefault(peer, []).append(ack)
+
+    @property
+    def pressing(self) -> bool:
+        """Whether some are to be said as soon as nothing is left to be read."""
+        return bool(self._prompt)
+
+    def before(self, peers: Sequence[Peer], message: Message) -> list[tuple[Peer, Ack]]:
+        """Those that `peers` are to be told before `message`; what `message` acknowledges itself is forgotten."""
+        first: list[tuple[Peer, Ack]] = []
+        prompt, held = self._prompt, self._held
+        for peer in peers:
+            if prompt and (acks := prompt.pop(peer, None)):
+                first += [(peer, ack) for ack in acks]
+            if held and (found := held.get(peer)) and acknowledges(message, found[1]):
+                del held[peer]
+        return first
+
+    def due(self, now: float, *, quiet: bool) -> Iterator[tuple[Peer, Ack]]:
+        """Those that are to be said now. `quiet`: nothing is there to be read."""
+        if self._prompt and (quiet or now >= self._prompt_until):
+            prompt, self._prompt = self._prompt, {}
+            yield from ((peer, ack) for peer, acks in prompt.items() for ack in acks)
+        if self._held and now >= self._held_until:
+            held, self._held = self._held, {}
+            yield from ((peer, ack) for peer, (ack, _) in held.items())
+
+    def next_deadline(self) -> float | None:
+        """When some are due though nothing happens."""
+        return self._held_until if self._held else None

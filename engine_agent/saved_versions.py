@@ -1,0 +1,93 @@
+"""Looks for the committed version among the files that a trainer keeps, and drives catch_up.py."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, Protocol
+
+from weightbus.control.errors import WeightbusError
+from weightbus.control.ids import Digest, Version
+from weightbus.control.log import get_log
+from weightbus.control.messages import Held, ToEngine
+from weightbus.control.status import parse
+from weightbus.dataplane.saved_version import SavedVersion, place_of
+
+from .catch_up import CatchUp
+from .settings import EngineAgentSettings
+from .stages import View
+from .worker import Worker
+
+_STATUS_S: Final = 10.0
+
+_log = get_log(__name__)
+
+
+class Coordinator(Protocol):
+    """What is asked of control's `BusClient`."""
+
+    @property
+    def committed(self) -> Version | None:
+        """The channel's committed version."""
+        ...
+
+    def status(self, deadline_s: float = 10.0) -> bytes:
+        """The coordinator's status document."""
+        ...
+
+
+class SavedVersions:
+    """One agent's. `next` is called by its main thread, again and again."""
+
+    def __init__(self, settings: EngineAgentSettings, worker: Worker) -> None:
+        self._root = settings.saved_dir
+        self._channel = settings.channel
+        self._worker = worker
+        self._machine = CatchUp(settings.channel, settings.saved_after_s)
+        self._thread = ThreadPoolExecutor(1, "saved-versions")
+        self._look: Future[SavedVersion | None] | None = None
+
+    def next(self, view: View, coordinator: Coordinator, now: float) -> ToEngine | None:
+        """What the machine of the engine is to be told now, as if the coordinator had said it."""
+        if self._root is None:
+            return None
+        if self._look is not None:
+            return self._looked(self._look, view, now) if self._look.done() else None
+        if self._machine.looks(view, coordinator.committed, now):
+            self._look = self._thread.submit(self._search, coordinator)
+            return None
+        return self._machine.step(view, now)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _looked(self, look: Future[SavedVersion | None], view: View, now: float) -> ToEngine | None:
+        self._look = None
+        found = look.result()
+        if found is None:
+            self._machine.missed(now)
+            return None
+        self._worker.saved = found
+        notes = found.notes
+        held = Held(version=Version(notes.version), manifest=Digest(notes.manifest), table=Digest(notes.table))
+        command = self._machine.found(held, str(found.path), view, now)
+        if command is not None:
+            _log.info("loading_saved_version", version=notes.version, folder=str(found.path))
+        return command
+
+    def _search(self, coordinator: Coordinator) -> SavedVersion | None:
+        """The committed version, if it is there as it was committed."""
+        assert self._root is not None
+        try:
+            channel = parse(coordinator.status(_STATUS_S)).channels.get(self._channel)
+        except WeightbusError as error:
+            _log.warning("saved_version_not_looked_for", reason=str(error))
+            return None
+        committed = channel.committed if channel else None
+        if committed is None:
+            return None
+        found = SavedVersion.read(place_of(self._root, self._channel, committed.version))
+        same = found is not None and found.notes.channel == self._channel
+        if found is None or not same or found.notes.table != committed.table:
+            return None
+        return found
