@@ -23,6 +23,8 @@ ROUNDS ?= 20
 ASYNC ?= 0
 # make demo SAVE_EVERY=5: every fifth version is kept as a checkpoint
 SAVE_EVERY ?= 0
+# make demo MIXED=1: one engine by direct, one elsewhere by sends, in the same rounds
+MIXED ?=
 DEMO_ARGS ?=
 # make simulate SEEDS=100000 START=5000
 SEEDS ?= 1000
@@ -52,7 +54,7 @@ help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: env ## Train a toy policy with real ranks (TRAINER=fsdp2, megatron-moe) and two real SGLang servers (SYNC=off to compare)
-	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) --save-every $(SAVE_EVERY) $(if $(filter-out 0,$(ASYNC)),--asynchronous) $(DEMO_ARGS)
+	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) --save-every $(SAVE_EVERY) $(if $(filter-out 0,$(ASYNC)),--asynchronous) $(if $(MIXED),--mixed) $(DEMO_ARGS)
 
 env: $(INSTALLED) ## Install the pinned environment and the project into .venv
 	@# An editable install is a folder of links: made anew when a file appeared or went.

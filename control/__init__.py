@@ -12,6 +12,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     orders  routing  duties             what a round tells them, by which transport, unanswered commands
     receipts                            acknowledgements that are owed, and those that a command makes needless
     engines  blobs  answers  status     one engine, manifests, how rounds ended, what may be known
+    publisher  plan_document  story     who published, who takes versions by what and why, what was said lately
     limits                              every wait and bound
 journal  server  service            SQLite and the loop: the machine's hands; the process around them
 reporter  telemetry  http           what becomes of its observations: log, metrics, status
@@ -21,4 +22,5 @@ client  session                     an agent's end, and the machine in it
 settings  settings_fields           where a process's settings come from, and one of them
 coordinator_settings                those of the coordinator
 cli  commands  status_view          the command `weightbus`, and the status for people
+plan_command  plan_view             the same for the plan
 """

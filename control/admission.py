@@ -30,6 +30,7 @@ from .messages import (
     Sent,
     Serving,
     ToCoordinator,
+    Topology,
     Transferred,
     Verified,
 )
@@ -40,6 +41,7 @@ _ENGINE: Final = frozenset({Role.ENGINE})
 ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
     Hello: _ANY,
     Heartbeat: _ANY,
+    Topology: frozenset({Role.TRAINER, Role.ENGINE}),
     Bye: _ANY,
     GetBlob: frozenset({Role.TRAINER, Role.ENGINE}),
     GetStatus: _ANY,

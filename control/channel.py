@@ -45,17 +45,16 @@ from .messages import (
     Release,
     Sent,
     ToAgent,
-    TrainerInfo,
+    Topology,
 )
 from .past import Past, Restored, remembered
+from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
+from .routing import Route
 from .staleness import Window
 from .states import SETTLED, EnginePhase, RoundState
+from .story import STORY
 from .tenure import Answer, Tenure
-
-STORY: Final = 64
-"""Recent events that an error carries."""
-
 
 TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 
@@ -65,19 +64,6 @@ class Tell(msgspec.Struct, frozen=True):
 
     agents: tuple[AgentId, ...]
     message: ToAgent
-
-
-class Said(msgspec.Struct, frozen=True):
-    """A line of the story. Thousands are written for each that is read."""
-
-    at: float
-    agent: AgentId
-    message: EngineMessage | TrainerRequest
-
-    def __str__(self) -> str:
-        """When, who, what."""
-        epoch = getattr(self.message, "epoch", None)
-        return f"{self.at:.3f} {self.agent} {type(self.message).__name__}{f' epoch {epoch}' if epoch else ''}"
 
 
 ChannelRecord = EpochTaken | Committed | RoundClosed
@@ -110,6 +96,7 @@ class Channel:
         self.committed_epoch: Epoch = restored.committed_epoch
         self.history: tuple[Past, ...] = restored.history
         self.round: Round | None = None
+        self.publisher: Publisher | None = None
         self.out: list[Out] = []
         self.story: deque[object] = deque(maxlen=STORY)
         self._limits = limits
@@ -171,10 +158,11 @@ class Channel:
         if not verdict.ok:
             return verdict
         self._holder = (agent.name, agent.incarnation)
+        self.publisher = Publisher(agent.name, agent.trainer or NOBODY, agent.topology, message.version, message.bytes)
         self.round = Round(
             message,
             agent.name,
-            agent.trainer or TrainerInfo(host="", device="", ranks=0, transports=()),
+            self._routes(agent, snapshot=message.mode == SNAPSHOT),
             self._fleet.infos(),
             limits=self._limits,
             duties=self._duties,
@@ -196,6 +184,9 @@ class Channel:
         if message.policy.flush and message.policy.pause is PauseMode.IN_PLACE:
             return Verdict(Code.NOT_ALLOWED, "pause in_place keeps the KV cache: publish with flush off")
         return YES
+
+    def _routes(self, trainer: Agent, *, snapshot: bool = False) -> dict[AgentId, Route]:
+        return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot)
 
     def repeat_done(self, agent: Agent, message: Publish) -> None:
         """Answer a `Publish` whose round is over."""
@@ -267,6 +258,10 @@ class Channel:
         else:
             self._fleet.settle(engine, self._settling_epoch, self.committed, now)
 
+    def engine_located(self, name: AgentId, topology: Topology) -> None:
+        """An engine's agent said where it is: that counts from the next round on."""
+        self._fleet.located(name, topology)
+
     def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
         """A heartbeat may say that the server changed under the agent. Returns whether it did."""
         engine = self.engines.get(name)
@@ -310,7 +305,8 @@ class Channel:
                     self._tenure.redriven(record.epoch)
                     self.round.epoch_taken(record.epoch, now)
                 else:
-                    self.out.extend(self._tenure.grant(record, self.committed, self._fleet.infos(), now))
+                    engines = self._fleet.infos()
+                    self.out.extend(self._tenure.grant(record, self.committed, engines, self._routes, now))
             case Committed():
                 if self.committed and record.version <= self.committed.version and not record.rollback:
                     raise InvariantBroken(

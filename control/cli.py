@@ -19,6 +19,7 @@ GROUP: Final = "weightbus.commands"
 BUILT_IN: Final[Mapping[str, str]] = {
     "coordinator": "weightbus.control.commands:coordinator",
     "status": "weightbus.control.commands:status",
+    "plan": "weightbus.control.plan_command:plan",
     "keygen": "weightbus.control.key_commands:keygen",
     "trust": "weightbus.control.key_commands:trust",
     "version": "weightbus.control.commands:version",

@@ -29,6 +29,7 @@ from .errors import BlobMismatch, ClientClosed, CoordinatorUnreachable, NotWante
 from .ids import Digest, RequestId, Version
 from .keys import CurveFiles
 from .links import AgentLink
+from .log import get_log
 from .messages import (
     MAX_PAGE_BYTES,
     BlobPage,
@@ -41,6 +42,7 @@ from .messages import (
     PutBlob,
     ToAgent,
     ToCoordinator,
+    Topology,
     Welcome,
 )
 from .security import curve_files
@@ -72,7 +74,14 @@ CLOSE_S: Final = 1.0
 _GRACE_S: Final = 5.0
 """How much longer than its deadline a request waits for the thread to say so; only a thread that hangs needs it."""
 
+LOCATE_S: Final = 10.0
+"""How long the coordinator is told where this agent is: one that does not know the message never acknowledges it."""
+
 _Answered = tuple[ToAgent, bytes | None]
+
+
+class _Locate:
+    """Say anew where this agent is."""
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,20 +111,25 @@ class BusClient:
         hello: Callable[[], Hello],
         heartbeat: Callable[[], Heartbeat] | None = None,
         *,
+        topology: Callable[[], Topology] | None = None,
         link: AgentLink | None = None,
     ) -> None:
-        """`hello` and `heartbeat` are called on the client's thread, now and then, and must be quick.
+        """`hello`, `heartbeat` and `topology` are called on the client's thread, now and then, and must be quick.
 
-        The client fills in `Hello.request` and `Heartbeat.seq` itself. `link` stands in for the socket in tests.
+        The client fills in `Hello.request`, `Heartbeat.seq` and `Topology.request` itself; the topology is told after
+        every `Welcome`. `link` stands in for the socket in tests.
         """
         self.endpoint = settings.endpoint
         self._hello = hello
         self._heartbeat = heartbeat
+        self._topology = topology
+        self._clock = time.monotonic
+        self._locating: RequestId | None = None
         self._link: AgentLink = link or DealerLink(settings.endpoint, settings.curve)
         self._keys = os.urandom(8).hex()
         self._counter = itertools.count(1)
         self._session = Session(settings.endpoint, self._keys, settings.timing, time.monotonic())
-        self._submitted: queue.SimpleQueue[Asked | ToCoordinator] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[Asked | ToCoordinator | _Locate] = queue.SimpleQueue()
         self._futures: dict[RequestId, Future[_Answered]] = {}
         self._inbox: deque[ToAgent] = deque()
         self._changed = threading.Condition()
@@ -209,6 +223,11 @@ class BusClient:
         """Send without an answer. It may get lost."""
         codec.TO_COORDINATOR.encode(message)
         self._submitted.put(message)
+        self._link.wake()
+
+    def locate(self) -> None:
+        """Where this agent is, or what it knows of that, has changed: tell it anew."""
+        self._submitted.put(_Locate())
         self._link.wake()
 
     def next(self, timeout_s: float) -> ToAgent | None:
@@ -347,6 +366,8 @@ class BusClient:
             item = self._submitted.get()
             if isinstance(item, Asked):
                 self._handle(item)
+            elif isinstance(item, _Locate):
+                self._say_where()
             else:
                 self._link.send(item)
         for heard in self._link.poll(min(1.0, max(0.0, self._session.next_deadline() - time.monotonic()))):
@@ -380,7 +401,16 @@ class BusClient:
             case _:
                 assert_never(effect)
 
+    def _say_where(self) -> None:
+        if self._topology is None:
+            return
+        key = self._locating = self.new_request()
+        message = msgspec.structs.replace(self._topology(), request=key)
+        self._handle(Asked(key, message, None, self._clock() + LOCATE_S, LOCATE_S))
+
     def _settle(self, key: RequestId, outcome: _Answered | WeightbusError) -> None:
+        if key == self._locating and isinstance(outcome, WeightbusError):
+            get_log(__name__).info("topology_not_told", reason=str(outcome))
         with self._changed:
             future = self._futures.pop(key, None)
         if future is None:
@@ -394,6 +424,7 @@ class BusClient:
         if self._welcome is not None and self._welcome.boot != welcome.boot:
             self._known.clear()  # blobs live in the coordinator's memory
         self._welcome = welcome
+        self._say_where()
         if self._first.done():
             self._deliver(welcome)
         else:

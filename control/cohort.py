@@ -28,13 +28,12 @@ from .messages import (
     Serving,
     Step,
     ToEngine,
-    TrainerInfo,
     Transferred,
     Verified,
     Withdraw,
 )
 from .orders import Orders
-from .routing import choose
+from .routing import Route
 from .states import ENGINE_MOVES, SETTLED, EnginePhase, move
 
 SERVING_ON: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED)
@@ -61,7 +60,7 @@ class Cohort:
     def __init__(
         self,
         publish: Publish,
-        trainer: TrainerInfo,
+        routes: Mapping[AgentId, Route],
         engines: Mapping[AgentId, EngineInfo],
         *,
         limits: Limits,
@@ -87,7 +86,7 @@ class Cohort:
         self._moved: set[AgentId] = set()
         """Changed phase, or began in one in which they are judged otherwise than outside a round."""
         for name, info in engines.items():
-            route = choose(trainer, info)
+            route = routes[name]
             self.members[name] = Member(
                 name=name,
                 info=info,

@@ -15,10 +15,10 @@ from typing import Final, assert_never
 
 import msgspec
 
-from . import status
+from . import plan_document, status
 from .admission import may_join, may_say
 from .blobs import Blobs
-from .channel import Channel, Out, Said, Tell, TrainerRequest
+from .channel import Channel, Out, Tell, TrainerRequest
 from .deadlines import earlier
 from .effects import (
     AgentJoined,
@@ -50,7 +50,7 @@ from .events import (
 )
 from .ids import AgentId
 from .ids import Channel as ChannelId
-from .lease import Verdict
+from .lease import YES, Verdict
 from .limits import Limits
 from .membership import Agent, Membership
 from .messages import (
@@ -78,12 +78,14 @@ from .messages import (
     Serving,
     Status,
     ToCoordinator,
+    Topology,
     Transferred,
     Verified,
     Welcome,
 )
 from .outbox import Outbox
 from .past import Restored
+from .story import Said
 from .tenure import Answer
 
 
@@ -173,6 +175,11 @@ class Coordinator:
             blob_bytes=self.blobs.held_bytes,
             channels=status.describe(self.channels.values(), self.members, self.limits.lease_s, now),
         )
+
+    def plan(self, now: float) -> plan_document.PlanView:
+        """By which transport each engine would take the next version, and why."""
+        del now
+        return plan_document.describe(self.channels.values(), self.members)
 
     def check(self) -> None:
         """Raise `InvariantBroken` unless everything agrees with everything else."""
@@ -288,6 +295,9 @@ class Coordinator:
                 self._leave(agent, f"said Bye: {message.reason}", now)
             case GetBlob():
                 self._get_blob(agent, message, peer)
+            case Topology():
+                self._located(agent, message)
+                self._out.answer(peer, agent.name, message, YES)
             case GetStatus():
                 self._out.send(peer, Status(request=message.request), status.encode(self.status(now)))
             case PutBlob():
@@ -356,6 +366,11 @@ class Coordinator:
             self._out.send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed, max_lag=window.max_lag))
         if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
             self._flush(channel, now)
+
+    def _located(self, agent: Agent, message: Topology) -> None:
+        agent.topology = message
+        if agent.role is Role.ENGINE:
+            self._channel(agent.channel).engine_located(agent.name, message)
 
     def _get_blob(self, agent: Agent, message: GetBlob, peer: Peer) -> None:
         found = self.blobs.page(message.digest, message.page)

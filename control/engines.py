@@ -8,7 +8,7 @@ from .ids import AgentId, Epoch, Incarnation
 from .lease import YES, Verdict
 from .member import Member
 from .membership import Agent
-from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held
+from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Topology, TransportKind
 from .staleness import Window
 from .states import EnginePhase
 
@@ -29,6 +29,11 @@ class Engine(msgspec.Struct, kw_only=True):
     lost_at: float = 0.0
     reason: str = ""
     last_epoch: Epoch = Epoch(0)
+    topology: Topology | None = None
+    """What its agent said last of where it is, if it did."""
+    took_by: TransportKind | None = None
+    """How it got the version that it took last, in this life of agent and coordinator."""
+    took_s: float = 0.0
     number: int = 0
     """Grows with every name that joins the channel."""
 
@@ -44,6 +49,7 @@ class Engine(msgspec.Struct, kw_only=True):
             info=info,
             health=info.health,
             held=info.held,
+            topology=agent.topology,
             number=number,
         )
 
@@ -62,6 +68,7 @@ class Engine(msgspec.Struct, kw_only=True):
             self.serving = False
         if member.phase is EnginePhase.SERVING:
             self.held, self.reason = committed, ""
+            self.took_by, self.took_s = member.transport, member.seconds.get("transfer", 0.0)
 
 
 def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verdict:

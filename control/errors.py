@@ -10,6 +10,7 @@
             BlobMismatch          pages that do not add up to the digest they were asked under
         RequestRefused            the coordinator answered no: `code` says what can be done
         CoordinatorUnreachable    no answer in time: names the endpoint, how long was tried, what to check
+        NoTrainer                 a plan was asked for, and no trainer has joined yet
         ClientClosed              the client was closed, or its thread died: make a new one
         NotWanted                 whoever asked for a blob said that it is not needed any more
         PeerKeyError              keys that cannot authenticate (missing, mismatched or readable by others)
@@ -127,6 +128,16 @@ class CoordinatorUnreachable(WeightbusError):
         self.found = found
         super().__init__(
             f"coordinator at {endpoint}: no answer to {waiting_for} in {tried_s:.1f} s ({found}). {advice}"
+        )
+
+
+class NoTrainer(WeightbusError):
+    """Nobody has said yet what is to be sent, and from where."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no trainer has joined or published yet, so there is nothing to plan for: start one (TrainerAgent.connect,"
+            " or `weightbus trainer-agent`), or describe a fleet and give it with --file"
         )
 
 

@@ -18,7 +18,20 @@ from .ids import AgentId, Channel, Epoch
 from .limits import Limits
 from .member import Member
 from .membership import Agent
-from .messages import Abort, Commit, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Serving, Step
+from .messages import (
+    Abort,
+    Commit,
+    EngineHealth,
+    EngineInfo,
+    EngineMessage,
+    Failed,
+    Held,
+    Serving,
+    Step,
+    Topology,
+    TrainerInfo,
+)
+from .routing import Ends, Route, choose
 from .staleness import Window
 from .states import SETTLED, EnginePhase
 
@@ -41,6 +54,21 @@ class Fleet:
     def infos(self) -> dict[AgentId, EngineInfo]:
         """The engines that are here, as they are today."""
         return {engine.name: engine.as_info() for engine in self.engines.values() if engine.alive}
+
+    def routes(
+        self, trainer: TrainerInfo, topology: Topology | None, *, snapshot: bool = False
+    ) -> dict[AgentId, Route]:
+        """How each engine that is here would get a version of `trainer`, which told `topology` of itself."""
+        return {
+            engine.name: choose(Ends(trainer, engine.info, topology, engine.topology, snapshot))
+            for engine in self.engines.values()
+            if engine.alive
+        }
+
+    def located(self, name: AgentId, topology: Topology) -> None:
+        """An engine's agent said where it is."""
+        if engine := self.engines.get(name):
+            engine.topology = topology
 
     def holders(self, committed: Held | None) -> tuple[AgentId, ...]:
         """The engines that are here and hold the committed version."""

@@ -13,7 +13,7 @@ from .ids import (
     VersionNumber,
 )
 from .signing import Signature
-from .terms import EngineHealth, Outcome, PauseMode, SlowEngines, TransportKind
+from .terms import EngineHealth, Outcome, PauseMode, Reach, SlowEngines, TransportKind
 
 
 class Message(
@@ -63,6 +63,34 @@ class TrainerInfo(Fragment, frozen=True):
     ranks: Count
     transports: tuple[TransportKind, ...]
     """In order of preference."""
+
+
+class Place(Fragment, frozen=True):
+    """Where one process keeps weights: a rank of a trainer, or a worker of a server."""
+
+    rank: Count
+    host: Text
+    device: Text
+    """uuid of its GPU; ``cpu`` where it has none."""
+    reach: dict[str, Reach] | None = None
+    """To the other GPUs that the process sees, by uuid. Null: nobody could ask its driver."""
+
+
+class Nic(Fragment, frozen=True):
+    """A network interface by which others may come."""
+
+    name: Text
+    addresses: tuple[Text, ...]
+    mbps: Count = 0
+    """Megabits a second, as its driver says; 0 where that is not known."""
+
+
+class Lack(Fragment, frozen=True):
+    """Why an agent does not offer a transport."""
+
+    found: Text
+    needed: Text = ""
+    """What would change that; empty where nothing would."""
 
 
 class Seal(Fragment, frozen=True):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from .fragments import (
     EngineInfo,
     Held,
+    Lack,
     Message,
+    Nic,
     Offer,
+    Place,
     Policy,
     Seal,
     TrainerInfo,
@@ -28,6 +31,7 @@ from .terms import (
     EngineHealth,
     Role,
     Step,
+    TransportKind,
 )
 
 # -- any agent -> coordinator ----------------------------------------------------------------------------------------
@@ -54,6 +58,31 @@ class Heartbeat(Message, frozen=True):
     epoch: EpochNumber = 0  # type: ignore[assignment]  # a plain default for "no epoch seen"
     health: EngineHealth | None = None
     held: Held | None = None
+
+
+class Topology(Message, frozen=True):
+    """Where a trainer or an engine is, and what reaches it there. Said after every `Welcome`, and when it changed.
+
+    Answered by `Ack`. A coordinator that does not know this message refuses it, and decides by `Hello` alone. What is
+    not known is left out, never guessed.
+    """
+
+    request: RequestKey
+    network: Text = ""
+    """Identity of its network namespace: whoever has the same one shares its loopback."""
+    files: Text = ""
+    """Identity of its mount namespace: whoever has the same one finds a socket under the same path."""
+    folder: Text = ""
+    """Identity of the folder in which its sockets lie: other mount namespaces of the host may see it too."""
+    address: Text = ""
+    """Where engines are told to come to (trainers)."""
+    places: tuple[Place, ...] = ()
+    """By rank; the first one is the root of a trainer."""
+    nics: tuple[Nic, ...] = ()
+    lacking: dict[TransportKind, Lack] = {}  # noqa: RUF012  # msgspec gives each its own
+    """Transports that it does not offer."""
+    takes: dict[TransportKind, Count] = {}  # noqa: RUF012  # msgspec gives each its own
+    """Bytes of a version that the worker with most of them takes, of transports by which one came (engines)."""
 
 
 class Bye(Message, frozen=True):

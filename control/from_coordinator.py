@@ -102,6 +102,8 @@ class Granted(Message, frozen=True):
     lease_s: Seconds
     committed: Held | None
     engines: dict[str, EngineInfo]
+    routes: dict[str, TransportKind] = {}  # noqa: RUF012  # msgspec gives each its own
+    """By which transport each engine would take a live version now. Only for trainers that told their `Topology`."""
 
 
 class Send(Message, frozen=True):

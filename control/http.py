@@ -46,13 +46,15 @@ class HttpPort:
         readiness: Callable[[], Readiness],
         status: Callable[[], bytes],
         refresh: Callable[[], None] = lambda: None,
+        plan: Callable[[], bytes] | None = None,
         orders: Mapping[str, Callable[[], Readiness]] | None = None,
     ) -> None:
         """Binds at once; port 0 takes a free one.
 
-        `status` returns the JSON document; `refresh` is called before the metrics are read. `orders` are carried out
-        by their path, and say whether they were.
+        `status` returns the JSON document, and so does `plan`, where there is one; `refresh` is called before the
+        metrics are read. `orders` are carried out by their path, and say whether they were.
         """
+        self._plan = plan
         self._refresh = refresh
         self._readiness = readiness
         self._status = status
@@ -79,12 +81,15 @@ class HttpPort:
         self._server.server_close()
 
     def _routes(self) -> dict[str, Callable[[], _Answer]]:
-        return {
+        routes = {
             "/metrics": self._metrics,
             "/healthz": lambda: _text(HTTPStatus.OK, "alive"),
             "/readyz": self._ready,
             "/status": lambda: _Answer(HTTPStatus.OK, "application/json", self._status()),
         }
+        if (plan := self._plan) is not None:
+            routes["/plan"] = lambda: _Answer(HTTPStatus.OK, "application/json", plan())
+        return routes
 
     def _metrics(self) -> _Answer:
         self._refresh()

@@ -22,7 +22,7 @@ from .events import Peer
 from .ids import AgentId, Channel, Incarnation
 from .lease import YES, Verdict
 from .limits import Limits
-from .messages import Code, EngineInfo, Hello, Role, TrainerInfo
+from .messages import Code, EngineInfo, Hello, Role, Topology, TrainerInfo
 
 
 class Agent(msgspec.Struct, kw_only=True):
@@ -37,6 +37,8 @@ class Agent(msgspec.Struct, kw_only=True):
     heard_at: float
     engine: EngineInfo | None = None
     trainer: TrainerInfo | None = None
+    topology: Topology | None = None
+    """What it said last of where it is, if it did."""
 
 
 class Membership:
@@ -97,6 +99,7 @@ class Membership:
             heard_at=now,
             engine=hello.engine,
             trainer=hello.trainer,
+            topology=before.topology if before and before.incarnation == hello.incarnation else None,
         )
         self._by_peer[peer] = hello.agent
         if server := _server(hello.engine):
@@ -151,6 +154,10 @@ class Membership:
     def get(self, name: AgentId) -> Agent | None:
         """The agent of that name."""
         return self._agents.get(name)
+
+    def trainers(self, channel: Channel) -> list[Agent]:
+        """The trainers of `channel`, who was heard of last at the end."""
+        return [agent for agent in self._agents.values() if agent.role is Role.TRAINER and agent.channel == channel]
 
     def lost(self, now: float) -> list[Agent]:
         """Who has not been heard of, or has had no connection, for too long."""

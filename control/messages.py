@@ -40,8 +40,11 @@ from .fragments import (
     EngineReport,
     Fragment,
     Held,
+    Lack,
     Message,
+    Nic,
     Offer,
+    Place,
     Policy,
     Receiver,
     Seal,
@@ -64,6 +67,7 @@ from .from_agents import (
     Release,
     Sent,
     Serving,
+    Topology,
     Transferred,
     Verified,
 )
@@ -93,6 +97,7 @@ from .terms import (
     EngineHealth,
     Outcome,
     PauseMode,
+    Reach,
     Role,
     SlowEngines,
     Step,
@@ -126,18 +131,22 @@ __all__ = [
     "Held",
     "Hello",
     "Hint",
+    "Lack",
     "Message",
+    "Nic",
     "Offer",
     "Offered",
     "Outcome",
     "Pause",
     "PauseMode",
     "Paused",
+    "Place",
     "Policy",
     "Prepare",
     "Prepared",
     "Publish",
     "PutBlob",
+    "Reach",
     "Receiver",
     "Refused",
     "Release",
@@ -155,6 +164,7 @@ __all__ = [
     "ToCoordinator",
     "ToEngine",
     "ToTrainer",
+    "Topology",
     "TrainerInfo",
     "TrainerMessage",
     "Transfer",
@@ -165,7 +175,7 @@ __all__ = [
     "Withdraw",
 ]
 
-AnyAgentMessage = Hello | Heartbeat | Bye | GetBlob | GetStatus
+AnyAgentMessage = Hello | Heartbeat | Topology | Bye | GetBlob | GetStatus
 TrainerMessage = Acquire | Release | PutBlob | Publish | Offered | Sent | Abandon
 EngineMessage = Prepared | Paused | Transferred | Verified | Serving | Failed
 ToCoordinator = AnyAgentMessage | TrainerMessage | EngineMessage

@@ -21,7 +21,8 @@ from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClose
 from .ids import AgentId, Channel, Epoch, Version
 from .limits import Limits
 from .member import Member
-from .messages import EngineInfo, EngineMessage, Offer, Outcome, Publish, RoundDone, SlowEngines, TrainerInfo
+from .messages import EngineInfo, EngineMessage, Offer, Outcome, Publish, RoundDone, SlowEngines
+from .routing import Route
 from .states import ROUND_MOVES, EnginePhase, RoundState, move
 
 _BEFORE_COMMIT: Final = frozenset(RoundState) - {
@@ -60,7 +61,7 @@ class Round:
         self,
         publish: Publish,
         holder: AgentId,
-        trainer: TrainerInfo,
+        routes: Mapping[AgentId, Route],
         engines: Mapping[AgentId, EngineInfo],
         *,
         limits: Limits,
@@ -80,7 +81,7 @@ class Round:
         self.notes: list[AnyObservation] = []
         self._limits = limits
         self._duties = duties
-        self._cohort = Cohort(publish, trainer, engines, limits=limits, duties=duties, story=story, notes=self.notes)
+        self._cohort = Cohort(publish, routes, engines, limits=limits, duties=duties, story=story, notes=self.notes)
         self.members: Mapping[AgentId, Member] = self._cohort.members
         self._story = story
         self._began_at = now

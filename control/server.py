@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final, assert_never
 
-from . import status
+from . import plan_document, status
 from .coordinator import Coordinator
 from .deadlines import earlier
 from .effects import (
@@ -93,6 +93,8 @@ class Server:
         self._stop = threading.Event()
         self._stop_by: float | None = None
         self._desk = StatusDesk(self.machine.status, clock)
+        self._plan_desk = StatusDesk(self.machine.plan, clock)
+        self._desks = (self._desk, self._plan_desk)
         self._came_at = clock()
         """When something last came in."""
         self._came = 0
@@ -110,6 +112,11 @@ class Server:
         """The same as JSON."""
         return status.encode(self.status)
 
+    @property
+    def plan_json(self) -> bytes:
+        """By which transport each engine would take a version, as JSON. For other threads than the loop's."""
+        return plan_document.encode(self._plan_desk.read(self._bus.wake))
+
     def stop(self) -> None:
         """Grant nothing more, end running rounds, then return from `run`. Safe in a signal handler."""
         self._stop.set()
@@ -121,7 +128,8 @@ class Server:
 
     def run(self) -> None:
         """Serve until `stop`; at most `STOP_S` longer."""
-        self._desk.open()
+        for desk in self._desks:
+            desk.open()
         try:
             while not self._finished():
                 self.step(self._wait_s())
@@ -130,7 +138,8 @@ class Server:
             while (left := until - self._clock()) > 0:
                 self.step(left)
         finally:
-            self._desk.close()
+            for desk in self._desks:
+                desk.close()
 
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
@@ -153,7 +162,8 @@ class Server:
         if deadline is not None and self._clock() >= deadline:
             self._events.append(Tick())
         self._drain()
-        self._desk.serve()
+        for desk in self._desks:
+            desk.serve()
         self.moved_at = self._clock()
 
     def _gather_s(self) -> float:
@@ -274,7 +284,8 @@ class Server:
     def _wait_s(self) -> float:
         now = self._clock()
         times = [now + IDLE_S]
-        times += [at for at in (self._desk.due(), self.next_deadline()) if at is not None]
+        due = (*(desk.due() for desk in self._desks), self.next_deadline())
+        times += [at for at in due if at is not None]
         return max(0.0, min(times) - now)
 
     def _finished(self) -> bool:

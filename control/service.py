@@ -57,6 +57,7 @@ class Service:
                 refresh=show,
                 readiness=self.readiness,
                 status=lambda: self.server.status_json,
+                plan=lambda: self.server.plan_json,
             )
             undo.callback(self.http.stop)
             self._undo = undo.pop_all()

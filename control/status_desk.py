@@ -1,6 +1,6 @@
-"""Hands the status from the loop, which alone may look at the machine, to whoever asks for it on another thread.
+"""Hands a document, such as the status, from the loop, which alone may look at the machine, to other threads.
 
-With thousands of engines the status is work, so it is written when somebody asks, and never for nobody. Who asks after
+With thousands of engines it is work, so it is written when somebody asks, and never for nobody. Who asks after
 something happened sees that it did.
 """
 
@@ -9,21 +9,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from .status import StatusView
-
+View = TypeVar("View")
 PATIENCE_S: Final = 5.0
-"""How long a reader waits for the loop before it takes the last status there was."""
+"""How long a reader waits for the loop before it takes the last one there was."""
 REST: Final = 10.0
 """Times as long as it took to write one, the loop does other things before it writes the next: a tenth of its time."""
 
 
-class StatusDesk:
+class StatusDesk(Generic[View]):
     """One writer, the loop; any number of readers."""
 
-    def __init__(self, write: Callable[[float], StatusView], clock: Callable[[], float] = time.monotonic) -> None:
-        """`write` makes the status of a moment; it is called on the loop's thread only."""
+    def __init__(self, write: Callable[[float], View], clock: Callable[[], float] = time.monotonic) -> None:
+        """`write` makes the document of a moment; it is called on the loop's thread only."""
         self._write = write
         self._clock = clock
         self._changed = threading.Condition()
@@ -35,8 +34,8 @@ class StatusDesk:
 
     # -- readers -------------------------------------------------------------------------------------------------------
 
-    def read(self, wake: Callable[[], None]) -> StatusView:
-        """The status as of now; `wake` makes the loop look. Not to be called on the loop's thread while it runs."""
+    def read(self, wake: Callable[[], None]) -> View:
+        """The document as of now; `wake` makes the loop look. Not to be called on the loop's thread while it runs."""
         with self._changed:
             if self._open:
                 self._asked += 1
@@ -59,7 +58,7 @@ class StatusDesk:
             self._open = False
 
     def serve(self) -> None:
-        """Write the status if somebody waits for it, unless it was written a moment ago."""
+        """Write it if somebody waits for it, unless it was written a moment ago."""
         if self._asked != self._answered and self._clock() >= self._rest_until:
             with self._changed:
                 self._lay_out()

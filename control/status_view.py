@@ -20,17 +20,17 @@ _ADVICE: Final = "Check that `weightbus coordinator` runs there, and that --url 
 _OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def fetch(url: str, timeout_s: float) -> bytes:
+def fetch(url: str, timeout_s: float, page: str = "/status") -> bytes:
     """The document as the coordinator sends it."""
     if not url.startswith(("http://", "https://")):
         raise ConfigurationError(f"url = {url!r}: write http://host:port")
     begun = time.monotonic()
     try:
-        with _OPENER.open(f"{url.rstrip('/')}/status", timeout=timeout_s) as answer:
+        with _OPENER.open(f"{url.rstrip('/')}{page}", timeout=timeout_s) as answer:
             body: bytes = answer.read()
     except (HTTPException, OSError) as problem:
         reason = getattr(problem, "reason", problem)  # urllib wraps what the socket said
-        raise CoordinatorUnreachable(url, time.monotonic() - begun, "GET /status", str(reason), _ADVICE) from problem
+        raise CoordinatorUnreachable(url, time.monotonic() - begun, f"GET {page}", str(reason), _ADVICE) from problem
     return body
 
 

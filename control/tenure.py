@@ -5,7 +5,7 @@ lease.py says who may; here is who does. What is to be sent and noted goes to th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from .lease import Lease
 from .limits import Limits
 from .membership import Agent
 from .messages import Acquire, Code, EngineInfo, Granted, Held, Refused
+from .routing import Route
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -47,9 +48,14 @@ class Tenure:
         )
 
     def grant(
-        self, record: EpochTaken, committed: Held | None, engines: Mapping[AgentId, EngineInfo], now: float
+        self,
+        record: EpochTaken,
+        committed: Held | None,
+        engines: Mapping[AgentId, EngineInfo],
+        routes: Callable[[Agent], Mapping[AgentId, Route]],
+        now: float,
     ) -> tuple[LeaseEnded | Answer | LeaseGranted, ...]:
-        """The epoch is durable: the lease is that of whoever asked."""
+        """The epoch is durable: the lease is that of whoever asked. `routes` are told to who said where it is."""
         if self._asked is None:
             raise InvariantBroken(f"epoch {record.epoch} is durable, but nobody asked for it", self._story)
         agent, message = self._asked
@@ -65,6 +71,7 @@ class Tenure:
             heard_at=now,
             rollback=message.rollback,
         )
+        told: Mapping[AgentId, Route] = routes(agent) if agent.topology else {}
         granted = Granted(
             request=message.request,
             channel=self._channel,
@@ -72,6 +79,7 @@ class Tenure:
             lease_s=self._limits.lease_s,
             committed=committed,
             engines={str(name): info for name, info in engines.items()},
+            routes={str(name): each.transport for name, each in told.items() if each.transport},
         )
         note = LeaseGranted(channel=self._channel, holder=agent.name, epoch=record.epoch, version=message.version)
         return (*ended, Answer(agent.name, granted), note)

@@ -44,6 +44,17 @@ class TransportKind(enum.StrEnum):
     """A safetensors checkpoint on a file system that both see."""
 
 
+class Reach(enum.StrEnum):
+    """How one GPU reaches the memory of another, as the driver says."""
+
+    NVLINK = "nvlink"
+    """It reads it directly, over NVLink."""
+    P2P = "p2p"
+    """It reads it directly; by which way is not known."""
+    NONE = "none"
+    """Both are seen, and neither reads the other."""
+
+
 class PauseMode(enum.StrEnum):
     """What happens to requests that are generating when an engine pauses (SGLang's own words)."""
 

@@ -61,6 +61,11 @@ class Agreement:
     proof: Proof
 
     @cached_property
+    def widest(self) -> int:
+        """Bytes that the worker with most of them takes in a round."""
+        return max(int(plan.copies.target_bytes.sum()) + plan.staging_bytes for plan in self.plans)
+
+    @cached_property
     def digests(self) -> tuple[str, ...]:
         """Of the plans."""
         return tuple(plan.digest() for plan in self.plans)
@@ -85,6 +90,11 @@ class DirectReceiver:
 
         Implements `Timed`.
         """
+
+    @property
+    def widest(self) -> int:
+        """Bytes of a round that the worker with most of them takes, of all its models."""
+        return sum(agreement.widest for agreement in tuple(self._agreements.values()))
 
     @property
     def touched(self) -> bool:

@@ -1,10 +1,32 @@
-"""Which machine this is, so that two agents can tell whether they share memory."""
+"""Which machine this is and how it is reached, so that two agents can tell what they share."""
 
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
 import uuid
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES: Final = Path("/proc/self/ns")
+_IPV6: Final = Path("/proc/net/if_inet6")
+_INTERFACES: Final = Path("/sys/class/net")
+_SIOCGIFADDR: Final = 0x8915
+"""Asks an interface for its IPv4 address: https://man7.org/linux/man-pages/man7/netdevice.7.html"""
+
+
+class Interface(NamedTuple):
+    """One network interface that others may come through; the loopback is none."""
+
+    name: str
+    addresses: tuple[str, ...]
+    mbps: int
+    """Megabits a second as its driver says; 0 where it does not (virtual ones)."""
 
 
 def host_identity() -> str:
@@ -13,3 +35,70 @@ def host_identity() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:  # not a Linux kernel: the network card's address has to do
         return f"node-{uuid.getnode():012x}"
+
+
+def network_identity() -> str:
+    """The network namespace of this process: whoever has the same one shares its loopback. Empty where unknown."""
+    return _namespace("net")
+
+
+def files_identity() -> str:
+    """The mount namespace: whoever has the same one sees the same files under the same names. Empty where unknown."""
+    return _namespace("mnt")
+
+
+def folder_identity(folder: Path) -> str:
+    """Equal where two processes of one host see the same folder, whatever they call it. Empty where it is not there."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return ""
+    return f"{found.st_dev:x}:{found.st_ino:x}"
+
+
+def interfaces() -> tuple[Interface, ...]:
+    """Those that have an address, the loopback left out."""
+    six = _ipv6()
+    found: list[Interface] = []
+    for _, name in socket.if_nameindex():
+        addresses = [each for each in (_ipv4(name), *six.get(name, ())) if each]
+        usable = tuple(each for each in addresses if _usable(each))
+        if usable:
+            found.append(Interface(name, usable, _mbps(name)))
+    return tuple(found)
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return f"{host_identity()}/{(_NAMESPACES / kind).readlink()}"
+    except OSError:
+        return ""
+
+
+def _usable(address: str) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return not parsed.is_loopback and not parsed.is_link_local
+
+
+def _ipv4(name: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):  # it has none
+        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""
+
+
+def _ipv6() -> dict[str, list[str]]:
+    """By interface. Each line is: address, index, length of the prefix, scope, flags, name."""
+    found: dict[str, list[str]] = {}
+    with contextlib.suppress(OSError):  # no IPv6 here
+        for line in _IPV6.read_text(encoding="ascii").splitlines():
+            fields = line.split()
+            found.setdefault(fields[5], []).append(str(ipaddress.IPv6Address(int(fields[0], 16))))
+    return found
+
+
+def _mbps(name: str) -> int:
+    try:
+        return max(0, int((_INTERFACES / name / "speed").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # it is down, or virtual
+        return 0

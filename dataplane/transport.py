@@ -215,6 +215,16 @@ class Timed(Protocol):
         ...
 
 
+@runtime_checkable
+class Sized(Protocol):
+    """A receiver whose workers take different parts of a version, each only what it stores."""
+
+    @property
+    def widest(self) -> int:
+        """Bytes of a round that the worker with most of them takes; 0 before anything was planned."""
+        ...
+
+
 class Receiver(Protocol):
     """The engine agent's half."""
 

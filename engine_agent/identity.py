@@ -48,6 +48,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """It can give its GPU memory back (``--enable-memory-saver``)."""
     undefined: bool = False
     """It has given its weights back since it was launched."""
+    gpus: tuple[int, ...] = ()
+    """Which of the GPUs that it sees its workers use, by rank; none where that does not follow from its settings."""
 
 
 def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object], url: str) -> ServerFacts:
@@ -73,7 +75,16 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
         loaders=tuple(str(name) for name in _sequence(server_info.get("custom_weight_loader"))),
         moves_experts=bool(server_info.get("enable_eplb")),
         gives_back=bool(server_info.get("enable_memory_saver")),
+        gpus=_gpus(server_info),
     )
+
+
+def _gpus(info: Mapping[str, object]) -> tuple[int, ...]:
+    """SGLang gives worker `i` of a single node GPU ``base_gpu_id + i * gpu_id_step``."""
+    first, step = info.get("base_gpu_id"), info.get("gpu_id_step")
+    if not isinstance(first, int) or not isinstance(step, int) or _integer(info, "nnodes") > 1:
+        return ()
+    return tuple(first + rank * step for rank in range(_integer(info, "tp_size")))
 
 
 def _sequence(value: object) -> list[object]:

@@ -30,8 +30,10 @@ from weightbus.control.messages import (
     Heartbeat,
     Hello,
     Pause,
+    Place,
     Prepare,
     Role,
+    Topology,
     Transfer,
     Welcome,
 )
@@ -87,6 +89,7 @@ from .trust import check_trust
 from .validate import limits, transports_of
 from .watch import Watch
 from .weights import WeightState
+from .whereabouts import places_of, topology_of
 from .worker import Worker
 
 TICK_S: Final = 0.5
@@ -148,6 +151,9 @@ class EngineAgent:
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
         self._described: tuple[str, ...] = ()
+        self._place: tuple[str, tuple[Place, ...]] = ("", ())
+        """Of which launch, and where its workers are."""
+        self._takes: dict[str, int] = {}
         self._stopping = threading.Event()
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
         for each in exposed:
@@ -209,7 +215,8 @@ class EngineAgent:
 
     def _connect(self) -> None:
         """Join the coordinator as what the server is now."""
-        bus = BusClient(self._bus_settings(), self._hello, self._heartbeat)
+        self._look_around()
+        bus = BusClient(self._bus_settings(), self._hello, self._heartbeat, topology=self._topology)
         try:
             welcome = self._join(bus)
         except BaseException:
@@ -218,8 +225,8 @@ class EngineAgent:
         facts = self._server.facts
         self._bus, self._worker.blobs, self._described = bus, bus, layout_of(facts)
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
-        for limit in limits(facts):
-            self._log.warning("transports_limited", reason=limit, transports=transports_of(facts))
+        for found, needed in limits(facts):
+            self._log.warning("transports_limited", reason=f"{found}: {needed}", transports=transports_of(facts))
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 
@@ -255,6 +262,8 @@ class EngineAgent:
             self._step(self._next())
             if self._view.up and layout_of(self._server.facts) != self._described:
                 self._reconnect()
+            elif self._look_around() and self._bus is not None:
+                self._bus.locate()
 
     def _reconnect(self) -> None:
         """The server was launched again with other ranks: what the coordinator was told of it is not true any more."""
@@ -262,6 +271,14 @@ class EngineAgent:
         if old is not None:
             old.close()
         self._connect()
+
+    def _look_around(self) -> bool:
+        """See where the workers of this launch are and what they take; whether that is anything new."""
+        facts, before = self._server.facts, (self._place, self._takes)
+        if self._view.up and facts.identity != self._place[0]:
+            self._place = facts.identity, places_of(facts)
+        self._takes = self._worker.takes
+        return (self._place, self._takes) != before
 
     def _next(self) -> Event | _Stop | Noticed | None:
         try:
@@ -406,6 +423,10 @@ class EngineAgent:
             incarnation=self._incarnation,
             engine=info,
         )
+
+    def _topology(self) -> Topology:
+        folder = self.settings.runtime_dir or default_runtime_dir()
+        return topology_of(self._server.facts, self.settings.transports, folder, self._place[1], self._takes)
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view

@@ -16,6 +16,7 @@ from .identity import ServerFacts
 from .payload import LOADER
 from .quantised import objections
 
+_ALL: Final = ("direct", "sends", "local", "distributed", "disk")
 _SHOWN: Final = 4
 """Names of tensors in a message."""
 
@@ -36,25 +37,35 @@ def transports_of(facts: ServerFacts) -> tuple[str, ...]:
     return (*in_place, "local", "distributed", "disk")
 
 
-def limits(facts: ServerFacts) -> Iterator[str]:
+def limits(facts: ServerFacts) -> Iterator[tuple[str, str]]:
     """Why `transports_of` has fewer than it might have, and what would help."""
     if facts.dp > 1:
         yield (
-            f"its {facts.dp} plain replicas (--dp-size) load files alone: for the other transports launch a server for"
-            " each replica, with a sidecar each, or let them share their experts (--enable-dp-attention)"
+            f"its {facts.dp} plain replicas (--dp-size) load files alone",
+            "for others launch a server for each, with a sidecar each, or share their experts (--enable-dp-attention)",
         )
     elif facts.speculative:
         yield (
-            f"it speculates ({facts.speculative}), and only direct copies reach and prove its draft models: they need"
-            f" --custom-weight-loader {LOADER}"
+            f"it speculates ({facts.speculative}), and only direct copies reach and prove its draft models",
+            f"they need --custom-weight-loader {LOADER} and the trainer's host",
         )
     elif facts.pp > 1:
-        yield f"its {facts.pp} pipeline stages (--pp-size) claim the same ranks of a group: local and disk need none"
+        yield (
+            f"its {facts.pp} pipeline stages (--pp-size) claim the same ranks of a group, and no plan spans them",
+            "local and disk need neither",
+        )
     if facts.moves_experts and LOADER in facts.loaders:
         yield (
-            "it moves experts while it serves (--enable-eplb), and what was recorded of them would not hold: launch it"
-            " without that flag and with fixed places (--init-expert-location), or let it take local or distributed"
+            "it moves experts while it serves (--enable-eplb), and what was recorded of them would not hold",
+            "launch it without that flag, with fixed places (--init-expert-location), or take local or distributed",
         )
+
+
+def lacking(facts: ServerFacts) -> dict[str, tuple[str, str]]:
+    """The transports that cannot serve it: by name, why, and what would change that."""
+    able = transports_of(facts)
+    stock = "the server was launched without our loader", f"launch it with --custom-weight-loader {LOADER}"
+    return {kind: next(limits(facts), stock) for kind in _ALL if kind not in able}
 
 
 def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Expected, transport: str) -> None:
@@ -74,7 +85,7 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
     if transport not in transports_of(facts):
         able = ", ".join(transports_of(facts))
         layout = f"dp={facts.dp}, pp={facts.pp}"
-        why = "".join(f"; {limit}" for limit in limits(facts))
+        why = "".join(f"; {found}: {needed}" for found, needed in limits(facts))
         yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}{why}"
     if facts.speculative and transport != "direct":
         yield (

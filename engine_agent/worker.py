@@ -29,7 +29,7 @@ from weightbus.control.trust import TrustList
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.saved_version import SavedReceiver, SavedVersion
-from weightbus.dataplane.transport import Address, Receiver, Session, Stager, Timed
+from weightbus.dataplane.transport import Address, Receiver, Session, Sized, Stager, Timed
 
 from . import checkpoint, validate
 from .catch_up import SAVED
@@ -339,6 +339,12 @@ class Worker:
     def taken(self) -> str:
         """How the last version was taken, where there is a choice."""
         return next((each.mode for each in self._receivers.values() if isinstance(each, Stager)), "")
+
+    @property
+    def takes(self) -> dict[str, int]:
+        """Bytes that the worker with most of them takes in a round, by transport, where plans say so."""
+        sized = ((kind, each.widest) for kind, each in tuple(self._receivers.items()) if isinstance(each, Sized))
+        return {kind: size for kind, size in sized if size}
 
     def called(self, call: str, seconds: float, *, failed: bool) -> None:
         """One HTTP call to the server was made."""

@@ -147,8 +147,6 @@ class Assembler:
 
     def _begin_pass(self, device: torch.device) -> None:
         """Parameters may have been moved and changed since the last one."""
-        if self._uploads is not None:
-            self._uploads.forget()
         far = {
             number: storage.element_size()
             for number, storage in enumerate(self._storages)

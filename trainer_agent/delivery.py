@@ -19,10 +19,9 @@ import torch
 
 from weightbus.control.log import get_log
 from weightbus.control.messages import Offer, TransportKind
+from weightbus.control.routing import IN_PLACE
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
 from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot
-
-from .staging import IN_PLACE
 
 _OFFER_S: Final = 30.0
 """Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""

@@ -17,8 +17,10 @@ from weightbus.control import messages as m
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.log import get_log
+from weightbus.control.routing import IN_PLACE
 from weightbus.dataplane import saved_version
 from weightbus.dataplane.disk_session import Notes
+from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.transport import Peer, Sender, Session
 
 from . import orders
@@ -126,6 +128,7 @@ class Drive:
         self._watch = Stopwatch()
         self._beat_at = time.monotonic()
         self._engines: dict[str, m.EngineInfo] = {}
+        self._routes: Mapping[str, m.TransportKind] | None = None
         self._committed: m.Held | None = None
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
@@ -274,6 +277,7 @@ class Drive:
         if not isinstance(answer, m.Granted):
             return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {type(answer).__name__}")
         self._engines, self._committed = answer.engines, answer.committed
+        self._routes = answer.routes or None
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         return p.LeaseGranted(answer.epoch, answer.committed)
 
@@ -282,7 +286,7 @@ class Drive:
         if self._saving is None and self._of.archive is not None:
             self._saving = self._of.archive.saving(self.version, staging.manifest)
         try:
-            table = staging.digest(self.version, self._engines, self._watch, self._saving)
+            table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
         except SourceError as error:
             return self._source_failed(error)
         seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
@@ -321,6 +325,8 @@ class Drive:
         peers: dict[m.TransportKind, list[Peer]] = {}
         for receiver in effect.receivers:
             peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
+        if of.mode is Mode.SNAPSHOT and IN_PLACE & peers.keys():
+            raise Unsupported("a snapshot was asked for out of memory that is trained on: upgrade the coordinator")
         for kind in peers:
             if kind not in of.senders:
                 of.senders[kind] = of.make_sender(kind)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
+from weightbus.control.messages import Place
 from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
@@ -31,6 +32,7 @@ from weightbus.dataplane.shares import Division, divide
 from weightbus.dataplane.transport import Address
 
 from .mirror import Mirror
+from .whereabouts import place_of
 
 
 @runtime_checkable
@@ -76,6 +78,8 @@ class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of what can be read; empty where nothing can."""
     own: bytes
     """Of what it sends out of; empty where it does not."""
+    place: Place
+    """Where it is."""
 
 
 class _Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -125,6 +129,8 @@ class Exposure:
         self._sends = RankSends(channel, source.rank)
         self.unread = "" if read else "it was not asked for"
         """Why the memory cannot be read; empty when it can."""
+        self.places: tuple[Place, ...] = ()
+        """Where the ranks are, once something was exposed."""
         self._described: Exposed | None = None
         self._pieces: Pieces | None = None
         self._local: _Local | None = None
@@ -257,7 +263,7 @@ class Exposure:
         """What this rank's standing named."""
         assert self._local is not None
         exports, own = (b"" if each is None else each.encode() for each in self._maps)
-        return _Layout(self._local.pieces.encode(), exports, own)
+        return _Layout(self._local.pieces.encode(), exports, own, place_of(self._source.rank, self._device))
 
     @property
     def _device(self) -> torch.device:
@@ -279,6 +285,7 @@ class Exposure:
 
     def _learn(self, blobs: Sequence[bytes], exporters: tuple[Exporting, ...]) -> None:
         layouts = [_LAYOUT.decode(each) for each in blobs]
+        self.places = tuple(each.place for each in layouts)
         pieces = Pieces.decode([each.pieces for each in layouts], self._manifest.tensors)
         self._pieces = pieces
         self._exposed = self._described = None

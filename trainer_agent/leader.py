@@ -21,6 +21,7 @@ from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestI
 from weightbus.control.keys import CurveFiles, read_secret
 from weightbus.control.log import get_log
 from weightbus.control.messages import Held, Hello, Offer, Publish, Role, TrainerInfo, TransportKind
+from weightbus.control.routing import IN_PLACE
 from weightbus.control.seals import seal_offer, seal_publication
 from weightbus.control.security import curve_files
 from weightbus.control.status import PastStatus, parse
@@ -44,7 +45,8 @@ from .report import Mode, PublishReport, Stopwatch
 from .settings import TrainerSettings
 from .snapshot import Store, StoredWeights
 from .source import Source, SourceError
-from .staging import IN_PLACE, InPlace, Pool, Staging
+from .staging import InPlace, Pool, Staging
+from .whereabouts import place_of, topology_of
 
 _log = get_log(__name__)
 
@@ -166,10 +168,10 @@ class Leader:
         self._source.assemble(self._outfit.staging.manifest, index, out)
 
     def _claim(self, version: int) -> Claim:
-        if self._exposure is not None:
+        if set(self._outfit.settings.transports()) <= IN_PLACE:
             raise ConfigurationError(
                 "transport = direct and sends give the weights that are being trained, and not a snapshot of them:"
-                ' publish with mode="live", or take both off the list'
+                ' publish with mode="live", or allow local, distributed or disk too'
             )
         if self._background.knows(version):
             raise ValueError(f"version {version} is being published already: publish a higher one, or wait for it")
@@ -266,12 +268,8 @@ def lead(
     source: Source, settings: TrainerSettings, manifest: Manifest, progress: Callable[[Progress], None] | None = None
 ) -> Leader:
     """Connect to the coordinator and make the staging memory. Root only."""
-    exposure = _tried(exposure_of(source, settings, manifest), source, settings)
-    kinds = settings.transports()
-    if exposure is None or exposure.unread:
-        kinds = tuple(kind for kind in kinds if kind is not TransportKind.DIRECT)
-    if exposure is None:
-        kinds = tuple(kind for kind in kinds if kind is not TransportKind.SENDS)
+    exposure, refusals = _tried(exposure_of(source, settings, manifest), source, settings)
+    kinds = tuple(kind for kind in settings.transports() if kind not in refusals)
     if not kinds:
         raise ConfigurationError(
             f"transport = {', '.join(settings.transport)} is all that is allowed, and this trainer's memory cannot be"
@@ -286,7 +284,18 @@ def lead(
         if exposure is not None:
             undo.callback(exposure.close)
         curve = curve_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
-        bus = BusClient(BusSettings(endpoint=settings.coordinator, curve=curve), _hello(source, settings, kinds))
+        told = topology_of(
+            settings,
+            kinds,
+            exposure.places if exposure else (place_of(0, source.device),),
+            runtime_dir=settings.runtime_dir or default_runtime_dir(),
+            refusals=refusals,
+        )
+        bus = BusClient(
+            BusSettings(endpoint=settings.coordinator, curve=curve),
+            _hello(source, settings, kinds),
+            topology=lambda: told,
+        )
         undo.callback(bus.close)
         ranks = Ranks(source)
         outfit = Outfit(
@@ -324,29 +333,38 @@ def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
 
 def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:
     """The means to let engines read this rank, where that was asked for and can be. The same answer on every rank."""
-    read, sent = (kind in settings.transport for kind in (TransportKind.DIRECT, TransportKind.SENDS))
+    read, sent = (kind in settings.preferences() for kind in (TransportKind.DIRECT, TransportKind.SENDS))
     if not (read or sent) or not isinstance(source, Exposable):
         return None
     folder = settings.runtime_dir or default_runtime_dir()
     return Exposure(source, manifest, folder, settings.channel, read=read, sent=sent)
 
 
-def _tried(exposure: Exposure | None, source: Source, settings: TrainerSettings) -> Exposure | None:
-    """Expose once, at the start: what cannot be exported goes through staging buckets, by the next transport."""
+def _tried(
+    exposure: Exposure | None, source: Source, settings: TrainerSettings
+) -> tuple[Exposure | None, dict[TransportKind, str]]:
+    """Expose once, at the start: what cannot be exported goes through staging buckets, by the next transport.
+
+    Returns also which transports are out because of that, and why. That is worth a warning only to who named them.
+    """
+    wanted = IN_PLACE & set(settings.preferences())
+    level = _WARNING if IN_PLACE & set(settings.transport) else _INFO
     if exposure is None:
-        if IN_PLACE & set(settings.transport):
-            _log.warning("not_in_place", reason=f"{type(source).__name__} does not say where its tensors lie")
-        return None
+        reason = f"{type(source).__name__} does not say where its tensors lie"
+        if wanted:
+            _log.log(level, "not_in_place", reason=reason)
+        return None, dict.fromkeys(wanted, reason)
     Ranks(source).tell(Expose(digests=False))
     try:
         exposure.expose()
     except NotExportable as error:
-        _log.warning("not_in_place", reason=str(error))
+        _log.log(level, "not_in_place", reason=str(error))
         exposure.close()
-        return None
-    if exposure.unread and TransportKind.DIRECT in settings.transport:
-        _log.warning("not_direct", reason=exposure.unread)
-    return exposure
+        return None, dict.fromkeys(wanted, str(error))
+    if exposure.unread and TransportKind.DIRECT in wanted:
+        _log.log(level, "not_direct", reason=exposure.unread)
+        return exposure, {TransportKind.DIRECT: exposure.unread}
+    return exposure, {}
 
 
 class _Seal:

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from weightbus.control.ids import NAME_PATTERN
 from weightbus.control.messages import PauseMode, Policy, SlowEngines, TransportKind
+from weightbus.control.routing import PREFERRED
 from weightbus.control.security import InsecureLoopback, KeysFolder, check, check_endpoints
 from weightbus.dataplane.manifest import DEFAULT_BUCKET_BYTES
 
@@ -36,11 +37,10 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     )
     keys: KeysFolder = None
     insecure_loopback: InsecureLoopback = False
-    transport: Annotated[tuple[TransportKind, ...], Meta(description="in order of preference", min_length=1)] = (
-        TransportKind.LOCAL,
-        TransportKind.DISTRIBUTED,
-        TransportKind.DISK,
-    )
+    transport: Annotated[
+        tuple[TransportKind, ...],
+        Meta(description="those that may be used, in order of preference; unset: chosen for each engine"),
+    ] = ()
     bucket_bytes: Annotated[int, Meta(description="most bytes of a bucket (a larger tensor has its own)", ge=1024)] = (
         DEFAULT_BUCKET_BYTES
     )
@@ -103,9 +103,13 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if len(set(self.transport)) != len(self.transport):
             raise ValueError(f"transport names a kind twice: {', '.join(self.transport)}")
 
+    def preferences(self) -> tuple[TransportKind, ...]:
+        """Those that are wanted: all, the ones that move least first, where nothing was said."""
+        return self.transport or PREFERRED
+
     def transports(self) -> tuple[TransportKind, ...]:
         """What can be offered: disk only where there is a folder for it. Raises `ValueError` when nothing is left."""
-        kinds = tuple(kind for kind in self.transport if kind is not TransportKind.DISK or self.checkpoint_dir)
+        kinds = tuple(kind for kind in self.preferences() if kind is not TransportKind.DISK or self.checkpoint_dir)
         if not kinds:
             raise ValueError("transport = disk needs checkpoint_dir, a folder that trainer and engines both see")
         return kinds

@@ -8,7 +8,7 @@ must read the same weights, and the second one is compared bucket by bucket.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from weightbus.control import routing
 from weightbus.control.log import get_log
@@ -27,10 +27,6 @@ from .report import Stopwatch
 from .source import Source, SourceError
 
 _log = get_log(__name__)
-
-
-IN_PLACE: Final = frozenset({TransportKind.DIRECT, TransportKind.SENDS})
-"""No buckets: engines are given what lies in the ranks' memory. Their lanes wait for no slot and hold none."""
 
 
 class Pool(Protocol):
@@ -54,9 +50,22 @@ class InPlace:
         self._trainer = trainer
         self._said = ""
 
-    def reads(self, engine: EngineInfo) -> bool:
-        """The coordinator will let `engine` have the ranks' memory itself."""
-        return routing.choose(self._trainer, engine).transport in IN_PLACE
+    def sort(
+        self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None
+    ) -> tuple[int, dict[str, EngineInfo]]:
+        """How many of `engines` will have the ranks' memory itself, and those that take buckets.
+
+        `routes` are the coordinator's choice. An engine without one takes no part; null where none were told: then it
+        is made here, of what `Hello` says.
+        """
+        kinds: Mapping[str, TransportKind | None] = (
+            {name: routing.choose(routing.Ends(self._trainer, info)).transport for name, info in engines.items()}
+            if routes is None
+            else routes
+        )
+        reading = [name for name in engines if kinds.get(name) in routing.IN_PLACE]
+        others = {name: engines[name] for name in engines if kinds.get(name) and name not in reading}
+        return len(reading), others
 
     def join(self, ranks: orders.Ranks, offer: Offer, epoch: int, deadline_s: float) -> None:
         """Have every rank send to whoever comes to `offer`. Collective; returns at once."""
@@ -143,21 +152,25 @@ class Staging:
         self._table, self._filled, self._saving = None, False, None
 
     def digest(
-        self, version: int, engines: Mapping[str, EngineInfo], watch: Stopwatch, saving: Saving | None = None
+        self,
+        version: int,
+        engines: Mapping[str, EngineInfo],
+        watch: Stopwatch,
+        saving: Saving | None = None,
+        routes: Mapping[str, TransportKind] | None = None,
     ) -> DigestTable:
         """The digests of every tensor, and of what `engines` can report. Collective. Nothing is read a second time.
 
+        `routes` say by what the coordinator lets each engine have it; null where it did not tell.
         Where every engine reads the ranks' memory, the ranks digest it themselves, and no bucket is assembled. A table
         that was made so serves engines that come later, by another transport, too: unless they can report digests.
         With `saving` buckets are assembled in any case, and given to it.
         """
-        others = {
-            name: info for name, info in engines.items() if self._in_place is None or not self._in_place.reads(info)
-        }
+        reading, others = (0, engines) if self._in_place is None else self._in_place.sort(engines, routes)
         wanted = layouts_wanted(others)
         if self._table is not None and wanted <= self._wanted:
             return self._table
-        if self._in_place is not None and len(others) < len(engines):
+        if self._in_place is not None and reading:
             with watch.phase("digest"):
                 digests = self._in_place.digests(self._ranks, wanted=not others and saving is None)
             if digests is not None:

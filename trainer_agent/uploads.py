@@ -90,7 +90,11 @@ class Lane(Protocol):
 
 
 class Uploads:
-    """The buffers of one assembler for one pass over its buckets."""
+    """The buffers of one assembler, for passes over its buckets in order.
+
+    A pass that was given up leaves a bucket behind that was begun and not taken. The next pass begins with an earlier
+    one, so that it is uploaded anew before it is taken: the weights may have changed.
+    """
 
     def __init__(self, storages: Sequence[torch.Tensor], device: torch.device, lane: Lane, nbytes: int) -> None:
         """`nbytes` are those of the largest cargo."""
@@ -129,10 +133,6 @@ class Uploads:
         """What was taken has been read, in the caller's order: its buffer is free after that."""
         self._lane.used(self._turn)
         self._turn = 1 - self._turn
-
-    def forget(self) -> None:
-        """What was begun is of weights that may have changed since."""
-        self._begun = None
 
     def settle(self) -> None:
         """Return when the parameters may be changed."""

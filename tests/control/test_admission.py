@@ -15,8 +15,8 @@ from weightbus.control.messages import Acquire, Code, Granted, Hello, Message, R
 from .test_codec import TO_COORDINATOR
 from .world import CHANNEL, World, engine_info, one_by_one, trainer_info
 
-TRAINER_SAYS = {"Acquire", "Release", "PutBlob", "Publish", "Offered", "Sent", "Abandon", "GetBlob"}
-ENGINE_SAYS = {"Prepared", "Paused", "Transferred", "Verified", "Serving", "Failed", "GetBlob"}
+TRAINER_SAYS = {"Acquire", "Release", "PutBlob", "Publish", "Offered", "Sent", "Abandon", "GetBlob", "Topology"}
+ENGINE_SAYS = {"Prepared", "Paused", "Transferred", "Verified", "Serving", "Failed", "GetBlob", "Topology"}
 ANYBODY_SAYS = {"Hello", "Heartbeat", "Bye", "GetStatus"}
 """Said once more than in the table, on purpose: a change of rights is two changes."""
 EXAMPLES = tuple(message for message, _ in TO_COORDINATOR)

@@ -375,6 +375,8 @@ def test_coordinator_runs_until_told_to_stop(tmp_path: Path, capsys: pytest.Capt
             assert "boot 1" in capsys.readouterr().out
             assert main(["status", "--url", url, "--json"]) == 0
             assert '"boot":1' in capsys.readouterr().out
+            assert main(["plan", "--url", url, "--explain"]) == 1
+            assert "no trainer has joined or published yet" in capsys.readouterr().err
             process.send_signal(signal.SIGHUP)
             assert b"boot 1" in _get(f"{url}/readyz")
             begun = time.monotonic()

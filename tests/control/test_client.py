@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from weightbus.control import client as client_module
 from weightbus.control.bus import RouterBus, ServerKeys
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import (
@@ -44,6 +45,7 @@ from weightbus.control.messages import (
     Role,
     Status,
     ToAgent,
+    Topology,
     Welcome,
 )
 from weightbus.control.provision import Member, provision
@@ -479,3 +481,53 @@ def test_own_heartbeat_is_sent_with_a_number() -> None:
         client.start(DEADLINE_S)
         thread.join(DEADLINE_S)
     assert [(beat.seq, beat.epoch) for beat in beats] == [(1, 9), (2, 9)]
+
+
+def test_where_an_agent_is_is_told_after_every_welcome_and_when_it_changed(there: Coordinator) -> None:
+    """Before anything else that it says, so that the next choice knows; and a coordinator that is new hears it too."""
+    here = ["rack 1"]
+    client = BusClient(
+        BusSettings(endpoint=f"tcp://127.0.0.1:{there.port}", timing=QUICK),
+        hello,
+        topology=lambda: Topology(request=RequestId("filled in"), network=here[0]),
+    )
+
+    def told() -> list[str]:
+        found = [each for each in there.seen if isinstance(each, Topology)]
+        assert len({each.request for each in found}) == len({each.network for each in found})
+        return sorted({each.network for each in found})
+
+    with client:
+        client.start(DEADLINE_S)
+        client.request(Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1)))
+        said = [type(each) for each in there.seen if not isinstance(each, Heartbeat)]
+        assert said[said.index(Hello) + 1 :][0] is Topology
+        here[0] = "rack 2"
+        client.locate()
+        there.wait_for(lambda: told() == ["rack 1", "rack 2"])
+
+
+def test_a_coordinator_that_does_not_know_where_matters_is_spoken_to_all_the_same(
+    there: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one refuses the message unread; the agent gives up telling it, and nothing else."""
+    monkeypatch.setattr(client_module, "LOCATE_S", 0.3)
+
+    def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
+        if isinstance(item.message, Topology):
+            return Refused(request=RequestId("rejected"), code=Code.NOT_ALLOWED, reason="unknown message"), None
+        return there.usual(item)
+
+    there.answer = older
+    client = BusClient(
+        BusSettings(endpoint=f"tcp://127.0.0.1:{there.port}", timing=QUICK),
+        hello,
+        topology=lambda: Topology(request=RequestId("filled in")),
+    )
+    with client:
+        client.start(DEADLINE_S)
+        there.wait_for(lambda: not client._session.pending)
+        count = there.count(Topology)
+        assert count > 1, "it was repeated"
+        assert client.status() == b"{}"
+        assert there.count(Topology) == count

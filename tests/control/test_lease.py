@@ -1,4 +1,4 @@
-"""Leases: at most one holder, under an epoch that only grows; and which transport an engine gets."""
+"""Leases: at most one holder, under an epoch that only grows."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import pytest
 
 from weightbus.control.ids import AgentId, Epoch, Incarnation, Version
 from weightbus.control.lease import YES, Lease, may_acquire, may_use
-from weightbus.control.messages import Acquire, Code, Granted, Publish, Refused, Release, RoundDone, TransportKind
-from weightbus.control.routing import choose
+from weightbus.control.messages import Acquire, Code, Granted, Publish, Refused, Release, RoundDone
 
-from .world import CHANNEL, World, engine_info, trainer_info
+from .world import CHANNEL, World
 
 HELD = Lease(
     holder=AgentId("t0"),
@@ -169,38 +168,3 @@ def test_committed_version_with_other_bits_is_refused() -> None:
     trainer.say(msgspec.structs.replace(trainer.publishing, table=trainer.publishing.manifest))
     world.settle()
     assert codes(world, "trainer") == [Code.VERSION_NOT_NEWER]
-
-
-@pytest.mark.parametrize(
-    ("trainer", "engine", "transport", "reason"),
-    [
-        ({}, {}, TransportKind.LOCAL, "local"),
-        ({"host": "h1"}, {}, TransportKind.DISTRIBUTED, "different hosts"),
-        ({"device": "cuda"}, {}, None, "cannot open the trainer's device memory"),
-        ({}, {"dp": 2}, None, "only disk"),
-        ({"transports": (TransportKind.DISK,)}, {"dp": 2}, TransportKind.DISK, "disk"),
-        ({"transports": (TransportKind.DISTRIBUTED,)}, {"pp": 2}, None, "pp=2"),
-        (
-            {"transports": (TransportKind.SENDS,), "host": "h1"},
-            {"transports": (TransportKind.SENDS,)},
-            TransportKind.SENDS,
-            "sends",
-        ),
-        ({"transports": (TransportKind.SENDS,)}, {"transports": (TransportKind.SENDS,), "pp": 2}, None, "stages"),
-        (
-            {"transports": (TransportKind.SENDS,), "device": "cuda"},
-            {"transports": (TransportKind.SENDS,)},
-            None,
-            "no common collective backend",
-        ),
-        ({"transports": ()}, {}, None, "the trainer offers none"),
-        ({}, {"transports": (TransportKind.DISTRIBUTED,)}, TransportKind.DISTRIBUTED, "does not offer"),
-    ],
-)
-def test_transport_is_the_first_that_can(
-    trainer: dict[str, object], engine: dict[str, object], transport: TransportKind | None, reason: str
-) -> None:
-    """The trainer's order decides among what can serve the engine; every objection is in the reason."""
-    route = choose(trainer_info(**trainer), engine_info(**engine))
-    assert route.transport is transport
-    assert reason in route.reason

@@ -86,7 +86,7 @@ def test_only_the_newest_order_is_given() -> None:
     assert [agent for agent, _ in duties.due(5.0)] == ["a", "c"]
 
 
-def reader(desk: StatusDesk, wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
+def reader(desk: StatusDesk[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
     thread = threading.Thread(target=lambda: found.append(desk.read(wake)))
     thread.start()
     return thread

@@ -334,6 +334,7 @@ class Trainer(Agent):
         self.version = 0
         self.rollback = self.rollback_publish_only = False
         self.policy = Policy()
+        self.mode = "live"
         self.publishing: Publish | None = None
         self.failed: Mapping[str, str] = {}
         self.spared: tuple[AgentId, ...] = ()
@@ -395,6 +396,7 @@ class Trainer(Agent):
                     buckets=2,
                     policy=self.policy,
                     rollback=self.rollback or self.rollback_publish_only,
+                    mode=self.mode,
                 )
                 self.rollback_publish_only = False
                 self.try_say(self.publishing)

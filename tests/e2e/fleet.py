@@ -131,9 +131,9 @@ class Fleet:
         """Start the server of an engine, or start it again."""
         self._start(f"server-{name}", self.engines[name].server_argv)
 
-    def start_sidecar(self, name: str) -> None:
-        """Start the sidecar of an engine, or start it again with the same record."""
-        self._start(f"sidecar-{name}", self.engines[name].sidecar_argv)
+    def start_sidecar(self, name: str, *more: str) -> None:
+        """Start the sidecar of an engine, or start it again with the same record; `more` are further flags."""
+        self._start(f"sidecar-{name}", (*self.engines[name].sidecar_argv, *more))
 
     def kill(self, program: str, number: int = signal.SIGKILL) -> None:
         """Signal the whole process group of a program and, for a deadly signal, wait until it is gone."""
@@ -141,6 +141,11 @@ class Fleet:
         os.killpg(process.pid, number)
         if number == signal.SIGKILL:
             process.wait(30)
+
+    def end(self, program: str) -> None:
+        """Kill what an earlier test may have started."""
+        if program in self._running:
+            self.kill(program)
 
     def _start(self, name: str, argv: Sequence[str]) -> None:
         self._running[name] = self._programs.start(name, argv)
@@ -238,6 +243,10 @@ class Fleet:
     def channel(self) -> dict[str, Any]:
         """The channel as the status document shows it."""
         return self.get("/status").json()["channels"].get("e2e", {"engines": {}, "ready": []})
+
+    def plan(self) -> dict[str, Any]:
+        """The channel's plan."""
+        return self.get("/plan").json()["channels"]["e2e"]
 
     def sidecar(self, name: str) -> dict[str, Any]:
         """What a sidecar says of itself and its server."""

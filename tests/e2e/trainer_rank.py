@@ -3,9 +3,9 @@
     {"seed": 3, "version": 7, "transport": "local", "bucket_bytes": 65536, "hold_at": 2}
 
 loads the checkpoint of `seed` into the ranks, publishes it as `version` and answers with the report as one line of
-JSON. With `hold_at`, the sender stops before that bucket (0: before it opens, when all engines are paused), says
-``{"held": 2}`` and goes on at the next line on stdin: a test then has all the time it needs to kill something in the
-middle of a transfer.
+JSON. The transport ``any`` is whatever suits each engine. With `hold_at`, the sender stops before that bucket (0:
+before it opens, when all engines are paused), says ``{"held": 2}`` and goes on at the next line on stdin: a test then
+has all the time it needs to kill something in the middle of a transfer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) 
             source,
             channel="e2e",
             coordinator=coordinator,
-            transport=(asked["transport"],),
+            transport=None if asked["transport"] == "any" else (asked["transport"],),
             bucket_bytes=asked.get("bucket_bytes", 1 << 20),
             redrives=asked.get("redrives", 1),
             checkpoint_dir=folder / "checkpoints",

@@ -136,7 +136,7 @@ def test_a_server_with_a_draft_model_takes_direct_copies(folder: Path) -> None:
 )
 def test_fewer_transports_come_with_advice(folder: Path, changes: dict[str, Any], advice: str) -> None:
     """In the log of the sidecar, and in whatever it refuses."""
-    assert [advice in limit for limit in validate.limits(facts(**changes))] == [True]
+    assert [advice in f"{found}: {needed}" for found, needed in validate.limits(facts(**changes))] == [True]
     with pytest.raises(UnfitManifest, match=advice):
         check(specs(folder), folder, "sends", **changes)
     assert not list(validate.limits(facts(loaders=(LOADER,), dp_attention=True, tp=2)))

@@ -20,6 +20,7 @@ from weightbus.control.messages import (
     PutBlob,
     ToAgent,
     ToCoordinator,
+    Topology,
 )
 from weightbus.control.session import Asked, Event, Session, Ticked
 
@@ -38,11 +39,15 @@ class Client(BusClient):
         network: Network,
         hello: Callable[[], Hello],
         heartbeat: Callable[[], Heartbeat] | None,
+        topology: Callable[[], Topology] | None = None,
     ) -> None:
         from .network import Line
 
         self._process, self._judge = process, network.judge
-        super().__init__(BusSettings(endpoint=ENDPOINT), hello, heartbeat, link=Line(network, process))
+        super().__init__(
+            BusSettings(endpoint=ENDPOINT), hello, heartbeat, topology=topology, link=Line(network, process)
+        )
+        self._clock = process.clock
         self._keys = f"{process.name}.{process.life}.{process.loop.steps}"
         self._session = Session(ENDPOINT, self._keys, BusSettings().timing, process.clock())
         self._alarm = process.alarm(self.turn)

@@ -24,6 +24,7 @@ from weightbus.control.messages import (
     Pause,
     Prepare,
     Role,
+    Topology,
     Transfer,
     TransportKind,
     Welcome,
@@ -149,7 +150,7 @@ class EngineProcess(Process):
             yield from self._turn()
 
     def _connect(self) -> Thread:
-        client = self.client = Client(self, self._world.network, self._hello, self._heartbeat)
+        client = self.client = Client(self, self._world.network, self._hello, self._heartbeat, self._topology)
         while True:
             try:
                 welcome = yield from client.starting(5.0)
@@ -397,6 +398,11 @@ class EngineProcess(Process):
             incarnation=self._incarnation,
             engine=info,
         )
+
+    def _topology(self) -> Topology:
+        """Some are in containers of their own: once that is known, they take versions over the group."""
+        own = "1" if self.transports == (TransportKind.LOCAL, TransportKind.DISTRIBUTED) and self.live else "0"
+        return Topology(request=RequestId("filled-in-by-the-client"), files=f"host/{own}", folder=own)
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view

@@ -50,7 +50,7 @@ class TrainerProcess(Process):
         self._told_boot = 0
         self._committed: m.Held | None = None
         self.busy = False
-        self.client = Client(self, self._world.network, self._hello, None)
+        self.client = Client(self, self._world.network, self._hello, None, self._topology)
         self.thread(self._train(self.client))
 
     def gone(self) -> None:
@@ -274,6 +274,9 @@ class TrainerProcess(Process):
             incarnation=self._incarnation,
             trainer=m.TrainerInfo(host="host", device="cpu", ranks=1, transports=self._transports),
         )
+
+    def _topology(self) -> m.Topology:
+        return m.Topology(request=RequestId("filled-in-by-the-client"), files="host/0", folder="0")
 
 
 class _Delivery:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from weightbus.control.messages import TransportKind
 from weightbus.trainer_agent.agent import TrainerAgent
 from weightbus.trainer_agent.errors import AgentClosed, PublishRefused, SourceFailed, Superseded
 from weightbus.trainer_agent.handle import PublishHandle
@@ -233,20 +235,17 @@ def test_a_version_that_is_on_its_way_is_not_taken_twice(loop: Loop) -> None:
     assert loop.wait(first).committed
 
 
-class Exposed:
-    """Memory that engines may read."""
-
-    def close(self) -> None:
-        pass
-
-
 def test_what_engines_read_themselves_cannot_be_a_snapshot(loop: Loop) -> None:
-    """Training would go on under their hands: refused on every rank, and live versions go on."""
+    """Training would go on under their hands: refused on every rank where nothing else is allowed, and live ones go on.
+
+    Where something else is, the coordinator lets engines take it (control's test_plan_document.py).
+    """
     loop.engine("e0")
     loop.connect()
     leader = loop.agents[0]._leader
     assert leader is not None
-    leader._exposure = Exposed()  # type: ignore[assignment]  # only its being there counts
-    with pytest.raises(Exception, match="take both off the list"):
+    settings = leader._outfit.settings
+    leader._outfit.settings = msgspec.structs.replace(settings, transport=(TransportKind.DIRECT, TransportKind.SENDS))
+    with pytest.raises(Exception, match="allow local, distributed or disk too"):
         loop.snapshot(1)
     assert loop.publish(1).committed

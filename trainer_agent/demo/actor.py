@@ -102,6 +102,9 @@ class Actor:
                 seconds={"generate": batch.seconds} | seconds | (published.seconds if published else {}),
                 wall_s=took,
                 nbytes=sum(engine.bytes for engine in published.engines) if published else 0,
+                ways={str(each.engine): each.transport.value for each in published.engines if each.transport}
+                if published
+                else {},
             ),
         )
 

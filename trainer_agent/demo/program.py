@@ -21,6 +21,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     status_url: str
     engines: int
     transport: str
+    """Empty: whatever suits each engine."""
+    host: str
+    """At which engines elsewhere reach the ranks."""
     runtime_dir: str
     keys: str
     asynchronous: bool = False

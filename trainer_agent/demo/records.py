@@ -3,7 +3,7 @@
 Rank 0 appends one JSON line a round to a file that the demo follows; a line is complete when it ends in a newline.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +40,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Since the end of the round before."""
     nbytes: int = 0
     """Moved to engines, all of them together."""
+    ways: dict[str, str] = {}
+    """Per engine: the transport by which it got what was published."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,9 +84,18 @@ def compare(synchronous: Verdict, asynchronous: Verdict) -> Verdict:
 
 
 def verdict(
-    rounds: Sequence[Round], engines: int, *, expected_rounds: int, published: bool, max_lag: int = 0
+    rounds: Sequence[Round],
+    engines: int,
+    *,
+    expected_rounds: int,
+    published: bool,
+    max_lag: int = 0,
+    ways: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """Judge a run in which answers might be `max_lag` versions old. Raises `ValueError` when there is no round."""
+    """Judge a run in which answers might be `max_lag` versions old, and every engine was to be served as `ways` says.
+
+    Null where that is not known beforehand. Raises `ValueError` when there is no round.
+    """
     if not rounds:
         raise ValueError("the trainer ended before its first round: its log says why")
     mismatched = sum(each.mismatched for each in rounds)
@@ -100,6 +111,8 @@ def verdict(
         complaint = "an engine lagged behind the committed version"
     elif any(each.behind > max_lag for each in rounds):
         complaint = f"answers were more than {max_lag} versions older than the weights in training"
+    elif ways is not None and any(each.ways != ways for each in rounds):
+        complaint = f"versions travelled by {next(each.ways for each in rounds if each.ways != ways)}, expected {ways}"
     elif published and len(rounds) >= ROUNDS_TO_RISE and gain < RISE:
         complaint = f"the reward gained {gain:.3f} with weights published, expected at least {RISE}"
     elif not published and abs(gain) >= RISE:

@@ -27,6 +27,7 @@ from weightbus.control.provision import Member, provision
 
 from . import checkpoint
 from .checkpoint import policy_of
+from .elsewhere import Place, elsewhere
 from .processes import Program, ProgramEnded, Programs
 from .records import Follower, Round, Verdict, compare, verdict
 from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, Sync
@@ -36,6 +37,10 @@ START_S: Final = 300.0
 """How long the servers may take to start; two of them take 20 to 60 s on two idle cores."""
 ROUND_S: Final = 120.0
 """How long a round may take, the trainer's own start included."""
+MIXED: Final = {"e0": "direct", "e1": "sends"}
+"""How the engines of a mixed run get every version."""
+LOADER: Final = "weightbus.engine_agent.worker_loader.load"
+"""What both transports need in the server; the rest of the demo does without."""
 SAVED: Final = "saved"
 """Where checkpoints are kept, of versions that are."""
 _POLL_S: Final = 0.1
@@ -64,11 +69,6 @@ class Ports(msgspec.Struct, frozen=True):
         servers, sidecars = tuple(agents[:ENGINES]), tuple(agents[ENGINES:])
         return cls(router, pub, status, ranks, servers, sidecars)
 
-    @property
-    def coordinator(self) -> str:
-        """Where agents speak to the coordinator."""
-        return f"tcp://127.0.0.1:{self.router}"
-
 
 def choose_ports(base: int) -> Ports:
     """Consecutive ports from `base`, or free ones when it is 0."""
@@ -91,10 +91,16 @@ class Demo:
         self._programs = programs
         self._view = view
         self._ports = choose_ports(settings.port_base)
+        self._here = "127.0.0.1"
+        self._places = [Place() for _ in range(ENGINES)]
 
     def run(self) -> bool:
         """Everything from the first process to the last line. True when all went well."""
         weights = checkpoint.write(self._folder / "checkpoint", self._settings.seed, policy_of(self._settings.trainer))
+        if self._settings.mixed:
+            other = elsewhere(self._programs, self._folder)
+            self._here, self._places[-1] = other.here, other.place
+            self._view.say(f"e0 runs beside the trainer; e{ENGINES - 1} {other.story}")
         self._start_services(weights)
         if self._settings.asynchronous:
             judged = f"answers are judged elsewhere for {self._settings.environment_s:g} s a round, in both runs"
@@ -115,37 +121,43 @@ class Demo:
         rounds = self._follow(self._start_ranks(weights, base, asynchronous=asynchronous), _progress(asynchronous))
         published = self._settings.sync is Sync.ON
         max_lag = 1 if asynchronous else 0
-        expected = self._settings.rounds
-        return verdict(rounds, ENGINES, expected_rounds=expected, published=published, max_lag=max_lag), rounds
+        expected, ways = self._settings.rounds, MIXED if self._settings.mixed and published else None
+        if ways and rounds:
+            self._view.say(f"transports of the last round: {rounds[-1].ways}")
+        judged = verdict(rounds, ENGINES, expected_rounds=expected, published=published, max_lag=max_lag, ways=ways)
+        return judged, rounds
 
     def _start_services(self, weights: Path) -> None:
         ports, keys = self._ports, str(self._make_keys())
         self._weightbus(
             "coordinator",
-            *("coordinator", "--router-port", str(ports.router), "--pub-port", str(ports.pub)),
+            *("coordinator", "--bind", self._here, "--router-port", str(ports.router), "--pub-port", str(ports.pub)),
             *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite"), "--keys", keys),
         )
         for index, port in enumerate(ports.servers):
-            module = "weightbus.engine_agent.cpu_server"
+            module, place = "weightbus.engine_agent.cpu_server", self._places[index]
             arguments = ("--model-path", str(weights), "--port", str(port), "--skip-tokenizer-init")
-            self._programs.start(f"server{index}", [sys.executable, "-m", module, *arguments])
+            loader = ("--custom-weight-loader", LOADER, "--host", place.address) if self._settings.mixed else ()
+            self._programs.start(f"server{index}", [*place.before, sys.executable, "-m", module, *arguments, *loader])
         self._view.say(f"logs are in {self._folder / 'logs'}")
         with self._view.awaiting("starting the coordinator"):
             self._wait(f"http://127.0.0.1:{ports.status}/healthz", START_S)
         with self._view.awaiting(f"starting {ENGINES} SGLang servers on the CPU (20 to 60 s)"):
             for index, port in enumerate(ports.servers):
-                self._wait(f"http://127.0.0.1:{port}/health_generate", START_S)
+                self._wait(f"http://{self._places[index].address}:{port}/health_generate", START_S)
                 self._view.say(f"server{index} generates")
         for index, (server, http) in enumerate(zip(ports.servers, ports.sidecars, strict=True)):
             self._weightbus(
                 f"engine-agent{index}",
-                *("engine-agent", "--name", f"e{index}", "--channel", CHANNEL, "--coordinator", ports.coordinator),
-                *("--server", f"http://127.0.0.1:{server}", "--http-port", str(http), "--keys", keys),
-                *("--state-dir", str(self._folder / "state"), "--runtime-dir", str(self._folder / "run")),
+                *("engine-agent", "--name", f"e{index}", "--channel", CHANNEL, "--coordinator", self._coordinator),
+                *("--server", f"http://{self._places[index].address}:{server}", "--http-port", str(http)),
+                *("--keys", keys, "--state-dir", str(self._folder / "state")),
+                *("--runtime-dir", str(self._folder / "run"), *self._places[index].flags),
+                before=self._places[index].before,
             )
         with self._view.awaiting("starting their sidecars"):
-            for http in ports.sidecars:
-                self._wait(f"http://127.0.0.1:{http}/readyz", START_S)
+            for place, http in zip(self._places, ports.sidecars, strict=True):
+                self._wait(f"http://{place.address}:{http}/readyz", START_S)
 
     def _make_keys(self) -> Path:
         """As in earnest: the bus is encrypted, and every agent is who its key says."""
@@ -167,10 +179,11 @@ class Demo:
             "seed": self._settings.seed,
             "publish": self._settings.sync is Sync.ON,
             "channel": CHANNEL,
-            "coordinator": self._ports.coordinator,
+            "coordinator": self._coordinator,
             "status_url": f"http://127.0.0.1:{self._ports.status}/status",
             "engines": ENGINES,
-            "transport": self._settings.transport.value,
+            "transport": "" if self._settings.mixed else self._settings.transport.value,
+            "host": self._here,
             "runtime_dir": str(self._folder / "run"),
             "keys": str(self._folder / "keys"),
             "save_every": self._settings.save_every,
@@ -192,8 +205,13 @@ class Demo:
             for rank in range(RANKS)
         ]
 
-    def _weightbus(self, name: str, *arguments: str) -> None:
-        self._programs.start(name, [sys.executable, "-m", "weightbus.control.cli", *arguments])
+    @property
+    def _coordinator(self) -> str:
+        """Where agents speak to the coordinator."""
+        return f"tcp://{self._here}:{self._ports.router}"
+
+    def _weightbus(self, name: str, *arguments: str, before: Sequence[str] = ()) -> None:
+        self._programs.start(name, [*before, sys.executable, "-m", "weightbus.control.cli", *arguments])
 
     def _wait(self, url: str, deadline_s: float) -> None:
         """Until `url` answers 200. Raises as soon as any program ended, also while an answer is awaited."""

@@ -36,6 +36,9 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     rounds: Annotated[int, msgspec.Meta(ge=1, le=1000, description="rounds of generate, learn, publish")] = 20
     transport: Annotated[TransportKind, msgspec.Meta(description="how the weights travel")] = TransportKind.LOCAL
+    mixed: Annotated[
+        bool, msgspec.Meta(description="one engine elsewhere: it is sent what the other one reads in place")
+    ] = False
     trainer: Annotated[Trainer, msgspec.Meta(description="what trains the policy")] = Trainer.MEGATRON
     asynchronous: Annotated[
         bool, msgspec.Meta(description="then again, generating each round while the one before is trained; compared")
@@ -56,5 +59,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if self.asynchronous and self.sync is Sync.OFF:
             raise ValueError("asynchronous rounds are published: leave sync on")
+        if self.asynchronous and self.mixed:
+            raise ValueError("asynchronous rounds publish snapshots, which no engine reads in place: leave mixed off")
         if self.asynchronous and self.transport in (TransportKind.DIRECT, TransportKind.SENDS):
             raise ValueError(f"transport = {self.transport} gives the weights in training, and no snapshot: take local")

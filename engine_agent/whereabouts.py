@@ -1,0 +1,89 @@
+"""Where the workers of a server are, and which transports it cannot take: what the sidecar tells the coordinator.
+
+A server does not say which GPUs it uses, but in which order: `--base-gpu-id`, and a step from worker to worker, counted
+among those that its processes see. So the driver is asked as such a process would ask it (gpu_survey.py). What cannot
+be found out, such as the environment of a server in another container, is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from weightbus.control.ids import RequestId
+from weightbus.control.log import get_log
+from weightbus.control.messages import Lack, Nic, Place, Reach, Topology, TransportKind
+from weightbus.control.routing import PREFERRED
+from weightbus.dataplane.gpu_survey import Gpu, SurveyFailed, seen_by
+from weightbus.dataplane.host import files_identity, folder_identity, host_identity, interfaces, network_identity
+
+from .identity import ServerFacts
+from .validate import lacking
+
+_PROC: Final = Path("/proc")
+_ALONE: Final = "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"
+"""SGLang's own variable."""
+_YES: Final = ("true", "1", "yes", "y")
+_NO_KEY: Final = RequestId("filled-in-by-the-client")
+_log = get_log(__name__)
+
+
+def topology_of(
+    facts: ServerFacts,
+    allowed: tuple[TransportKind, ...],
+    runtime_dir: Path,
+    places: tuple[Place, ...],
+    takes: Mapping[str, int],
+) -> Topology:
+    """What is told of one launch. `allowed` are the transports of the settings, `takes` counts bytes by transport."""
+    left_out = Lack(found="the engine agent's setting transports leaves it out", needed="add it there")
+    lacks = {kind: left_out for kind in PREFERRED if kind not in allowed}
+    lacks |= {TransportKind(kind): Lack(found=each[0], needed=each[1]) for kind, each in lacking(facts).items()}
+    return Topology(
+        request=_NO_KEY,
+        network=network_identity(),
+        files=files_identity(),
+        folder=folder_identity(runtime_dir),
+        places=places,
+        nics=tuple(Nic(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
+        lacking=lacks,
+        takes={TransportKind(kind): size for kind, size in takes.items()},
+    )
+
+
+def places_of(facts: ServerFacts) -> tuple[Place, ...]:
+    """One for each worker; none where it cannot be found out. Takes about a second where there are GPUs."""
+    if facts.device != "cuda":
+        return tuple(Place(rank=rank, host=host_identity(), device=facts.device) for rank in range(facts.tp))
+    if facts.process is None or not facts.gpus or facts.pp > 1 or facts.dp > 1:
+        return ()
+    try:
+        environment = _environment(facts.process[0])
+        alone = environment.get(_ALONE, "").lower() in _YES
+        return tuple(_placed(facts.gpus, seen_by(environment), alone=alone))
+    except (OSError, SurveyFailed, ValueError) as problem:
+        _log.info("gpus_not_known", reason=str(problem))
+        return ()
+
+
+def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], *, alone: bool) -> list[Place]:
+    """`alone`: each worker sees no GPU but its own."""
+    if max(numbers) >= len(seen):
+        raise SurveyFailed(f"the server uses GPU number {max(numbers)}, and {len(seen)} are seen with its environment")
+    return [
+        Place(
+            rank=rank,
+            host=host_identity(),
+            device=seen[number].uuid,
+            reach={} if alone else {other: Reach(word) for other, word in seen[number].reach.items()},
+        )
+        for rank, number in enumerate(numbers)
+    ]
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """What a process was started with. Raises `OSError` where it may not be read."""
+    entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    pairs = (entry.decode(errors="replace").partition("=") for entry in entries if entry)
+    return {name: value for name, _, value in pairs}

@@ -1,0 +1,220 @@
+"""What agents tell of where they are decides the next round, is told to trainers, and can be read by people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from weightbus.control import plan_document, plan_view
+from weightbus.control.cli import main
+from weightbus.control.errors import Malformed
+from weightbus.control.messages import (
+    EngineHealth,
+    Failed,
+    Granted,
+    Lack,
+    Message,
+    Place,
+    Prepare,
+    Send,
+    Step,
+    Topology,
+    Transfer,
+    TransportKind,
+)
+from weightbus.control.routing import PREFERRED
+
+from .world import CHANNEL, Agent, Engine, World
+
+DIRECT, SENDS, LOCAL = TransportKind.DIRECT, TransportKind.SENDS, TransportKind.LOCAL
+
+
+def tell(agent: Agent, **more: Any) -> None:
+    """Say where `agent` is."""
+    agent.say(Topology(request=agent.key(), **more))
+    agent.world.settle()
+
+
+def engine_of(world: World, name: str) -> Agent:
+    return world.agents[name]
+
+
+@pytest.fixture
+def world() -> World:
+    """One engine beside the trainer and one elsewhere, both with our loader; a stock one beside it."""
+    made = World()
+    made.engine("near", transports=PREFERRED)
+    made.engine("far", transports=PREFERRED, host="h1")
+    made.engine("stock", transports=(LOCAL, TransportKind.DISK))
+    made.settle()
+    return made
+
+
+def plan(world: World) -> plan_document.ChannelPlan:
+    """As people get it."""
+    view = world.machine.plan(0.0)
+    return plan_document.parse(plan_document.encode(view)).channels[CHANNEL]
+
+
+def test_one_round_takes_several_transports(world: World) -> None:
+    """Every engine is prepared for its own, and all are committed together."""
+    trainer = world.trainer("t", transports=PREFERRED)
+    done = world.publish(trainer, 1)
+    assert {each.engine: each.transport for each in done.engines} == {"near": DIRECT, "far": SENDS, "stock": LOCAL}
+    assert {each.outcome.value for each in done.engines} == {"committed"}
+    assert len({each.version for each in done.engines}) == 1
+
+
+def test_a_transport_that_fails_costs_the_others_nothing(world: World) -> None:
+    """Its engine is driven again by itself, fails again and is quarantined; the others commit in the same round."""
+    trainer = world.trainer("t", transports=PREFERRED)
+    far = world.agents["far"]
+    assert isinstance(far, Engine)
+    far.script[Transfer] = lambda message: again(far, message)
+    done = world.publish(trainer, 1)
+    sent = [each for each in trainer.got(Send) if isinstance(each, Send)]
+    assert [sorted(receiver.engine for receiver in each.receivers) for each in sent] == [
+        ["far", "near", "stock"],
+        ["far"],
+    ]
+    outcomes = {each.engine: each.outcome.value for each in done.engines}
+    assert outcomes == {"near": "committed", "stock": "committed", "far": "quarantined"}
+
+
+def again(engine: Engine, message: Message) -> Failed:
+    """Fail this transfer, and the next one."""
+    engine.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+    engine.health, engine.weights, engine.held = EngineHealth.DIRTY, None, None
+    return engine.failed(message, Step.TRANSFER, "the group broke")
+
+
+def test_what_is_told_counts_from_the_next_round_on(world: World) -> None:
+    """And is told to the trainer, whose digests depend on it, with the lease; to no trainer that never said so."""
+    trainer = world.trainer("t", transports=PREFERRED)
+    world.publish(trainer, 1)
+    silent = trainer.got(Granted)[-1]
+    assert isinstance(silent, Granted)
+    assert silent.routes == {}, "an older trainer would refuse the field"
+
+    tell(trainer, places=(Place(rank=0, host="h0", device="cpu"), Place(rank=1, host="h1", device="cpu")))
+    world.publish(trainer, 2)
+    granted = trainer.got(Granted)[-1]
+    assert isinstance(granted, Granted)
+    assert granted.routes == {"near": SENDS, "far": SENDS, "stock": LOCAL}
+    prepared = [engine_of(world, name).got(Prepare)[-1] for name in ("near", "far", "stock")]
+    assert [each.transport for each in prepared if isinstance(each, Prepare)] == [SENDS, SENDS, LOCAL]
+
+
+def test_a_snapshot_takes_nothing_out_of_memory(world: World) -> None:
+    """Its trainer goes on while it is published."""
+    trainer = world.trainer("t", transports=PREFERRED)
+    trainer.mode = "snapshot"
+    done = world.publish(trainer, 1)
+    kinds = {each.engine: each.transport for each in done.engines}
+    assert kinds == {"near": LOCAL, "far": TransportKind.DISTRIBUTED, "stock": LOCAL}
+
+
+def test_an_engine_that_comes_back_is_where_it_was(world: World) -> None:
+    """Another life is asked anew."""
+    near = engine_of(world, "near")
+    tell(near, takes={DIRECT: 40})
+    near.connect()
+    world.settle()
+    assert world.machine.channels[CHANNEL].engines[near.name].topology is not None
+    near.die()
+    world.advance(5.0)
+    near.live()
+    world.settle()
+    assert world.machine.channels[CHANNEL].engines[near.name].topology is None
+
+
+def test_the_plan_names_transports_reasons_and_bytes(world: World) -> None:
+    """Before a version nothing is known of bytes; after it what every worker is given, and by plans what it takes."""
+    trainer = world.trainer("t", transports=PREFERRED)
+    world.settle()
+    before = plan(world)
+    assert before.engines["near"].bytes_per_gpu is None
+    assert before.engines["stock"].bytes_per_gpu is None
+    tell(engine_of(world, "near"), takes={DIRECT: 1234}, places=(Place(rank=0, host="h0", device="cpu"),))
+    tell(engine_of(world, "stock"), lacking={DIRECT: Lack(found="no loader", needed="launch it with ours")})
+    world.publish(trainer, 1)
+    found = plan(world)
+    assert found.trainer is not None
+    assert (found.trainer.name, found.trainer.here, found.trainer.version) == ("t", True, 1)
+    near, far, stock = (found.engines[name] for name in ("near", "far", "stock"))
+    assert (near.transport, near.bytes_per_gpu, near.devices, near.faster) == (DIRECT, 1234, ("cpu",), ())
+    assert (far.transport, far.bytes_per_gpu, far.last) == (SENDS, None, SENDS)
+    assert stock.bytes_per_gpu == found.trainer.bytes
+    assert stock.faster[0] == plan_document.Faster(DIRECT, "no loader", "launch it with ours")
+
+    trainer.die()
+    world.advance(60.0)
+    gone = plan(world)
+    assert gone.trainer is not None
+    assert not gone.trainer.here, "whose version it is stays known"
+    shown = Console(width=200, no_color=True)
+    with shown.capture() as text:
+        shown.print(plan_view.render(plan_document.PlanView({"c": gone}), explain=True))
+    assert "not connected now" in text.get()
+
+
+def test_people_see_what_a_faster_one_needs(world: World) -> None:
+    """With --explain; without it the choice alone."""
+    world.trainer("t", transports=PREFERRED)
+    tell(engine_of(world, "stock"), lacking={DIRECT: Lack(found="no loader", needed="launch it with ours")})
+    view = world.machine.plan(0.0)
+    console = Console(width=200, no_color=True)
+    with console.capture() as short:
+        console.print(plan_view.render(view, explain=False))
+    with console.capture() as long:
+        console.print(plan_view.render(view, explain=True))
+    assert "not direct: no loader. For that: launch it with ours" not in short.get()
+    assert "not direct: no loader. For that: launch it with ours" in long.get()
+    assert "nothing is preferred to it" in long.get()
+
+
+FLEET = {
+    "trainer": {"host": "a", "device": "cuda", "ranks": 2, "transports": [kind.value for kind in PREFERRED]},
+    "topology": {"request": "-", "address": "10.0.0.1", "places": [{"rank": 0, "host": "a", "device": "gpu-0"}]},
+    "bytes": 16_000_000_000,
+    "engines": {
+        "e0": {
+            "info": {
+                "url": "http://e0",
+                "server_version": "0.5.23",
+                "tp": 2,
+                "pp": 1,
+                "dp": 1,
+                "device": "cuda",
+                "host": "b",
+                "transports": ["sends", "local", "distributed", "disk"],
+            }
+        }
+    },
+}
+
+
+def test_a_fleet_may_be_imagined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a file, without a coordinator: the same choice, as JSON too."""
+    file = tmp_path / "fleet.json"
+    file.write_text(json.dumps(FLEET))
+    assert main(["plan", "--file", str(file), "--json"]) == 0
+    found = plan_document.parse(capsys.readouterr().out.encode()).channels["imagined"].engines["e0"]
+    assert (found.transport, found.host) == (SENDS, "b")
+    assert main(["plan", "--file", str(file), "--explain"]) == 0
+    assert "not direct: the engine agent does not offer it" in " ".join(capsys.readouterr().out.split())
+    file.write_text("{}")
+    assert main(["plan", "--file", str(file)]) == 1
+    assert "does not describe a trainer" in capsys.readouterr().err
+
+
+def test_another_document_is_refused() -> None:
+    """By name, not with a traceback."""
+    with pytest.raises(Malformed, match="not the plan"):
+        plan_document.parse(b'{"boot": 1}')
+    assert msgspec.json.decode(plan_document.encode(plan_document.PlanView({}))) == {"channels": {}}

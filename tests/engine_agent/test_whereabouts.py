@@ -1,0 +1,140 @@
+"""Where the workers of a server are: asked of the driver in that server's own environment, or not told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from weightbus.control import codec
+from weightbus.control.ids import RequestId
+from weightbus.control.messages import Reach, TransportKind
+from weightbus.control.routing import PREFERRED
+from weightbus.dataplane.gpu_survey import Gpu, SurveyFailed, seen_by
+from weightbus.dataplane.host import host_identity, interfaces
+from weightbus.engine_agent import whereabouts
+from weightbus.engine_agent.identity import facts_of
+from weightbus.engine_agent.payload import LOADER
+from weightbus.engine_agent.whereabouts import places_of, topology_of
+
+from .test_validate import facts
+
+SEEN = (
+    Gpu("gpu-a", {"gpu-b": "nvlink", "gpu-c": "none"}),
+    Gpu("gpu-b", {"gpu-a": "nvlink", "gpu-c": "none"}),
+    Gpu("gpu-c", {"gpu-a": "none", "gpu-b": "none"}),
+)
+INFO = {"version": "0.5.23", "tp_size": 2, "pp_size": 1, "dp_size": 1, "device": "cuda", "nnodes": 1}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """A driver that sees three GPUs, whoever asks; the environments in which it was asked."""
+    asked: list[dict[str, str]] = []
+
+    def seen(environment: dict[str, str]) -> tuple[Gpu, ...]:
+        asked.append(environment)
+        return SEEN
+
+    monkeypatch.setattr(whereabouts, "seen_by", seen)
+    return asked
+
+
+def test_workers_lie_on_the_gpus_that_sglang_numbers(driver: list[dict[str, str]]) -> None:
+    """From --base-gpu-id on, by --gpu-id-step, among those that the server's own process sees."""
+    given = facts_of({**INFO, "base_gpu_id": 0, "gpu_id_step": 2}, {}, "http://elsewhere:1")
+    assert given.gpus == (0, 2)
+    found = places_of(msgspec.structs.replace(given, process=(os.getpid(), 1)))
+    assert [(each.rank, each.device, each.reach) for each in found] == [
+        (0, "gpu-a", {"gpu-b": Reach.NVLINK, "gpu-c": Reach.NONE}),
+        (1, "gpu-c", {"gpu-a": Reach.NONE, "gpu-b": Reach.NONE}),
+    ]
+    assert driver[0]["PATH"] == os.environ["PATH"], "asked in the environment of that process"
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_worker_that_sees_only_its_own_gpu_reaches_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang can hide the others from each of its processes."""
+    monkeypatch.setattr(whereabouts, "_environment", lambda _pid: {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "true"})
+    assert [each.reach for each in places_of(facts(device="cuda", gpus=(1,), process=(1, 1)))] == [{}]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"process": None},
+        {"gpus": ()},
+        {"gpus": (5,)},
+        {"pp": 2},
+        {"process": (2**22 + 1, 1)},
+    ],
+    ids=["not seen", "not numbered", "not there", "stages", "ended"],
+)
+@pytest.mark.usefixtures("driver")
+def test_what_cannot_be_found_out_is_not_told(changes: dict[str, object]) -> None:
+    """A guess would be taken for what the driver says."""
+    assert places_of(facts(**{"device": "cuda", "gpus": (0,), "process": (os.getpid(), 1), **changes})) == ()
+
+
+def test_several_nodes_are_not_numbered() -> None:
+    """Workers of the others are elsewhere."""
+    assert facts_of({**INFO, "base_gpu_id": 0, "gpu_id_step": 1, "nnodes": 2}, {}, "http://x:1").gpus == ()
+
+
+def test_without_a_gpu_every_worker_is_on_this_host() -> None:
+    """The host's processor stands for a device."""
+    assert [(each.host, each.device) for each in places_of(facts(tp=2))] == [(host_identity(), "cpu")] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking", "words"),
+    [
+        ({}, {"direct", "sends"}, "--custom-weight-loader"),
+        ({"loaders": (LOADER,)}, set(), ""),
+        ({"loaders": (LOADER,), "pp": 2}, {"direct", "sends", "distributed"}, "local and disk"),
+        ({"loaders": (LOADER,), "dp": 2}, {"direct", "sends", "local", "distributed"}, "a sidecar each"),
+        (
+            {"loaders": (LOADER,), "speculative": "EAGLE"},
+            {"sends", "local", "distributed", "disk"},
+            "--custom-weight-loader",
+        ),
+    ],
+    ids=["stock", "loader", "stages", "replicas", "drafts"],
+)
+def test_what_a_server_cannot_take_is_said_with_advice(
+    tmp_path: Path, changes: dict[str, object], lacking: set[str], words: str
+) -> None:
+    """For `plan --explain`; and the whole can travel."""
+    told = topology_of(facts(**changes), PREFERRED, tmp_path, (), {"direct": 7})
+    assert {kind.value for kind in told.lacking} == lacking
+    assert all(words in each.needed for each in told.lacking.values())
+    assert told.takes == {TransportKind.DIRECT: 7}
+    assert told.files
+    assert told.folder
+    sent = msgspec.structs.replace(told, request=RequestId("k"))
+    assert codec.TO_COORDINATOR.decode(codec.TO_COORDINATOR.encode(sent)) == (sent, None)
+
+
+def test_what_the_sidecar_may_not_use_is_its_own_setting(tmp_path: Path) -> None:
+    """And not the server's fault."""
+    told = topology_of(facts(loaders=(LOADER,)), (TransportKind.DISK,), tmp_path, (), {})
+    assert "setting transports" in told.lacking[TransportKind.DIRECT].found
+
+
+def test_interfaces_are_those_that_others_may_come_through() -> None:
+    """No loopback, no addresses of the link alone."""
+    for each in interfaces():
+        assert each.addresses
+        assert not any(address.startswith(("127.", "fe80:")) or address == "::1" for address in each.addresses)
+
+
+def test_a_survey_sees_what_the_environment_lets_it_or_says_why_not() -> None:
+    """In a process of its own: where there is no driver it ends with one line."""
+    found: object
+    try:
+        found = seen_by({"CUDA_VISIBLE_DEVICES": ""})
+    except SurveyFailed as failed:
+        found = str(failed)
+    assert found == () or "CUDA driver" in str(found) or "cuInit" in str(found), found
