@@ -210,6 +210,15 @@ class BusClient:
         """
         return self._ask(message, blob, deadline_s)[0]
 
+    def ask(self, message: ToCoordinator, deadline_s: float = 30.0) -> Callable[[], ToAgent]:
+        """As `request`, in two steps: sent now; what is returned waits for the answer, and raises as `request` does.
+
+        What is asked before an earlier answer has come is sent behind that question, in this order. Each has a key of
+        its own: to ask the same again, wait for its answer first.
+        """
+        wait = self._begin(message, None, deadline_s)
+        return lambda: wait()[0]
+
     def post(self, message: ToCoordinator) -> None:
         """Send without an answer. It may get lost."""
         codec.TO_COORDINATOR.encode(message)
@@ -307,6 +316,9 @@ class BusClient:
     # -- between the threads -------------------------------------------------------------------------------------------
 
     def _ask(self, message: ToCoordinator, blob: bytes | None, deadline_s: float) -> _Answered:
+        return self._begin(message, blob, deadline_s)()
+
+    def _begin(self, message: ToCoordinator, blob: bytes | None, deadline_s: float) -> Callable[[], _Answered]:
         key = _key_of(message)
         codec.TO_COORDINATOR.encode(message, blob)  # what nobody could read is the caller's to know, not the thread's
         future: Future[_Answered] = Future()
@@ -314,12 +326,18 @@ class BusClient:
             if self._over is not None:
                 raise self._over
             self._futures[key] = future
-        self._submitted.put(Asked(key, message, blob, time.monotonic() + deadline_s, deadline_s))
+        expires_at = time.monotonic() + deadline_s
+        self._submitted.put(Asked(key, message, blob, expires_at, deadline_s))
         self._link.wake()
+        return lambda: self._answer(key, type(message).__name__, future, expires_at, deadline_s)
+
+    def _answer(
+        self, key: RequestId, what: str, future: Future[_Answered], expires_at: float, deadline_s: float
+    ) -> _Answered:
         try:
-            return future.result(deadline_s + _GRACE_S)
+            return future.result(max(0.0, expires_at - time.monotonic()) + _GRACE_S)
         except FutureTimeoutError:
-            raise self._session.unreachable(type(message).__name__, deadline_s, time.monotonic()) from None
+            raise self._session.unreachable(what, deadline_s, time.monotonic()) from None
         except RequestRefused as refused:
             if refused.code is Code.UNKNOWN_BLOB:
                 self._known.clear()

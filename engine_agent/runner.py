@@ -18,7 +18,7 @@ from typing import Final, assert_never
 import msgspec
 
 from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
+from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.http import HttpPort, Readiness
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.control.log import get_log
@@ -27,7 +27,6 @@ from weightbus.control.messages import (
     Commit,
     EngineHealth,
     EngineInfo,
-    EngineMessage,
     Heartbeat,
     Hello,
     Pause,
@@ -84,6 +83,7 @@ from .record_file import RecordFile
 from .saved_versions import SavedVersions
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
+from .speaker import Speaker
 from .stages import View
 from .trust import check_trust
 from .validate import limits, transports_of
@@ -93,7 +93,6 @@ from .whereabouts import places_of, topology_of
 from .worker import Worker
 
 TICK_S: Final = 0.5
-_AGAIN_S: Final = 0.1
 _CLOSE_S: Final = 5.0
 
 
@@ -144,8 +143,7 @@ class EngineAgent:
         self._view = self._machine.view()
         self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
         self._operations: queue.SimpleQueue[Run | Future[None] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, EngineMessage] | None] = queue.SimpleQueue()
-        self._boot = 0
+        self._speaker = Speaker(lambda: self._bus, settings.name)
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
         self._saved = SavedVersions(settings, self._worker)
         self._giving = Giving(self._server, self._events.put, self._records.read)
@@ -182,8 +180,7 @@ class EngineAgent:
             threads[0].start()
             self._await_server()
             self._connect()
-            threads.append(threading.Thread(target=self._speak, name="speaker", daemon=True))
-            threads[1].start()
+            self._speaker.start()
             self._loop()
         finally:
             self._close(http, threads)
@@ -328,9 +325,9 @@ class EngineAgent:
             case Remember():
                 raise AssertionError("records are the dispatcher's")
             case Answer():
-                self._answers.put((self._boot, effect.message))
+                self._speaker.say(effect.message)
             case ForgetAnswers():
-                self._boot += 1
+                self._speaker.forget()
             case Run():
                 self._operations.put(effect)
             case Cancel():
@@ -359,10 +356,10 @@ class EngineAgent:
         self._stopping.set()
         self._watch.stop()
         self._operations.put(None)
-        self._answers.put(None)
         self._worker.cancel()
         if self._bus is not None:
             self._bus.close()
+        self._speaker.stop()
         for thread in threads:
             if thread.is_alive():
                 thread.join(_CLOSE_S)
@@ -396,27 +393,6 @@ class EngineAgent:
         except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
             if not self._stopping.is_set() and bus is self._bus:
                 self._events.put(_Stop(error))
-
-    def _speak(self) -> None:
-        while (item := self._answers.get()) is not None:
-            boot, message = item
-            while boot == self._boot and not self._stopping.is_set() and not self._said(message):
-                self._stopping.wait(_AGAIN_S)
-
-    def _said(self, message: EngineMessage) -> bool:
-        """Whether nothing more is to be said of it."""
-        bus = self._bus
-        if bus is None:
-            return False
-        try:
-            bus.request(message, deadline_s=5.0)
-        except (CoordinatorUnreachable, ClientClosed):
-            return False
-        except RequestRefused as refused:
-            self._log.info("answer_refused", answer=type(message).__name__, reason=str(refused))
-        except WeightbusError as error:
-            self._log.error("answer_not_sent", answer=type(message).__name__, reason=str(error))
-        return True
 
     def _receiver(self, kind: str) -> Receiver:
         return transports.receiver(kind, runtime_dir=self.settings.runtime_dir, beside=self.settings.beside)

@@ -351,7 +351,7 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
     agent._dispatch(Commanded(m.Transfer(**order, **weights, offer=offer, rank_offset=1)))
     assert agent._operations.empty()
     agent._step(agent._next())
-    _, answer = agent._answers.get_nowait() or (0, None)
+    _, answer = agent._speaker._answers.get_nowait() or (0, None)
     assert isinstance(answer, m.Failed)
     assert (answer.step, answer.health) == (m.Step.TRANSFER, EngineHealth.CLEAN)
     assert "No space left on device" in answer.reason

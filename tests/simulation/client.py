@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.errors import RequestRefused
+from weightbus.control.errors import RequestRefused, WeightbusError
 from weightbus.control.ids import Digest, RequestId
 from weightbus.control.messages import (
     MAX_PAGE_BYTES,
@@ -87,23 +87,36 @@ class Client(BusClient):
 
     def asking(self, message: ToCoordinator, blob: bytes | None = None, deadline_s: float = 30.0) -> Thread:
         """`request`: yields until it is answered; returns answer and blob, or raises."""
+        return (yield from self.begin(message, blob, deadline_s))
+
+    def begin(self, message: ToCoordinator, blob: bytes | None, deadline_s: float) -> Thread:
+        """`ask`: it is sent; what is returned yields until it is answered."""
         key = RequestId(message.request)  # type: ignore[union-attr]
         self._judge.asked(message)
         if self._over is not None:
-            raise self._over
+            return self._ended(self._over)
         future: Future[Any] = Future()
         bell = Bell()
         future.add_done_callback(lambda _: bell.ring())
         self._futures[key] = future
         self._submitted.put(Asked(key, message, blob, self._process.clock() + deadline_s, deadline_s))
         self.turn()
-        yield bell
+        return self._answered(future, bell)
+
+    def _answered(self, future: Future[Any], bell: Bell) -> Thread:
+        if not future.done():
+            yield bell
         try:
             return future.result(0)
         except RequestRefused as refused:
             if refused.code is Code.UNKNOWN_BLOB:
                 self._known.clear()
             raise
+
+    @staticmethod
+    def _ended(error: WeightbusError) -> Thread:
+        raise error
+        yield
 
     def putting(self, blob: bytes, deadline_s: float) -> Thread:
         """`put_blob`."""

@@ -217,16 +217,20 @@ class EngineProcess(Process):
             if not self._answers:
                 yield self._speech_bell
                 continue
-            boot, message = self._answers.popleft()
-            while boot == self._boot:
-                try:
-                    yield from client.asking(message, deadline_s=5.0)
-                except (CoordinatorUnreachable, ClientClosed):
+            waiting = [each for at, each in enumerate(self._answers) if each not in list(self._answers)[:at]]
+            self._answers.clear()
+            while waiting:
+                begun = [(item, client.begin(item[1], None, 5.0)) for item in waiting if item[0] == self._boot]
+                waiting = []
+                for item, answer in begun:
+                    try:
+                        yield from answer
+                    except (CoordinatorUnreachable, ClientClosed):
+                        waiting.append(item)
+                    except WeightbusError:
+                        pass
+                if waiting:
                     yield 0.1
-                    continue
-                except WeightbusError:
-                    pass
-                break
 
     def _watch(self) -> Thread:
         while True:
