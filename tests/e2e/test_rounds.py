@@ -340,3 +340,36 @@ def test_fsdp2_ranks_publish_live_and_from_a_snapshot_and_their_checkpoints_foll
     fleet.wait_ready("one", "two")
     for name in ("one", "two"):
         _serves(fleet, name, expected[5], "103")
+
+
+def test_one_round_takes_the_way_that_suits_each_engine(fleet: Fleet, expected: dict[int, Answers]) -> None:
+    """One engine reads the ranks' memory, the other is sent to, and both commit together; a death of one stops nobody.
+
+    The last test: its victim's server is not started again.
+    """
+    fleet.end("watcher")
+    for version, way in ((104, "local"), (105, "sends")):
+        fleet.kill("sidecar-two")
+        fleet.start_sidecar("two", f"--transports={way}")
+        poll("the sidecar", lambda: fleet.sidecar("two")["connected"] and fleet.sidecar("two")["ready"])
+        fleet.publish(version, version - 103, "any")
+        report = fleet.answer()
+        assert _outcomes(report) == {"one": "committed", "two": "committed"}
+        ways = {each["engine"]: (each["transport"], each["verified_by"]) for each in report["engines"]}
+        assert ways == {"one": ("direct", "live-digest"), "two": (way, "live-digest")}
+        for name in ("one", "two"):
+            _serves(fleet, name, expected[version - 103], str(version))
+    poll("its sidecar to tell what it takes", lambda: fleet.plan()["engines"]["two"]["bytes_per_gpu"] is not None)
+    plan = fleet.plan()
+    assert {name: each["transport"] for name, each in plan["engines"].items()} == {"one": "direct", "two": "sends"}
+    assert 0 < plan["engines"]["two"]["bytes_per_gpu"] < plan["trainer"]["bytes"], "TP2: each takes what it stores"
+
+    fleet.publish(106, 3, "any", hold_at=0)
+    assert fleet.answer()["held"] == 0
+    fleet.kill("server-two")
+    fleet.tell("go on")
+    outcomes = _outcomes(fleet.answer())
+    assert outcomes["one"] == "committed"
+    assert outcomes["two"] in {"lost", "quarantined"}
+    _serves(fleet, "one", expected[3], "106")
+    fleet.wait_ready("one")
