@@ -67,6 +67,22 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_every_commit_is_synced(tmp_path: Path) -> None:
+    """The open connection runs as the module promises, first and later: in WAL mode, with an fsync of each commit.
+
+    With NORMAL SQLite would sync at checkpoints only, with OFF never; SIGKILL shows neither.
+    """
+    full = 2
+    for records in (RECORDS, [closed("later")]):
+        journal = SqliteJournal(tmp_path / "j")
+        for record in records:
+            journal.write(record)
+            assert not journal._db.in_transaction, "`write` returns when the commit is done"
+            assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+            assert journal._db.execute("PRAGMA synchronous").fetchone() == (full,)
+        journal.close()
+
+
 def test_full_disk_is_told_and_recovered_from(tmp_path: Path) -> None:
     """A write that does not fit raises `JournalUnwritable` and changes nothing; with room again writes go on."""
     journal = SqliteJournal(tmp_path / "j")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.disk_calls import DiskCalls
 from weightbus.control.errors import PeerKeyError
 from weightbus.control.events import Principal
 from weightbus.control.ids import AgentId, Channel
@@ -45,6 +46,15 @@ def test_what_is_written_is_read(path: Path) -> None:
             agents["e0"] = new_entry()
             wanted = agents["e0"]
         assert read_trust(path).agents["e0"] == wanted, number
+
+
+def test_an_edit_survives_a_power_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who was removed stays so: the list's bytes are on the disk before the rename, and the rename before the answer."""
+    disk = DiskCalls(monkeypatch)
+    with edited(path) as agents:
+        del agents["e0"]
+    assert disk.calls == [("sync file", "trust.new"), ("rename to", TRUST_FILE), ("sync folder", path.parent.name)]
+    assert disk.synced["trust.new"] == path.read_bytes()
 
 
 def test_no_change_writes_nothing(path: Path) -> None:

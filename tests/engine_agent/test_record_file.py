@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.disk_calls import DiskCalls
 from weightbus.control.errors import ConfigurationError
 from weightbus.control.messages import EngineHealth
 from weightbus.engine_agent.errors import StateInUse, StateUnwritable
@@ -22,6 +23,17 @@ def test_a_claim_leaves_the_record_as_it_is(tmp_path: Path) -> None:
     second = RecordFile(tmp_path / "state", "e0")
     second.claim()
     assert second.read() == record
+
+
+def test_a_record_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are on the disk before it takes the old one's place, and the new name is before `write` returns."""
+    disk = DiskCalls(monkeypatch)
+    records = RecordFile(tmp_path / "state", "e0")
+    for epoch in (1, 2):
+        disk.calls.clear()
+        records.write(Record(identity="first", health=EngineHealth.CLEAN, epoch=epoch))
+        assert disk.calls == [("sync file", "e0.new"), ("rename to", "e0.json"), ("sync folder", "state")]
+        assert disk.synced["e0.new"] == records.path.read_bytes()
 
 
 def test_one_agent_of_a_name(tmp_path: Path) -> None:
