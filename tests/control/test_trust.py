@@ -49,7 +49,7 @@ def test_what_is_written_is_read(path: Path) -> None:
 
 
 def test_an_edit_survives_a_power_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was removed stays so: the list's bytes are on the disk before the rename, and the rename before the answer."""
+    """Who was removed stays so: the list's bytes are on the disk before its name, and its name before the answer."""
     disk = DiskCalls(monkeypatch)
     with edited(path) as agents:
         del agents["e0"]

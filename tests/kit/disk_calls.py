@@ -25,7 +25,7 @@ class DiskCalls:
         monkeypatch.setattr(os, "replace", self._record_replace)
 
     def _record_fsync(self, descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             self.calls.append(("sync folder", path.name))
         else:
