@@ -54,7 +54,7 @@ from .routing import Route
 from .staleness import Window
 from .states import SETTLED, EnginePhase, RoundState
 from .story import STORY
-from .tenure import Answer, Tenure
+from .tenure import Answer, Denial, Tenure
 
 TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 
@@ -67,7 +67,7 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 ChannelRecord = EpochTaken | Committed | RoundClosed
-Out = Tell | Answer | ChannelRecord | AnyObservation
+Out = Tell | Answer | Denial | ChannelRecord | AnyObservation
 _RECORDS: Final = (EpochTaken, Committed, RoundClosed)
 
 

@@ -64,7 +64,6 @@ from .messages import (
     Failed,
     GetBlob,
     GetStatus,
-    Granted,
     Heartbeat,
     Hello,
     Offered,
@@ -86,7 +85,7 @@ from .messages import (
 from .outbox import Outbox
 from .past import Restored
 from .story import Said
-from .tenure import Answer
+from .tenure import Answer, Denial
 
 
 class _Silent(msgspec.Struct, frozen=True):
@@ -477,9 +476,11 @@ class Coordinator:
             case ReadinessChanged():
                 self._out.observe(out)
             case Answer():
-                if isinstance(out.message, Granted):
-                    self.replies.remember(out.agent, out.message)
+                self.replies.remember(out.agent, out.message)
                 self._out.tell(self.members.peers((out.agent,)), out.message)
+            case Denial():
+                for peer in self.members.peers((out.agent.name,)):
+                    self._out.refuse(peer, out.agent.name, out.message, out.verdict)
             case Tell():
                 raise InvariantBroken("what agents are told was sent already")
             case EpochTaken() | Committed() | RoundClosed():

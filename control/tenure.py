@@ -12,10 +12,10 @@ import msgspec
 from .effects import EpochTaken, LeaseEnded, LeaseGranted
 from .errors import InvariantBroken
 from .ids import AgentId, Channel, Epoch
-from .lease import Lease
+from .lease import Lease, Verdict
 from .limits import Limits
 from .membership import Agent
-from .messages import Acquire, Code, EngineInfo, Granted, Held, Refused
+from .messages import Acquire, Code, EngineInfo, Granted, Held
 from .routing import Route
 
 
@@ -23,7 +23,15 @@ class Answer(msgspec.Struct, frozen=True):
     """The late answer to a request that had to wait for the journal."""
 
     agent: AgentId
-    message: Granted | Refused
+    message: Granted
+
+
+class Denial(msgspec.Struct, frozen=True):
+    """The late no to it. Told, logged and counted where every other refusal is."""
+
+    agent: Agent
+    message: Acquire
+    verdict: Verdict
 
 
 class Tenure:
@@ -84,14 +92,13 @@ class Tenure:
         note = LeaseGranted(channel=self._channel, holder=agent.name, epoch=record.epoch, version=message.version)
         return (*ended, Answer(agent.name, granted), note)
 
-    def refuse(self, reason: str) -> tuple[Answer, ...]:
+    def refuse(self, reason: str) -> tuple[Denial, ...]:
         """The epoch could not be written: whoever asked is told to come again."""
         asked, self._asked = self._asked, None
         if asked is None:
             return ()
         agent, message = asked
-        refused = Refused(request=message.request, code=Code.READ_ONLY, reason=reason, retry_after_s=2.0)
-        return (Answer(agent.name, refused),)
+        return (Denial(agent, message, Verdict(Code.READ_ONLY, reason, retry_after_s=2.0)),)
 
     def redriven(self, epoch: Epoch) -> None:
         """The lease goes on under a higher epoch."""

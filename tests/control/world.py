@@ -24,6 +24,7 @@ from weightbus.control.effects import (
     Persist,
     PublishHint,
     Receipt,
+    Refusal,
     RoundClosed,
     SendTo,
     SendToAll,
@@ -447,6 +448,13 @@ class Trainer(Agent):
         return last
 
 
+def check_refusals(effects: tuple[AnyEffect, ...]) -> None:
+    """Whoever is refused is refused in the metrics and the log too, whichever part of the machine said no."""
+    sent = [each.message.code for each in effects if isinstance(each, SendTo) and isinstance(each.message, Refused)]
+    noted = [each.what.code for each in effects if isinstance(each, Observe) and isinstance(each.what, Refusal)]
+    assert sent == noted, f"refused {sent}, counted {noted}"
+
+
 class World:
     """Everything, and the time."""
 
@@ -518,6 +526,7 @@ class World:
     def handle(self, event: AnyEvent) -> tuple[AnyEffect, ...]:
         """Give the machine one event, carry out what it asks, and check it."""
         effects = self.machine.handle(event, self.now)
+        check_refusals(effects)
         for effect in one_by_one(effects):
             if self.crash_on(effect):
                 self.crashed = True
