@@ -105,14 +105,15 @@ def test_a_leader_that_cannot_renew_stops_before_another_begins(candidates: Cand
     now = [0.0]
     term = candidates.stand(clock=lambda: now[0])
     assert isinstance(term, Term)
+    journal = EtcdJournal(candidates.etcd(), candidates.prefix, term)
     now[0] = TTL_S - 0.01
-    term.confirm()
+    journal.confirm()
     term._over.set()
     term._thread.join()
     term._until, now[0] = TTL_S, TTL_S
     assert isinstance(candidates.stand("c1"), Leader), "etcd still lets nobody else lead"
     with pytest.raises(Deposed, match="not be renewed"):
-        term.confirm()
+        journal.confirm()
 
 
 def test_who_leads_is_known_to_the_others(candidates: Candidates) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
@@ -13,7 +14,10 @@ import pytest
 from weightbus.control.bus import RouterBus
 from weightbus.control.dealer import DealerLink
 from weightbus.control.effects import AnyObservation, AnyRecord, PublishHint, Receipt, Refusal, SendTo
+from weightbus.control.election import Deposed, Term
 from weightbus.control.errors import JournalUnwritable
+from weightbus.control.etcd import Etcd, KeyValue, Outcome
+from weightbus.control.etcd_journal import EtcdJournal
 from weightbus.control.events import Peer
 from weightbus.control.ids import Epoch, RequestId, Version
 from weightbus.control.journal import SqliteJournal
@@ -36,7 +40,9 @@ from weightbus.control.messages import (
     RoundDone,
     Welcome,
 )
+from weightbus.control.reporter import TimedJournal
 from weightbus.control.server import Server
+from weightbus.control.telemetry import Meters, Side
 
 from .world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
 
@@ -250,6 +256,42 @@ def test_journal_that_fails_is_tried_again() -> None:
     wire.until(lambda: bool(trainer.got(Granted)))
     running.stop()
     bus.close()
+
+
+class YesStore:
+    """An etcd that is empty and agrees to everything; a lease in it is never renewed."""
+
+    members = ("nowhere",)
+
+    def under(self, _prefix: str) -> tuple[KeyValue, ...]:
+        return ()
+
+    def txn(self, *_asked: object) -> Outcome:
+        return Outcome(succeeded=True, revision=1, found=())
+
+    def revoke(self, _lease: int) -> None:
+        pass
+
+
+def test_a_leader_whose_time_is_over_looks_at_nothing_that_came_in() -> None:
+    """It slept beyond its lease: what came meanwhile is for another. It neither answers nor takes any of it."""
+    now = [0.0]
+    store = cast("Etcd", YesStore())
+    term = Term(store, "p/leader", token=1, lease=1, ttl_s=3600.0, granted_at=0.0, clock=lambda: now[0])
+    observed: list[AnyObservation] = []
+    bus = MemoryBus()
+    journal = TimedJournal(EtcdJournal(store, "p", term), Meters(Side.COORDINATOR))
+    server = Server(bus, journal, LIMITS, observe=observed.append)
+    link = bus.link()
+    link.open()
+    hello = msgspec.structs.replace(Trainer(World(), "t0", trainer_info()).hello(), incarnation="1")
+    now[0] = 3600.0
+    link.send(hello)
+    bus.inject(link, [b"junk"])
+    with pytest.raises(Deposed, match="could not be renewed in time"):
+        server.step(0.0)
+    assert (list(link.poll(0.0)), observed, len(server.machine.members)) == ([], [], 0)
+    term.resign()
 
 
 def test_broken_machine_ends_the_loop(start: Callable[..., Running]) -> None:
