@@ -114,6 +114,10 @@ class _Stop(msgspec.Struct, frozen=True):
     error: BaseException | None = None
 
 
+class _Ended(Exception):
+    """`stop` was heard: whatever is waited for is given up."""
+
+
 class EngineAgent:
     """One sidecar. `run` blocks until `stop`; the server is left as it is, and its record on disk."""
 
@@ -155,6 +159,7 @@ class EngineAgent:
         """Of which launch, and where its workers are."""
         self._takes: dict[str, int] = {}
         self._stopping = threading.Event()
+        """The bus that is being closed has not failed."""
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
         for each in exposed:
             self._log.warning("key_file_exposed", setting=each.setting, reason=each.advice)
@@ -182,6 +187,8 @@ class EngineAgent:
             self._connect()
             self._speaker.start()
             self._loop()
+        except _Ended:
+            self._log.info("stopped")
         finally:
             self._close(http, threads)
 
@@ -258,7 +265,7 @@ class EngineAgent:
             self._step(self._next())
 
     def _loop(self) -> None:
-        while not self._stopping.is_set():
+        while True:
             self._step(self._next())
             if self._view.up and layout_of(self._server.facts) != self._described:
                 self._reconnect()
@@ -290,10 +297,7 @@ class EngineAgent:
         if self._watch.failure is not None:
             raise self._watch.failure
         if isinstance(event, _Stop):
-            self._stopping.set()
-            if event.error is not None:
-                raise event.error
-            return
+            raise _Ended if event.error is None else event.error
         if isinstance(event, Noticed):
             event.event.set()
         elif event is not None:
