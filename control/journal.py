@@ -25,6 +25,7 @@ from .answers import ANSWERS
 from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
+from .log import get_log
 from .messages import Held, RoundDone
 from .past import Past, Restored, remembered
 
@@ -125,6 +126,7 @@ class SqliteJournal:
         self._wall_clock = wall_clock
         self.boot = 0
         _look(path)
+        found = "a file that holds no journal" if path.exists() else "no file"
         _keep_private(path)
         try:
             # one thread at a time uses it; which one is the driver's affair
@@ -136,6 +138,9 @@ class SqliteJournal:
         except BaseException:
             self._db.close()
             raise
+        if self.boot == 1:
+            # As it is with a first start, and with a copy that was made without its -wal: only people can tell.
+            get_log(__name__).warning("journal_begun_anew", path=str(path), found=found, advice=_ANEW)
 
     def _open(self) -> None:
         try:
@@ -349,6 +354,10 @@ def _advice(error: sqlite3.Error) -> str:
     return "is the disk full, failing or on another machine? a journal belongs on a local disk with room"
 
 
+_ANEW: Final = (
+    "nothing is known to be committed; if this is not the first start, stop, and restore the file together with the one"
+    " beside it that ends in -wal"
+)
 _RESTORE: Final = "restore it from a backup; beginning anew would forget which version is committed"
 
 _Row = tuple[str, int, int | None, int | None, str | None, str | None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import structlog
 
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.ids import Channel
@@ -81,6 +83,33 @@ def test_every_commit_is_synced(tmp_path: Path) -> None:
             assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
             assert journal._db.execute("PRAGMA synchronous").fetchone() == (full,)
         journal.close()
+
+
+def test_a_journal_that_is_begun_anew_says_so(tmp_path: Path) -> None:
+    """A copy without its -wal, or an empty file, cannot be told from a first start, so all of them are said aloud."""
+    source = tmp_path / "j"
+
+    def opened(path: Path) -> list[tuple[str, str]]:
+        with structlog.testing.capture_logs() as lines:
+            SqliteJournal(path).close()
+        assert all((line["log_level"], line["path"]) == ("warning", str(path)) for line in lines)
+        assert all("-wal" in line["advice"] for line in lines)
+        return [(line["event"], line["found"]) for line in lines]
+
+    with structlog.testing.capture_logs():
+        journal = SqliteJournal(source)
+    for record in RECORDS:
+        journal.write(record)
+    for name, files in {"bare": [""], "whole": ["", "-wal"]}.items():
+        for file in files:
+            shutil.copy(f"{source}{file}", tmp_path / f"{name}{file}")
+    journal.close()
+    (tmp_path / "empty").touch()
+    assert opened(tmp_path / "none") == [("journal_begun_anew", "no file")]
+    for name in ("bare", "empty"):
+        assert opened(tmp_path / name) == [("journal_begun_anew", "a file that holds no journal")], name
+    for name in ("whole", "j", "none", "bare", "empty"):
+        assert opened(tmp_path / name) == [], name
 
 
 def test_full_disk_is_told_and_recovered_from(tmp_path: Path) -> None:
