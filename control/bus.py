@@ -42,7 +42,7 @@ from . import codec
 from .errors import ConfigurationError, Malformed, ProtocolError, WeightbusError
 from .events import MessageReceived, Peer, Principal
 from .ids import AgentId
-from .keys import COORDINATOR, KeyPair, read_secret
+from .keys import COORDINATOR, KeyPair, check_public, read_secret
 from .links import Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
 from .messages import Hint, ToAgent
 from .sockets import MAX_BURST, Waker, burst, check_library, public_of, set_common
@@ -84,9 +84,13 @@ class ServerKeys:
     @classmethod
     def read(cls, folder: Path) -> ServerKeys:
         """From a folder that ``weightbus keygen`` made. Raises `PeerKeyError`."""
-        secret = read_secret(folder / f"{COORDINATOR}.key")
+        secret_path, public_path = folder / f"{COORDINATOR}.key", folder / f"{COORDINATOR}.pub"
+        secret = read_secret(secret_path)
+        pair = KeyPair(public_of(secret), secret)
+        if public_path.exists():  # nothing here needs it, but agents are given it, and with another none could connect
+            check_public(public_path, secret_path, pair.public)
         read_trust(folder / TRUST_FILE)
-        return cls(KeyPair(public_of(secret), secret), TrustList(folder / TRUST_FILE))
+        return cls(pair, TrustList(folder / TRUST_FILE))
 
 
 class RouterBus:

@@ -20,7 +20,7 @@ from .provision import Member, entry_of
 from .security import KeysFolder, keys_folder
 from .settings_command import SettingsCommand
 from .sockets import check_library, new_keypair, public_of
-from .trust import TRUST_FILE, Entry, describe, edited, read_trust
+from .trust import TRUST_FILE, Entry, describe, edited, explained, read_trust
 
 
 class KeygenSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +146,7 @@ def _entry(given: TrustSettings, name: str) -> Entry:
     try:
         return entry_of(keys_folder(given.keys), member)
     except msgspec.ValidationError as problem:
-        raise ConfigurationError(f"channels = {', '.join(given.channels)}: {problem}") from problem
+        raise ConfigurationError(f"channels = {', '.join(given.channels)}: {explained(problem)}") from problem
 
 
 def _show(agents: Mapping[AgentId, Entry]) -> None:

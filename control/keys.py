@@ -76,9 +76,8 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
         if not public_path.exists():
             _write_public(public_path, name, KeyPair(public, secret))
             return Written.COMPLETED
-        if read_public(public_path) == public:
-            return Written.KEPT
-        raise PeerKeyError(public_path, f"does not belong to {secret_path}", "remove the one that is wrong, run again")
+        check_public(public_path, secret_path, public)
+        return Written.KEPT
     if public_path.exists():
         advice = f"its secret may be on another machine; remove {public_path.name} to make a new pair"
         raise PeerKeyError(secret_path, f"missing, though {public_path.name} exists", advice)
@@ -91,6 +90,15 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
     _write_new(secret_path, f"{comment}\n{pair.secret}\n", 0o600)
     _write_public(public_path, name, pair)
     return Written.CREATED
+
+
+def check_public(path: Path, secret_path: Path, expected: str) -> None:
+    """Raise `PeerKeyError` unless `path` holds `expected`, the public half of what is in `secret_path`."""
+    if (found := read_public(path)) != expected:
+        problem = f"does not belong to {secret_path}: found {found}, expected {expected}"
+        raise PeerKeyError(
+            path, problem, "remove the one that is wrong and run `weightbus keygen`, which completes a pair"
+        )
 
 
 def read_public(path: Path) -> str:

@@ -17,9 +17,6 @@ from msgspec import Meta
 from .keys import CurveFiles
 from .trust import TRUST_FILE
 
-KeysFolder = Annotated[
-    Path | None, Meta(description="folder of the keys; none: `keys` in the folder where this user's state is kept")
-]
 InsecureLoopback = Annotated[
     bool, Meta(description="no keys: any process of this machine may publish weights; loopback only")
 ]
@@ -39,6 +36,20 @@ def state_folder() -> Path:
 def keys_folder(keys: Path | None) -> Path:
     """Where the keys are."""
     return state_folder() / "keys" if keys is None else keys
+
+
+def _keys_in_use(settings: object) -> str:
+    """Where settings that name no folder find their keys; empty for those that do without."""
+    return "" if getattr(settings, "insecure_loopback", False) else str(keys_folder(None))
+
+
+KeysFolder = Annotated[
+    Path | None,
+    Meta(
+        description="folder of the keys; none: `keys` in the folder where this user's state is kept",
+        extra={"in_use": _keys_in_use},
+    ),
+]
 
 
 def check_endpoints(setting: str, text: str) -> None:

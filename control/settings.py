@@ -7,8 +7,9 @@ Every value comes from the first of these that has it::
 The file is the one named by ``--config``, else by ``WEIGHTBUS_CONFIG``; there is no other. Unknown keys are errors
 wherever they stand, with the nearest valid name suggested. One file may serve several processes: each reads its own
 section. Describe a field with ``Annotated[int, msgspec.Meta(description="...", ge=0)]``; mark a secret with
-``extra={"secret": True}``, so that it is never printed, and has no flag, which everybody could read in ``ps``. Where
-`kind` has a ``__post_init__`` that raises ValueError, its message becomes a `ConfigurationError`.
+``extra={"secret": True}``, so that it is never printed, and has no flag, which everybody could read in ``ps``; give one
+that may be left open ``extra={"in_use": ...}``, so that what is used instead is printed with it. Where `kind` has a
+``__post_init__`` that raises ValueError, its message becomes a `ConfigurationError`.
 
 A command uses two calls: `configure` gives its parser one flag for each field, `from_args` reads what was given.
 """
@@ -76,7 +77,7 @@ class Resolved(msgspec.Struct, Generic[S], frozen=True):
 
     def render(self) -> str:
         """One line for each setting: what ``--check-config`` prints. Valid TOML; secrets are not shown."""
-        lines = [(f"{f.name} = {f.show(getattr(self.value, f.name))}", self.origins[f.name]) for f in self._fields()]
+        lines = [(f"{f.name} = {f.show(getattr(self.value, f.name))}", self._origin(f)) for f in self._fields()]
         width = max((len(text) for text, _ in lines), default=0)
         return "\n".join([f"[{self.section}]", *(f"{text:<{width}}  # {origin}" for text, origin in lines)])
 
@@ -88,6 +89,12 @@ class Resolved(msgspec.Struct, Generic[S], frozen=True):
             if file is not None and (mode := stat.S_IMODE(file.stat().st_mode)) & (stat.S_IRWXG | stat.S_IRWXO):
                 found.append(f"{name} stands in {file}, which others may read (mode {mode:04o}): chmod 600 {file}")
         return found
+
+    def _origin(self, field: Field) -> str:
+        """Where its value came from and, for one that was left open, what is used."""
+        left_open = getattr(self.value, field.name) is None
+        used = field.in_use(self.value) if field.in_use and left_open else ""
+        return f"{self.origins[field.name]}: {used} is used" if used else str(self.origins[field.name])
 
     def _fields(self) -> tuple[Field, ...]:
         return fields_of(type(self.value))

@@ -10,7 +10,7 @@ import argparse
 import enum
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Union, cast, get_args, get_origin, get_type_hints
@@ -38,6 +38,8 @@ class Field(msgspec.Struct, frozen=True):
     default: Any
     description: str
     secret: bool
+    in_use: Callable[[object], str] | None = None
+    """Of the settings: what is used where this one was left open; empty for nothing."""
 
     @property
     def flag(self) -> str:
@@ -53,7 +55,7 @@ class Field(msgspec.Struct, frozen=True):
             return msgspec.convert(plain, self.annotation, dec_hook=_make_path)
         except ValueError as problem:
             shown = _STARS if self.secret else repr(raw)
-            raise ConfigurationError(f"{self.name} = {shown} ({where}): {problem}") from problem
+            raise ConfigurationError(f"{self.name} = {shown} ({where}): {problem}{self._choices()}") from problem
 
     def show(self, value: object) -> str:
         """`value` as TOML, or stars for a secret that is set; nothing at all is shown as ``"none"``."""
@@ -76,6 +78,11 @@ class Field(msgspec.Struct, frozen=True):
         choices = f"{{{','.join(str(each.value) for each in self.type)}}}" if _is_enum(self.type) else None
         parser.add_argument(self.flag, dest=self.name, metavar=choices or _metavar(self.type), help=text)
 
+    def _choices(self) -> str:
+        """For whoever wrote another word than those of an enum."""
+        kind = get_args(self.type)[0] if get_origin(self.type) is tuple else self.type
+        return f"; expected one of {', '.join(str(each.value) for each in kind)}" if _is_enum(kind) else ""
+
     def _from_text(self, text: str) -> object:
         if self.optional and text.strip().lower() in _NONE:
             return None
@@ -91,6 +98,7 @@ def fields_of(kind: type[msgspec.Struct]) -> tuple[Field, ...]:
 
 def _field(info: msgspec.structs.FieldInfo, annotation: Any) -> Field:
     metas = [meta for meta in _metadata(annotation) if isinstance(meta, msgspec.Meta)]
+    extras = [cast("Mapping[str, object]", meta.extra or {}) for meta in metas]
     bare, optional = _strip(annotation)
     default = info.default_factory() if info.default_factory is not msgspec.NODEFAULT else info.default
     return Field(
@@ -101,7 +109,8 @@ def _field(info: msgspec.structs.FieldInfo, annotation: Any) -> Field:
         required=info.required,
         default=default,
         description=next((meta.description for meta in metas if meta.description), ""),
-        secret=any((cast("Mapping[str, object]", meta.extra or {})).get("secret") is True for meta in metas),
+        secret=any(extra.get("secret") is True for extra in extras),
+        in_use=next((cast("Callable[[object], str]", extra["in_use"]) for extra in extras if "in_use" in extra), None),
     )
 
 

@@ -31,9 +31,9 @@ from msgspec import Meta
 
 from .errors import PeerKeyError
 from .events import ANY_CHANNEL, Principal
-from .ids import AgentId, AgentName, Channel
+from .ids import NAME_PATTERN, AgentId, AgentName, Channel
 from .messages import Role
-from .signing import SigningKey
+from .signing import PUBLIC_PATTERN, SigningKey
 
 TRUST_FILE: Final = "trust.toml"
 RELOAD_S: Final = 0.25
@@ -43,7 +43,10 @@ _HEAD: Final = (
     "# Who may connect to the coordinator, as what and where. Written by `weightbus trust`; a restart is not needed.\n"
     "# Public keys only. Keep it writable by its owner alone.\n"
 )
-_MEND: Final = "nobody is let in until it is right; mend it, or make it anew with `weightbus trust add`"
+_MEND: Final = (
+    "nobody is let in until it is right; mend it by hand, or move it away, and then run `weightbus trust add` anew for"
+    " each agent, or put back a copy that was right"
+)
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,8 +92,24 @@ def read_trust(path: Path) -> Trust:
     except OSError as problem:
         raise PeerKeyError(path, f"cannot be read: {problem.strerror}", _MEND) from problem
     except ValueError as problem:  # not TOML, not UTF-8, or not what we know
-        raise PeerKeyError(path, str(problem), _MEND) from problem
+        raise PeerKeyError(path, explained(problem), _MEND) from problem
     return trust
+
+
+_ALLOWED: Final[Mapping[str, str]] = {
+    _CHANNEL: 'expected a channel: up to 64 of A-Z, a-z, 0-9, ".", "_" and "-", not beginning with a mark; or "*", any',
+    NAME_PATTERN: 'expected a name: up to 64 of A-Z, a-z, 0-9, ".", "_" and "-", not beginning with a mark',
+    _Z85: "expected the key in the agent's .pub: 40 characters",
+    PUBLIC_PATTERN: 'expected what follows "ed25519:" in the agent\'s .pub: 64 of 0-9 and a-f',
+}
+
+
+def explained(problem: Exception) -> str:
+    """What is wrong with an entry, in the words of people where `problem` has a regular expression, or no choices."""
+    text = str(problem)
+    for pattern, words in _ALLOWED.items():
+        text = text.replace(f"Expected `str` matching regex {pattern!r}", words)
+    return f"{text}; expected one of {', '.join(Role)}" if "Invalid enum value" in text else text
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:

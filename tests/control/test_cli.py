@@ -198,10 +198,50 @@ def test_check_config_refuses_the_keys_that_a_start_would(tmp_path: Path, capsys
     (tmp_path / "coordinator.key").chmod(0o640)
     assert "others may read it (mode 0640)" in refused()
     (tmp_path / "coordinator.key").chmod(0o600)
+    public = (tmp_path / "coordinator.pub").read_bytes()
+    (tmp_path / "coordinator.pub").write_bytes((tmp_path / "agents" / "e0.pub").read_bytes())
+    said = refused()
+    assert "coordinator.pub: does not belong to" in said
+    assert read_public(tmp_path / "agents" / "e0.pub") in said, "found"
+    assert public.decode().splitlines()[1] in said, "expected"
+    (tmp_path / "coordinator.pub").unlink()
+    assert main(asked) == 0, "the coordinator itself does not need it"
+    capsys.readouterr()
     (tmp_path / "trust.toml").chmod(0o666)
     assert "trust.toml" in refused()
     (tmp_path / "trust.toml").unlink()
     assert "trust.toml" in refused()
+
+
+def test_check_config_names_the_keys_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who names no folder uses the usual one, and is shown it; who does without keys uses none."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    usual = f"# default: {tmp_path / 'weightbus' / 'keys'} is used"
+    assert main(["keygen"]) == 0
+    for command in (["coordinator"], ["keygen"]):
+        capsys.readouterr()
+        assert main([*command, "--check-config"]) == 0
+        (line,) = [each for each in capsys.readouterr().out.splitlines() if each.startswith("keys = ")]
+        assert line.split(maxsplit=3)[2:] == ['"none"', usual]
+    for given in (["--insecure-loopback"], [f"--keys={tmp_path / 'weightbus' / 'keys'}"]):
+        assert main(["coordinator", "--check-config", *given]) == 0
+        assert "is used" not in capsys.readouterr().out
+
+
+def test_a_wrong_word_is_answered_with_the_right_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A role that is none, a channel that is none: refused with what is allowed, not with how it is checked."""
+    assert main(["keygen", f"--keys={tmp_path}", "e0"]) == 0
+    add = ["trust", f"--keys={tmp_path}", "add", "e0"]
+    assert main([*add, "--role=king", "--channels=policy"]) == 2
+    assert "'king' (flag --role): Invalid enum value 'king'; expected one of trainer, engine, observer" in (
+        capsys.readouterr().err
+    )
+    assert main([*add, "--role=engine", "--channels=../x"]) == 2
+    said = capsys.readouterr().err
+    assert "channels = ../x: expected a channel: up to 64 of" in said
+    assert "regex" not in said
 
 
 def test_check_config_refuses_to_listen_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
