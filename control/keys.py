@@ -96,9 +96,10 @@ def check_public(path: Path, secret_path: Path, expected: str) -> None:
     """Raise `PeerKeyError` unless `path` holds `expected`, the public half of what is in `secret_path`."""
     if (found := read_public(path)) != expected:
         problem = f"does not belong to {secret_path}: found {found}, expected {expected}"
-        raise PeerKeyError(
-            path, problem, "remove the one that is wrong and run `weightbus keygen`, which completes a pair"
+        advice = (
+            f"put the secret back that it belongs to, or remove {path.name} and run `weightbus keygen`, which makes it"
         )
+        raise PeerKeyError(path, problem, advice)
 
 
 def read_public(path: Path) -> str:
