@@ -138,9 +138,7 @@ class SqliteJournal:
         except BaseException:
             self._db.close()
             raise
-        if self.boot == 1:
-            # As it is with a first start, and with a copy that was made without its -wal: only people can tell.
-            get_log(__name__).warning("journal_begun_anew", path=str(path), found=found, advice=_ANEW)
+        self._tell_of_a_beginning(found)
 
     def _open(self) -> None:
         try:
@@ -158,6 +156,11 @@ class SqliteJournal:
             if isinstance(error, sqlite3.OperationalError):
                 raise JournalError(self._path, f"cannot be used ({error})", _advice(error)) from error
             raise JournalCorrupt(self._path, str(error), _RESTORE) from error
+
+    def _tell_of_a_beginning(self, found: str) -> None:
+        """As it is with a first start, and with a copy that was made without its -wal: only people can tell."""
+        if self.boot == 1:
+            get_log(__name__).warning("journal_begun_anew", path=str(self._path), found=found, advice=_ANEW)
 
     def _claim(self) -> None:
         """Take the file for this process alone: a second coordinator on it would grant the same epochs."""
