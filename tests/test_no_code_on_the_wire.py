@@ -32,8 +32,17 @@ CALLS_THAT_LOAD_CODE = frozenset(
     )
 )
 
+LOADS_CODE = frozenset(
+    ("eval", "compile", "exec", "__import__", "numpy.load", "numpy.lib.npyio.load", "numpy.lib.format.read_array")
+)
+"""By full name: a model has an `eval` too, and a pattern a `compile`."""
+
+LOADS_CODE_UNLESS_TOLD = frozenset(("torch.load", "torch.serialization.load"))
+"""They unpickle, but with ``weights_only=True``."""
+
 ALLOWED = {
     ("control/cli.py", "import_module"),  # names of subcommands, from installed distributions, never from a wire
+    ("dataplane/nixl_group.py", "import_module"),  # one of NIXL's names, which stand in the module
     ("trainer_agent/__init__.py", "import_module"),  # this package's own modules, on their first use
 }
 
@@ -42,17 +51,44 @@ def nodes(text: str) -> Iterator[ast.AST]:
     return ast.walk(ast.parse(text))
 
 
-def called(node: ast.Call) -> tuple[str, str]:
-    """Of ``a.b.c(...)``: "a.b" and "c"."""
-    if isinstance(node.func, ast.Attribute):
-        return ast.unparse(node.func.value), node.func.attr
-    return "", node.func.id if isinstance(node.func, ast.Name) else ""
+def names(tree: ast.AST) -> dict[str, str]:
+    """What each name that a module imports, wherever in it, stands for: ``t`` for ``torch``, or for ``torch.load``."""
+    found = {"np": "numpy"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                package = alias.name.split(".")[0]
+                found[alias.asname or package] = alias.name if alias.asname else package
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return found
+
+
+def resolved(node: ast.AST, known: dict[str, str]) -> str:
+    """The full name behind ``a``, ``a.b`` or ``getattr(a, "b")``; a question mark for what is none of them."""
+    match node:
+        case ast.Name(id=name):
+            return known.get(name, name).removeprefix("builtins.")
+        case ast.Attribute(value=owner, attr=name):
+            return f"{resolved(owner, known)}.{name}".removeprefix("builtins.")
+        case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
+            return f"{resolved(owner, known)}.{name}".removeprefix("builtins.")
+    return "?"
 
 
 def given(node: ast.Call, name: str) -> bool:
-    """Whether the call says ``name=True``, in so many words."""
+    """Whether the call says ``name=`` anything but False, in so many words."""
     return any(
-        each.arg == name and isinstance(each.value, ast.Constant) and each.value.value is True for each in node.keywords
+        each.arg == name and not (isinstance(each.value, ast.Constant) and each.value.value is False)
+        for each in node.keywords
+    )
+
+
+def weights_only(node: ast.Call) -> bool:
+    """Whether the call says so, in so many words."""
+    return any(
+        each.arg == "weights_only" and isinstance(each.value, ast.Constant) and each.value.value is True
+        for each in node.keywords
     )
 
 
@@ -64,26 +100,26 @@ def imports(node: ast.AST) -> list[str]:
     return []
 
 
-def loads_code(node: ast.Call) -> bool:
-    owner, name = called(node)
-    if name == "load":
-        return owner in ("np", "numpy") or (owner == "torch" and not given(node, "weights_only"))
-    if name in ("eval", "compile"):  # of a model, of a pattern
-        return owner in ("", "builtins")
-    return name in CALLS_THAT_LOAD_CODE or given(node, "shell") or given(node, "allow_pickle")
-
-
 def objections(text: str) -> list[tuple[int, str]]:
     """What in a module could load code, with its line."""
+    tree = ast.parse(text)
+    known = names(tree)
+    safe = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and weights_only(node)}
     found: list[tuple[int, str]] = []
-    for node in nodes(text):
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
         found += [
-            (getattr(node, "lineno", 0), name)
+            (line, name)
             for name in imports(node)
             if any(f"{name}.".startswith(f"{bad}.") for bad in MODULES_THAT_LOAD_CODE)
         ]
-        if isinstance(node, ast.Call) and loads_code(node):
-            found.append((node.lineno, called(node)[1]))
+        full = resolved(node, known)  # not only where it is called: under another name it would be called unseen
+        if full in LOADS_CODE or (full in LOADS_CODE_UNLESS_TOLD and id(node) not in safe):
+            found.append((line, full.rpartition(".")[2]))
+        if isinstance(node, ast.Call):
+            name = resolved(node.func, known).rpartition(".")[2]
+            if name in CALLS_THAT_LOAD_CODE or given(node, "shell") or given(node, "allow_pickle"):
+                found.append((line, name))
     return found
 
 
@@ -132,6 +168,24 @@ def test_one_module_writes_a_pickle() -> None:
         "torch.load(path, weights_only=flag)",
         "np.load(path)",
         "read(path, allow_pickle=True)",
+        "from torch import load\nload(p)",
+        "from torch import load as read\nread(p, weights_only=False)",
+        "from torch.serialization import load\nload(p)",
+        "torch.serialization.load(p)",
+        "import torch as t\nt.load(p)",
+        "import torch.serialization as s\ns.load(p)",
+        "import numpy as n\nn.load(p)",
+        "from numpy import load\nload(p)",
+        "getattr(torch, 'load')(p)",
+        "import torch as t\ngetattr(t, 'load', None)",
+        "read = torch.load",
+        "map(torch.load, paths)",
+        "run = eval\nrun(x)",
+        "from builtins import eval as run\nrun(x)",
+        "import builtins as b\nb.exec(x)",
+        "from importlib import import_module as bring\nbring(name)",
+        "read(path, allow_pickle=flag)",
+        "subprocess.run(x, shell=flag)",
         "importlib.import_module(name)",
         "subprocess.run(x, shell=True)",
     ],
@@ -142,7 +196,18 @@ def test_the_check_sees_them(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["model.eval()", "re.compile(x)", "torch.load(p, weights_only=True)", "tl.load(row)", "tomllib.load(f)"]
+    "text",
+    [
+        "model.eval()",
+        "re.compile(x)",
+        "torch.load(p, weights_only=True)",
+        "tl.load(row)",
+        "tomllib.load(f)",
+        "from torch import load\nload(p, weights_only=True)",
+        "import triton.language as np\nnp.load(row)",
+        "read(path, allow_pickle=False)",
+        "getattr(torch, name)",
+    ],
 )
 def test_the_check_lets_others_be(text: str) -> None:
     """What only looks alike is no objection."""
