@@ -42,7 +42,7 @@ LOADS_CODE_UNLESS_TOLD = frozenset(("torch.load", "torch.serialization.load"))
 
 ALLOWED = {
     ("control/cli.py", "import_module"),  # names of subcommands, from installed distributions, never from a wire
-    ("dataplane/nixl_group.py", "import_module"),  # one of NIXL's names, which stand in the module
+    ("dataplane/nixl_group.py", "import_module"),  # one library under three names, which are constants
     ("trainer_agent/__init__.py", "import_module"),  # this package's own modules, on their first use
 }
 

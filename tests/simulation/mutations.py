@@ -84,8 +84,8 @@ MUTATIONS: Final = (
     _m(
         "version-not-monotonic",
         CHANNEL,
-        "        if self.committed and message.version <= self.committed.version and not message.rollback:",
-        "        if False:",
+        "        older = self.committed and message.version <= self.committed.version",
+        "        older = False",
     ),
     _m(
         "re-drive-without-new-epoch",
@@ -126,8 +126,8 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-that-are-one-version-too-old",
         "control/staleness.py",
-        "if 0 < held.version - each.version <= max_lag)",
-        "if 0 < held.version - each.version <= max_lag + 1)",
+        "if each and 0 < held.version - each.version <= max_lag)",
+        "if each and 0 < held.version - each.version <= max_lag + 1)",
     ),
     _m(
         "lists-engines-from-before-a-rollback",

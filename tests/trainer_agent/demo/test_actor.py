@@ -47,7 +47,7 @@ class Engines:
 @pytest.fixture
 def actor(tmp_path: Path) -> Actor:
     given = dict.fromkeys(
-        ("checkpoint", "channel", "coordinator", "status_url", "transport", "runtime_dir", "keys"), ""
+        ("checkpoint", "channel", "coordinator", "status_url", "transport", "host", "runtime_dir", "keys"), ""
     )
     plan = Plan(
         **given,
