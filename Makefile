@@ -138,6 +138,10 @@ bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators
 chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also parts networks, fills disks)
 	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE)) $(CHAOS_ARGS)
 
+nixl: env ## Sends over NIXL, on CPUs over TCP; installs it beside the pinned environment
+	@$(BIN)/python -m pip install -qq $(PIP_ARGS) --no-deps --requirement requirements/nixl.txt
+	$(BIN)/python -m pytest tests/dataplane/test_nixl_group.py tests/engine_agent/test_sends.py -k nixl $(ARGS)
+
 layouts: env ## Every family in every layout of its ranks, not only a slice of them
 	@LAYOUTS=all $(BIN)/python -m pytest tests/trainer_agent/test_families.py $(ARGS)
 
@@ -154,4 +158,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-pause bench-plan chaos build deploy-check clean
+.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-pause bench-plan chaos nixl build deploy-check clean

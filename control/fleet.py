@@ -171,7 +171,7 @@ class Fleet:
     ) -> list[ReadinessChanged]:
         """Who became ready, or ceased to be, among those that were touched since the last call.
 
-        `phase` and `due` say where an engine stands in a round, and what it has to hold.
+        `phase` and `window` say where an engine stands in a round, and what it may serve.
         """
         if not self._touched:
             return []

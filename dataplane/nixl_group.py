@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from .deadline import Deadline
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, Unsupported
+from .lane import Lane
 from .pair_group import NOBODY, Parcel
 
 _POLL_S: Final = 0.0001
@@ -47,16 +48,15 @@ class _Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 _NOTE: Final[msgspec.msgpack.Decoder[_Offer | _Read]] = msgspec.msgpack.Decoder(_Offer | _Read)
 
 
-class NixlGroup:
+class NixlGroup(Lane):
     """One rank of the group. `post` and waits are called by one thread, `abort` by any."""
 
     def __init__(self, agent: Any, device: torch.device, rank: int, size: int) -> None:
+        super().__init__(device)
         self.rank = rank
         self.size = size
         self._agent = agent
-        self._device = device
         self._kind = "VRAM" if device.type == "cuda" else "DRAM"
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._registered: list[Any] = []
         self._names: dict[int, str] = {}
         self._posts: dict[tuple[int, bool], int] = defaultdict(int)
@@ -119,20 +119,6 @@ class NixlGroup:
                 mine.append(key)
                 self._agent.send_notif(self._names[peer], _PACK(_Offer(key[1], self._places(memory))))
             return _Reads(self, mine, theirs)
-
-    @contextlib.contextmanager
-    def lane(self) -> Generator[None, None, None]:
-        """Where copies into and out of messages are launched: in front of what is posted next."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
-
-    def settle(self) -> None:
-        """Wait for what was launched in the lane."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def abort(self, reason: str = "it was broken off") -> None:
         """Whoever waits here raises; the peers hear of it from whoever leads."""

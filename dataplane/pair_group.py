@@ -26,6 +26,7 @@ from torch._C import _distributed_c10d as c10d
 from . import backends
 from .deadline import Deadline
 from .errors import DeadlineExceeded, PeerLost, TransferFailed
+from .lane import Lane
 
 _POLL_S: Final = 0.00005
 _END_S: Final = 5.0
@@ -77,15 +78,14 @@ class Posted(Protocol):
         ...
 
 
-class PairGroup:
+class PairGroup(Lane):
     """One rank of the group. `post` and `exchange` are called by one thread, `abort` by any."""
 
     def __init__(self, backend: _Backend, device: torch.device, rank: int, size: int) -> None:
+        super().__init__(device)
         self.rank = rank
         self.size = size
         self._backend = backend
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._broken = ""
 
     @classmethod
@@ -138,20 +138,6 @@ class PairGroup:
             works = [self._backend.recv([each.memory], each.peer, 0) for each in receives]
             works += [self._backend.send([each.memory], each.peer, 0) for each in sends]
             return _Posted(self, works)
-
-    @contextlib.contextmanager
-    def lane(self) -> Generator[None, None, None]:
-        """Where copies into and out of messages are launched: in front of what is posted next."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
-
-    def settle(self) -> None:
-        """Wait for what was launched in the lane."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def abort(self, reason: str = "it was broken off") -> None:
         """Break the group, also while another thread waits for messages: that raises, here and at every peer."""
