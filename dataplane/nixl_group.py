@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from .deadline import Deadline
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, Unsupported
-from .lane import Lane
+from .own_stream import OwnStream
 from .pair_group import NOBODY, Parcel
 
 _POLL_S: Final = 0.0001
@@ -48,7 +48,7 @@ class _Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 _NOTE: Final[msgspec.msgpack.Decoder[_Offer | _Read]] = msgspec.msgpack.Decoder(_Offer | _Read)
 
 
-class NixlGroup(Lane):
+class NixlGroup(OwnStream):
     """One rank of the group. `post` and waits are called by one thread, `abort` by any."""
 
     def __init__(self, agent: Any, device: torch.device, rank: int, size: int) -> None:

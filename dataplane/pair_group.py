@@ -26,7 +26,7 @@ from torch._C import _distributed_c10d as c10d
 from . import backends
 from .deadline import Deadline
 from .errors import DeadlineExceeded, PeerLost, TransferFailed
-from .lane import Lane
+from .own_stream import OwnStream
 
 _POLL_S: Final = 0.00005
 _END_S: Final = 5.0
@@ -78,7 +78,7 @@ class Posted(Protocol):
         ...
 
 
-class PairGroup(Lane):
+class PairGroup(OwnStream):
     """One rank of the group. `post` and `exchange` are called by one thread, `abort` by any."""
 
     def __init__(self, backend: _Backend, device: torch.device, rank: int, size: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Generator
 import torch
 
 
-class Lane:
+class OwnStream:
     """The stream of one device; on a CPU there is none, and everything happens where it is called."""
 
     def __init__(self, device: torch.device) -> None:
