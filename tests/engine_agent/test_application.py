@@ -255,7 +255,7 @@ def test_a_version_not_taken_beside_costs_nothing(ends: str) -> None:
 
 @pytest.mark.parametrize("noticed", ["never", "before", "meanwhile"])
 def test_a_dead_server_is_not_said_to_serve(noticed: str) -> None:
-    """Its transfer failed beside what it served; whoever notices its death first, an abort is answered with `Failed`."""
+    """Its transfer failed beside what it served; an abort is answered with `Failed`, whoever notices."""
     world = World()
     to_staged(world)
     world.fail()
