@@ -95,8 +95,6 @@ class Application:
         self._numbers = 0
         self.mandate = Mandate()
         self._paused_at: float | None = None
-        self._doubted = False
-        """A transfer failed since the server was last known to work. Whose fault it was is not known here."""
 
     # -- the door -----------------------------------------------------------------------------------------------------
 
@@ -245,12 +243,12 @@ class Application:
         return self._run(Release(command.version, command.flush, command.deadline_s, labelled), command, now)
 
     def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
+        """Also where nothing was paused: that the server serves is said when it has just answered, not from memory."""
         self._answers.forget()
         self._reached = None
         if not self.up or self.health is not EngineHealth.CLEAN:
             return self._fail(command, Step.RESUME, self.reason)
-        # Also when nothing was paused: that the server serves is said when it has just answered, and not from memory.
-        return self._run(Release(None, False, command.deadline_s, look=self._doubted), command, now)
+        return self._run(Release(None, False, command.deadline_s, look=self.mandate.doubted), command, now)
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -287,6 +285,7 @@ class Application:
         self, running: Running, result: Result, now: float
     ) -> tuple[Effect, ...]:
         command, seconds = running.command, now - running.started
+        self.mandate.doubted |= isinstance(result, Broken)
         match running.operation:
             case Validate():
                 return self._validated(command, result, seconds)
@@ -335,7 +334,6 @@ class Application:
     def _staging_ended(self, command: Transfer, result: Result, now: float) -> tuple[Effect, ...]:
         """Nothing that is served has changed. Whether it was taken or has to be taken now, the server stands for it."""
         if isinstance(result, Broken):
-            self._doubted = True
             return self._fail(command, Step.TRANSFER, result.reason)
         return self._unless_unwanted(command) or self._run(PauseServer(self._beside.mode, HOLD_S), command, now)
 
@@ -347,7 +345,6 @@ class Application:
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received):
             reason = result.reason if isinstance(result, Broken) else "the transfer ended without a receipt"
-            self._doubted = True
             if isinstance(result, Broken) and not result.touched:
                 self.reason = reason
                 return (*self._learn(w.Spared(), now), *self._fail(command, Step.TRANSFER, reason))
@@ -370,7 +367,6 @@ class Application:
         held = Held(version=command.version, manifest=command.manifest, table=command.table)
         loaded = self._learn(w.Proved(held), now)
         self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
-        self._doubted = False
         # Requests wait. While the coordinator commits, the server gets its label, and the true state is written.
         label = self._run(Label(command.version, HOLD_S), None, now)
         return (self._answers.verified(command, result, seconds), *label, *loaded)
@@ -391,7 +387,7 @@ class Application:
                 return (*doubted, Note("resume_failed", result.reason))
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
         self._reached, self.reason = None, ""
-        self._doubted = self._doubted and not release.look
+        self.mandate.doubted &= not release.look
         freed = w.Resumed(ordered=command is not None) if release.version is None else w.Committed()
         kept = self._learn(freed, now)
         if command is None:
@@ -439,7 +435,6 @@ class Application:
             return () if was_up else (Note("server_answers_again"),)
         self.identity = event.identity
         self._prepared = self._reached = self._labelled = self._paused_at = None
-        self._doubted = False
         self.mandate.anew(now)
         self._answers.forget()
         return (*self._shorten(), *self._recognise(event, known, now))

@@ -77,7 +77,7 @@ class Release(msgspec.Struct, frozen=True):
     labelled: bool = False
     """It has the label of `version` already."""
     look: bool = False
-    """A transfer failed, and the server may be why: see it generate before it is said to."""
+    """Something failed, and the server may be why: see it generate before it is said to."""
 
 
 Operation = Validate | PauseServer | Stage | Receive | Verify | Label | Release
