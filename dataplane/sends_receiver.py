@@ -92,7 +92,11 @@ class SendsReceiver(DirectReceiver):
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
 
     def can_stage(self, manifest: Manifest) -> bool:
-        """The workers know what they will be sent, if the trainer's layout is what it was, and have room for it."""
+        """The workers know what they will be sent, if the trainer's layout is what it was, and have room for it.
+
+        Raises `StandsStill`: then the engine takes no part at all.
+        """
+        self._takers.require_moving()
         objection = self._objection(manifest)
         self.mode = f"paused: {objection}" if objection else "beside"
         return not objection

@@ -153,7 +153,7 @@ class Takers:
 
     def room(self) -> str:
         """Why the version cannot be taken beside what is served, empty when it can. Raises `StandsStill`."""
-        self.require_moving()
+        self._calm()
         for rank, frames in sorted(self._threads.items()):
             began = time.monotonic()
             try:
