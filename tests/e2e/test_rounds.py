@@ -142,8 +142,11 @@ def test_a_published_version_is_served_bit_for_bit(
 def test_an_engine_killed_mid_round_stops_nobody_and_comes_back_verified(
     fleet: Fleet, expected: dict[int, Answers]
 ) -> None:
-    """The survivor serves the new version; the victim is not ready until a later round has verified it."""
-    fleet.publish(5, 5, "local", bucket_bytes=20_000, hold_at=2)
+    """The survivor serves the new version; the victim's next launch loads it from the files that the trainer kept.
+
+    It is verified and listed without another round, and takes part in the next one.
+    """
+    fleet.publish(5, 5, "local", bucket_bytes=20_000, hold_at=2, save_every=1)
     assert fleet.answer()["held"] == 2
     fleet.kill("server-two")
     fleet.tell("go on")
@@ -158,8 +161,8 @@ def test_an_engine_killed_mid_round_stops_nobody_and_comes_back_verified(
     poll("its sidecar to notice", lambda: not fleet.sidecar("two")["engine"]["up"])
     fleet.start_server("two")
     poll("the sidecar to see its new server", lambda: fleet.sidecar("two")["engine"]["up"])
-    poll("it to be pending", lambda: fleet.channel()["engines"]["two"]["state"] == "pending")
-    assert fleet.channel()["ready"] == [fleet.engines["one"].url]
+    fleet.wait_ready("one", "two")
+    _serves(fleet, "two", expected[5], "5")
     fleet.publish(6, 6, "local")
     assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
     fleet.wait_ready("one", "two")
