@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import itertools
 import json
 import os
 import random
@@ -149,10 +148,12 @@ class Pair:
 
     def roles(self) -> tuple[Coordinator, Coordinator]:
         """Who leads, and who stands by; waits for both, since a page of a busy machine may come late."""
+        one, other = self.both
+        orders = ((one, other), (other, one))
         found: list[tuple[Coordinator, Coordinator]] = []
 
         def settled() -> bool:
-            found[:] = [pair for pair in itertools.permutations(self.both) if pair[0].leads and pair[1].stands_by]
+            found[:] = [pair for pair in orders if pair[0].leads and pair[1].stands_by]
             return bool(found)
 
         wait("one to lead and the other to stand by", settled)
