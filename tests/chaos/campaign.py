@@ -43,10 +43,10 @@ from failpoints import AT_SERVER, POINTS
 from hammer import Hammer
 
 INSIDE = "WEIGHTBUS_CHAOS_INSIDE"
-SAFE_S = 180.0
+SAFE_S = 300.0
 REAL_SAFE_S = 500.0
 """A real server takes 20 s to start where nothing else runs."""
-REACH_S = 60.0
+REACH_S = 120.0
 REAL_REACH_S = 200.0
 """How long a failpoint is waited for, which is passed in every round."""
 AT_PARTITION = ("validated", "dirty_durable", "second_bucket", "verified", "resumes")
