@@ -37,7 +37,7 @@ from .states import EnginePhase, RoundState
 from .status import ChannelView, StatusView
 from .telemetry import Meters
 
-_ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD})
+_ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD, Code.NOT_LEADER})
 """Refusals that are part of a healthy exchange."""
 REFUSALS_LOGGED: Final = 20
 """Lines a second. Strangers must not fill the disk with our log."""
