@@ -49,6 +49,13 @@ class CoordinatorProcess(Process):
         """Its sockets close, its memory is lost."""
         self.server = None
         self._network.reset()
+        if self._journal.sqlite is not None:
+            self._journal.sqlite.crash()
+
+    def unpowered(self) -> None:
+        """The journal's disk keeps what was synced."""
+        if self._journal.sqlite is not None:
+            self._journal.sqlite.lose_power()
 
     def freeze(self) -> None:
         """SIGSTOP."""

@@ -45,6 +45,8 @@ INVARIANTS: Final = {
     "fenced-bytes": "bytes of an epoch never land on a server after bytes of a newer epoch",
     "one-holder": "an epoch is granted to one trainer, epochs only grow, and only the newest commits",
     "durable-before-said": "a Commit or a committed RoundDone leaves only when its version is on disk",
+    "journal-survives": "what the journal called durable is found after every crash, and nothing that nobody wrote",
+    "record-survives": "a sidecar finds its record whole after any crash: the last one, or the one being written",
     "never-back": "the committed version of a channel never goes back, unless a trainer said so",
     "believed": "what an honest trainer signed is believed, whatever was lost, repeated or restarted in between",
     "one-table": "a committed version has one digest table",

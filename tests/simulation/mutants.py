@@ -51,13 +51,13 @@ def plant(mutation: Mutation, folder: Path) -> None:
     """Copy the source to `folder` with one bug in it. Raises `Misplanted`."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / "weightbus" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    path = folder / "weightbus" / mutation.path
-    source = path.read_text(encoding="utf-8")
-    count = source.count(mutation.found)
-    if count != 1:
-        raise Misplanted(f"{mutation.name}: {mutation.path} holds this {count} times, expected once:\n{mutation.found}")
-    path.write_text(source.replace(mutation.found, mutation.planted), encoding="utf-8")
-    compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    for name, found, planted in mutation.changes:
+        path = folder / "weightbus" / name
+        source = path.read_text(encoding="utf-8")
+        if (count := source.count(found)) != 1:
+            raise Misplanted(f"{mutation.name}: {name} holds this {count} times, expected once:\n{found}")
+        path.write_text(source.replace(found, planted), encoding="utf-8")
+        compile(path.read_text(encoding="utf-8"), str(path), "exec")
 
 
 def hunt(mutation: Mutation, seeds: int = SEEDS) -> Hunt:

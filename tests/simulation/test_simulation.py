@@ -48,7 +48,7 @@ def test_the_same_seed_takes_the_same_course_in_any_process() -> None:
 def test_seeds_make_all_kinds_of_faults() -> None:
     """The scenarios of a few hundred seeds leave no kind of fault, and no moment of a round, untried."""
     faults = [fault for seed in range(400) for fault in draw(seed).faults]
-    assert {fault.kind for fault in faults} == {*KINDS, "data-cut", "stall"}
+    assert {fault.kind for fault in faults} == {*KINDS, "data-cut", "stall", "power"}
     assert any(draw(seed).sealed for seed in range(20))
     assert {fault.moment for fault in faults} == {"", *MOMENTS}
     assert {fault.where for fault in faults} == {"", "before", "during", "after"}

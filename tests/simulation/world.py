@@ -119,6 +119,13 @@ class World:
 
     def run(self) -> Ended:
         """The whole course: a storm, then calm."""
+        try:
+            return self._run()
+        finally:
+            if self.journal.sqlite is not None:
+                self.journal.sqlite.discard()
+
+    def _run(self) -> Ended:
         self._begin()
         loop = self.loop
         loop.run(self.scenario.calm_from)
@@ -373,10 +380,13 @@ class World:
                 process = self._process(who)
                 self._restart_s[who] = lasts
                 if process.alive:
-                    process.trap = Trap(fault.point, fault.count, fault.where)
+                    process.trap = Trap(fault.point, fault.count, fault.where, power=fault.power)
             case "kill":
                 self._restart_s[who] = lasts
                 self._process(who).die("SIGKILL")
+            case "power":
+                self._restart_s[who] = lasts
+                self._process(who).lose_power()
             case "freeze":
                 self._process(who).freeze()
                 self.loop.after(lasts, self._process(who).thaw)
@@ -395,7 +405,7 @@ class World:
             case "server-kill" | "host-kill":
                 if fault.kind == "host-kill":
                     self._restart_s[who] = lasts
-                    self.engines[who].die("its host lost power")
+                    self.engines[who].lose_power()
                 self._kill_server(who, lasts)
             case "server-kill-unseen":
                 self.engines[who].freeze()
@@ -457,7 +467,7 @@ class World:
             server.start()
 
     def _fill(self, who: str, *, full: bool) -> None:
-        disk = self.journal if who == "coordinator" else self.engines[who].record
+        disk = self.journal if who == "coordinator" else self.engines[who].record.files
         if disk.full is not full:
             disk.full = full
             self.loop.note(who, "** its disk is full" if full else "** its disk has room again")
