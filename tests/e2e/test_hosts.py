@@ -1,4 +1,4 @@
-"""The README's "On several hosts", carried out: coordinator, engine and trainer share no network but a wire."""
+"""What control/README.md says of several hosts, carried out: coordinator, engine and trainer share only a wire."""
 
 from __future__ import annotations
 
