@@ -46,6 +46,7 @@ QUIET_ROUND_S = 15.0
 TRANSFER_S = 20.0
 RESTART_S = 1.0
 LOOK_S = 1.0
+MEMORY_LOOKS = 5
 LEASE_SLACK_S = 13.0
 INBOX = 256
 """More unread messages than any agent may gather."""
@@ -105,6 +106,7 @@ class World:
         self._holding = False
         """Trainers begin nothing new."""
         self._commits_in_calm = 0
+        self._looks = 0
         self._quiet = False
         """All has settled after the storm: from here on nobody has a reason to wait for a deadline."""
         self.rounds: list[RoundDone] = []
@@ -137,6 +139,8 @@ class World:
         self._wait("publishes a version that every engine serves", self._unserved)
         if loop.steps >= MOST_STEPS:
             self.judge.broken("every-wait-ends", f"{loop.steps} steps, and no end: somebody goes round in circles")
+        self.coordinator.look()
+        self._look_at_memory()
         violation = self.judge.violation
         return Ended(
             seed=self.scenario.seed,
@@ -303,7 +307,9 @@ class World:
     def _look(self) -> None:
         self.loop.after(LOOK_S, self._look)
         self._look_at_leases()
-        self._look_at_memory()
+        self._looks += 1
+        if self._looks % MEMORY_LOOKS == 0:
+            self._look_at_memory()
 
     def _look_at_leases(self) -> None:
         now = self.loop.now
@@ -476,6 +482,6 @@ class World:
         return self.coordinator if name == "coordinator" else self.engines.get(name) or self.trainers[name]
 
 
-def simulate(scenario: Scenario) -> Ended:
-    """Run a scenario."""
-    return World(scenario).run()
+def simulate(scenario: Scenario, *, tracing: bool = False) -> Ended:
+    """Run a scenario; `tracing` makes the hash of its course, too."""
+    return World(scenario, telling=tracing).run()
