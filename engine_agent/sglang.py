@@ -119,6 +119,10 @@ class SGLangServer:
         """Raise `ServerError` unless the HTTP side answers."""
         self._wire.alive("/health", deadline_s)
 
+    def generates(self, deadline_s: float = CALL_S) -> None:
+        """Raise `ServerError` unless its workers generate something now. A paused server does not."""
+        self._wire.alive("/health_generate", deadline_s)
+
     def checksums(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
         """By rank: the digest of every live parameter under SGLang's own names."""
         answer = self._wire.admin("/weights_checker", {"action": "checksum"}, deadline_s)
