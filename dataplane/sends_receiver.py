@@ -294,7 +294,3 @@ def _over(connection: Frames) -> str:
 
 def _reason(message: sends_wire.ToReceiver) -> str:
     return message.reason if isinstance(message, sends_wire.Refused | sends_wire.Failed) else type(message).__name__
-
-
-def _said(message: worker_wire.ToSidecar) -> str:
-    return message.reason if isinstance(message, worker_wire.Failed) else type(message).__name__
