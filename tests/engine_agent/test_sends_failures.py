@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from weightbus.engine_agent.model_tensors import ModelTensors
 from ..kit.ends import Ends
 from ..kit.sends_ends import OF_WORKERS, POINTS
 from ..kit.toy_direct import WAIT_S, Server, holds
-from ..kit.toy_sends import SendsWorld
+from ..kit.toy_sends import Remote, SendsWorld
 
 ALL = bool(os.environ.get("WEIGHTBUS_ALL_POINTS"))
 """Every point; otherwise those that differ."""
@@ -115,28 +114,6 @@ def test_a_rank_of_the_trainer(world: SendsWorld, ends: Ends, point: str, number
     world.trainer.step(6)
     world.round(stage=True)
     assert holds(world.server, world.trainer.values)
-
-
-class Remote:
-    """A server that is a process; when it dies or stands still, the call of the loader fails, as HTTP would."""
-
-    tp, drafts = 1, False
-
-    def __init__(self, ends: Ends, folder: Path, **job: Any) -> None:
-        self._socket = str(folder / "call.sock")
-        self.pid = ends.start(half="server", socket=self._socket, **job)
-        assert ends.answer() == {"listening": True}
-
-    def load_direct(self, path: str, deadline_s: float) -> None:
-        with socket.socket(socket.AF_UNIX) as caller:
-            caller.settimeout(min(deadline_s, PROMPT_S / 2))
-            try:
-                caller.connect(self._socket)
-                caller.sendall(path.encode())
-                if caller.recv(64) != b"returned":
-                    raise TransferFailed("the server is gone")
-            except OSError as error:
-                raise TransferFailed(f"the server is gone: {error}") from error
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])

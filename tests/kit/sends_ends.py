@@ -86,9 +86,14 @@ def doomed(job: dict[str, Any]) -> None:
     before(Taker, "flip", "flip", "flipped")
 
 
+def _device(job: dict[str, Any]) -> torch.device:
+    os.environ.update(job.get("environment", {}))
+    return torch.device(job.get("device", "cpu"))
+
+
 def rank(job: dict[str, Any]) -> None:
     """Send one version as the second rank."""
-    made = SendingTrainer(Path(job["root"]))
+    made = SendingTrainer(Path(job["root"]), device=_device(job))
     made.step(job["seed"])
     made.describe()
     doomed(job)
@@ -103,7 +108,7 @@ def server(job: dict[str, Any]) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(job["socket"])
     listener.listen()
-    model = Shard(0, 1)
+    model = Shard(0, 1).to(_device(job))
     doomed(job)
     say(listening=True)
     while True:

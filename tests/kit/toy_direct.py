@@ -27,6 +27,7 @@ from weightbus.engine_agent.recorder import NamedTensors
 
 WAIT_S = 120.0
 """The first recording of a process imports parts of torch, for seconds, and minutes on a busy machine."""
+CPU = torch.device("cpu")
 SPECS = (
     TensorSpec("embed", "bfloat16", (16, 8)),
     TensorSpec("up", "bfloat16", (8, 8)),
@@ -122,8 +123,8 @@ class Offering(DirectSender):
 class Trainer:
     """Two ranks, each with half of every tensor's rows; the odd ones are whole on both."""
 
-    def __init__(self, runtime: Path, specs: tuple[TensorSpec, ...] = SPECS) -> None:
-        self.specs = specs
+    def __init__(self, runtime: Path, specs: tuple[TensorSpec, ...] = SPECS, device: torch.device = CPU) -> None:
+        self.specs, self.device = specs, device
         self.values: dict[str, torch.Tensor] = {}
         self.exporters = [RegionExporter(runtime, "c", rank) for rank in range(2)]
         self.shards: list[dict[str, torch.Tensor]] = [{}, {}]
@@ -138,7 +139,7 @@ class Trainer:
             self.values[spec.name] = value
             for rank, shard in enumerate(self.shards):
                 mine = self._rows(value, rank)
-                shard.setdefault(spec.name, torch.empty_like(mine)).copy_(mine)
+                shard.setdefault(spec.name, torch.empty_like(mine, device=self.device)).copy_(mine)
 
     @staticmethod
     def _rows(value: torch.Tensor, rank: int) -> torch.Tensor:

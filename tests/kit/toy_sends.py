@@ -6,14 +6,17 @@ Ranks and workers are threads of this process; sockets, groups and everything el
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from weightbus.dataplane.direct import Exposed
+from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.own_memory import OwnMemory
 from weightbus.dataplane.pieces import Pieces
@@ -23,7 +26,8 @@ from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.transport import Address, Peer, Receipt, Session
 from weightbus.engine_agent import worker_loader
 
-from .toy_direct import SPECS, WAIT_S, Server, Shard, Trainer
+from .ends import Ends
+from .toy_direct import CPU, SPECS, WAIT_S, Server, Shard, Trainer
 
 
 class SendingTrainer(Trainer):
@@ -37,11 +41,12 @@ class SendingTrainer(Trainer):
         turn_s: float = WAIT_S,
         *,
         nixl: bool = False,
+        device: torch.device = CPU,
     ) -> None:
-        super().__init__(runtime, specs)
+        super().__init__(runtime, specs, device)
         self.memories = [OwnMemory(rank) for rank in range(2)]
         self.sending = [RankSends("c", rank) for rank in range(2)]
-        self.sends = SendsSender(host, "c", torch.device("cpu"), self.describe, turn_s=turn_s, nixl=nixl)
+        self.sends = SendsSender(host, "c", device, self.describe, turn_s=turn_s, nixl=nixl)
 
     def describe(self) -> Exposed:
         maps = tuple(
@@ -104,6 +109,28 @@ class SendsWorld:
         worker_loader.forget()
         self.pool.shutdown()
         self.trainer.close()
+
+
+class Remote:
+    """A server that is a process; when it dies or stands still, the call of the loader fails, as HTTP would."""
+
+    tp, drafts = 1, False
+
+    def __init__(self, ends: Ends, folder: Path, patience_s: float = 15.0, **job: Any) -> None:
+        self._socket, self._patience_s = str(folder / "call.sock"), patience_s
+        self.pid = ends.start(half="server", socket=self._socket, **job)
+        assert ends.answer() == {"listening": True}
+
+    def load_direct(self, path: str, deadline_s: float) -> None:
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.settimeout(min(deadline_s, self._patience_s))
+            try:
+                caller.connect(self._socket)
+                caller.sendall(path.encode())
+                if caller.recv(64) != b"returned":
+                    raise TransferFailed("the server is gone")
+            except OSError as error:
+                raise TransferFailed(f"the server is gone: {error}") from error
 
 
 def token() -> str:

@@ -1,0 +1,217 @@
+"""Deaths over NCCL: every party of a sent round is killed, and stopped, at every point of it; the others must go on.
+
+    python3 tests/gpu/deaths.py                    two CUDA devices: ranks on the first, workers on the second
+    python3 tests/gpu/deaths.py --device cpu       the same over gloo
+    python3 tests/gpu/deaths.py --only worker      a rank of the trainer (source), an engine's worker, its sidecar
+    python3 tests/gpu/deaths.py --points moving    some of the points (tests/kit/sends_ends.py)
+
+For each cell two ranks send to two engines of one toy worker each, all of them processes that NCCL takes for hosts of
+their own (sockets; P2P and shared memory off). Epoch 1 goes to both, in epoch 2 the victim is struck, epoch 3 has no
+room for it. In epoch 2 everybody else has to know within its deadline, and holds one version or the other; in epoch 3
+the survivors take the version, proven. Prints one JSON object, a line for each cell on stderr; `--out FOLDER` writes
+deaths.json there after every cell. Exits with 1 unless every cell went well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+TURN_S, FORM_S, SILENT_S, END_S = 5.0, 15.0, 5.0, 3.0
+"""In place of the 10, 15, 10 and 5 seconds of a deployment, but for the one in which NCCL connects."""
+KNOWN_S = 45.0
+"""Within this everybody knows how an epoch ended: several of the above, one after another."""
+WAIT_S = 120.0
+
+
+class Cell:
+    """One party, one point, one signal."""
+
+    def __init__(self, ends: Any, folder: Path, device: str, struck: tuple[str, str, str]) -> None:
+        import torch
+
+        from tests.kit.toy_sends import Remote, SendingTrainer
+        from weightbus.dataplane.sends_receiver import SendsReceiver
+
+        folder.mkdir()
+        victim, point, how = struck
+        self._ends, self._folder, self._victim = ends, folder, victim
+        self._near, self._far = ("cpu", "cpu") if device == "cpu" else ("cuda:0", "cuda:1")
+        self._struck = {"point": point, "signal": int(SIGNALS[how])}
+        self._trainer = SendingTrainer(folder / "r", device=torch.device(self._near), turn_s=TURN_S)
+        self._trainer.sends._form_s = FORM_S
+        self._pids: list[int] = []
+        self._servers, self._sidecars = {}, {}
+        for name in ("e", "v"):
+            (folder / name).mkdir()
+            more = {**self._struck, "at": self._at(point)} if (victim, name) == ("worker", "v") else {}
+            self._servers[name] = Remote(ends, folder / name, **self._as(name, self._far), **more)
+            self._sidecars[name] = SendsReceiver(folder / "r")
+            self._pids.append(self._servers[name].pid)
+        self._pool = ThreadPoolExecutor(4)
+
+    def run(self) -> dict[str, Any]:
+        """What was seen; `well` says whether it was as promised."""
+        first = self._epoch(1, ("e", "v"))
+        if any(first["failed"].values()):
+            return {"well": False, "problem": f"nobody was struck, and it failed: {first['failed']}"}
+        struck = self._epoch(2, ("e", "v"))
+        last = self._epoch(3, ("e",))
+        well = (
+            not last["failed"]["e"]
+            and struck["known_s"] < KNOWN_S
+            and not (struck["touched"] and struck["failed"]["e"])
+        )
+        return {"well": well, "known_s": struck["known_s"], "struck": struck["failed"], "again_s": last["known_s"],
+                "again": last["failed"]}  # fmt: skip
+
+    def close(self) -> None:
+        """End every process of the cell."""
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for each in self._sidecars.values():
+            each.shutdown()
+        self._trainer.close()
+        self._pool.shutdown(wait=False)
+
+    @staticmethod
+    def _at(point: str) -> int:
+        return {"moving": 6}.get(point, 2)
+
+    def _as(self, name: str, device: str) -> dict[str, Any]:
+        return {"device": device, "environment": {**SOCKETS, "NCCL_HOSTID": name}}
+
+    def _epoch(self, epoch: int, names: tuple[str, ...]) -> dict[str, Any]:
+        from weightbus.dataplane.errors import TransferFailed
+        from weightbus.dataplane.transport import Peer
+
+        trainer, began = self._trainer, time.monotonic()
+        trainer.step(epoch)
+        session = trainer.session(epoch)
+        trainer.describe()
+        address = trainer.sends.offer(session, [Peer(name, 1) for name in names])
+        trainer.summon(address, epoch, ranks=(0,))
+        strikes = (epoch, self._victim) == (2, "source")
+        more = {**self._struck, "at": 2 if self._struck["point"] == "moving" else 1} if strikes else {}
+        self._pids.append(self._ends.start(
+            half="rank", root=str(self._folder / "r"), seed=epoch, address=address.address, token=address.token,
+            epoch=epoch, **self._as("rank1", self._near), **more,
+        ))  # fmt: skip
+        dies = (epoch, self._victim) == (2, "sidecar")
+        halves = {name: self._pool.submit(self._half, name, session, address, dies=dies and name == "v")
+                  for name in names}  # fmt: skip
+        with contextlib.suppress(TransferFailed):
+            trainer.sends.ready(WAIT_S, KNOWN_S / 3)
+            trainer.sends.finish(WAIT_S)
+        trainer.sends.close()
+        failed = {name: _why(half) for name, half in halves.items()}
+        return {"failed": failed, "known_s": time.monotonic() - began, "touched": self._sidecars["e"].touched}
+
+    def _half(self, name: str, session: Any, address: Any, *, dies: bool) -> Any:
+        sidecar = self._sidecars[name]
+        if dies:
+            point, stands = str(self._struck["point"]), self._struck["signal"] == signal.SIGSTOP
+            _doom(sidecar, point, self._trainer.sends, name, stands=stands)
+        sidecar.stage(session, address, name, WAIT_S)
+        return sidecar.receive(session, address, name, 0, self._servers[name], WAIT_S)
+
+
+class Struck(BaseException):
+    """Stands for the end of the sidecar's process."""
+
+
+def _doom(sidecar: Any, point: str, sender: Any, name: str, *, stands: bool) -> None:
+    """At its point the sidecar's connections break; or it does nothing until the coordinator has given it up."""
+    from weightbus.dataplane import takers
+
+    owner, method = {
+        "begun": (sidecar._takers, "take"),
+        "moving": (takers._Transfer, "_look"),
+        "flip": (sidecar._workers, "flip"),
+    }[point]
+    plain, mine = getattr(owner, method), threading.get_ident()
+
+    def strike(*arguments: Any, **more: Any) -> Any:
+        if threading.get_ident() != mine:
+            return plain(*arguments, **more)
+        setattr(owner, method, plain)
+        if stands:
+            threading.Timer(SILENT_S, lambda: sender.withdraw(name, "its agent is silent")).start()
+            time.sleep(3 * SILENT_S)
+        sidecar.shutdown()
+        raise Struck("the sidecar was struck")
+
+    setattr(owner, method, strike)
+
+
+def _why(half: Future[Any]) -> str:
+    error = half.exception(WAIT_S)
+    return "" if error is None else f"{type(error).__name__}: {error}"[:200]
+
+
+def cells(only: str, points: str) -> list[tuple[str, str, str]]:
+    """(victim, point, signal)."""
+    from tests.kit.sends_ends import OF_WORKERS, POINTS
+
+    table = {"source": POINTS, "worker": OF_WORKERS, "sidecar": ("begun", "moving", "flip")}
+    return [(victim, point, how) for victim, its in table.items() for point in its for how in SIGNALS
+            if only in ("", victim) and (not points or point in points.split(","))]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", choices=("source", "worker", "sidecar"), default="")
+    parser.add_argument("--points", default="", help="some of them")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
+    parser.add_argument("--out", help="folder for the JSON file")
+    args = parser.parse_args()
+    os.environ.update({**SOCKETS, "NCCL_HOSTID": "rank0"})
+    from tests.kit.ends import Ends
+    from weightbus.dataplane import sends, sends_wire, takers
+
+    sends.pair_bytes_of = lambda _ranks: 256
+    sends_wire.SILENT_S, takers._END_S = SILENT_S, END_S  # type: ignore[misc]
+    ends, work, until = Ends("sends_ends.py"), Path(tempfile.mkdtemp(prefix="wb-d-")), time.monotonic() + args.budget
+    command = " ".join(["python3", "tests/gpu/deaths.py", *sys.argv[1:]])
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    found: dict[str, Any] = {"command": command, "device": args.device, "date": date, "cells": {}}
+    for number, struck in enumerate(cells(args.only, args.points)):
+        name = "{0} {2} at {1}".format(*struck)
+        if time.monotonic() > until:
+            found["cells"][name] = {"well": False, "problem": "no time was left"}
+            continue
+        cell = Cell(ends, work / str(number), args.device, struck)
+        try:
+            found["cells"][name] = cell.run()
+        except Exception as error:  # noqa: BLE001  one cell is not all of them
+            found["cells"][name] = {"well": False, "problem": f"{type(error).__name__}: {error}"}
+        finally:
+            cell.close()
+        sys.stderr.write(f"{name}: {json.dumps(found['cells'][name])}\n")
+        found["well"] = all(each["well"] for each in found["cells"].values())
+        if args.out:
+            (Path(args.out) / "deaths.json").write_text(json.dumps(found, indent=1) + "\n")
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0 if found["cells"] and found["well"] else 1)  # threads of struck sidecars may still wait
+
+
+if __name__ == "__main__":
+    sys.exit(main())
