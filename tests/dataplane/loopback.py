@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
-from weightbus.dataplane import integrity, transports
+from weightbus.dataplane import backends, integrity, transports
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.staging import BucketPool
@@ -116,7 +116,11 @@ class LoopbackServer:
             store: Any = dist.TCPStore(url.hostname or "", url.port or 0, timeout=timeout, wait_for_workers=False)
             for prefix in (address.group, f"{address.group}/", "cpu/"):
                 store = dist.PrefixStore(prefix, store)
-            return dist.ProcessGroupGloo(store, rank_offset + rank, address.world_size, timeout)
+            if ":" not in (url.hostname or ""):
+                return dist.ProcessGroupGloo(store, rank_offset + rank, address.world_size, timeout)
+            # As GLOO_SOCKET_IFNAME does it for a server: by itself gloo takes the address of the host's name.
+            group = backends.gloo(store, url.hostname or "", rank_offset + rank, address.world_size, timeout)
+            return cast("dist.ProcessGroupGloo", group)
 
         with ThreadPoolExecutor(self.tp) as ranks:
             try:
@@ -163,12 +167,12 @@ class LoopbackServer:
 class Places:
     """Where the transports of one test keep their things."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, host: str = "127.0.0.1") -> None:
+        self.root, self.host = root, host
 
     def sender(self, kind: str) -> Sender:
         return transports.sender(
-            kind, channel=CHANNEL, runtime_dir=self.root / "run", host="127.0.0.1", checkpoint_dir=self.root / "ckpt"
+            kind, channel=CHANNEL, runtime_dir=self.root / "run", host=self.host, checkpoint_dir=self.root / "ckpt"
         )
 
     def receiver(self, kind: str) -> Receiver:

@@ -10,9 +10,11 @@ import pytest
 
 from weightbus.dataplane import transports
 from weightbus.dataplane.errors import TransferFailed, Unsupported
-from weightbus.dataplane.transport import Address, Peer
+from weightbus.dataplane.staging import BucketPool
+from weightbus.dataplane.transport import Address, Peer, Receipt
 
-from .loopback import LoopbackServer, Places, make_manifest, make_session
+from ..kit.waiting import has_ipv6
+from .loopback import LoopbackServer, Places, make_manifest, make_session, send_all, wanted
 from .transport_contract import Engine, Halves, TransportContract
 
 
@@ -83,6 +85,27 @@ def test_a_group_that_does_not_form_holds_no_server(tmp_path: Path) -> None:
     assert isinstance(good.join(), TransferFailed)
     bad.join()
     sender.close()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+def test_a_broadcast_group_over_ipv6(tmp_path: Path) -> None:
+    """Engines with other numbers of workers join one group at an IPv6 address, and hold what was broadcast."""
+    session = make_session(1, 11, make_manifest())
+    places = Places(tmp_path, "::1")
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, session.manifest.largest_bucket, "ipv6")
+    address = sender.offer(session, [Peer("one", 1), Peer("two", 2)])
+    assert address.address.startswith("tcp://[::1]:")
+    engines = [Engine("one", places.receiver("distributed")), Engine("two", places.receiver("distributed"), tp=2)]
+    for engine, first in zip(engines, (1, 2), strict=True):
+        engine.start(session, address, first)
+    sender.ready(60.0)
+    send_all(sender, session, pool, 60.0)
+    for engine in engines:
+        assert isinstance(engine.join(), Receipt)
+        assert all(weights == wanted(session.manifest, 11) for weights in engine.server.weights)
+    assert not sender.failed
+    sender.close()
+    pool.close()
 
 
 def refuse(_address: Address, _rank_offset: int, _deadline_s: float) -> None:

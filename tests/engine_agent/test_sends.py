@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +17,7 @@ from weightbus.engine_agent import taker
 
 from ..kit.toy_direct import WAIT_S, holds
 from ..kit.toy_sends import SendingTrainer, SendsWorld
-
-
-def has_ipv6() -> bool:
-    """The loopback of IPv6 is there."""
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
+from ..kit.waiting import has_ipv6
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])

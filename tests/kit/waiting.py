@@ -1,8 +1,9 @@
-"""Waiting for a descriptor, whatever its number: ``select.select`` refuses those above 1023, which long runs reach."""
+"""Waiting for a descriptor, whatever its number (``select.select`` refuses those above 1023); and what a host has."""
 
 from __future__ import annotations
 
 import select
+import socket
 
 
 def readable(descriptor: int, deadline_s: float) -> bool:
@@ -10,3 +11,12 @@ def readable(descriptor: int, deadline_s: float) -> bool:
     wait = select.poll()
     wait.register(descriptor, select.POLLIN)
     return bool(wait.poll(deadline_s * 1000))
+
+
+def has_ipv6() -> bool:
+    """The loopback of IPv6 is there."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
