@@ -275,6 +275,7 @@ class Channel(Standing):
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
         round_, window = self.round, self.window
         if round_:
+            round_.decide(now)
             if round_.notes:
                 self.out += round_.take_notes()
             self._fleet.touch(round_.take_moved())

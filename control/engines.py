@@ -36,6 +36,8 @@ class Engine(msgspec.Struct, kw_only=True):
     took_s: float = 0.0
     number: int = 0
     """Grows with every name that joins the channel."""
+    today: EngineInfo | None = None
+    """`as_info`, as it was asked for last."""
 
     @classmethod
     def of(cls, agent: Agent, number: int = 0) -> Engine:
@@ -55,7 +57,10 @@ class Engine(msgspec.Struct, kw_only=True):
 
     def as_info(self) -> EngineInfo:
         """The description with what is known today."""
-        return msgspec.structs.replace(self.info, health=self.health, held=self.held)
+        known = self.today
+        if known is None or known.health is not self.health or known.held != self.held:
+            known = self.today = msgspec.structs.replace(self.info, health=self.health, held=self.held)
+        return known
 
     def absorb(self, message: EngineMessage, member: Member, committed: Held | None) -> None:
         """Take over what an answer to a round says of the engine."""

@@ -48,6 +48,8 @@ class Fleet:
         self._duties = duties
         self._ready: dict[AgentId, bool] = {}
         self._numbers = itertools.count()
+        self._routes: dict[AgentId, tuple[Ends, Route]] = {}
+        """As they were chosen last: for the same two ends the choice is the same."""
         self._touched: set[AgentId] = set()
         """Engines whose readiness may be another than was last announced."""
 
@@ -64,10 +66,16 @@ class Fleet:
     ) -> dict[AgentId, Route]:
         """How each engine that is here would get a version of `trainer`, which told `topology` of itself."""
         return {
-            engine.name: choose(Ends(trainer, engine.info, topology, engine.topology, snapshot))
+            engine.name: self._route(engine.name, Ends(trainer, engine.info, topology, engine.topology, snapshot))
             for engine in self.engines.values()
             if engine.alive
         }
+
+    def _route(self, name: AgentId, ends: Ends) -> Route:
+        known = self._routes.get(name)
+        if known is None or known[0] != ends:
+            known = self._routes[name] = ends, choose(ends)
+        return known[1]
 
     def located(self, name: AgentId, topology: Topology) -> None:
         """An engine's agent said where it is."""
@@ -97,6 +105,7 @@ class Fleet:
         for engine in [e for e in self.engines.values() if not e.alive and now - e.lost_at > self._limits.forget_s]:
             del self.engines[engine.name]
             self._ready.pop(engine.name, None)
+            self._routes.pop(engine.name, None)
 
     def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""

@@ -70,11 +70,6 @@ class Standing:
         return self._tenure.lease
 
     @property
-    def pressing(self) -> bool:
-        """Whether `flush` has more to say than who is ready."""
-        return bool(self.out) or self._duties.fresh or (self.round is not None and self.round.wants is not None)
-
-    @property
     def calm(self) -> bool:
         """Whether nobody's next step waits for a message."""
         return self.round is None and self.lease is None and not self._duties
