@@ -238,7 +238,7 @@ MUTATIONS: Final = (
     _m(
         "lost-resume",
         APPLICATION,
-        "        return self._run(Release(None, False, command.deadline_s), command, now)",
+        "        return self._run(Release(None, False, command.deadline_s, look=self.mandate.doubted), command, now)",
         "        return (self._serving(command, 0.0, now),)",
     ),
     _m(
