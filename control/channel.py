@@ -282,7 +282,8 @@ class Channel(Standing):
         before, self._outlook = self._outlook, (round_, window)
         if (before[0] is not None and before[0] is not round_) or before[1] is not window:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        self.out += self._fleet.readiness_changes(self.phase, self.window_of)
+        members = round_.members if round_ else {}
+        self.out += self._fleet.readiness_changes(members, window, self.window_of_waiting)
         due = self._duties.due(now)
         wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants else None
         if not (self.out or due or wanted):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from .ids import AgentId, Epoch, Incarnation
@@ -12,7 +14,11 @@ from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Hel
 from .staleness import Window
 from .states import EnginePhase
 
-_GENERATES = (None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT)
+_GENERATES: Final = frozenset(
+    {None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT}
+)
+_NOT_BEGUN: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED})
+_IN_ROUND: Final = {phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase}
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -83,9 +89,9 @@ def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verd
     if engine.health is not EngineHealth.CLEAN:
         return Verdict(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
     if phase not in _GENERATES:
-        return Verdict(Code.NOT_ALLOWED, f"in a round: {phase or ''}")
+        return _IN_ROUND[phase]
     if not window.allows(engine.held):
         return Verdict(Code.NOT_ALLOWED, window.against(engine.held))
-    if not engine.serving and phase in (None, EnginePhase.PREPARING, EnginePhase.PREPARED):
+    if not engine.serving and phase in _NOT_BEGUN:
         return Verdict(Code.NOT_ALLOWED, engine.reason or "has not said yet that it serves")
     return YES

@@ -7,7 +7,7 @@ it holds it, and else to go on with what it has.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Final
 
@@ -176,11 +176,12 @@ class Fleet:
         self._touched.update(self.engines)
 
     def readiness_changes(
-        self, phase: Callable[[AgentId], EnginePhase | None], window: Callable[[AgentId], Window]
+        self, members: Mapping[AgentId, Member], window: Window, waiting: Window
     ) -> list[ReadinessChanged]:
         """Who became ready, or ceased to be, among those that were touched since the last call.
 
-        `phase` and `window` say where an engine stands in a round, and what it may serve.
+        `members` are those of the running round. What engines may serve is in `window`; in `waiting` while they are
+        prepared.
         """
         if not self._touched:
             return []
@@ -190,8 +191,9 @@ class Fleet:
             known.sort(key=_joined_as)
         notes: list[ReadinessChanged] = []
         for engine in known:
-            stands = phase(engine.name)
-            verdict = readiness(engine, stands, window(engine.name))
+            member = members.get(engine.name)
+            stands = member.phase if member else None
+            verdict = readiness(engine, stands, waiting if stands is EnginePhase.PREPARED else window)
             if self._ready.get(engine.name, False) is not verdict.ok:
                 notes.append(
                     ReadinessChanged(

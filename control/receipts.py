@@ -18,6 +18,7 @@ from .messages import (
     Pause,
     Paused,
     Prepared,
+    Serving,
     Transfer,
     Transferred,
     Verified,
@@ -29,7 +30,7 @@ _COVERED: Final[Mapping[type[Message], frozenset[type[Message]]]] = {
     Commit: frozenset({Prepared, Paused, Transferred, Verified}),
 }
 """By command: the answers, of its epoch or before, without which it would not have been given."""
-_FOLLOWED: Final = frozenset({Prepared, Verified})
+_FOLLOWED: Final = frozenset({Prepared, Verified, Serving})
 """After these an engine has nothing to say before it is told the next step, so their `Ack` may wait for that.
 
 It says one thing after the other: while the `Ack` of a `Transferred` waited, so would the `Verified` behind it.

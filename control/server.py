@@ -19,7 +19,6 @@ from . import plan_document, status
 from .coordinator import Coordinator
 from .deadlines import earlier
 from .effects import (
-    AnyEffect,
     AnyObservation,
     Evict,
     Observe,
@@ -57,6 +56,10 @@ YIELD_S: Final = 0.05
 """How long hints may wait while messages come in: of several that say the same, the last is as good as all."""
 GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
+FLEET_GATHER_S: Final = 0.25
+FLEET: Final = 64
+"""When so many came together while all was calm, the next may gather for longer: they are the heartbeats of a thousand
+agents, and whoever is answered together speaks together again."""
 STREAM_S: Final = 0.002
 STREAM: Final = 16
 """When so many came together, the next may gather for a moment whatever is waited for: of a few thousand answers each
@@ -168,9 +171,10 @@ class Server:
 
     def _gather_s(self) -> float:
         """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
-        streaming = self._clock() - self._came_at < GATHER_S
+        gather_s = FLEET_GATHER_S if self._came >= FLEET else GATHER_S
+        streaming = self._clock() - self._came_at < gather_s
         if streaming and not self.yields and self.machine.calm:
-            return GATHER_S
+            return gather_s
         return STREAM_S if self._came >= STREAM else 0.0
 
     def _take(self, item: Incoming) -> None:
@@ -191,19 +195,20 @@ class Server:
     def _drain(self) -> None:
         """Carry out every effect of an event before the next event; the journal's answers go before the rest."""
         while self._events:
-            event = self._events.popleft()
-            for effect in self.machine.handle(event, self._clock()):
-                self._perform(effect)
+            event, now = self._events.popleft(), self._clock()
+            for effect in self.machine.handle(event, now):
+                if isinstance(effect, Receipt):  # one for each of thousands of answers
+                    self._receipts.owe(effect.peer, effect.message, effect.answer, now)
+                else:
+                    self._perform(effect)
 
-    def _perform(self, effect: AnyEffect) -> None:
+    def _perform(self, effect: Persist | SendTo | SendToAll | PublishHint | Evict | Observe) -> None:
         match effect:
             case SendTo():
                 self._acknowledge((effect.peer,), effect.message)
                 self._send(effect.peer, effect.message, effect.blob)
             case SendToAll():
                 self._send_to_all(effect.peers, effect.message)
-            case Receipt():
-                self._receipts.owe(effect.peer, effect.message, effect.answer, self._clock())
             case Persist():
                 self._persist(effect)
             case PublishHint():

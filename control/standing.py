@@ -95,8 +95,13 @@ class Standing:
         return member.phase if member else None
 
     def window_of(self, name: AgentId) -> Window:
-        """What an engine may serve: also the version before, while it waits for its turn in a round."""
-        return self.window.also(self.round.replaced) if self.round and self.round.waits(name) else self.window
+        """What an engine may serve."""
+        return self.window_of_waiting if self.round and self.round.waits(name) else self.window
+
+    @property
+    def window_of_waiting(self) -> Window:
+        """What who is prepared may serve: also the version before, while it waits for its turn in a round."""
+        return self.window.also(self.round.replaced) if self.round and self.round.durable else self.window
 
     def check(self) -> None:
         """Raise `InvariantBroken` unless the channel's parts agree with each other."""
