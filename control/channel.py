@@ -198,7 +198,6 @@ class Channel(Standing):
     def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Verdict:
         """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
         engine = self.engines[name]
-        self._fleet.touch((name,))
         verdict = self._take_answer(engine, message, now)
         if verdict.ok:
             engine.last_epoch = message.epoch
@@ -322,9 +321,11 @@ class Channel(Standing):
             if message.epoch != member.epoch:
                 return Verdict(Code.STALE_EPOCH, f"found epoch {message.epoch}, expected {member.epoch}")
             self.round.answered(engine.name, message, now)
-            engine.absorb(message, member, self.committed)
+            if engine.absorb(message, member, self.committed):
+                self._fleet.touch((engine.name,))
             return YES
         if self._fleet.answered(engine, message, self.committed):
+            self._fleet.touch((engine.name,))
             return YES
         if message.epoch == engine.last_epoch:
             return YES  # a repetition of what was answered in time

@@ -14,9 +14,7 @@ from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Hel
 from .staleness import Window
 from .states import EnginePhase
 
-_GENERATES: Final = frozenset(
-    {None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT}
-)
+GENERATES: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT})
 _NOT_BEGUN: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED})
 _IN_ROUND: Final = {phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase}
 
@@ -68,18 +66,20 @@ class Engine(msgspec.Struct, kw_only=True):
             known = self.today = msgspec.structs.replace(self.info, health=self.health, held=self.held)
         return known
 
-    def absorb(self, message: EngineMessage, member: Member, committed: Held | None) -> None:
-        """Take over what an answer to a round says of the engine."""
-        self.reason = member.reason
+    def absorb(self, message: EngineMessage, member: Member, committed: Held | None) -> bool:
+        """Take over what an answer to a round says of the engine. Returns whether it may have changed its readiness."""
+        self.reason, before = member.reason, (self.health, self.serving)
         if isinstance(message, Failed):
             self.health = message.health
         if member.phase in (EnginePhase.SERVING, EnginePhase.LEFT):
             self.health, self.serving = EngineHealth.CLEAN, True
-        elif member.phase not in _GENERATES:
+        elif member.phase not in GENERATES:
             self.serving = False
         if member.phase is EnginePhase.SERVING:
             self.held, self.reason = committed, ""
             self.took_by, self.took_s = member.transport, member.seconds.get("transfer", 0.0)
+            return True
+        return before != (self.health, self.serving)
 
 
 def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verdict:
@@ -88,7 +88,7 @@ def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verd
         return Verdict(Code.NOT_ALLOWED, engine.reason or "not here")
     if engine.health is not EngineHealth.CLEAN:
         return Verdict(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
-    if phase not in _GENERATES:
+    if phase not in GENERATES:
         return _IN_ROUND[phase]
     if not window.allows(engine.held):
         return Verdict(Code.NOT_ALLOWED, window.against(engine.held))

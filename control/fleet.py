@@ -13,7 +13,7 @@ from typing import Final
 
 from .duties import Duties
 from .effects import ReadinessChanged
-from .engines import Engine, readiness
+from .engines import GENERATES, Engine, readiness
 from .ids import AgentId, Channel, Epoch
 from .limits import Limits
 from .member import Member
@@ -193,6 +193,8 @@ class Fleet:
         for engine in known:
             member = members.get(engine.name)
             stands = member.phase if member else None
+            if stands not in GENERATES and not self._ready.get(engine.name):
+                continue  # nobody is ready in such a phase
             verdict = readiness(engine, stands, waiting if stands is EnginePhase.PREPARED else window)
             if self._ready.get(engine.name, False) is not verdict.ok:
                 notes.append(

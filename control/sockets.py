@@ -19,7 +19,7 @@ KEEPALIVE_INTERVAL_S: Final = 1
 KEEPALIVE_COUNT: Final = 3
 UNACKNOWLEDGED_MS: Final = 4000
 """A silent connection, or one that takes nothing, is given up by the kernel after about four seconds."""
-MAX_BURST: Final = 1024
+MAX_BURST: Final = 256
 """Messages taken per poll, so that a flood cannot keep timers from running."""
 
 
