@@ -59,7 +59,7 @@ _UNSEEN_LATE: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
 }
 """By phase: those to which an engine goes on without being ready then and not before, or the other way round."""
 _UNSEEN: Final = {**_UNSEEN_LATE, EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED})}
-"""While the version is not durable: who is prepared then is one that waits for its turn, and may serve the one before."""
+"""While the version is not durable. Once it is, who is prepared waits for its turn, and may serve the one before."""
 
 
 class Cohort:
