@@ -86,8 +86,13 @@ class Receipts:
         for peer in peers:
             if prompt and (acks := prompt.pop(peer, None)):
                 first += [(peer, ack) for ack in acks]
-            if held and (found := held.get(peer)) and acknowledges(message, found[1]):
-                del held[peer]
+            if held and (found := held.get(peer)):
+                ack, answer = found
+                if acknowledges(message, answer):
+                    del held[peer]
+                elif isinstance(answer, Serving):  # what comes now begins something else, and waits for this one
+                    del held[peer]
+                    first.append((peer, ack))
         return first
 
     def due(self, now: float, *, quiet: bool) -> Iterator[tuple[Peer, Ack]]:

@@ -19,6 +19,7 @@ from . import plan_document, status
 from .coordinator import Coordinator
 from .deadlines import earlier
 from .effects import (
+    AnyEffect,
     AnyObservation,
     Evict,
     Observe,
@@ -197,13 +198,14 @@ class Server:
         while self._events:
             event, now = self._events.popleft(), self._clock()
             for effect in self.machine.handle(event, now):
-                if isinstance(effect, Receipt):  # one for each of thousands of answers
-                    self._receipts.owe(effect.peer, effect.message, effect.answer, now)
-                else:
-                    self._perform(effect)
+                self._perform(effect, now)
 
-    def _perform(self, effect: Persist | SendTo | SendToAll | PublishHint | Evict | Observe) -> None:
+    def _perform(self, effect: AnyEffect, now: float) -> None:
         match effect:
+            case Receipt():
+                self._receipts.owe(effect.peer, effect.message, effect.answer, now)
+            case Observe():
+                self._observe(effect.what)
             case SendTo():
                 self._acknowledge((effect.peer,), effect.message)
                 self._send(effect.peer, effect.message, effect.blob)
@@ -217,8 +219,6 @@ class Server:
                 self._hints[effect.hint.channel, effect.hint.event] = effect.hint
             case Evict():
                 self._bus.forget(effect.peer)
-            case Observe():
-                self._observe(effect.what)
             case _:
                 assert_never(effect)
 

@@ -327,10 +327,10 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
         Receipt(peer=two, message=acks[1], answer=asked[1]),
         *(PublishHint(hint=hint) for hint in hints),
     ):
-        server._perform(effect)
+        server._perform(effect, 0.0)
     assert (sent, bus.hints) == ([], [])
     alive = Alive(seq=1, boot=1, committed=None)
-    server._perform(SendTo(peer=two, message=alive))
+    server._perform(SendTo(peer=two, message=alive), 0.0)
     assert sent == [(two, acks[1]), (two, alive)]
     server.step(0.0)
     assert sent[2:] == [(one, acks[0])]

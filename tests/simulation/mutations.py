@@ -145,7 +145,7 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-in-mid-transfer",
         "control/engines.py",
-        "    if phase not in _GENERATES:",
+        "    if phase not in GENERATES:",
         "    if False:",
     ),
     _m(
