@@ -110,7 +110,7 @@ def test_what_no_command_covers_is_said_after_a_while() -> None:
 
 
 def test_who_serves_is_told_so_before_the_next_round_begins() -> None:
-    """Nothing follows from `Serving`, so its `Ack` may wait; but an engine says nothing of a new step before it came."""
+    """Nothing follows from `Serving`, so its `Ack` may wait; but its engine says nothing more before it came."""
     receipts = owing(answer(Serving))
     assert not receipts.pressing
     assert receipts.before((ONE,), command(Prepare, epoch=6)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def test_an_answer_costs_the_same_in_a_large_fleet(monkeypatch: pytest.MonkeyPat
     failed: dict[str, object] = {"step": Step.PREPARE, "health": EngineHealth.PENDING, "reason": "r"}
     told.say(Failed(request=told.key(), channel=CHANNEL, epoch=prepared[0].epoch, **failed))  # type: ignore[arg-type,attr-defined]
     world.settle()
-    assert judged == {told.name: 1}, "it is not ready any more"
+    assert set(judged) == {told.name}, "it is not ready any more"
     assert not trainer.got(Send), "the phase was not to end here"
 
 
