@@ -16,6 +16,7 @@ from weightbus.dataplane.manifest import ITEM_BYTES, Manifest
 from weightbus.dataplane.pieces import DTYPES as DTYPE_NAMES
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.quantise import PreparedTasks, Task, prepare
+from weightbus.dataplane.tensor_bytes import addresses_of
 
 from .assembly import DTYPES, Assembler, Exchange
 from .exposure import Exposable
@@ -86,6 +87,8 @@ class Assembly:
         self._raw_plan = plan(raw, raw_pieces, rank=rank) if raw and raw_pieces is not None else ()
         self._rank = rank
         self._storages: list[torch.Tensor] | None = None
+        self._places: list[int] = []
+        """Where they are: a parameter stays the same object when other memory is put under it."""
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._assembler: Assembler | None = None
         self._gatherer: Assembler | None = None
@@ -119,10 +122,12 @@ class Assembly:
         self._kept = {}
         if self._described is None:
             return
-        storages = list(self._described.memory())[: self._work.base]
-        if self._storages is not None and all(map(_same, storages, self._storages)):
+        storages = self._described.memory()[: self._work.base]
+        self._storages = list(storages)
+        places = addresses_of(storages)
+        if places == self._places:
             return
-        self._storages = storages
+        self._places = places
         self._bound = {}
         self._assembler = None
 
@@ -216,7 +221,11 @@ class Assembly:
 
 
 class Standing(Assembly):
-    """All that one rank quantises, in an arena that stays where it is, so that others can read it."""
+    """All that one rank quantises, in an arena that stays where it is, so that others can read it.
+
+    Nobody reads the arena while it is written: engines are told where it is in an offer, which follows the digests, and
+    a publication ends before the next one makes anything.
+    """
 
     def __init__(self, division: Division, source: ReadableSource) -> None:
         """`division` is of the source's pieces."""
@@ -227,29 +236,39 @@ class Standing(Assembly):
         quantised = {weight.spec.name for weight in division.weights}
         plain = [row for row in range(len(held)) if held.tensors[int(held.boxes.space[row])].name not in quantised]
         pieces = [*(held.at(row) for row in plain), *kept.results]
+        later = [each.raws for each in kept.work.buckets]
+        self._later = [frozenset(raw for raws in later[index:] for raw in raws) for index in range(1, len(later) + 1)]
+        """By bucket: what is gathered and needed behind it."""
         self.pieces = Pieces.of(division.manifest.tensors, pieces, source.rank)
-        """Of the served tensors, in what `refresh` gives."""
+        """Of the served tensors, in what `memory` gives."""
 
     @torch.no_grad()
-    def refresh(self) -> Sequence[torch.Tensor]:
-        """Quantise everything as it is now; the source's own tensors, and the arena once for each dtype. Collective."""
+    def make(self) -> None:
+        """Quantise everything as it is now. Collective. On a GPU that has only begun, in the order of its stream."""
+        if self._source.device.type == "cuda":
+            torch.cuda.synchronize(self._source.device)  # a training step may write on any stream
         self._begin()
+        if self._arena.numel() < self._work.arena_bytes:
+            self._take_memory()
+            self._write_shapes()
         self._take_memory()
         for index, work in enumerate(self._work.buckets):
             for number in work.raws:
                 if number not in self._kept:
                     self._kept[number] = self._gather(number)
             self._quantise(index, None)
-            for shape in work.shapes:
-                _view(self._arena, shape.target).copy_(self._numbers(shape.numbers))
-            later = {number for each in self._work.buckets[index + 1 :] for number in each.raws}
-            self._kept = {number: memory for number, memory in self._kept.items() if number in later}
+            self._kept = {number: memory for number, memory in self._kept.items() if number in self._later[index]}
+
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The source's own tensors, and the arena once for each dtype, as `make` has left them."""
         return [*(self._storages or ()), *(_whole_items(self._arena, name) for name in DTYPE_NAMES)]
 
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """The same memory, seen in the same way."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    def _write_shapes(self) -> None:
+        """Once for an arena: they are the same in every version."""
+        for work in self._work.buckets:
+            for shape in work.shapes:
+                _view(self._arena, shape.target).copy_(self._numbers(shape.numbers))
 
 
 def _given(out: torch.Tensor | None) -> torch.Tensor:

@@ -49,6 +49,20 @@ class InPlace:
         self.exposure = exposure
         self._trainer = trainer
         self._said = ""
+        self._taken = False
+        """The last publication was: some engine read it, or was sent it."""
+        self._made = False
+
+    def begin(self) -> None:
+        """A new publication: nothing was made for it yet."""
+        self._made = False
+
+    def make(self, ranks: orders.Ranks) -> None:
+        """Begin with what takes a while, where it can be begun and is likely to be wanted. Collective."""
+        if self._taken and self.exposure.makes:
+            ranks.tell(orders.Make())
+            self.exposure.make()
+            self._made = True
 
     def sort(
         self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None
@@ -74,9 +88,10 @@ class InPlace:
 
     def digests(self, ranks: orders.Ranks, *, wanted: bool) -> bytes | None:
         """Expose the memory as it is now, and digest it if that is `wanted` and possible. Collective."""
-        ranks.tell(orders.Expose(digests=wanted))
+        made, self._made, self._taken = self._made, False, True
+        ranks.tell(orders.Expose(digests=wanted, made=made))
         try:
-            self.exposure.expose()
+            self.exposure.expose(made=made)
         except NotExportable as error:
             raise SourceError(
                 f"the memory could be exported before, and now cannot: {error}; what engines read where it is must be "
@@ -150,6 +165,14 @@ class Staging:
     def begin(self) -> None:
         """A new publication: what was read for an earlier one no longer counts."""
         self._table, self._filled, self._saving = None, False, None
+        if self._in_place is not None:
+            self._in_place.begin()
+
+    def make(self, watch: Stopwatch) -> None:
+        """Begin with what engines will read, before it is known that a round may begin. Collective."""
+        if self._in_place is not None:
+            with watch.phase("make"):
+                self._in_place.make(self._ranks)
 
     def digest(
         self,
