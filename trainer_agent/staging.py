@@ -49,8 +49,8 @@ class InPlace:
         self.exposure = exposure
         self._trainer = trainer
         self._said = ""
-        self._taken = False
-        """The last publication was: some engine read it, or was sent it."""
+        self._wanted = False
+        """By some engine, in the last publication."""
         self._made = False
 
     def begin(self) -> None:
@@ -58,8 +58,8 @@ class InPlace:
         self._made = False
 
     def make(self, ranks: orders.Ranks) -> None:
-        """Begin with what takes a while, where it can be begun and is likely to be wanted. Collective."""
-        if self._taken and self.exposure.makes:
+        """Begin with what takes a while, where it can be begun and was wanted the last time. Collective."""
+        if self._wanted and self.exposure.makes:
             ranks.tell(orders.Make())
             self.exposure.make()
             self._made = True
@@ -79,6 +79,7 @@ class InPlace:
         )
         reading = [name for name in engines if kinds.get(name) in routing.IN_PLACE]
         others = {name: engines[name] for name in engines if kinds.get(name) and name not in reading}
+        self._wanted = bool(reading)
         return len(reading), others
 
     def join(self, ranks: orders.Ranks, offer: Offer, epoch: int, deadline_s: float) -> None:
@@ -88,7 +89,7 @@ class InPlace:
 
     def digests(self, ranks: orders.Ranks, *, wanted: bool) -> bytes | None:
         """Expose the memory as it is now, and digest it if that is `wanted` and possible. Collective."""
-        made, self._made, self._taken = self._made, False, True
+        made, self._made = self._made, False
         ranks.tell(orders.Expose(digests=wanted, made=made))
         try:
             self.exposure.expose(made=made)
