@@ -51,8 +51,10 @@ class Trainer(quantising.Held):
     """One rank of one process, every tensor whole. Satisfies `Exposable`, too."""
 
     def __init__(self, layers: int, agreed: Sequence[bytes] = ()) -> None:
-        self.memories = [torch.randn(32, 48).bfloat16() for _ in range(layers)]
-        specs = [TensorSpec(f"l.{index}.up_proj.weight", "bfloat16", (32, 48)) for index in range(layers)]
+        shapes = {"up_proj": (32, 48), "norm": (48,)}
+        names = [(f"l.{layer}.{name}.weight", shape) for layer in range(layers) for name, shape in shapes.items()]
+        self.memories = [torch.randn(shape).bfloat16() for _, shape in names]
+        specs = [TensorSpec(name, "bfloat16", shape) for name, shape in names]
         rows = [
             Piece(spec.name, Box.whole(spec.shape), spec.dtype, View(index, 0, contiguous_strides(spec.shape)))
             for index, spec in enumerate(specs)
