@@ -14,7 +14,7 @@ from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.engine_agent import checkpoint, validate
 from weightbus.engine_agent.dialects import dialect_of
 from weightbus.engine_agent.errors import UnfitManifest
-from weightbus.engine_agent.identity import ServerFacts
+from weightbus.engine_agent.identity import ServerFacts, facts_of
 from weightbus.engine_agent.payload import LOADER
 
 from ..kit import tiny_model
@@ -153,9 +153,7 @@ def test_fewer_transports_come_with_advice(folder: Path, changes: dict[str, Any]
 def test_what_was_recorded_of_experts_that_move_is_not_used(
     folder: Path, transport: str, said: dict[str, object], flag: str
 ) -> None:
-    """Refused, by the server's own flag. One that loads by itself asks where they are each time; fixed places, redundant
-    ones too, are recorded as they are (``--init-expert-location``, ``--ep-num-redundant-experts``).
-    """
+    """Refused by the flag. A server that loads by itself asks where they are; fixed places, redundant too, are kept."""
     fixed = {"enable_eplb": False, "elastic_ep_backend": None, "ep_num_redundant_experts": 2}
     moves = {"loaders": (LOADER,), "moves_experts": facts_of(said, {}, "http://127.0.0.1").moves_experts}
 
