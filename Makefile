@@ -41,6 +41,8 @@ CHAOS_ARGS ?=
 BENCH ?=
 # make unit ARGS="-k lease -x"
 ARGS ?=
+# make test WORKERS=0: one file of tests after the other, in one process
+WORKERS ?= 2
 # Passed to every pip install, for example an index that holds CPU builds of torch.
 PIP_ARGS ?=
 
@@ -82,7 +84,7 @@ $(INSTALLED): $(PINS)
 ##@ Checks
 
 test: lint types ## Everything that CI checks
-	@$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: env ## Format, style, import directions, spelling
 	@$(BIN)/ruff format --check --quiet .
@@ -91,8 +93,9 @@ lint: env ## Format, style, import directions, spelling
 	$(BIN)/codespell
 
 types: env ## mypy and pyright, both strict
-	@$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/mypy & mypy=$$!
+	pyright=0; $(BIN)/pyright --pythonpath $(BIN)/python || pyright=$$?
+	wait $$mypy && exit $$pyright
 
 unit: env ## Tests that start no server and no training rank
 	@$(BIN)/python -m pytest -m "not real and not gpu" $(ARGS)

@@ -7,29 +7,14 @@ the record is durable.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Sequence
 
-import msgspec
-
-from .answers import Answers, already_committed, never_begun
-from .deadlines import earlier
-from .duties import Command, Duties
-from .effects import (
-    AnyObservation,
-    Committed,
-    EpochTaken,
-    RoundClosed,
-    RoundEnded,
-)
-from .engines import Engine, readiness
+from .answers import already_committed, never_begun
+from .effects import Committed, EpochTaken, RoundClosed, RoundEnded
+from .engines import Engine
 from .errors import InvariantBroken
-from .fleet import Fleet
-from .ids import AgentId, Epoch, Incarnation, Version
-from .ids import Channel as ChannelId
-from .lease import YES, Lease, Verdict, may_acquire, may_use
-from .limits import Limits
+from .ids import AgentId, Epoch
+from .lease import YES, Verdict, may_acquire, may_use
 from .membership import Agent
 from .messages import (
     Abandon,
@@ -43,81 +28,20 @@ from .messages import (
     Publish,
     Release,
     Sent,
-    ToAgent,
     Topology,
 )
-from .past import Past, Restored, remembered
-from .patience import contradicts
+from .outgoing import RECORDS, ChannelRecord, Out, Tell, together
+from .past import remembered
 from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
-from .routing import Route
-from .staleness import Window
-from .states import SETTLED, EnginePhase, RoundState
-from .story import STORY
-from .tenure import Answer, Denial, Tenure
+from .standing import Standing
+from .states import SETTLED, RoundState
 
 TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 
 
-class Tell(msgspec.Struct, frozen=True):
-    """Send `message` to whatever connections `agents` are on."""
-
-    agents: tuple[AgentId, ...]
-    message: ToAgent
-
-
-ChannelRecord = EpochTaken | Committed | RoundClosed
-Out = Tell | Answer | Denial | ChannelRecord | AnyObservation
-_RECORDS: Final = (EpochTaken, Committed, RoundClosed)
-
-
-def _together(due: Iterable[tuple[AgentId, Command]]) -> list[Tell]:
-    """What many are told alike, at once to all of them; who is told two things is told the first one first.
-
-    That is one object (orders.py): to compare values would cost more than it saves.
-    """
-    alike: dict[int, tuple[list[AgentId], Command]] = {}
-    for agent, command in due:
-        known = alike.get(id(command))
-        if known is None:
-            alike[id(command)] = [agent], command
-        else:
-            known[0].append(agent)
-    return [Tell(tuple(agents), command) for agents, command in alike.values()]
-
-
-class Channel:
+class Channel(Standing):
     """The machine of one channel."""
-
-    def __init__(self, name: ChannelId, limits: Limits, restored: Restored) -> None:
-        self.name = name
-        self.epoch: Epoch = restored.epoch
-        self.window = Window(restored.committed)
-        self.committed_epoch: Epoch = restored.committed_epoch
-        self.history: tuple[Past, ...] = restored.history
-        self.round: Round | None = None
-        self.publisher: Publisher | None = None
-        self.out: list[Out] = []
-        self.story: deque[object] = deque(maxlen=STORY)
-        self._limits = limits
-        self._duties = Duties(limits.retry_s, limits.retry_max_s)
-        self._answers = Answers(restored.answers)
-        self._tenure = Tenure(name, limits, self.story)
-        self._fleet = Fleet(name, limits, self._duties)
-        self.engines: Mapping[AgentId, Engine] = self._fleet.engines
-        self._holder: tuple[AgentId, Incarnation] | None = None
-        self._outlook: tuple[Round | None, Window] = (None, Window())
-        """By what all engines were last judged together."""
-
-    @property
-    def committed(self) -> Held | None:
-        """The version that is durable."""
-        return self.window.committed
-
-    @property
-    def lease(self) -> Lease | None:
-        """Who may publish."""
-        return self._tenure.lease
 
     # -- trainers ---------------------------------------------------------------------------------------------------
 
@@ -173,22 +97,6 @@ class Channel:
         )
         self.round.start(now)
         return YES
-
-    def _may_begin(self, message: Publish, missing: str) -> Verdict:
-        if self.round:
-            return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
-        if message.rollback and not (self.lease and self.lease.rollback):
-            return Verdict(Code.NOT_ALLOWED, "this lease was acquired without rollback: acquire again, with it")
-        older = self.committed and message.version <= self.committed.version
-        if older and not (message.rollback or message.catch_up):
-            return self._not_newer(message.version)
-        if missing:
-            return Verdict(Code.UNKNOWN_BLOB, f"blob {missing} is not here: put it, then publish again")
-        reason = contradicts(message, is_committed=self._is_committed(message))
-        return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
-
-    def _routes(self, trainer: Agent, *, snapshot: bool = False) -> dict[AgentId, Route]:
-        return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot)
 
     def repeat_done(self, agent: Agent, message: Publish) -> None:
         """Answer a `Publish` whose round is over."""
@@ -356,12 +264,6 @@ class Channel:
             self.round.tick(now)
         self._fleet.forget(now)
 
-    def next_deadline(self) -> float | None:
-        """When `tick` or `flush` has something to do."""
-        of_round = self.round.next_deadline() if self.round else None
-        of_lease = self._tenure.next_deadline(in_round=self.round is not None)
-        return earlier(self._duties.next_deadline(), earlier(of_round, of_lease))
-
     def stop(self, now: float) -> None:
         """Bring the round to an end, forward if it is durable, back if not."""
         if self.round:
@@ -385,76 +287,14 @@ class Channel:
         if not (self.out or due or wanted):
             return ()
         waiting, self.out = self.out, []
-        out: list[Out] = [each for each in waiting if not isinstance(each, _RECORDS)]
-        out += _together(due)
-        out += [each for each in waiting if isinstance(each, _RECORDS)]
+        out: list[Out] = [each for each in waiting if not isinstance(each, RECORDS)]
+        out += together(due)
+        out += [each for each in waiting if isinstance(each, RECORDS)]
         if wanted:
             out.append(wanted)
         return out
 
-    @property
-    def pressing(self) -> bool:
-        """Whether `flush` has more to say than who is ready."""
-        return bool(self.out) or self._duties.fresh or (self.round is not None and self.round.wants is not None)
-
-    @property
-    def calm(self) -> bool:
-        """Whether nobody's next step waits for a message."""
-        return self.round is None and self.lease is None and not self._duties
-
     # -- small things -----------------------------------------------------------------------------------------------
-
-    def pinned(self) -> set[str]:
-        """Blobs that are needed."""
-        needed: set[str] = set()
-        if self.committed:
-            needed.update((self.committed.manifest, self.committed.table))
-        if self.round:
-            needed.update((self.round.publish.manifest, self.round.publish.table))
-        return needed
-
-    def phase(self, name: AgentId) -> EnginePhase | None:
-        """Where an engine stands in the running round."""
-        member = self.round.members.get(name) if self.round else None
-        return member.phase if member else None
-
-    def window_of(self, name: AgentId) -> Window:
-        """What an engine may serve: also the version before, while it waits for its turn in a round."""
-        return self.window.also(self.round.replaced) if self.round and self.round.waits(name) else self.window
-
-    def check(self) -> None:
-        """Raise `InvariantBroken` unless the channel's parts agree with each other."""
-        wrong = list(self.round.check()) if self.round else []
-        if self.lease and self.lease.epoch > self.epoch:
-            wrong.append(f"the lease is of epoch {self.lease.epoch}, the highest ever taken is {self.epoch}")
-        if self.round and self.round.epoch > self.epoch:
-            wrong.append(f"the round is of epoch {self.round.epoch}, the highest ever taken is {self.epoch}")
-        if self.committed_epoch > self.epoch:
-            wrong.append(f"committed at epoch {self.committed_epoch}, the highest ever taken is {self.epoch}")
-        for engine in self.engines.values():
-            phase = self.phase(engine.name)
-            ready = readiness(engine, phase, self.window_of(engine.name)).ok
-            if ready is not self._fleet.announced(engine.name):
-                wrong.append(f"{engine.name} is {'ready' if ready else 'not ready'}, and nobody was told")
-            if ready and not self.window_of(engine.name).allows(engine.held):
-                wrong.append(f"{engine.name} is ready, but holds {engine.held}")
-            if phase is EnginePhase.SERVING and (self.committed is None or self.round is None):
-                wrong.append(f"{engine.name} serves what was never committed")
-        if wrong:
-            raise InvariantBroken("; ".join(wrong), tuple(self.story))
-
-    @property
-    def _settling_epoch(self) -> Epoch:
-        """Under which engines outside a round are told what to do: the highest that any engine can have seen.
-
-        Not that of a lease under which nothing was published yet: what is answered to it late would be taken for an
-        answer in the round that this lease begins.
-        """
-        unused = self.lease is not None and self.round is None
-        return Epoch(self.epoch - 1) if unused else self.epoch
-
-    def _takes_part(self, name: AgentId) -> bool:
-        return self.phase(name) not in (None, *SETTLED)
 
     def _end_lease(self, reason: str) -> None:
         self.out.extend(self._tenure.end(reason))
@@ -487,14 +327,3 @@ class Channel:
         if message.epoch == engine.last_epoch:
             return YES  # a repetition of what was answered in time
         return Verdict(Code.STALE_EPOCH, f"no round of epoch {message.epoch} is running; the highest was {self.epoch}")
-
-    def _is_committed(self, message: Publish) -> bool:
-        held = self.committed
-        return held is not None and held.version == message.version and held.table == message.table
-
-    def _not_newer(self, version: Version) -> Verdict:
-        found = self.committed.version if self.committed else None
-        return Verdict(
-            Code.VERSION_NOT_NEWER,
-            f"found version {version}, committed is {found}: publish a higher one, or say rollback",
-        )

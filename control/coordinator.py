@@ -16,25 +16,13 @@ from typing import Final, assert_never
 import msgspec
 
 from . import plan_document, status
-from .admission import may_join, may_say
+from .admission import may_say
+from .attendance import Attendance
 from .blobs import Blobs
-from .channel import Channel, Out, Tell, TrainerRequest
+from .channel import Channel, TrainerRequest
 from .deadlines import earlier
-from .effects import (
-    AgentJoined,
-    AgentLeft,
-    AnyEffect,
-    AnyRecord,
-    Committed,
-    EpochTaken,
-    JournalChanged,
-    Persist,
-    Probe,
-    ReadinessChanged,
-    RoundClosed,
-    announced_as,
-)
-from .errors import IllegalMove, InvariantBroken
+from .effects import AnyEffect, Probe
+from .errors import InvariantBroken
 from .events import (
     AnyEvent,
     Burst,
@@ -45,7 +33,6 @@ from .events import (
     PersistFailed,
     StopRequested,
     Tick,
-    Token,
     TrustLost,
 )
 from .ids import AgentId
@@ -56,7 +43,6 @@ from .membership import Agent, Membership
 from .messages import (
     Abandon,
     Acquire,
-    Alive,
     BlobPage,
     Bye,
     Code,
@@ -80,12 +66,12 @@ from .messages import (
     Topology,
     Transferred,
     Verified,
-    Welcome,
 )
 from .outbox import Outbox
 from .past import Restored
+from .pen import Pen
+from .relay import Relay
 from .story import Said
-from .tenure import Answer, Denial
 
 
 class _Silent(msgspec.Struct, frozen=True):
@@ -115,16 +101,17 @@ class Coordinator:
         self.members = Membership(limits)
         self.blobs = Blobs(limits.blob_bytes)
         self.channels = {name: Channel(name, limits, known) for name, known in (restored or {}).items()}
-        self.read_only = False
         self.stopping = False
         self._waiting: deque[_Work] = deque()
-        self._writing: tuple[Persist, ChannelId | None] | None = None
         self._stirred: dict[ChannelId, Channel] = {}
         """Of which something is to be noted when the event is over."""
         self._out = Outbox(boot, limits.answers)
         self.replies = self._out.replies
-        self._tokens = 0
-        self._probe_at: float | None = None
+        self._pen = Pen(self._out, limits.probe_s)
+        self._relay = Relay(self.members, self._out, self._pen)
+        self._attendance = Attendance(
+            boot, limits, self.channels, self.members, out=self._out, pen=self._pen, relay=self._relay
+        )
 
     # -- the door ---------------------------------------------------------------------------------------------------
 
@@ -134,35 +121,40 @@ class Coordinator:
             self._written(event, now)
         elif isinstance(event, Burst):
             for message in event.messages:
-                if self._waiting or self._writing:
+                if self._waiting or self._pen.writing:
                     self._waiting.append(message)
                 else:
                     self._received(message, now)
         else:
             self._waiting.append(event)
-        while self._waiting and self._writing is None:
+        while self._waiting and self._pen.writing is None:
             self._work(self._waiting.popleft(), now)
         while self._stirred:
-            self._flush(self._stirred.popitem()[1], now)
+            self._relay.flush(self._stirred.popitem()[1], now)
         return self._out.take()
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due; None when nothing is waited for."""
-        due = earlier(self.members.next_deadline(), self._probe_at)
+        due = earlier(self.members.next_deadline(), self._pen.probe_at)
         for channel in self.channels.values():
             due = earlier(due, channel.next_deadline())
         return due
 
     @property
+    def read_only(self) -> bool:
+        """Whether the journal took no record when it was last tried."""
+        return self._pen.read_only
+
+    @property
     def calm(self) -> bool:
         """Whether nobody's next step waits for a message: no lease, no round, nothing asked and not answered."""
-        return not self._writing and all(channel.calm for channel in self.channels.values())
+        return not self._pen.writing and all(channel.calm for channel in self.channels.values())
 
     @property
     def stopped(self) -> bool:
         """Whether a requested stop is complete: no round, nothing being written."""
         idle = all(channel.round is None for channel in self.channels.values())
-        return self.stopping and idle and self._writing is None and not self._waiting
+        return self.stopping and idle and self._pen.writing is None and not self._waiting
 
     def status(self, now: float) -> status.StatusView:
         """What may be known of the whole."""
@@ -191,90 +183,54 @@ class Coordinator:
 
     # -- work -------------------------------------------------------------------------------------------------------
 
-    def _disconnected(self, peer: Peer, now: float) -> None:
-        agent = self.members.disconnect(peer, now)
-        channel = self.channels.get(agent.channel) if agent else None
-        if agent and channel and channel.round and channel.round.needs(agent.name):
-            self.members.expect(agent.name, now)
-
     def _work(self, work: _Work, now: float) -> None:
         match work:
             case MessageReceived():
                 self._received(work, now)
             case PeerLost():
-                self._disconnected(work.peer, now)
+                self._attendance.disconnected(work.peer, now)
             case TrustLost():
-                self._distrust(work, now)
+                self._attendance.distrusted(work, now)
             case Tick():
                 self._tick(now)
             case StopRequested():
                 self.stopping = True
                 self._waiting.extend(_ChannelStop(name) for name in self.channels)
             case _Silent():
-                self._give_up_on(work.agent, now)
+                self._attendance.give_up_on(work.agent, now)
             case _ChannelTick():
                 self.channels[work.channel].tick(now)
-                self._flush(self.channels[work.channel], now)
+                self._relay.flush(self.channels[work.channel], now)
             case _ChannelStop():
                 self.channels[work.channel].stop(now)
-                self._flush(self.channels[work.channel], now)
+                self._relay.flush(self.channels[work.channel], now)
             case Persisted() | PersistFailed() | Burst():
                 raise InvariantBroken(f"{type(work).__name__} does not wait in line")
             case _:
                 assert_never(work)
 
-    def _distrust(self, event: TrustLost, now: float) -> None:
-        if agent := self.members.get(event.agent):
-            self._leave(agent, f"is not trusted any more: {event.reason}", now)
-
-    def _give_up_on(self, name: AgentId, now: float) -> None:
-        agent = self.members.get(name)
-        if agent and (reason := self.members.why_lost(agent, now)):
-            self._leave(agent, reason, now)
-
     def _tick(self, now: float) -> None:
         self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))
         self._waiting.extend(_ChannelTick(name) for name in self.channels)
-        if self._probe_at is not None and now >= self._probe_at:
-            self._probe_at = now + self.limits.probe_s
-            self._persist(Probe(), None)
+        self._pen.tick(now)
 
     def _written(self, event: Persisted | PersistFailed, now: float) -> None:
-        if self._writing is None or self._writing[0].token != event.token:
-            expected = self._writing[0].token if self._writing else "none"
-            raise IllegalMove("coordinator", f"writing {expected}", f"{type(event).__name__}({event.token})")
-        (persist, name), self._writing = self._writing, None
+        record, name, failed = self._pen.written(event, now)
         channel = self.channels[name] if name is not None else None
-        failed = event.reason if isinstance(event, PersistFailed) else None
-        self._note_journal(failed, now)
-        record = persist.record
         if channel and not isinstance(record, Probe):
             if failed is None:
                 channel.persisted(record, now)
             else:
                 channel.not_persisted(record, f"the journal cannot be written: {failed}", now)
-            self._flush(channel, now)
-
-    def _note_journal(self, failed: str | None, now: float) -> None:
-        if (failed is not None) is not self.read_only:
-            self.read_only = failed is not None
-            self._out.observe(JournalChanged(writable=not self.read_only, reason=failed or ""))
-        self._probe_at = now + self.limits.probe_s if self.read_only else None
-
-    def _persist(self, record: AnyRecord, channel: ChannelId | None) -> None:
-        if self._writing:
-            raise InvariantBroken(f"{record} was to be written while {self._writing[0].record} still is")
-        self._tokens += 1
-        persist = Persist(token=Token(self._tokens), record=record)
-        self._writing = (persist, channel)
-        self._out.persist(persist)
+            self._relay.flush(channel, now)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def _received(self, event: MessageReceived, now: float) -> None:
         message, peer = event.message, event.peer
         if isinstance(message, Hello):
-            self._hello(message, event, now)
+            if not self._attendance.hello(message, event, now):
+                self._waiting.appendleft(event)
             return
         agent = self.members.heard(peer, now)
         if agent is None:
@@ -292,16 +248,16 @@ class Coordinator:
     def _take(self, agent: Agent, message: ToCoordinator, event: MessageReceived, now: float) -> None:
         peer = event.peer
         if agent.role is Role.TRAINER:
-            self._channel(agent.channel).trainer_heard(agent, now)
+            self.channels[agent.channel].trainer_heard(agent, now)
         match message:
             case Heartbeat():
-                self._heartbeat(agent, message, peer, now)
+                self._attendance.heartbeat(agent, message, peer, now)
             case Bye():
-                self._leave(agent, f"said Bye: {message.reason}", now)
+                self._attendance.leave(agent, f"said Bye: {message.reason}", now)
             case GetBlob():
                 self._get_blob(agent, message, peer)
             case Topology():
-                self._located(agent, message)
+                self._attendance.located(agent, message)
                 self._out.answer(peer, agent.name, message, YES)
             case GetStatus():
                 self._out.send(peer, Status(request=message.request), status.encode(self.status(now)))
@@ -316,67 +272,6 @@ class Coordinator:
             case _:
                 assert_never(message)
 
-    def _hello(self, message: Hello, event: MessageReceived, now: float) -> None:
-        peer = event.peer
-        before = self.members.get(message.agent)
-        verdict = may_join(message, event.principal, self.members.on(peer), before)
-        if verdict.ok and message.channel not in self.channels and len(self.channels) >= self.limits.max_channels:
-            verdict = Verdict(Code.NOT_ALLOWED, f"{len(self.channels)} channels are here, no more are taken")
-        if verdict.ok:
-            verdict = self.members.verdict(message, peer, now)
-        if not verdict.ok:
-            self._out.refuse(peer, message.agent, message, verdict)
-            return
-        returning = before is not None and before.incarnation == message.incarnation
-        if before and not returning:
-            self._leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
-            if self._writing:  # losing it moved its round on: who comes is told how things stand after that
-                self._waiting.appendleft(event)
-                return
-        elif before and before.peer and before.peer != peer:
-            self._out.evict(before.peer, "came back on another connection")
-        agent = self.members.join(message, peer, now)
-        channel = self._channel(message.channel)
-        self._out.send(
-            peer,
-            Welcome(
-                request=message.request,
-                boot=self.boot,
-                epoch=channel.epoch,
-                committed=channel.committed,
-                heartbeat_s=self.limits.heartbeat_s,
-                silence_s=self.limits.silence_s,
-            ),
-        )
-        note = AgentJoined(
-            agent=agent.name,
-            role=agent.role,
-            channel=agent.channel,
-            incarnation=agent.incarnation,
-            returning=returning,
-        )
-        self._out.observe(note)
-        if agent.role is Role.ENGINE:
-            channel.engine_joined(agent, now)
-        elif agent.role is Role.TRAINER:
-            channel.trainer_heard(agent, now)
-            channel.trainer_joined(agent, now)
-        self._flush(channel, now)
-
-    def _heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
-        channel = self._channel(agent.channel)
-        if message.seq:
-            window = channel.window
-            committed = window.committed.version if window.committed else None
-            self._out.send(peer, Alive(seq=message.seq, boot=self.boot, committed=committed, max_lag=window.max_lag))
-        if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
-            self._flush(channel, now)
-
-    def _located(self, agent: Agent, message: Topology) -> None:
-        agent.topology = message
-        if agent.role is Role.ENGINE:
-            self._channel(agent.channel).engine_located(agent.name, message)
-
     def _get_blob(self, agent: Agent, message: GetBlob, peer: Peer) -> None:
         found = self.blobs.page(message.digest, message.page)
         if found is None:
@@ -388,17 +283,17 @@ class Coordinator:
         self._out.send(peer, answer, blob)
 
     def _from_engine(self, agent: Agent, message: EngineMessage, peer: Peer, now: float) -> None:
-        channel = self._channel(agent.channel)
+        channel = self.channels[agent.channel]
         verdict = channel.engine_answered(agent.name, message, now)
         channel.story.append(Said(now, agent.name, message))
         self._out.answer(peer, agent.name, message, verdict)
         if channel.pressing:
-            self._flush(channel, now)
+            self._relay.flush(channel, now)
         else:
             self._stirred[channel.name] = channel
 
     def _from_trainer(self, agent: Agent, message: TrainerRequest, peer: Peer, now: float) -> None:
-        channel = self._channel(agent.channel)
+        channel = self.channels[agent.channel]
         known = self.replies.get(agent.name, message.request)
         if known:
             self._out.send(peer, known)
@@ -410,7 +305,7 @@ class Coordinator:
             if not verdict.ok or not isinstance(message, Acquire):
                 self._out.answer(peer, agent.name, message, verdict)
         self.blobs.pin(digest for channel in self.channels.values() for digest in channel.pinned())
-        self._flush(channel, now)
+        self._relay.flush(channel, now)
 
     def _ask(self, channel: Channel, agent: Agent, message: TrainerRequest, now: float) -> Verdict:
         match message:
@@ -435,56 +330,3 @@ class Coordinator:
         if self.read_only:
             return Verdict(Code.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s)
         return None
-
-    # -- small things -----------------------------------------------------------------------------------------------
-
-    def _channel(self, name: ChannelId) -> Channel:
-        if name not in self.channels:
-            self.channels[name] = Channel(name, self.limits, Restored())
-        return self.channels[name]
-
-    def _leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> None:
-        self.members.remove(agent.name)
-        if evict and agent.peer:
-            self._out.evict(agent.peer, reason)
-        self._out.observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))
-        channel = self._channel(agent.channel)
-        if agent.role is Role.ENGINE:
-            channel.engine_lost(agent.name, reason, now)
-        elif agent.role is Role.TRAINER:
-            channel.trainer_lost(agent, reason, now)
-        self._flush(channel, now)
-
-    def _flush(self, channel: Channel, now: float) -> None:
-        outs = channel.flush(now)
-        if not outs:
-            return
-        hinted: set[str] = set()
-        for out in outs:
-            if isinstance(out, Tell):
-                self._out.tell(self.members.peers(out.agents), out.message)
-                continue
-            self._put(channel, out)
-            event = announced_as(out)
-            if event and event not in hinted:  # hints name no engine: one says as much as a thousand
-                hinted.add(event)
-                version = channel.committed.version if channel.committed else None
-                self._out.hint(channel.name, event, version, channel.epoch)
-
-    def _put(self, channel: Channel, out: Out) -> None:
-        match out:
-            case ReadinessChanged():
-                self._out.observe(out)
-            case Answer():
-                self.replies.remember(out.agent, out.message)
-                self._out.tell(self.members.peers((out.agent,)), out.message)
-            case Denial():
-                for peer in self.members.peers((out.agent.name,)):
-                    self._out.refuse(peer, out.agent.name, out.message, out.verdict)
-            case Tell():
-                raise InvariantBroken("what agents are told was sent already")
-            case EpochTaken() | Committed() | RoundClosed():
-                self._persist(out, channel.name)
-            case _:
-                channel.story.append(out)
-                self._out.observe(out)

@@ -1,7 +1,7 @@
 """Every metric there is, declared once: name, kind, labels, meaning. And how log lines look.
 
-`METRICS` is what the table in README is made of (`markdown_table`). Label values come from names that the protocol
-bounds (channels, agents, enums), never from free text, so that their number stays small.
+`METRICS` is what the table in control/README.md is made of (`markdown_table`). Label values come from names that the
+protocol bounds (channels, agents, enums), never from free text, so that their number stays small.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Meters:
 
 
 def markdown_table() -> str:
-    """`METRICS` for README, one row each, in the order of the file."""
+    """`METRICS` for control/README.md, one row each, in the order of the file."""
     rows = ["| metric | type | labels | reported by | meaning |", "| --- | --- | --- | --- | --- |"]
     for each in METRICS:
         labels = ", ".join(f"`{label}`" for label in each.labels)

@@ -198,7 +198,7 @@ class DirectReceiver:
         try:
             for model in itertools.count() if server.drafts else (0,):
                 with self._timed("gather"):
-                    came = self._workers.gather(listener, call, server.tp, model == 0, deadline)
+                    came = self._workers.gather(listener, call, server.tp, model == 0, deadline, self._pulse)
                 if not came:
                     break
                 agreement = self._prepared(connection, session.manifest, layout, model, deadline)
@@ -217,8 +217,15 @@ class DirectReceiver:
         finally:
             listener.close()
             with self._timed("return"):
-                _wait(call, min(deadline.left(), RETURN_S))
+                _wait(call, self._patience_s(deadline))
         _returned(call, deadline)
+
+    def _pulse(self) -> None:
+        """Called often while workers are waited for: raises `TransferFailed` where that is in vain."""
+
+    def _patience_s(self, deadline: Deadline) -> float:
+        """How long the server may take to return from the call once it is known how it ended."""
+        return min(deadline.left(), RETURN_S)
 
     @contextlib.contextmanager
     def _timed(self, what: str) -> Generator[None]:

@@ -92,9 +92,13 @@ class Frames:
 
     def waiting(self) -> bool:
         """Something was said, or the other end has hung up: `receive` need not wait for the beginning of it."""
+        return self.speaks(0.0)
+
+    def speaks(self, within_s: float) -> bool:
+        """The same, or it is within so many seconds."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN | select.POLLHUP)
-        return bool(poll.poll(0))
+        return bool(poll.poll(within_s * 1000))
 
     def close(self) -> None:
         """Twice is fine."""

@@ -8,8 +8,6 @@ the second round on that can happen while the server generates (`stage`); the se
 
 from __future__ import annotations
 
-import os
-import selectors
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,25 +21,18 @@ from .deadline import Deadline
 from .direct_receiver import Agreement, DirectReceiver, Layout
 from .direct_wire import Welcome
 from .errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported
-from .frames import FrameListener, Frames
-from .local import open_runtime_dir
+from .frames import Frames
 from .manifest import Manifest
 from .plan import Plan, Reader
 from .schedule import Schedule, schedule
 from .sealed_frames import SealedFrames
+from .takers import Leader, NotTaken, StandsStill, Takers
 from .transport import Address, EngineServer, Receipt, Session
 from .workers import ReplayFailed
 
-_LOOK_S: Final = 0.02
 _SAY_S: Final = 10.0
-_END_S: Final = 5.0
-"""For workers to answer once it is over for another reason. One that stands still does not."""
-_CONNECT_S: Final = 60.0
-"""For workers whose thread was told to connect."""
 _MODEL: Final = 0
 """Servers of several models are not sent to."""
-_SPARE: Final = 1.1
-"""Room for what is taken beside the parameters, as a multiple of it."""
 
 
 class SendsReceiver(DirectReceiver):
@@ -57,9 +48,7 @@ class SendsReceiver(DirectReceiver):
         """Plans that the sender has made too."""
         self._schedules: tuple[str, tuple[Schedule, ...]] = ("", ())
         """With the plans that they were made from."""
-        self._lasting: FrameListener | None = None
-        self._takers: dict[int, Frames] = {}
-        """Of each worker, by rank: the connection of its thread."""
+        self._takers = Takers(runtime_dir)
         self._staged: tuple[str, int] | None = None
         """Channel and epoch of what the workers have taken beside their parameters."""
         self.mode = ""
@@ -74,6 +63,8 @@ class SendsReceiver(DirectReceiver):
         if self._staged != (session.channel, session.epoch):
             self._staged = None
             self.mode = self.mode if self.mode.startswith("paused") else "paused"
+            self._touched = False
+            self._takers.require_moving()
             return super().receive(session, address, engine, rank_offset, server, deadline_s)
         connection = self._connection
         assert connection is not None
@@ -105,9 +96,8 @@ class SendsReceiver(DirectReceiver):
         self.close()
         self._touched = False
         self.seconds = {}
-        dead = [rank for rank, frames in self._takers.items() if frames.ended()]
-        if dead:  # its server ends too, but takes seconds for it, in which it would have to be paused
-            raise TransferFailed(f"worker {dead[0]} of the server has died")
+        self._takers.require_alive()
+        self._takers.require_moving()
         if not self.can_stage(session.manifest):
             return False
         deadline = Deadline(deadline_s)
@@ -131,18 +121,13 @@ class SendsReceiver(DirectReceiver):
         """Hang up. Workers that wait for us return from their call; their threads stay, and forget what they took."""
         if self._staged is not None:
             self._staged = None
-            self._tell_takers("the round is over")
+            self._takers.tell("the round is over")
         super().close()
 
     def shutdown(self) -> None:
         """Let go of everything."""
         super().shutdown()
-        for frames in self._takers.values():
-            frames.close()
-        self._takers = {}
-        if self._lasting is not None:
-            self._lasting.close()
-            self._lasting = None
+        self._takers.close()
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 
@@ -192,20 +177,7 @@ class SendsReceiver(DirectReceiver):
             targets = [len(self._recordings[digest].targets) for digest in known.recordings]
             made = [schedule(plan, count, *self._cut) for plan, count in zip(known.plans, targets, strict=True)]
             self._schedules = name, tuple(made)
-        if self._lasting is None:
-            open_runtime_dir(self._runtime_dir)
-            self._lasting = FrameListener(self._runtime_dir / f"t-{os.getpid()}-{id(self):x}.sock")
-        there = {rank for rank, frames in self._takers.items() if not frames.waiting()}
-        new = self._workers.expect(self._schedules[1], there, os.fspath(self._lasting.path), deadline)
-        for rank in new & set(self._takers):
-            self._takers.pop(rank).close()
-        coming = Deadline(min(deadline.left(), _CONNECT_S))
-        while new - set(self._takers):
-            frames = self._lasting.accept(coming, "the workers' threads")
-            hello = worker_wire.hear_worker(frames, coming, "a worker's thread")
-            if not isinstance(hello, worker_wire.Expecting):
-                raise PeerLost(f"a worker's thread began with {_said(hello)}")
-            self._takers[hello.rank] = frames
+        self._takers.expect(self._workers, self._schedules[1], deadline)
 
     def _replay(
         self, session: Session, welcome: Welcome, agreement: Agreement, deadline: Deadline
@@ -218,13 +190,26 @@ class SendsReceiver(DirectReceiver):
                 self._take(self._connection, agreement, deadline, beside=False)
         touched, self._touched = self._touched, True
         try:
-            replayed = self._workers.flip(session.epoch, session.version, deadline)
+            replayed = self._workers.flip(session.epoch, session.version, deadline, self._pulse)
         except ReplayFailed as failed:
             self._touched = touched or failed.touched
             raise
         self._add("copy", max(each.copy_s for each in replayed))
         self._add("verify", max(each.verify_s for each in replayed))
         return replayed
+
+    def _pulse(self) -> None:
+        """While workers are waited for: the trainer hears of one that stands still before the server answers."""
+        try:
+            self._takers.pulse()
+        except StandsStill as still:
+            if self._connection is not None:
+                self._tell_sender(self._connection, str(still))
+            raise
+
+    def _patience_s(self, deadline: Deadline) -> float:
+        """Not for a worker that stands still: the call ends when it goes on, and touches nothing that is served."""
+        return 0.0 if self._takers.stands_still else super()._patience_s(deadline)
 
     def _take(self, connection: Frames, agreement: Agreement, deadline: Deadline, *, beside: bool) -> None:
         """From the word that all are prepared to the last byte."""
@@ -237,74 +222,19 @@ class SendsReceiver(DirectReceiver):
             raise PeerLost(f"the sender did not begin: {_reason(begin)}")
         began = time.monotonic()
         self._touched = not beside
-        for at, rank in enumerate(sorted(self._takers)):
-            group = msgspec.structs.replace(begin.group, rank=begin.group.rank + at)
-            worker_wire.say(self._takers[rank], worker_wire.Take(group=group, beside=beside), deadline)
-        taken = self._outcomes(connection, deadline)
+        leader = Leader(
+            beat=lambda: _beat(connection),
+            over=lambda: _over(connection),
+            failed=lambda reason: self._tell_sender(connection, reason),
+        )
+        try:
+            taken = self._takers.take(begin.group, leader, deadline, beside=beside)
+        except NotTaken as failed:
+            self._touched = failed.touched
+            raise
         self.seconds["wire"] = max(each.seconds for each in taken)
         through = sends_wire.Through(seconds=time.monotonic() - began, nbytes=sum(each.nbytes for each in taken))
         sends_wire.say(connection, through, deadline)
-
-    def _outcomes(self, connection: Frames, deadline: Deadline) -> list[worker_wire.Taken]:  # noqa: C901  one loop
-        """How it ended for every worker. Whoever fails first, here or elsewhere, ends it for all."""
-        found: dict[int, worker_wire.ToSidecar] = {}
-        heard = dict.fromkeys(self._takers, time.monotonic())
-        beat_at = 0.0
-        reasons: list[str] = []
-        over: Deadline | None = None
-
-        def ends(reason: str) -> None:
-            nonlocal over
-            if reason and not reasons:
-                over = Deadline(_END_S)
-                self._tell_sender(connection, reason)
-                self._tell_takers(reason, *(rank for rank in self._takers if rank not in found))
-            reasons.extend([reason] if reason else [])
-
-        with selectors.DefaultSelector() as selector:
-            for rank, frames in self._takers.items():
-                selector.register(frames, selectors.EVENT_READ, rank)
-            while len(found) < len(self._takers) and not (over and not over.left()):
-                deadline.check("the workers to take everything")
-                now = time.monotonic()
-                if now >= beat_at and not reasons:
-                    beat_at = now + sends_wire.BEAT_S
-                    _beat(connection)
-                for key, _ in selector.select(_LOOK_S):
-                    reply = self._outcome(key.data)
-                    heard[key.data] = time.monotonic()
-                    if isinstance(reply, worker_wire.Moving):
-                        continue
-                    found[key.data] = reply
-                    selector.unregister(self._takers[key.data])
-                    ends("" if isinstance(reply, worker_wire.Taken) else f"worker {key.data}: {_said(reply)}")
-                still = [rank for rank in heard if rank not in found and now - heard[rank] > sends_wire.SILENT_S]
-                if still and not reasons:
-                    ends(f"worker {still[0]} stands still: nothing was heard of it for {sends_wire.SILENT_S:.1f} s")
-                if not reasons:
-                    ends(_over(connection))
-        if reasons:
-            silent = [rank for rank in self._takers if rank not in found]
-            for rank in silent:  # what it says later belongs to no round
-                self._takers.pop(rank).close()
-            changed = any(not isinstance(each, worker_wire.Failed) or each.touched for each in found.values())
-            self._touched = self._touched and (bool(silent) or changed)
-            raise TransferFailed("; ".join(reasons))
-        return [each for each in found.values() if isinstance(each, worker_wire.Taken)]
-
-    def _outcome(self, rank: int) -> worker_wire.ToSidecar:
-        try:
-            return worker_wire.hear_worker(self._takers[rank], Deadline(_SAY_S), f"worker {rank}")
-        except DataplaneError as error:
-            return worker_wire.Failed(reason=str(error), touched=self._touched)
-
-    def _tell_takers(self, reason: str, *ranks: int) -> None:
-        """Call it off. Who is gone needs no telling."""
-        for rank in ranks or tuple(self._takers):
-            try:
-                worker_wire.say(self._takers[rank], worker_wire.Failed(reason=reason[:2048]), Deadline(_SAY_S))
-            except DataplaneError:
-                continue
 
     def _objection(self, manifest: Manifest) -> str:
         """Why the version cannot be taken while the server generates; empty when it can."""
@@ -315,22 +245,7 @@ class SendsReceiver(DirectReceiver):
             return "the workers know no plan yet"
         if known.layout and self._layout is not None and self._layout.pieces.tensors != manifest.tensors:
             return "the manifest is new"
-        for rank, frames in sorted(self._takers.items()):
-            try:
-                if frames.waiting():
-                    raise PeerLost("it is gone")
-                worker_wire.say(frames, worker_wire.Weigh(), Deadline(_SAY_S))
-                room = worker_wire.hear_worker(frames, Deadline(_SAY_S), f"worker {rank}")
-            except DataplaneError as error:
-                frames.close()
-                self._takers.pop(rank)
-                return f"worker {rank}: {error}"
-            if not isinstance(room, worker_wire.Room) or room.free < room.needed * _SPARE:
-                found = (
-                    f"{room.needed} bytes are needed, {room.free} free" if isinstance(room, worker_wire.Room) else "?"
-                )
-                return f"worker {rank} has no room beside its weights: {found}"
-        return ""
+        return self._takers.room()
 
 
 def _named(agreement: Agreement, cut: tuple[int, int]) -> str:

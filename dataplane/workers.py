@@ -6,7 +6,7 @@ heard, all of them before anything is concluded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
@@ -54,10 +54,18 @@ class Workers:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
 
-    def gather(self, listener: FrameListener, call: Future[None], count: int, first: bool, deadline: Deadline) -> bool:
+    def gather(  # noqa: PLR0917
+        self,
+        listener: FrameListener,
+        call: Future[None],
+        count: int,
+        first: bool,
+        deadline: Deadline,
+        pulse: Callable[[], None],
+    ) -> bool:
         """Wait for `count` workers with the first, or with the next model. False when the server has no next one.
 
-        An answer of the server before all of them came is a failure.
+        An answer of the server before all of them came is a failure. `pulse` is called meanwhile, and may raise.
         """
         look = _LOOK_S if first else _LOOK_AGAIN_S
         while len(self._workers) < count:
@@ -69,6 +77,7 @@ class Workers:
             try:
                 frames = listener.accept(Deadline(min(look, deadline.check("the server's workers"))), "a worker")
             except DeadlineExceeded:
+                pulse()
                 continue
             self._workers.append(_Worker(frames, _introduced(frames, deadline)))
         self._workers.sort(key=lambda worker: worker.hello.rank)
@@ -132,7 +141,7 @@ class Workers:
             )
             replay = wire.Replay(epoch=epoch, version=version, exports=tuple(each for each in exports if each.regions))
             wire.say(worker.frames, replay, deadline)
-        return self._replayed(deadline)
+        return self._replayed(deadline, None)
 
     def expect(
         self, schedules: Sequence[Schedule], there: Collection[int], socket: str, deadline: Deadline
@@ -159,16 +168,22 @@ class Workers:
         """Digests of those that they have."""
         return tuple(worker.hello.plan for worker in self._workers)
 
-    def flip(self, epoch: int, version: int, deadline: Deadline) -> list[wire.Replayed]:
-        """All put what they were sent into place. Raises `ReplayFailed` when all have answered and one did not."""
+    def flip(self, epoch: int, version: int, deadline: Deadline, pulse: Callable[[], None]) -> list[wire.Replayed]:
+        """All put what they were sent into place. Raises `ReplayFailed` when all have answered and one did not.
+
+        `pulse` is called meanwhile, and may raise.
+        """
         for worker in self._workers:
             wire.say(worker.frames, wire.Flip(epoch=epoch, version=version), deadline)
-        return self._replayed(deadline)
+        return self._replayed(deadline, pulse)
 
-    def _replayed(self, deadline: Deadline) -> list[wire.Replayed]:
-        replies = [
-            wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy") for worker in self._workers
-        ]
+    def _replayed(self, deadline: Deadline, pulse: Callable[[], None] | None) -> list[wire.Replayed]:
+        replies: list[wire.ToSidecar] = []
+        for worker in self._workers:
+            while pulse is not None and not worker.frames.speaks(_LOOK_S):
+                deadline.check(f"worker {worker.hello.rank} to copy")
+                pulse()
+            replies.append(wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy"))
         replayed = [reply for reply in replies if isinstance(reply, wire.Replayed)]
         if len(replayed) < len(replies):
             reasons = "; ".join(

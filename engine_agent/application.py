@@ -243,13 +243,12 @@ class Application:
         return self._run(Release(command.version, command.flush, command.deadline_s, labelled), command, now)
 
     def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
+        """Also where nothing was paused: that the server serves is said when it has just answered, not from memory."""
         self._answers.forget()
         self._reached = None
         if not self.up or self.health is not EngineHealth.CLEAN:
             return self._fail(command, Step.RESUME, self.reason)
-        if self.paused is False:
-            return (self._serving(command, 0.0, now),)
-        return self._run(Release(None, False, command.deadline_s), command, now)
+        return self._run(Release(None, False, command.deadline_s, look=self.mandate.doubted), command, now)
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -286,6 +285,7 @@ class Application:
         self, running: Running, result: Result, now: float
     ) -> tuple[Effect, ...]:
         command, seconds = running.command, now - running.started
+        self.mandate.doubted |= isinstance(result, Broken)
         match running.operation:
             case Validate():
                 return self._validated(command, result, seconds)
@@ -387,6 +387,7 @@ class Application:
                 return (*doubted, Note("resume_failed", result.reason))
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
         self._reached, self.reason = None, ""
+        self.mandate.doubted &= not release.look
         freed = w.Resumed(ordered=command is not None) if release.version is None else w.Committed()
         kept = self._learn(freed, now)
         if command is None:

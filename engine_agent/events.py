@@ -76,6 +76,8 @@ class Release(msgspec.Struct, frozen=True):
     deadline_s: float
     labelled: bool = False
     """It has the label of `version` already."""
+    look: bool = False
+    """Something failed, and the server may be why: see it generate before it is said to."""
 
 
 Operation = Validate | PauseServer | Stage | Receive | Verify | Label | Release

@@ -18,11 +18,13 @@ class Mandate:
         """How long a clean server stays paused without news."""
         self.quiet_since = 0.0
         """It cannot have been quiet for longer."""
+        self.doubted = False
+        """Something failed since the server was last seen to generate. Whose fault it was is not known here."""
         self._tried_at = float("-inf")
 
     def anew(self, now: float) -> None:
         """Another server, of which nothing was heard yet."""
-        self.quiet_since, self.lease_s = now, UNSETTLED_S
+        self.quiet_since, self.lease_s, self.doubted = now, UNSETTLED_S, False
 
     @property
     def given(self) -> bool:

@@ -16,7 +16,7 @@ from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.transport import Address, SharedBucket
 
 from .dialects import Dialect, dialect_of
-from .errors import AnotherLaunch, NothingToGive, ServerError, ServerRefused
+from .errors import AnotherLaunch, NothingToGive, ServerError, ServerRefused, ServerSilent
 from .identity import ServerFacts, facts_of, start_time
 from .lending import TAGS, WEIGHTS, Lending
 from .payload import LOAD_FORMAT, LOADER, invitation, serialized
@@ -119,6 +119,10 @@ class SGLangServer:
         """Raise `ServerError` unless the HTTP side answers."""
         self._wire.alive("/health", deadline_s)
 
+    def generates(self, deadline_s: float = CALL_S) -> None:
+        """Raise `ServerError` unless its workers generate something now. A paused server does not."""
+        self._wire.alive("/health_generate", deadline_s)
+
     def checksums(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
         """By rank: the digest of every live parameter under SGLang's own names."""
         answer = self._wire.admin("/weights_checker", {"action": "checksum"}, deadline_s)
@@ -150,13 +154,18 @@ class SGLangServer:
     def flush(self, deadline_s: float = CALL_S) -> None:
         """flush_cache until it succeeds: it is refused while a request runs, and a retract takes its time."""
         until = time.monotonic() + deadline_s
-        while True:
+        refused: ServerRefused | None = None
+        while (left := until - time.monotonic()) > 0 or refused is None:
             try:
-                return self._wire.post("/flush_cache", max(until - time.monotonic(), 0.001))
-            except ServerRefused:
-                if time.monotonic() + _FLUSH_STEP_S >= until:
+                return self._wire.post("/flush_cache", max(left, 0.001))
+            except ServerRefused as error:
+                refused = error
+            except ServerSilent:
+                if refused is None:
                     raise
-                time.sleep(_FLUSH_STEP_S)
+                break
+            time.sleep(_FLUSH_STEP_S)
+        raise refused
 
     def set_label(self, label: str, deadline_s: float = CALL_S) -> None:
         """update_weight_version, without aborting requests (its default would)."""

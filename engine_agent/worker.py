@@ -56,6 +56,8 @@ VERIFY_S: Final = 240.0
 """Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
 _ALIVE_S: Final = 5.0
 """For a call that is answered without the scheduler."""
+LOOK_S: Final = 10.0
+"""For a server that may be dead or stand still to generate something: SGLang's own check takes one to two seconds."""
 LIVE_ON_CPU: Final = "sglang-sha256-8"
 """What weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
 LIVE_ON_GPU: Final = "sglang-fmix32-8"
@@ -334,6 +336,8 @@ class Worker:
         if release.flush:
             self._server.flush(max(until - time.monotonic(), 0.001))
         self._server.resume(min(release.deadline_s, CALL_S))
+        if release.look:
+            self._server.generates(min(release.deadline_s, LOOK_S))
 
     @property
     def taken(self) -> str:

@@ -1,10 +1,10 @@
-"""README says what the code says."""
+"""control/README.md says what the code says."""
 
 from pathlib import Path
 
 from weightbus.control.telemetry import markdown_table
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "control/README.md"
 
 
 def test_the_metrics_table_is_the_declared_one() -> None:

@@ -78,7 +78,7 @@ def test_misuse_is_our_bug() -> None:
 
 
 def test_table_lists_every_metric() -> None:
-    """README's table is made of the declarations."""
+    """control/README.md's table is made of the declarations."""
     rows = markdown_table().splitlines()
     assert len(rows) == len(METRICS) + 2
     assert all(row.count("|") == rows[0].count("|") for row in rows)

@@ -111,6 +111,7 @@ def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
         ('"e0"', '"e0', "line"),
         ("[agents", "\xff", "decode|Invalid|line"),
     ],
+    ids=("role", "no-channels", "channel", "short", "same", "signing", "field", "section", "name", "line", "bytes"),
 )
 def test_what_is_wrong_is_named(path: Path, old: str, new: str, problem: str) -> None:
     """Nothing is guessed: one wrong entry spoils the list, and the message says which."""

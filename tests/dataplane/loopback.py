@@ -207,7 +207,7 @@ def send_all(
 def _stumble(at: int, how: str) -> Callable[[int], None]:
     def stumble(index: int) -> None:
         if index == at:
-            os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
 
     return stumble
 

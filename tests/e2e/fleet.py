@@ -30,7 +30,7 @@ from weightbus.trainer_agent.demo.processes import Program, ProgramEnded, Progra
 
 CHANNELS = (Channel("e2e"),)
 ROOT = Path(__file__).parents[2]
-START_S = 240.0
+START_S = 480.0
 """A server takes 20 seconds on an idle machine, and minutes on one that runs the whole suite."""
 
 

@@ -24,7 +24,7 @@ from weightbus.trainer_agent.served import Model, served_tensors
 from ..kit.loopback_engine import LoopbackEngine
 from ..kit.tiny_families import FAMILIES
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 KIT = Path(__file__).parent.parent / "kit"
 SHIM = Path(next(iter(engine_agent.__path__))) / "cpu_shim"
@@ -65,7 +65,7 @@ def run(program: str, *arguments: object) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> str:
     """What it printed; it must have ended well."""
     try:
-        out, errors = process.communicate(timeout=240)
+        out, errors = process.communicate(timeout=480)
     finally:
         process.kill()
     assert process.returncode == 0, errors[-4000:]

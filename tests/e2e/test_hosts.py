@@ -1,4 +1,4 @@
-"""The README's "On several hosts", carried out: coordinator, engine and trainer share no network but a wire."""
+"""What control/README.md says of several hosts, carried out: coordinator, engine and trainer share only a wire."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .hosts import Host, hosts, unavailable
 NONE = unavailable()
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(NONE), reason=NONE or "there are namespaces"),
 ]
 
@@ -82,7 +82,7 @@ def test_a_version_crosses_from_host_to_host_under_keys(places: dict[str, Host],
             input=json.dumps(order) + "\n",
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=480,
             env={**os.environ, **environment, "RANK": "0"},
             check=True,
         )

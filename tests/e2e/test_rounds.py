@@ -26,7 +26,7 @@ from weightbus.trainer_agent.hf_module import HFModuleSource
 
 from .fleet import ROOT, Fleet, poll
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
 PROMPTS = [[5, 17, 33, 64, 101, 7], [400, 3, 9], [77, 78, 79, 80], [250, 1, 250, 2, 250], [11], [301, 302]]
 SEEDS = 7

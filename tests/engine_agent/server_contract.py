@@ -180,9 +180,15 @@ class ServerContract:
         bench.server.leave_group("never-joined", CALL_S)
 
     def test_resuming_what_is_not_paused(self, bench: Bench) -> None:
-        """Harmless, so that a settled engine can always be told to go on; pausing twice is too."""
+        """Harmless, so that a settled engine can always be told to go on; pausing twice is too.
+
+        Whether a server generates can be seen without knowing anything of it.
+        """
         bench.server.resume(CALL_S)
         bench.server.pause("retract", CALL_S)
         bench.server.pause("retract", CALL_S)
+        with pytest.raises(ServerError, match="health_generate"):
+            bench.server.generates(0.5)
         bench.server.resume(CALL_S)
+        bench.server.generates(CALL_S)
         assert len(bench.generate()["output_ids"]) == 8

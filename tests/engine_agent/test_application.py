@@ -249,9 +249,51 @@ def test_a_version_not_taken_beside_costs_nothing(ends: str) -> None:
     failed = only(world.fail())
     assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
     world.abort(2)
-    if world.doing is not None:
-        world.end()
+    assert only(world.end()).version == 7
     assert (world.machine.paused, world.machine.health) == (False, CLEAN)
+
+
+@pytest.mark.parametrize("noticed", ["never", "before", "meanwhile"])
+def test_a_dead_server_is_not_said_to_serve(noticed: str) -> None:
+    """Its transfer failed beside what it served; an abort is answered with `Failed`, whoever notices."""
+    world = World()
+    to_staged(world)
+    world.fail()
+    if noticed == "before":
+        world.gone()
+        assert only(world.abort(2)).step is Step.RESUME
+        return
+    world.abort(2)
+    assert world.doing == Release(None, False, 30.0, look=True)
+    if noticed == "meanwhile":
+        assert cancels(world.gone())
+    failed = only(world.fail())
+    assert (failed.step, failed.health) == (Step.RESUME, PENDING if noticed == "meanwhile" else CLEAN)
+
+
+def test_a_server_is_looked_at_until_it_was_seen_to_work() -> None:
+    """Neither a look that failed nor a launch that ended answers the question; a proof, or a look, does."""
+    world = World()
+    to_staged(world)
+    world.fail()
+    for look, ends in ((True, world.fail), (True, world.end), (False, world.end)):
+        world.abort(2)
+        assert world.doing == Release(None, False, 30.0, look=look)
+        ends()
+
+
+def test_a_doubt_ends_with_what_it_was_about() -> None:
+    """Another launch did nothing yet that would have to be looked at."""
+    world = World()
+    world.to_paused()
+    world.transfer()
+    world.fail()
+    world.gone()
+    world.found("second")
+    world.end()
+    world.to_serving(2)
+    world.abort(2)
+    assert world.doing == Release(None, False, 30.0)
 
 
 @pytest.mark.parametrize("during", ["Stage", "PauseServer"])
@@ -549,7 +591,8 @@ def test_abort_without_a_round_frees_a_clean_engine() -> None:
     world = World()
     assert ran(world.abort(3)) == ["Release"]
     assert only(world.end()).version is None
-    assert only(world.abort(3)).version is None
+    assert ran(world.abort(3)) == ["Release"], "whether it still does is asked each time"
+    assert only(world.end()).version is None
 
 
 def test_a_failed_pause_outside_a_round_is_tried_again() -> None:

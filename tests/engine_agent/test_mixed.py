@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from weightbus.control.messages import TransportKind
-from weightbus.dataplane import sends, sends_receiver, sends_wire
+from weightbus.dataplane import sends, sends_wire, takers
 from weightbus.dataplane.direct_receiver import DirectReceiver
 from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.transport import Address, Peer, Receipt
@@ -125,7 +125,7 @@ def test_who_dies_in_the_middle_costs_the_other_transport_nothing(
     """The group breaks, its engine is named, and ``near`` took everything; the next epoch has no room for the dead."""
     monkeypatch.setattr(sends, "pair_bytes_of", lambda _ranks: 256)
     monkeypatch.setattr(sends_wire, "SILENT_S", 2 * STILL_S)
-    monkeypatch.setattr(sends_receiver, "_END_S", STILL_S)
+    monkeypatch.setattr(takers, "_END_S", STILL_S)
     mixed.trainer.sends._turn_s = mixed.trainer.sends._form_s = STILL_S
     ends = Ends("sends_ends.py")
     victim = Remote(ends, tmp_path, point="moving", signal=int(signal.SIGKILL), at=2)

@@ -23,8 +23,8 @@ from weightbus.engine_agent import cpu_server
 from ..kit import tiny_model
 from .server_contract import PROMPT, Bench, ServerContract
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
-START_S = 300.0
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+START_S = 480.0
 OVERLAY = os.environ.get("WEIGHTBUS_SGLANG_OVERLAY", "")
 ORACLE = """
 import json, sys, torch

@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane import sends, sends_receiver, sends_wire
+from weightbus.dataplane import sends, sends_receiver, sends_wire, takers
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.sends_receiver import SendsReceiver
+from weightbus.dataplane.takers import StandsStill
 from weightbus.dataplane.transport import Peer, Receipt
 from weightbus.engine_agent.model_tensors import ModelTensors
 
@@ -55,7 +56,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorl
     """Ranks and engine ``e`` are here; versions travel in several turns."""
     monkeypatch.setattr(sends, "pair_bytes_of", lambda _ranks: 256)
     monkeypatch.setattr(sends_wire, "SILENT_S", 2 * STILL_S)
-    monkeypatch.setattr(sends_receiver, "_END_S", STILL_S)
+    monkeypatch.setattr(takers, "_END_S", STILL_S)
     made = SendsWorld(tmp_path / "r", 1, monkeypatch)
     made.trainer.sends._turn_s = made.trainer.sends._form_s = STILL_S
     yield made
@@ -164,8 +165,6 @@ def test_a_worker_of_an_engine(  # noqa: PLR0917 - fixtures
         world.trainer.describe()
         address = world.offer(session, [Peer("e", 1), Peer("v", 1)])
         halves = world.receive(session, "e", address, stage=True), victims_half(session, address)
-        if epoch == 2 and point in ("flip", "flipped"):
-            threading.Timer(STILL_S, lambda: world.trainer.sends.withdraw("v", "its server does not answer")).start()
         served(world)
         ours, theirs = (half.exception(WAIT_S) for half in halves)
         if epoch == 1 and point != "moving":
@@ -184,6 +183,44 @@ def test_a_worker_of_an_engine(  # noqa: PLR0917 - fixtures
     world.trainer.step(6)
     world.round(stage=True)
     assert holds(world.server, world.trainer.values)
+
+
+@pytest.mark.parametrize("point", ["moving", "flip"])
+def test_a_stopped_worker_costs_the_others_one_attempt(
+    world: SendsWorld, ends: Ends, tmp_path: Path, request: pytest.FixtureRequest, point: str
+) -> None:
+    """Its engine refuses every attempt at once until the worker goes on, and then takes what there is, verified."""
+    sidecar = SendsReceiver(world.runtime)
+    request.addfinalizer(sidecar.shutdown)
+    victim = Remote(ends, tmp_path, point=point, signal=int(signal.SIGSTOP), at=6 if point == "moving" else 2)
+
+    def victims_half(session: Any, address: Any) -> Receipt:
+        sidecar.stage(session, address, "v", WAIT_S)
+        return sidecar.receive(session, address, "v", 0, victim, WAIT_S)  # type: ignore[arg-type]
+
+    for epoch in range(1, 6):
+        world.trainer.step(epoch)
+        session = world.trainer.session(epoch)
+        world.trainer.describe()
+        address = world.offer(session, [Peer("e", 1), Peer("v", 1)])
+        theirs = world.pool.submit(victims_half, session, address)
+        if epoch in (3, 4):  # what the coordinator hears of the engine, and tells the trainer
+            began = time.monotonic()
+            with pytest.raises(StandsStill, match="worker 0 of the server stands still"):
+                theirs.result(WAIT_S)
+            assert time.monotonic() - began < STILL_S
+            world.trainer.sends.withdraw("v", "its server stands still")
+        ours = world.receive(session, "e", address, stage=True)
+        served(world)
+        if epoch == 2:
+            assert isinstance(theirs.exception(WAIT_S), DataplaneError)
+            assert point == "moving" or ours.exception(WAIT_S) is None
+            continue
+        ours.result(WAIT_S)
+        assert holds(world.server, world.trainer.values)
+        if epoch == 4:
+            os.kill(victim.pid, signal.SIGCONT)
+    assert theirs.result(WAIT_S).checked
 
 
 class Killed(BaseException):
@@ -213,7 +250,7 @@ def test_a_sidecar(world: SendsWorld, monkeypatch: pytest.MonkeyPatch, heard: in
     session = world.trainer.session(2)
     world.trainer.describe()
     taken = world.receive(session, "e", world.offer(session), stage=True)
-    if stands:
+    if stands or not heard:
         threading.Timer(STILL_S, lambda: world.trainer.sends.withdraw("e", "its agent is silent")).start()
     served(world)
     waiting.set()

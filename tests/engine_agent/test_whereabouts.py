@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -46,12 +47,14 @@ def test_workers_lie_on_the_gpus_that_sglang_numbers(driver: list[dict[str, str]
     """From --base-gpu-id on, by --gpu-id-step, among those that the server's own process sees."""
     given = facts_of({**INFO, "base_gpu_id": 0, "gpu_id_step": 2}, {}, "http://elsewhere:1")
     assert given.gpus == (0, 2)
-    found = places_of(msgspec.structs.replace(given, process=(os.getpid(), 1)))
+    with subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], "OF": "the server"}) as server:
+        found = places_of(msgspec.structs.replace(given, process=(server.pid, 1)))
+        server.kill()
     assert [(each.rank, each.device, each.reach) for each in found] == [
         (0, "gpu-a", {"gpu-b": Reach.NVLINK, "gpu-c": Reach.NONE}),
         (1, "gpu-c", {"gpu-a": Reach.NONE, "gpu-b": Reach.NONE}),
     ]
-    assert driver[0]["PATH"] == os.environ["PATH"], "asked in the environment of that process"
+    assert driver[0]["OF"] == "the server", "asked in the environment of that process"
 
 
 @pytest.mark.usefixtures("driver")

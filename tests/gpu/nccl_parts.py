@@ -217,7 +217,7 @@ def death(part: Part) -> None:
 
             def blow() -> None:
                 killed.write_text(json.dumps({"at": time.monotonic(), "tokens": len(client._times)}))
-                os.kill(os.getpid(), signal.SIGKILL)
+                signal.pthread_kill(threading.get_ident(), signal.SIGKILL)
 
             strike(STRIKE_AT, blow)
             publish_one(version, part.fleet)

@@ -25,6 +25,7 @@ def _m(name: str, path: str, found: str, planted: str) -> Mutation:
 
 
 SERVER, COORDINATOR, CHANNEL = "control/server.py", "control/coordinator.py", "control/channel.py"
+STANDING, ATTENDANCE = "control/standing.py", "control/attendance.py"
 ROUND, COHORT, FLEET = "control/round.py", "control/cohort.py", "control/fleet.py"
 APPLICATION, PUBLICATION, SESSION = (
     "engine_agent/application.py",
@@ -43,8 +44,8 @@ MUTATIONS: Final = (
     ),
     _m(  # found by the simulation in our own code
         "welcomes-before-the-record",
-        COORDINATOR,
-        "            if self._writing:  # losing it moved its round on",
+        ATTENDANCE,
+        "            if self._pen.writing:  # losing it moved its round on",
         "            if False:  # losing it moved its round on",
     ),
     _m(
@@ -68,10 +69,10 @@ MUTATIONS: Final = (
         "                    self.round.commit_refused(reason, now)",
         "                    self.round.committed(now)",
     ),
-    _m("forgets-the-epoch-at-boot", CHANNEL, "self.epoch: Epoch = restored.epoch", "self.epoch: Epoch = Epoch(0)"),
+    _m("forgets-the-epoch-at-boot", STANDING, "self.epoch: Epoch = restored.epoch", "self.epoch: Epoch = Epoch(0)"),
     _m(
         "forgets-the-commit-at-boot",
-        CHANNEL,
+        STANDING,
         "self.window = Window(restored.committed)",
         "self.window = Window()",
     ),
@@ -83,7 +84,7 @@ MUTATIONS: Final = (
     ),
     _m(
         "version-not-monotonic",
-        CHANNEL,
+        STANDING,
         "        older = self.committed and message.version <= self.committed.version",
         "        older = False",
     ),
@@ -188,7 +189,7 @@ MUTATIONS: Final = (
     _m(
         "a-burst-does-not-wait-for-the-disk",
         COORDINATOR,
-        "                if self._waiting or self._writing:\n",
+        "                if self._waiting or self._pen.writing:\n",
         "                if False:\n",
     ),
     _m("no-fencing-at-the-engine", APPLICATION, "        if message.epoch < self.epoch:", "        if False:"),
@@ -237,7 +238,7 @@ MUTATIONS: Final = (
     _m(
         "lost-resume",
         APPLICATION,
-        "        return self._run(Release(None, False, command.deadline_s), command, now)",
+        "        return self._run(Release(None, False, command.deadline_s, look=self.mandate.doubted), command, now)",
         "        return (self._serving(command, 0.0, now),)",
     ),
     _m(

@@ -1,0 +1,145 @@
+"""Who comes, who is heard, who goes; and what a channel is told of it. Pure."""
+
+from __future__ import annotations
+
+from .admission import may_join
+from .channel import Channel
+from .effects import AgentJoined, AgentLeft
+from .events import MessageReceived, Peer, TrustLost
+from .ids import AgentId
+from .ids import Channel as ChannelId
+from .lease import Verdict
+from .limits import Limits
+from .membership import Agent, Membership
+from .messages import Alive, Code, Heartbeat, Hello, Role, Topology, Welcome
+from .outbox import Outbox
+from .past import Restored
+from .pen import Pen
+from .relay import Relay
+
+
+class Attendance:
+    """The members, and the channels that they bring with them."""
+
+    def __init__(
+        self,
+        boot: int,
+        limits: Limits,
+        channels: dict[ChannelId, Channel],
+        members: Membership,
+        *,
+        out: Outbox,
+        pen: Pen,
+        relay: Relay,
+    ) -> None:
+        self._boot, self._limits = boot, limits
+        self._channels, self._members = channels, members
+        self._out, self._pen, self._relay = out, pen, relay
+
+    # -- who comes --------------------------------------------------------------------------------------------------
+
+    def hello(self, message: Hello, event: MessageReceived, now: float) -> bool:
+        """Take an agent in, or refuse it. False: what it replaced is being written down, ask again after that."""
+        peer = event.peer
+        before = self._members.get(message.agent)
+        verdict = self._may_enter(message, event, before, now)
+        if not verdict.ok:
+            self._out.refuse(peer, message.agent, message, verdict)
+            return True
+        returning = before is not None and before.incarnation == message.incarnation
+        if before and not returning:
+            self.leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
+            if self._pen.writing:  # losing it moved its round on: who comes is told how things stand after that
+                return False
+        elif before and before.peer and before.peer != peer:
+            self._out.evict(before.peer, "came back on another connection")
+        self._welcome(message, peer, now, returning=returning)
+        return True
+
+    def _may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Verdict:
+        verdict = may_join(message, event.principal, self._members.on(event.peer), before)
+        if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
+            verdict = Verdict(Code.NOT_ALLOWED, f"{len(self._channels)} channels are here, no more are taken")
+        return self._members.verdict(message, event.peer, now) if verdict.ok else verdict
+
+    def _welcome(self, message: Hello, peer: Peer, now: float, *, returning: bool) -> None:
+        agent = self._members.join(message, peer, now)
+        if message.channel not in self._channels:
+            self._channels[message.channel] = Channel(message.channel, self._limits, Restored())
+        channel = self._channels[message.channel]
+        self._out.send(
+            peer,
+            Welcome(
+                request=message.request,
+                boot=self._boot,
+                epoch=channel.epoch,
+                committed=channel.committed,
+                heartbeat_s=self._limits.heartbeat_s,
+                silence_s=self._limits.silence_s,
+            ),
+        )
+        note = AgentJoined(
+            agent=agent.name,
+            role=agent.role,
+            channel=agent.channel,
+            incarnation=agent.incarnation,
+            returning=returning,
+        )
+        self._out.observe(note)
+        if agent.role is Role.ENGINE:
+            channel.engine_joined(agent, now)
+        elif agent.role is Role.TRAINER:
+            channel.trainer_heard(agent, now)
+            channel.trainer_joined(agent, now)
+        self._relay.flush(channel, now)
+
+    # -- who is heard -----------------------------------------------------------------------------------------------
+
+    def heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
+        """It is well; its server may have changed under it."""
+        channel = self._channels[agent.channel]
+        if message.seq:
+            window = channel.window
+            committed = window.committed.version if window.committed else None
+            self._out.send(peer, Alive(seq=message.seq, boot=self._boot, committed=committed, max_lag=window.max_lag))
+        if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
+            self._relay.flush(channel, now)
+
+    def located(self, agent: Agent, message: Topology) -> None:
+        """It says where it is."""
+        agent.topology = message
+        if agent.role is Role.ENGINE:
+            self._channels[agent.channel].engine_located(agent.name, message)
+
+    # -- who goes ---------------------------------------------------------------------------------------------------
+
+    def disconnected(self, peer: Peer, now: float) -> None:
+        """A connection is gone. Its agent may come back on another, within a time."""
+        agent = self._members.disconnect(peer, now)
+        channel = self._channels.get(agent.channel) if agent else None
+        if agent and channel and channel.round and channel.round.needs(agent.name):
+            self._members.expect(agent.name, now)
+
+    def distrusted(self, event: TrustLost, now: float) -> None:
+        """Its key is not on the list any more."""
+        if agent := self._members.get(event.agent):
+            self.leave(agent, f"is not trusted any more: {event.reason}", now)
+
+    def give_up_on(self, name: AgentId, now: float) -> None:
+        """It may have been silent for too long."""
+        agent = self._members.get(name)
+        if agent and (reason := self._members.why_lost(agent, now)):
+            self.leave(agent, reason, now)
+
+    def leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> None:
+        """It is gone for good: so is its lease, and its part in a round."""
+        self._members.remove(agent.name)
+        if evict and agent.peer:
+            self._out.evict(agent.peer, reason)
+        self._out.observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))
+        channel = self._channels[agent.channel]
+        if agent.role is Role.ENGINE:
+            channel.engine_lost(agent.name, reason, now)
+        elif agent.role is Role.TRAINER:
+            channel.trainer_lost(agent, reason, now)
+        self._relay.flush(channel, now)

@@ -1,0 +1,48 @@
+"""What a channel wants sent, noted and written down, in the coordinator's hands until it is. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from .duties import Command
+from .effects import (
+    AnyObservation,
+    Committed,
+    EpochTaken,
+    RoundClosed,
+)
+from .ids import AgentId
+from .messages import (
+    ToAgent,
+)
+from .tenure import Answer, Denial
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Send `message` to whatever connections `agents` are on."""
+
+    agents: tuple[AgentId, ...]
+    message: ToAgent
+
+
+ChannelRecord = EpochTaken | Committed | RoundClosed
+Out = Tell | Answer | Denial | ChannelRecord | AnyObservation
+RECORDS: Final = (EpochTaken, Committed, RoundClosed)
+
+
+def together(due: Iterable[tuple[AgentId, Command]]) -> list[Tell]:
+    """What many are told alike, at once to all of them; who is told two things is told the first one first.
+
+    That is one object (orders.py): to compare values would cost more than it saves.
+    """
+    alike: dict[int, tuple[list[AgentId], Command]] = {}
+    for agent, command in due:
+        known = alike.get(id(command))
+        if known is None:
+            alike[id(command)] = [agent], command
+        else:
+            known[0].append(agent)
+    return [Tell(tuple(agents), command) for agents, command in alike.values()]

@@ -1,0 +1,167 @@
+"""What is known of one channel: its committed version, its lease, its round and its engines. Pure.
+
+Nothing in here changes any of it: channel.py does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from .answers import Answers
+from .deadlines import earlier
+from .duties import Duties
+from .engines import Engine, readiness
+from .errors import InvariantBroken
+from .fleet import Fleet
+from .ids import AgentId, Epoch, Incarnation, Version
+from .ids import Channel as ChannelId
+from .lease import YES, Lease, Verdict
+from .limits import Limits
+from .membership import Agent
+from .messages import (
+    Code,
+    Held,
+    Publish,
+)
+from .outgoing import Out
+from .past import Past, Restored
+from .patience import contradicts
+from .publisher import NOBODY, Publisher
+from .round import Round
+from .routing import Route
+from .staleness import Window
+from .states import SETTLED, EnginePhase
+from .story import STORY
+from .tenure import Tenure
+
+
+class Standing:
+    """How one channel stands."""
+
+    def __init__(self, name: ChannelId, limits: Limits, restored: Restored) -> None:
+        self.name = name
+        self.epoch: Epoch = restored.epoch
+        self.window = Window(restored.committed)
+        self.committed_epoch: Epoch = restored.committed_epoch
+        self.history: tuple[Past, ...] = restored.history
+        self.round: Round | None = None
+        self.publisher: Publisher | None = None
+        self.out: list[Out] = []
+        self.story: deque[object] = deque(maxlen=STORY)
+        self._limits = limits
+        self._duties = Duties(limits.retry_s, limits.retry_max_s)
+        self._answers = Answers(restored.answers)
+        self._tenure = Tenure(name, limits, self.story)
+        self._fleet = Fleet(name, limits, self._duties)
+        self.engines: Mapping[AgentId, Engine] = self._fleet.engines
+        self._holder: tuple[AgentId, Incarnation] | None = None
+        self._outlook: tuple[Round | None, Window] = (None, Window())
+        """By what all engines were last judged together."""
+
+    @property
+    def committed(self) -> Held | None:
+        """The version that is durable."""
+        return self.window.committed
+
+    @property
+    def lease(self) -> Lease | None:
+        """Who may publish."""
+        return self._tenure.lease
+
+    @property
+    def pressing(self) -> bool:
+        """Whether `flush` has more to say than who is ready."""
+        return bool(self.out) or self._duties.fresh or (self.round is not None and self.round.wants is not None)
+
+    @property
+    def calm(self) -> bool:
+        """Whether nobody's next step waits for a message."""
+        return self.round is None and self.lease is None and not self._duties
+
+    def next_deadline(self) -> float | None:
+        """When `tick` or `flush` has something to do."""
+        of_round = self.round.next_deadline() if self.round else None
+        of_lease = self._tenure.next_deadline(in_round=self.round is not None)
+        return earlier(self._duties.next_deadline(), earlier(of_round, of_lease))
+
+    def pinned(self) -> set[str]:
+        """Blobs that are needed."""
+        needed: set[str] = set()
+        if self.committed:
+            needed.update((self.committed.manifest, self.committed.table))
+        if self.round:
+            needed.update((self.round.publish.manifest, self.round.publish.table))
+        return needed
+
+    def phase(self, name: AgentId) -> EnginePhase | None:
+        """Where an engine stands in the running round."""
+        member = self.round.members.get(name) if self.round else None
+        return member.phase if member else None
+
+    def window_of(self, name: AgentId) -> Window:
+        """What an engine may serve: also the version before, while it waits for its turn in a round."""
+        return self.window.also(self.round.replaced) if self.round and self.round.waits(name) else self.window
+
+    def check(self) -> None:
+        """Raise `InvariantBroken` unless the channel's parts agree with each other."""
+        wrong = list(self.round.check()) if self.round else []
+        if self.lease and self.lease.epoch > self.epoch:
+            wrong.append(f"the lease is of epoch {self.lease.epoch}, the highest ever taken is {self.epoch}")
+        if self.round and self.round.epoch > self.epoch:
+            wrong.append(f"the round is of epoch {self.round.epoch}, the highest ever taken is {self.epoch}")
+        if self.committed_epoch > self.epoch:
+            wrong.append(f"committed at epoch {self.committed_epoch}, the highest ever taken is {self.epoch}")
+        for engine in self.engines.values():
+            phase = self.phase(engine.name)
+            ready = readiness(engine, phase, self.window_of(engine.name)).ok
+            if ready is not self._fleet.announced(engine.name):
+                wrong.append(f"{engine.name} is {'ready' if ready else 'not ready'}, and nobody was told")
+            if ready and not self.window_of(engine.name).allows(engine.held):
+                wrong.append(f"{engine.name} is ready, but holds {engine.held}")
+            if phase is EnginePhase.SERVING and (self.committed is None or self.round is None):
+                wrong.append(f"{engine.name} serves what was never committed")
+        if wrong:
+            raise InvariantBroken("; ".join(wrong), tuple(self.story))
+
+    # -- for who decides --------------------------------------------------------------------------------------------
+
+    @property
+    def _settling_epoch(self) -> Epoch:
+        """Under which engines outside a round are told what to do: the highest that any engine can have seen.
+
+        Not that of a lease under which nothing was published yet: what is answered to it late would be taken for an
+        answer in the round that this lease begins.
+        """
+        unused = self.lease is not None and self.round is None
+        return Epoch(self.epoch - 1) if unused else self.epoch
+
+    def _takes_part(self, name: AgentId) -> bool:
+        return self.phase(name) not in (None, *SETTLED)
+
+    def _is_committed(self, message: Publish) -> bool:
+        held = self.committed
+        return held is not None and held.version == message.version and held.table == message.table
+
+    def _not_newer(self, version: Version) -> Verdict:
+        found = self.committed.version if self.committed else None
+        return Verdict(
+            Code.VERSION_NOT_NEWER,
+            f"found version {version}, committed is {found}: publish a higher one, or say rollback",
+        )
+
+    def _may_begin(self, message: Publish, missing: str) -> Verdict:
+        if self.round:
+            return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
+        if message.rollback and not (self.lease and self.lease.rollback):
+            return Verdict(Code.NOT_ALLOWED, "this lease was acquired without rollback: acquire again, with it")
+        older = self.committed and message.version <= self.committed.version
+        if older and not (message.rollback or message.catch_up):
+            return self._not_newer(message.version)
+        if missing:
+            return Verdict(Code.UNKNOWN_BLOB, f"blob {missing} is not here: put it, then publish again")
+        reason = contradicts(message, is_committed=self._is_committed(message))
+        return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
+
+    def _routes(self, trainer: Agent, *, snapshot: bool = False) -> dict[AgentId, Route]:
+        return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot)

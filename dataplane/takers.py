@@ -1,0 +1,298 @@
+"""The workers' threads that receive, as their sidecar sees them: connections that outlive rounds, one for each worker.
+
+They are also what a worker's life is known by. A worker whose thread answers is there, whatever its scheduler does; one
+that says nothing for `SILENT_S` stands still: its process was stopped, or is stuck. Whoever stood still is remembered,
+so that no later attempt waits for it: until it says something, every round is refused at once, before others begin.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from . import sends_wire, worker_wire
+from .deadline import Deadline
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
+from .frames import FrameListener, Frames
+from .local import open_runtime_dir
+from .schedule import Schedule
+from .sends_wire import Group
+from .workers import Workers
+
+_LOOK_S: Final = 0.02
+_SAY_S: Final = 10.0
+_END_S: Final = 5.0
+"""For workers to answer once it is over for another reason. One that stands still does not."""
+_CONNECT_S: Final = 60.0
+"""For workers whose thread was told to connect."""
+_SPARE: Final = 1.1
+"""Room for what is taken beside the parameters, as a multiple of it."""
+
+
+class StandsStill(TransferFailed):
+    """A worker of the server says nothing any more."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"worker {rank} of the server stands still: nothing was heard of it for {sends_wire.SILENT_S:.1f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """What a transfer needs of the sidecar's connection to the trainer."""
+
+    beat: Callable[[], None]
+    """This engine does not stand still."""
+    over: Callable[[], str]
+    """Why the attempt is over there; empty while it is not."""
+    failed: Callable[[str], None]
+    """It is over here."""
+
+
+class Takers:
+    """Used from one thread, but for `close`."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+        self._listener: FrameListener | None = None
+        self._threads: dict[int, Frames] = {}
+        """By the worker's rank."""
+        self._still: dict[int, tuple[Frames, float]] = {}
+        """Who owes an answer, and when it was heard last. What it says when it goes on belongs to no round."""
+        self._asked: dict[int, float] = {}
+        """By `pulse`: who has not answered since when."""
+        self._ask_at = float("inf")
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def expect(self, workers: Workers, schedules: Sequence[Schedule], deadline: Deadline) -> None:
+        """Tell every worker what it will be sent, unless it knows, and have its thread connect."""
+        self._calm()
+        if self._listener is None:
+            open_runtime_dir(self._runtime_dir)
+            self._listener = FrameListener(self._runtime_dir / f"t-{os.getpid()}-{id(self):x}.sock")
+        there = {rank for rank, frames in self._threads.items() if not frames.waiting()}
+        new = workers.expect(schedules, there, os.fspath(self._listener.path), deadline)
+        for rank in new & set(self._threads):
+            self._threads.pop(rank).close()
+        coming = Deadline(min(deadline.left(), _CONNECT_S))
+        while new - set(self._threads):
+            frames = self._listener.accept(coming, "the workers' threads")
+            hello = worker_wire.hear_worker(frames, coming, "a worker's thread")
+            if not isinstance(hello, worker_wire.Expecting):
+                raise PeerLost(f"a worker's thread began with {_said(hello)}")
+            self._threads[hello.rank] = frames
+
+    # -- are they there -----------------------------------------------------------------------------------------------
+
+    @property
+    def stands_still(self) -> bool:
+        """Somebody does, as far as is known."""
+        return bool(self._still)
+
+    def require_alive(self) -> None:
+        """Raise `TransferFailed` when a worker has died.
+
+        Its server ends too, but takes seconds for it, in which it would have to be paused.
+        """
+        dead = [rank for rank, frames in self._threads.items() if frames.ended()]
+        if dead:
+            raise TransferFailed(f"worker {dead[0]} of the server has died")
+
+    def require_moving(self) -> None:
+        """Raise `StandsStill` when a worker that stood still has said nothing since."""
+        self._calm()
+        for rank, (frames, heard_at) in sorted(self._still.items()):
+            if not frames.speaks(max(0.0, heard_at + sends_wire.SILENT_S - time.monotonic())):
+                raise StandsStill(rank)
+            self._still.pop(rank)[0].close()  # its thread begins anew, with a schedule; or it has died
+
+    def pulse(self) -> None:
+        """Called often while workers are waited for that need not say anything. Raises `StandsStill`."""
+        now = time.monotonic()
+        if self._ask_at == float("inf"):
+            self._ask_at = now + sends_wire.BEAT_S
+        for rank in [rank for rank in self._asked if self._threads[rank].waiting()]:
+            try:
+                worker_wire.hear_worker(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
+            except DataplaneError:  # whoever waits for its scheduler hears of it
+                self._threads.pop(rank).close()
+            del self._asked[rank]
+        for rank, asked_at in self._asked.items():
+            if now - asked_at > sends_wire.SILENT_S:
+                self._stands(rank, asked_at)
+                raise StandsStill(rank)
+        if now < self._ask_at:
+            return
+        self._ask_at = now + sends_wire.BEAT_S
+        for rank in set(self._threads) - set(self._asked):
+            self._ask(rank, now)
+
+    def _calm(self) -> None:
+        """`pulse` is not called any more: nobody owes an answer to it."""
+        for rank, asked_at in tuple(self._asked.items()):
+            try:
+                worker_wire.hear_worker(self._threads[rank], Deadline(_END_S), f"worker {rank}")
+            except DeadlineExceeded:
+                self._stands(rank, asked_at)
+            except DataplaneError:
+                self._threads.pop(rank).close()
+        self._asked.clear()
+        self._ask_at = float("inf")
+
+    def room(self) -> str:
+        """Why the version cannot be taken beside what is served, empty when it can. Raises `StandsStill`."""
+        self.require_moving()
+        for rank, frames in sorted(self._threads.items()):
+            began = time.monotonic()
+            try:
+                if frames.waiting():
+                    raise PeerLost("it is gone")
+                worker_wire.say(frames, worker_wire.Weigh(), Deadline(_SAY_S))
+                room = worker_wire.hear_worker(frames, Deadline(sends_wire.SILENT_S), f"worker {rank}")
+            except DeadlineExceeded as error:
+                self._stands(rank, began)
+                raise StandsStill(rank) from error
+            except DataplaneError as error:
+                self._threads.pop(rank).close()
+                return f"worker {rank}: {error}"
+            if not isinstance(room, worker_wire.Room) or room.free < room.needed * _SPARE:
+                found = (
+                    f"{room.needed} bytes are needed, {room.free} free" if isinstance(room, worker_wire.Room) else "?"
+                )
+                return f"worker {rank} has no room beside its weights: {found}"
+        return ""
+
+    # -- a transfer ---------------------------------------------------------------------------------------------------
+
+    def take(self, group: Group, leader: Leader, deadline: Deadline, *, beside: bool) -> list[worker_wire.Taken]:
+        """Have all of them join `group`, as its rank and those that follow, and receive everything.
+
+        Whoever fails first, here or elsewhere, ends it for all. Raises `NotTaken`.
+        """
+        self._calm()
+        for at, rank in enumerate(sorted(self._threads)):
+            mine = msgspec.structs.replace(group, rank=group.rank + at)
+            worker_wire.say(self._threads[rank], worker_wire.Take(group=mine, beside=beside), deadline)
+        return _Transfer(self._threads, leader, beside=beside).outcomes(deadline, self._stands)
+
+    def tell(self, reason: str) -> None:
+        """Call it off. Who is gone needs no telling."""
+        _tell(dict(self._threads), reason)
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        for frames in (*self._threads.values(), *(frames for frames, _ in self._still.values())):
+            frames.close()
+        self._threads, self._still, self._asked = {}, {}, {}
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _ask(self, rank: int, now: float) -> None:
+        try:
+            worker_wire.say(self._threads[rank], worker_wire.Weigh(), Deadline(_SAY_S))
+            self._asked[rank] = now
+        except DataplaneError:
+            self._threads.pop(rank).close()
+
+    def _stands(self, rank: int, heard_at: float) -> None:
+        self._asked.pop(rank, None)
+        self._still[rank] = self._threads.pop(rank), heard_at
+
+
+class NotTaken(TransferFailed):
+    """At least one worker did not receive everything."""
+
+    def __init__(self, detail: str, touched: bool) -> None:
+        super().__init__(detail)
+        self.touched = touched
+        """Parameters may have been changed."""
+
+
+class _Transfer:
+    """From `Take` to the last answer."""
+
+    def __init__(self, threads: dict[int, Frames], leader: Leader, *, beside: bool) -> None:
+        self._threads, self._leader, self._beside = dict(threads), leader, beside
+        self._found: dict[int, worker_wire.ToSidecar] = {}
+        self._heard = dict.fromkeys(threads, time.monotonic())
+        self._reason = ""
+        self._over: Deadline | None = None
+
+    def outcomes(self, deadline: Deadline, stands: Callable[[int, float], None]) -> list[worker_wire.Taken]:
+        """How it ended for every worker; who did not say is told to `stands`."""
+        beat_at = 0.0
+        with selectors.DefaultSelector() as selector:
+            for rank, frames in self._threads.items():
+                selector.register(frames, selectors.EVENT_READ, rank)
+            while self._waits:
+                deadline.check("the workers to take everything")
+                if time.monotonic() >= beat_at and not self._reason:
+                    beat_at = time.monotonic() + sends_wire.BEAT_S
+                    self._leader.beat()
+                for key, _ in selector.select(_LOOK_S):
+                    if self._hear(key.data):
+                        selector.unregister(self._threads[key.data])
+                self._look()
+        if not self._reason:
+            return [each for each in self._found.values() if isinstance(each, worker_wire.Taken)]
+        silent = [rank for rank in self._threads if rank not in self._found]
+        for rank in silent:
+            stands(rank, self._heard[rank])
+        changed = any(not isinstance(each, worker_wire.Failed) or each.touched for each in self._found.values())
+        raise NotTaken(self._reason, not self._beside and (bool(silent) or changed))
+
+    @property
+    def _waits(self) -> bool:
+        return len(self._found) < len(self._threads) and not (self._over and not self._over.left())
+
+    def _hear(self, rank: int) -> bool:
+        """Take what a worker said; whether it was its last word."""
+        try:
+            said = worker_wire.hear_worker(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
+        except DataplaneError as error:
+            said = worker_wire.Failed(reason=str(error), touched=not self._beside)
+        self._heard[rank] = time.monotonic()
+        if isinstance(said, worker_wire.Moving):
+            return False
+        self._found[rank] = said
+        if not isinstance(said, worker_wire.Taken):
+            self._end(f"worker {rank}: {_said(said)}")
+        return True
+
+    def _look(self) -> None:
+        """End it for who stands still, or for what the trainer said."""
+        if self._reason:
+            return
+        late = time.monotonic() - sends_wire.SILENT_S
+        still = [rank for rank, heard_at in self._heard.items() if rank not in self._found and heard_at < late]
+        self._end(str(StandsStill(still[0])) if still else self._leader.over())
+
+    def _end(self, reason: str) -> None:
+        if not reason or self._reason:
+            return
+        self._reason, self._over = reason, Deadline(_END_S)
+        self._leader.failed(reason)
+        _tell({rank: frames for rank, frames in self._threads.items() if rank not in self._found}, reason)
+
+
+def _tell(threads: dict[int, Frames], reason: str) -> None:
+    for frames in threads.values():
+        try:
+            worker_wire.say(frames, worker_wire.Failed(reason=reason[:2048]), Deadline(_SAY_S))
+        except DataplaneError:
+            continue
+
+
+def _said(message: worker_wire.ToSidecar) -> str:
+    return message.reason if isinstance(message, worker_wire.Failed) else type(message).__name__
