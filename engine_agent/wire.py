@@ -45,7 +45,7 @@ class Wire:
     def __init__(self, url: str, keys: Keys) -> None:
         self.url = url.rstrip("/")
         self._keys = keys
-        # httpx's own transport, without httpx: half of a call's time here, and three calls are made while requests wait.
+        # httpx's own transport without httpx, which is half of a call: three calls are made while requests wait.
         # It takes no proxy from the environment: the server is near, its payloads are nobody else's business.
         self._pool = httpcore.ConnectionPool(max_connections=100, keepalive_expiry=_IDLE_S)
         self.observer: Observer | None = None
