@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
+
+import msgspec
 
 from .ids import AgentId, Epoch, RequestId
-from .lease import Lease
-from .messages import Abandon, Ack, EngineReport, Granted, Outcome, Publish, RoundDone
+from .lease import Lease, Verdict
+from .messages import (
+    Abandon,
+    Ack,
+    Acquire,
+    Code,
+    EngineReport,
+    Granted,
+    Offered,
+    Outcome,
+    Publish,
+    Release,
+    RoundDone,
+    Sent,
+)
+
+Keyed = Acquire | Release | Publish | Offered | Sent | Abandon
+"""Requests whose answer is remembered."""
 
 ANSWERS: Final = 256
 """Finished rounds whose answer is remembered, per channel."""
+
+
+_ENCODE: Final = msgspec.msgpack.Encoder()
+
+
+class _Reply(NamedTuple):
+    kind: str
+    question: bytes
+    """Its digest: an offer may be long, and thousands are remembered."""
+    reply: Ack | Granted
 
 
 class Replies:
@@ -19,20 +48,35 @@ class Replies:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._by_key: OrderedDict[tuple[AgentId, RequestId], Ack | Granted] = OrderedDict()
+        self._by_key: OrderedDict[tuple[AgentId, RequestId], _Reply] = OrderedDict()
 
-    def get(self, agent: AgentId, request: RequestId) -> Ack | Granted | None:
-        """What `agent` was told, unless that was too long ago."""
-        return self._by_key.get((agent, request))
+    def get(self, agent: AgentId, message: Keyed) -> Ack | Granted | Verdict | None:
+        """What `agent` was told, unless that was too long ago; or why its key is not for this question."""
+        known = self._by_key.get((agent, message.request))
+        if known is None:
+            return None
+        if known.question == _digest(message):
+            return known.reply
+        return other_question(message, known.kind)
 
-    def remember(self, agent: AgentId, reply: Ack | Granted) -> None:
-        """`agent` is told `reply`; the oldest one may be forgotten."""
-        self._by_key[agent, reply.request] = reply
+    def remember(self, agent: AgentId, message: Keyed, reply: Ack | Granted) -> None:
+        """`agent` asked `message` and is told `reply`; the oldest one may be forgotten."""
+        self._by_key[agent, message.request] = _Reply(type(message).__name__, _digest(message), reply)
         while len(self._by_key) > self._limit:
             self._by_key.popitem(last=False)
 
     def __len__(self) -> int:
         return len(self._by_key)
+
+
+def _digest(message: Keyed) -> bytes:
+    return hashlib.blake2b(_ENCODE.encode(message), digest_size=16).digest()
+
+
+def other_question(message: Keyed, before: str) -> Verdict:
+    """For a key that was used already."""
+    reason = f"key {message.request} was used for another {before}: every question has a key of its own"
+    return Verdict(Code.NOT_ALLOWED, reason)
 
 
 class Answers:
@@ -50,6 +94,13 @@ class Answers:
     def get(self, request: RequestId) -> RoundDone | None:
         """How the round of `request` ended, if it did."""
         return self._by_request.get(request)
+
+    def contradicts(self, message: Publish) -> Verdict | None:
+        """Why the round of this key was not this one's; None when it was, or when there was none."""
+        done = self._by_request.get(message.request)
+        if done is None or (done.epoch, done.version) == (message.epoch, message.version):
+            return None
+        return other_question(message, "Publish")
 
     def remember(self, request: RequestId, done: RoundDone) -> None:
         """The round of `request` ended like this."""

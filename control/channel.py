@@ -37,8 +37,6 @@ from .round import Round
 from .standing import Standing
 from .states import SETTLED, RoundState
 
-TrainerRequest = Acquire | Release | Publish | Offered | Sent | Abandon
-
 
 class Channel(Standing):
     """The machine of one channel."""
@@ -75,6 +73,8 @@ class Channel(Standing):
         """Begin the round. `missing` names a blob that has to be put first."""
         engines = self._fleet.behind(self.committed) if message.catch_up else self._fleet.infos()
         lacked = message.catch_up and engines and not (self.round and self.round.publish.request == message.request)
+        if other := self._answers.contradicts(message):
+            return other
         if self._answers.knows(message.request) or (self._is_committed(message) and not lacked):
             self.repeat_done(agent, message)
             return YES

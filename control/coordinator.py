@@ -17,9 +17,10 @@ import msgspec
 
 from . import plan_document, status
 from .admission import may_say
+from .answers import Keyed
 from .attendance import Attendance
 from .blobs import Blobs
-from .channel import Channel, TrainerRequest
+from .channel import Channel
 from .deadlines import earlier
 from .effects import AnyEffect, Probe
 from .errors import InvariantBroken
@@ -292,10 +293,12 @@ class Coordinator:
         else:
             self._stirred[channel.name] = channel
 
-    def _from_trainer(self, agent: Agent, message: TrainerRequest, peer: Peer, now: float) -> None:
+    def _from_trainer(self, agent: Agent, message: Keyed, peer: Peer, now: float) -> None:
         channel = self.channels[agent.channel]
-        known = self.replies.get(agent.name, message.request)
-        if known:
+        known = self.replies.get(agent.name, message)
+        if isinstance(known, Verdict):
+            self._out.refuse(peer, agent.name, message, known)
+        elif known:
             self._out.send(peer, known)
             if isinstance(message, Publish):
                 channel.repeat_done(agent, message)
@@ -307,7 +310,7 @@ class Coordinator:
         self.blobs.pin(digest for channel in self.channels.values() for digest in channel.pinned())
         self._relay.flush(channel, now)
 
-    def _ask(self, channel: Channel, agent: Agent, message: TrainerRequest, now: float) -> Verdict:
+    def _ask(self, channel: Channel, agent: Agent, message: Keyed, now: float) -> Verdict:
         match message:
             case Acquire():
                 return self._closed() or channel.acquire(agent, message, now)

@@ -88,7 +88,7 @@ class Outbox:
         elif not isinstance(message, _KEYLESS):
             ack = Ack(request=message.request)
             if isinstance(message, _REMEMBERED):
-                self.replies.remember(agent, ack)
+                self.replies.remember(agent, message, ack)
             self._effects.append(Receipt(peer, ack, message))
 
     def refuse(self, peer: Peer, agent: str, message: Message, verdict: Verdict) -> None:

@@ -40,7 +40,7 @@ class Relay:
             case ReadinessChanged():
                 self._out.observe(out)
             case Answer():
-                self._out.replies.remember(out.agent, out.message)
+                self._out.replies.remember(out.agent, out.question, out.message)
                 self._out.tell(self._members.peers((out.agent,)), out.message)
             case Denial():
                 for peer in self._members.peers((out.agent.name,)):

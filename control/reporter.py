@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Final, assert_never
+from typing import Final, assert_never, get_args
 
 import msgspec
 
@@ -31,7 +31,7 @@ from .effects import (
 from .ids import AgentId, Channel
 from .journal import Journal
 from .log import get_log
-from .messages import Code, EngineReport, Outcome, Role
+from .messages import Code, EngineMessage, EngineReport, Outcome, Role
 from .past import Restored
 from .states import EnginePhase, RoundState
 from .status import ChannelView, StatusView
@@ -39,6 +39,8 @@ from .telemetry import Meters
 
 _ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD})
 """Refusals that are part of a healthy exchange."""
+_ANSWERS: Final = frozenset(kind.__name__ for kind in get_args(EngineMessage))
+"""What engines say. At an epoch that is over it is late, which is nobody's fault and asks nothing of anybody."""
 REFUSALS_LOGGED: Final = 20
 """Lines a second. Strangers must not fill the disk with our log."""
 _QUARANTINED: Final = frozenset({"dirty", "pending"})
@@ -144,7 +146,8 @@ class Reporter:
 
     def _refused(self, what: Refusal) -> None:
         """All are counted; of a flood only the first of each second are worth a line."""
-        if what.code in _ROUTINE:
+        late = what.code is Code.STALE_EPOCH and what.message in _ANSWERS
+        if late or what.code in _ROUTINE:
             self._say("debug", what)
         elif self._refusals.passes(self._clock()):
             self._say("info", what)

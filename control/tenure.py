@@ -23,6 +23,7 @@ class Answer(msgspec.Struct, frozen=True):
     """The late answer to a request that had to wait for the journal."""
 
     agent: AgentId
+    question: Acquire
     message: Granted
 
 
@@ -90,7 +91,7 @@ class Tenure:
             routes={str(name): each.transport for name, each in told.items() if each.transport},
         )
         note = LeaseGranted(channel=self._channel, holder=agent.name, epoch=record.epoch, version=message.version)
-        return (*ended, Answer(agent.name, granted), note)
+        return (*ended, Answer(agent.name, message, granted), note)
 
     def refuse(self, reason: str) -> tuple[Denial, ...]:
         """The epoch could not be written: whoever asked is told to come again."""

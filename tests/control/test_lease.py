@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from weightbus.control.effects import Refusal
 from weightbus.control.ids import AgentId, Epoch, Incarnation, Version
 from weightbus.control.lease import YES, Lease, may_acquire, may_use
 from weightbus.control.messages import Acquire, Code, Granted, Publish, Refused, Release, RoundDone
@@ -168,3 +169,44 @@ def test_committed_version_with_other_bits_is_refused() -> None:
     trainer.say(msgspec.structs.replace(trainer.publishing, table=trainer.publishing.manifest))
     world.settle()
     assert codes(world, "trainer") == [Code.VERSION_NOT_NEWER]
+
+
+def test_a_key_that_was_used_for_another_question_is_refused() -> None:
+    """What was answered is the answer to that question only: another one under its key is refused, and counted."""
+    world = World()
+    trainer = world.trainer()
+    asked = Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1))
+    trainer.say(asked)
+    world.settle()
+    (granted,) = trainer.got(Granted)
+    assert isinstance(granted, Granted)
+    trainer.say(msgspec.structs.replace(asked, version=Version(2)))
+    trainer.say(Release(request=asked.request, channel=CHANNEL, epoch=granted.epoch))
+    world.settle()
+    refused = [message for message in trainer.got(Refused) if isinstance(message, Refused)]
+    assert [each.code for each in refused] == [Code.NOT_ALLOWED, Code.NOT_ALLOWED]
+    assert "Acquire" in refused[1].reason
+    assert [each.message for each in world.observed if isinstance(each, Refusal)] == ["Acquire", "Release"]
+    assert len(world.records) == 1
+    trainer.say(asked)
+    world.settle()
+    assert trainer.got(Granted)[-1] == granted
+
+
+def test_the_key_of_a_round_that_is_over_is_not_for_another_version() -> None:
+    """Also where only the journal remembers the key: how a round ended is no answer for another version."""
+    world = World()
+    trainer = world.trainer()
+    world.publish(trainer, 1)
+    (published,) = [each for each in trainer.said if isinstance(each, Publish)]
+    world.restart()
+    world.settle()
+    before = len(trainer.got(RoundDone))
+    trainer.say(published)
+    world.settle()
+    done = len(trainer.got(RoundDone))
+    assert done > before
+    trainer.say(msgspec.structs.replace(published, version=Version(2)))
+    world.settle()
+    assert len(trainer.got(RoundDone)) == done
+    assert codes(world, "trainer")[-1] is Code.NOT_ALLOWED

@@ -25,7 +25,7 @@ def main() -> int:
         print(tell(draw(given.seed), lines=sys.maxsize))
         return 0
     if given.trace:
-        for ended in run_chunk(range(*given.trace)):
+        for ended in run_chunk(range(*given.trace), tracing=True):
             print(ended.seed, ended.trace)
         return 0
     if given.first:

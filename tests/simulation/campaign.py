@@ -7,7 +7,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
@@ -17,6 +18,8 @@ from .story import tell_shrunk
 from .world import Ended, simulate
 
 CHUNK: Final = 20
+TOGETHER: Final = 10
+"""Worlds that are collected at a time: a few megabytes each."""
 STORIES: Final = 3
 """Failing seeds whose story is told; of the others the number is."""
 PROGRESS_S: Final = 5.0
@@ -42,15 +45,36 @@ class Tally(msgspec.Struct):
         return f"seeds={self.seeds} faults={self.faults} messages={self.messages} violations={len(self.failed)}"
 
 
-def run_chunk(seeds: range) -> list[Ended]:
-    """Run some seeds in this process."""
-    gc.disable()  # a world is one heap of cycles: it is collected when it is over
+def run_chunk(seeds: range, *, tracing: bool = False) -> list[Ended]:
+    """Run some seeds in this process; `tracing` makes their hashes."""
     results = []
-    for seed in seeds:
-        results.append(simulate(draw(seed)))
-        if seed % 5 == 0:
-            gc.collect()
+    with _few_collections() as collect:
+        for seed in seeds:
+            results.append(simulate(draw(seed), tracing=tracing))
+            collect()
     return results
+
+
+@contextmanager
+def _few_collections() -> Generator[Callable[[], None]]:
+    """A world is one heap of cycles: some of them are collected when they are over, and nothing else is looked at."""
+    was, over = gc.isenabled(), 0
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+
+    def collect() -> None:
+        nonlocal over
+        over += 1
+        if over % TOGETHER == 0:
+            gc.collect()
+
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        if was:
+            gc.enable()
 
 
 def chunks(start: int, count: int) -> Iterator[range]:
@@ -77,15 +101,14 @@ def campaign(start: int, count: int, jobs: int) -> Tally:
 
 def first(start: int, count: int, *, telling: bool) -> int:
     """Run seeds one by one until one finds something."""
-    gc.disable()
-    for seed in range(start, start + count):
-        ended = simulate(draw(seed))
-        if ended.violation:
-            print(tell_shrunk(draw(seed), ended.violation) if telling else "", flush=True)
-            print(f"seed {seed} breaks {ended.violation.splitlines()[0]}")
-            return 1
-        if seed % 5 == 0:
-            gc.collect()
+    with _few_collections() as collect:
+        for seed in range(start, start + count):
+            ended = simulate(draw(seed))
+            if ended.violation:
+                print(tell_shrunk(draw(seed), ended.violation) if telling else "", flush=True)
+                print(f"seed {seed} breaks {ended.violation.splitlines()[0]}")
+                return 1
+            collect()
     return 0
 
 

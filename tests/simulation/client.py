@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from typing import Any, Self
 
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import RequestRefused, WeightbusError
@@ -30,6 +29,55 @@ from .process import Bell, Process, Thread
 ENDPOINT = "sim"
 
 
+class _Alone:
+    """A `threading.Condition` where there is one thread: nobody waits, nobody has to be kept out."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def notify_all(self) -> None:
+        """Nobody waits."""
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float) -> bool:
+        """Never waits."""
+        del timeout
+        return bool(predicate())
+
+
+class _Promised:
+    """A `concurrent.futures.Future` where there is one thread."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        """`told` is called when it is settled."""
+        self._told = told
+        self._settled = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it is settled."""
+        return self._settled
+
+    def set_result(self, value: object) -> None:
+        """It went well."""
+        self._value, self._settled = value, True
+        self._told()
+
+    def set_exception(self, error: BaseException) -> None:
+        """It did not."""
+        self._error, self._settled = error, True
+        self._told()
+
+    def result(self) -> Any:
+        """What came of it."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
 class Client(BusClient):
     """`BusClient` for one life of an agent. Whoever would block on it yields from here instead."""
 
@@ -48,6 +96,7 @@ class Client(BusClient):
             BusSettings(endpoint=ENDPOINT), hello, heartbeat, topology=topology, link=Line(network, process)
         )
         self._clock = process.clock
+        self._changed = _Alone()  # type: ignore[assignment]
         self._keys = f"{process.name}.{process.life}.{process.loop.steps}"
         self._session = Session(ENDPOINT, self._keys, BusSettings().timing, process.clock())
         self._alarm = process.alarm(self.turn)
@@ -95,19 +144,18 @@ class Client(BusClient):
         self._judge.asked(message)
         if self._over is not None:
             return self._ended(self._over)
-        future: Future[Any] = Future()
         bell = Bell()
-        future.add_done_callback(lambda _: bell.ring())
-        self._futures[key] = future
+        future = _Promised(bell.ring)
+        self._futures[key] = future  # type: ignore[assignment]
         self._submitted.put(Asked(key, message, blob, self._process.clock() + deadline_s, deadline_s))
         self.turn()
         return self._answered(future, bell)
 
-    def _answered(self, future: Future[Any], bell: Bell) -> Thread:
+    def _answered(self, future: _Promised, bell: Bell) -> Thread:
         if not future.done():
             yield bell
         try:
-            return future.result(0)
+            return future.result()
         except RequestRefused as refused:
             if refused.code is Code.UNKNOWN_BLOB:
                 self._known.clear()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightbus.control.effects import AnyEffect, AnyObservation, JournalChanged, RoundEnded, StateEntered
-from weightbus.control.errors import JournalCorrupt
-from weightbus.control.events import AnyEvent
+from weightbus.control.errors import InvariantBroken, JournalCorrupt
+from weightbus.control.events import AnyEvent, Burst
 from weightbus.control.server import Server
 
 from .disks import JournalDisk, SimJournal
@@ -15,6 +15,9 @@ from .process import Process
 
 if TYPE_CHECKING:
     from .world import World
+
+CHECK_EVERY = 6
+"""So many bursts of messages; what else happens, time, records and losses above all, is always checked after."""
 
 
 class CoordinatorProcess(Process):
@@ -35,11 +38,15 @@ class CoordinatorProcess(Process):
         journal = SimJournal(self._journal, self)
         server = Server(self._network, journal, self._world.limits, observe=self._observed, clock=self.clock)
         self.server = server
-        handle, check = server.machine.handle, server.machine.check
+        handle, check, unchecked = server.machine.handle, server.machine.check, 0
 
         def checked(event: AnyEvent, now: float) -> tuple[AnyEffect, ...]:
+            nonlocal unchecked
             effects = handle(event, now)
-            check()
+            unchecked += 1
+            if unchecked >= CHECK_EVERY or not isinstance(event, Burst):
+                unchecked = 0
+                check()
             return effects
 
         server.machine.handle = checked  # type: ignore[method-assign]
@@ -47,8 +54,24 @@ class CoordinatorProcess(Process):
 
     def gone(self) -> None:
         """Its sockets close, its memory is lost."""
+        self.look()
         self.server = None
         self._network.reset()
+        if self._journal.sqlite is not None:
+            self._journal.sqlite.crash()
+
+    def unpowered(self) -> None:
+        """The journal's disk keeps what was synced."""
+        if self._journal.sqlite is not None:
+            self._journal.sqlite.lose_power()
+
+    def look(self) -> None:
+        """Whether the machine agrees with itself now."""
+        if self.server is not None:
+            try:
+                self.server.machine.check()
+            except InvariantBroken as error:
+                self._world.judge.broken("nothing-raises", f"{self.name}: {error}")
 
     def freeze(self) -> None:
         """SIGSTOP."""

@@ -2,25 +2,37 @@
 
 The journal behaves as `control/journal.py` with SQLite does: a record is there as a whole or not at all (a torn one is
 found by its checksum and dropped), `write` returns after the fsync, and a write that was refused may have reached the
-disk all the same, to be found after a restart if nothing was written since.
+disk all the same, to be found after a restart if nothing was written since. That it does is not taken on trust: in some
+worlds the real one is written beside it (sqlite_disk.py), and every life compares what it finds.
+
+A sidecar's record is written by the product's own code (filesystem.py). A trainer keeps nothing on disk that the
+protocol stands on.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from weightbus.control.answers import ANSWERS
 from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
-from weightbus.control.errors import JournalCorrupt, JournalUnwritable
+from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.journal import REPLY_TTL_S
 from weightbus.control.messages import Held, RoundDone
 from weightbus.control.past import Restored, remembered
+from weightbus.engine_agent import record_file
+from weightbus.engine_agent.errors import StateUnreadable
 from weightbus.engine_agent.events import Record
+
+from .filesystem import Files, SimOs, SimPath
+from .process import Hung, Killed
+from .sqlite_disk import SqliteDisk
 
 if TYPE_CHECKING:
     from .process import Process
@@ -40,12 +52,16 @@ class JournalDisk:
         self.replies: dict[RequestId, tuple[float, RoundDone]] = {}
         self.ghost: AnyRecord | None = None
         """Refused, and yet it may be on the disk."""
+        self._in_flight: tuple[AnyRecord, float] | None = None
+        """Its writing was cut short in the middle."""
+        self.sqlite = SqliteDisk(world.rng("sqlite"), self.wall) if world.scenario.sqlite else None
+        """The real journal's files. What is in here is what they should hold."""
 
     def wall(self) -> float:
         """`time.time()`."""
         return 1e9 + self.world.loop.now + self.wall_offset
 
-    def keep(self, record: AnyRecord) -> None:
+    def keep(self, record: AnyRecord, written_at: float | None = None) -> None:
         """`record` is durable."""
         self.ghost = None
         match record:
@@ -56,7 +72,7 @@ class JournalDisk:
             case Committed():
                 self._commit(record)
             case RoundClosed():
-                self.replies[record.request] = (self.wall(), record.done)
+                self.replies[record.request] = (self.wall() if written_at is None else written_at, record.done)
                 for key in [k for k, (at, _) in self.replies.items() if at < self.wall() - REPLY_TTL_S]:
                     del self.replies[key]
             case Probe():
@@ -76,7 +92,7 @@ class JournalDisk:
 
     def refuse(self, record: AnyRecord) -> None:
         """The disk took nothing, it said."""
-        if self._rng.random() < 0.2:
+        if self._rng.random() < 0.2 and self.sqlite is None:
             self.ghost = record
 
     def settle_after_crash(self) -> None:
@@ -86,6 +102,46 @@ class JournalDisk:
             self.world.loop.note("journal", f"{type(ghost).__name__} had reached the disk, though it was refused")
             self.world.judge.resurrected(ghost)
             self.keep(ghost)
+
+    def begin_life(self, process: Process) -> None:
+        """Count a boot, and raise every epoch. What the real journal finds must be what was written to it."""
+        cut, self._in_flight = self._in_flight, None
+        if self.sqlite is None:
+            self._count_boot()
+            return
+        try:
+            journal = self.sqlite.open()
+            found = journal.restore()
+        except JournalError as error:
+            self.world.judge.broken("journal-survives", str(error))
+            raise Killed("its journal cannot be used") from error
+        known, replies = self.channels, dict(self.replies)
+        self._count_boot()
+        if cut is not None and found != self.restore():
+            self.world.loop.note("journal", f"{type(cut[0]).__name__} had reached the disk, though it was cut short")
+            self.boots, self.channels, self.replies = self.boots - 1, known, replies
+            self.keep(*cut)
+            self._count_boot()
+        if (found, journal.boot) != (self.restore(), self.boots):
+            what = f"{process.name} finds boot {journal.boot}, {found}; written was boot {self.boots}, {self.restore()}"
+            self.world.judge.broken("journal-survives", what)
+
+    @contextmanager
+    def writing(self, record: AnyRecord) -> Generator[None]:
+        """The write of one record; the body is its middle."""
+        if self.sqlite is None:
+            yield
+        else:
+            self._in_flight = record, self.wall()
+            with self.sqlite.writing(record):
+                yield
+            self._in_flight = None
+
+    def _count_boot(self) -> None:
+        self.boots += 1
+        self.channels = {
+            name: msgspec.structs.replace(known, epoch=Epoch(known.epoch + 1)) for name, known in self.channels.items()
+        }
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written."""
@@ -107,10 +163,7 @@ class SimJournal:
         self._disk, self._process = disk, process
         disk.settle_after_crash()
         process.passes("persist", "before")
-        disk.boots += 1
-        disk.channels = {
-            name: msgspec.structs.replace(known, epoch=Epoch(known.epoch + 1)) for name, known in disk.channels.items()
-        }
+        disk.begin_life(process)
         self.boot = disk.boots
         process.passes("persist", "after")
 
@@ -126,9 +179,10 @@ class SimJournal:
             raise JournalUnwritable("journal", "cannot be written (SQLITE_FULL)", "free room")
         disk.world.loop.note("journal", f"{type(record).__name__} {_about(record)}")
         process.lag += disk.world.journal_s()
-        if process.doomed("persist") and disk.world.coin():
+        if disk.sqlite is None and process.doomed("persist") and disk.world.coin():
             disk.keep(record)
-        process.passes("persist", "during")
+        with disk.writing(record):
+            process.passes("persist", "during")
         disk.keep(record)
         process.passes("persist", "after")
 
@@ -141,27 +195,69 @@ class SimJournal:
 
 
 class RecordDisk:
-    """An engine agent's record file, as `engine_agent/record_file.py` writes it: new file, fsync, rename, fsync."""
+    """Where an engine agent keeps its record: the product's own `RecordFile`, on files that lose what is not synced.
 
-    def __init__(self, world: World) -> None:
+    It may be another machine than that of the server.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
         self._world = world
-        self.full = False
-        self._now: Record | None = None
+        self._rng = world.rng(f"disk-{name}")
+        self.files = Files()
+        self._file = record_file.RecordFile(SimPath(self.files), name)  # type: ignore[arg-type]
+        self._written: list[Record | None] = [None]
+        """What a new life may find: the last record that was written, and one whose writing was cut short."""
 
-    def read(self) -> Record | None:
-        """What was written last."""
-        return self._now
+    def read(self, process: Process) -> Record | None:
+        """What a new life finds."""
+        try:
+            found = self._file.read()
+        except StateUnreadable as error:
+            self._world.judge.broken("record-survives", f"{process.name} finds {error}")
+            return None
+        if found not in self._written:
+            what = f"{process.name} finds {found}, written was {self._written[0]}"
+            self._world.judge.broken("record-survives", what)
+        self._written = [found]
+        return found
 
     def write(self, record: Record, process: Process) -> None:
         """Replace the record, or raise `OSError` and keep the old one."""
         process.passes("persist", "before")
-        if self.full:
-            raise OSError(28, "No space left on device")
-        if process.doomed("persist") and self._world.coin():  # the rename had reached the disk
-            self._now = record
+        self._written = [self._written[0], record]
+        if process.doomed("persist"):
+            self._cut_short(process)
+        record_file.os = SimOs  # type: ignore[assignment]
+        try:
+            self._file.write(record)
+        finally:
+            record_file.os = os
+            self.files.step = _on
+        self._written = [record]
         process.passes("persist", "during")
-        self._now = record
         process.passes("persist", "after")
+
+    def _cut_short(self, process: Process) -> None:
+        """Death comes with one of the next operations, at once or while that one hangs: other threads go on then."""
+        left = self._rng.randrange(6)
+        seconds = self._rng.choice((0.0, 0.0, 0.3, 2.0))
+
+        def step(what: str) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0 and process.trap is not None:
+                process.power_fails, process.trap = process.trap.power, None
+                raise Hung(f"in {what} of its record", seconds) if seconds else Killed(f"in {what} of its record")
+
+        self.files.step = step
+
+    def lose_power(self) -> None:
+        """What is not synced is lost, or torn."""
+        self.files.lose_power(self._rng)
+
+
+def _on(_: str) -> None:
+    """Nobody dies."""
 
 
 def _about(record: AnyRecord) -> str:

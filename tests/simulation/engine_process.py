@@ -85,7 +85,7 @@ class EngineProcess(Process):
     ) -> None:
         super().__init__(world, server.name, drift)
         self._world, self.server = world, server
-        self.record = RecordDisk(world)
+        self.record = RecordDisk(world, server.name)
         self.transports, self.live = transports, live
         self.beside = sum(self.name.encode()) % 3 == 1
         """Every third engine takes versions beside the weights that it serves."""
@@ -105,7 +105,7 @@ class EngineProcess(Process):
         """What `EngineAgent.__init__` and `run` do."""
         incarnation = f"{self.name}.{self.life}"
         self._incarnation = Incarnation(incarnation)
-        self.machine = Application(self._world.channel, incarnation, self.record.read())
+        self.machine = Application(self._world.channel, incarnation, self.record.read(self))
         self._dispatcher = Dispatcher(
             self.machine, lambda record: self.record.write(record, self), self._carry_out, self._post
         )
@@ -129,6 +129,10 @@ class EngineProcess(Process):
         if self.client is not None:
             self.client.leave()
         self.client = self.machine = None
+
+    def unpowered(self) -> None:
+        """Its record's disk keeps what was synced."""
+        self.record.lose_power()
 
     def heard(self) -> None:
         """Something came in on the line."""

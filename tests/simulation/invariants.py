@@ -45,6 +45,8 @@ INVARIANTS: Final = {
     "fenced-bytes": "bytes of an epoch never land on a server after bytes of a newer epoch",
     "one-holder": "an epoch is granted to one trainer, epochs only grow, and only the newest commits",
     "durable-before-said": "a Commit or a committed RoundDone leaves only when its version is on disk",
+    "journal-survives": "what the journal called durable is found after every crash, and nothing that nobody wrote",
+    "record-survives": "a sidecar finds its record whole after any crash: the last one, or the one being written",
     "never-back": "the committed version of a channel never goes back, unless a trainer said so",
     "believed": "what an honest trainer signed is believed, whatever was lost, repeated or restarted in between",
     "one-table": "a committed version has one digest table",
@@ -284,13 +286,16 @@ class Judge:
     def _against(self, name: str) -> str:
         """What speaks against an engine: nothing, what it did by itself and takes time to learn, or ``wrong``."""
         server, held, agent = self._world.server(name), self._committed, self._world.engines[name]
+        tags, running = server.tags, agent.alive and not agent.frozen
+        if running and held and server.generates and tags == (self._world.tag_of(held.table),):
+            return "its agent says nothing" if self._world.network.unheard(name) else ""
         before = [*self._allowed, self._replaced] if self._rolling is not None else self._allowed
         wanted = {self._world.tag_of(each.table) if each else LAUNCH for each in (*before, held)}
-        if len(server.tags) == 1 and server.tags[0] in wanted:
-            if not agent.alive or agent.frozen or self._world.network.unheard(name):
+        if len(tags) == 1 and tags[0] in wanted:
+            if not running or self._world.network.unheard(name):
                 return "its agent says nothing"
             return "" if server.generates or server.frozen else "does not generate"
-        return "was launched anew" if server.tags == (LAUNCH,) or not server.up else "wrong"
+        return "was launched anew" if tags == (LAUNCH,) or not server.up else "wrong"
 
     def ready(self) -> Iterable[str]:
         """Who is listed."""

@@ -24,11 +24,10 @@ class Loop:
         self.halted = False
         """Nothing more is to happen: somebody has seen enough, or it never ends."""
         self.telling = telling
-        """Keep the lines of the story, and not only their hash."""
+        """Keep the lines of the story, for a reader or for their hash."""
         self.story: list[str] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._trace = hashlib.blake2b(digest_size=8)
 
     def at(self, when: float, what: Callable[[], None]) -> None:
         """Do `what` at `when`; what was asked for first comes first."""
@@ -50,14 +49,32 @@ class Loop:
         if not self.halted:
             self.now = max(self.now, until)
 
-    def note(self, who: str, what: str) -> None:
-        """A line of the story; all lines make up the trace."""
-        line = f"{self.now:9.3f} {who:<12} {what}"
-        self._trace.update(line.encode())
+    def note(self, who: str, what: str, about: object = None) -> None:
+        """A line of the story; all lines make up the trace. `about`: a message, written out for a reader only."""
         if self.telling:
-            self.story.append(line)
+            told = what if about is None else f"{what} {brief(about)}"
+            self.story.append(f"{self.now:9.3f} {who:<12} {told}")
 
     @property
     def trace(self) -> str:
-        """Hash of every line so far."""
-        return self._trace.hexdigest()
+        """Hash of every line so far; empty when nobody keeps them."""
+        return hashlib.blake2b("\n".join(self.story).encode(), digest_size=8).hexdigest() if self.telling else ""
+
+
+_TOLD = ("epoch", "version", "code", "outcome", "step", "health", "boot", "failed", "reason")
+_TOLD_OF: dict[type, tuple[str, ...]] = {}
+"""Which of them a message has, by its type."""
+
+
+def brief(message: object) -> str:
+    """One line about a message."""
+    kind = type(message)
+    told = _TOLD_OF.get(kind)
+    if told is None:
+        told = _TOLD_OF[kind] = tuple(name for name in _TOLD if hasattr(message, name))
+    words = [kind.__name__]
+    for name in told:
+        value = getattr(message, name)
+        if value not in (None, "", {}):  # a dict has no hash
+            words.append(f"{name}={value}")
+    return " ".join(words)

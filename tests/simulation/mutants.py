@@ -47,17 +47,25 @@ class Hunt(msgspec.Struct, frozen=True):
         return f"{self.mutation.name:<56} {found}"
 
 
+def planted(mutation: Mutation, source: Path = ROOT) -> dict[str, str]:
+    """The files that the bug changes, by path, as they are with it. Raises `Misplanted`."""
+    texts: dict[str, str] = {}
+    for name, found, instead in mutation.changes:
+        text = texts.get(name) or (source / name).read_text(encoding="utf-8")
+        if (count := text.count(found)) != 1:
+            raise Misplanted(f"{mutation.name}: {name} holds this {count} times, expected once:\n{found}")
+        texts[name] = text.replace(found, instead)
+        compile(texts[name], name, "exec")
+    return texts
+
+
 def plant(mutation: Mutation, folder: Path) -> None:
     """Copy the source to `folder` with one bug in it. Raises `Misplanted`."""
+    texts = planted(mutation)
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / "weightbus" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    path = folder / "weightbus" / mutation.path
-    source = path.read_text(encoding="utf-8")
-    count = source.count(mutation.found)
-    if count != 1:
-        raise Misplanted(f"{mutation.name}: {mutation.path} holds this {count} times, expected once:\n{mutation.found}")
-    path.write_text(source.replace(mutation.found, mutation.planted), encoding="utf-8")
-    compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    for name, text in texts.items():
+        (folder / "weightbus" / name).write_text(text, encoding="utf-8")
 
 
 def hunt(mutation: Mutation, seeds: int = SEEDS) -> Hunt:

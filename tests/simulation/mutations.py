@@ -18,14 +18,22 @@ class Mutation(msgspec.Struct, frozen=True):
     path: str
     found: str
     planted: str
+    also: tuple[tuple[str, str, str], ...] = ()
+    """Further changes that the bug consists of: path, found, planted."""
+
+    @property
+    def changes(self) -> tuple[tuple[str, str, str], ...]:
+        """All of them."""
+        return ((self.path, self.found, self.planted), *self.also)
 
 
-def _m(name: str, path: str, found: str, planted: str) -> Mutation:
-    return Mutation(name, path, found, planted)
+def _m(name: str, path: str, found: str, planted: str, *also: tuple[str, str, str]) -> Mutation:
+    return Mutation(name, path, found, planted, also)
 
 
 SERVER, COORDINATOR, CHANNEL = "control/server.py", "control/coordinator.py", "control/channel.py"
 STANDING, ATTENDANCE = "control/standing.py", "control/attendance.py"
+JOURNAL, RECORD_FILE, LEDGER = "control/journal.py", "engine_agent/record_file.py", "engine_agent/ledger.py"
 ROUND, COHORT, FLEET = "control/round.py", "control/cohort.py", "control/fleet.py"
 APPLICATION, PUBLICATION, SESSION = (
     "engine_agent/application.py",
@@ -56,6 +64,47 @@ MUTATIONS: Final = (
         "            self._drain()\n"
         "            self._journal.write(effect.record)\n"
         "            return\n",
+    ),
+    _m(
+        "journal-does-not-sync-its-commits",
+        JOURNAL,
+        "PRAGMA synchronous = FULL",
+        "PRAGMA synchronous = NORMAL",
+    ),
+    _m(
+        "a-boot-raises-no-epoch",
+        JOURNAL,
+        'self._db.execute("UPDATE channel SET epoch = epoch + 1")',
+        "pass",
+    ),
+    _m(
+        "record-renamed-before-it-is-synced",
+        RECORD_FILE,
+        "        os.fsync(file.fileno())\n",
+        "",
+    ),
+    _m(
+        "record-s-folder-is-not-synced",
+        RECORD_FILE,
+        "        os.fsync(folder)\n",
+        "        pass\n",
+    ),
+    _m(
+        "record-written-in-place",
+        RECORD_FILE,
+        "    _write_fresh(path, content).replace(path)\n",
+        "    path.write_bytes(content)\n",
+    ),
+    _m(
+        "record-says-dirty-after-the-copy-began",
+        APPLICATION,
+        "        return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))",
+        "        return (*self._run(Receive(command, self._checkpoint), command, now), *dirty)",
+        (
+            LEDGER,
+            "        if health is not EngineHealth.CLEAN:\n            return ()",
+            "        if True:\n            return ()",
+        ),
     ),
     _m(
         "refused-write-taken-for-durable",
@@ -213,7 +262,7 @@ MUTATIONS: Final = (
     ),
     _m(
         "forgets-that-it-is-dirty",
-        "engine_agent/ledger.py",
+        LEDGER,
         "        return (remembered,)\n",
         "        return ()\n",
     ),

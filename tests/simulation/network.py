@@ -179,7 +179,7 @@ class Network:
             return
         self.messages += 1
         if not isinstance(message, Heartbeat):
-            self.loop.note(connection.line.name, f"-> {brief(message)}")
+            self.loop.note(connection.line.name, "->", message)
         self._received.append(MessageReceived(connection.peer, message, blob))
         coordinator.soon(coordinator.step)
 
@@ -220,7 +220,7 @@ class Network:
             return
         self.messages += 1
         if not isinstance(message, Alive):
-            self.loop.note(connection.line.name, f"<- {brief(message)}")
+            self.loop.note(connection.line.name, "<-", message)
         connection.line.arrived(message, blob)
 
     def unheard(self, name: str) -> bool:
@@ -297,7 +297,7 @@ class Network:
     def _lost(self, name: str, message: ToAgent | ToCoordinator) -> bool:
         if self.weather.lose and self._rng.random() < self.weather.lose:
             self.faults += 1
-            self.loop.note(name, f"~~ lost: {brief(message)}")
+            self.loop.note(name, "~~ lost:", message)
             return True
         return False
 
@@ -306,22 +306,3 @@ class Network:
             self.faults += 1
             return self._rng.random() * self.weather.slow_s
         return 0.0005 + self._rng.random() * 0.01
-
-
-_TOLD = ("epoch", "version", "code", "outcome", "step", "health", "boot", "failed", "reason")
-_TOLD_OF: dict[type, tuple[str, ...]] = {}
-"""Which of them a message has, by its type."""
-
-
-def brief(message: msgspec.Struct) -> str:
-    """One line about a message."""
-    kind = type(message)
-    told = _TOLD_OF.get(kind)
-    if told is None:
-        told = _TOLD_OF[kind] = tuple(name for name in _TOLD if hasattr(message, name))
-    words = [kind.__name__]
-    for name in told:
-        value = getattr(message, name)
-        if value not in (None, "", {}):  # a dict has no hash
-            words.append(f"{name}={value}")
-    return " ".join(words)

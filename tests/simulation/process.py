@@ -25,11 +25,22 @@ class Killed(BaseException):
     """The process dies here and now. Nothing may catch it but its own death."""
 
 
-class Trap:
-    """Death at the `count`-th time that the process passes a `point`, right before or after what is done there."""
+class Hung(BaseException):
+    """This thread hangs in a call that never returns; `seconds` later its process dies. Other threads go on."""
 
-    def __init__(self, point: str, count: int, where: str) -> None:
-        self.point, self.count, self.where = point, count, where
+    def __init__(self, why: str, seconds: float) -> None:
+        super().__init__(why)
+        self.seconds = seconds
+
+
+class Trap:
+    """Death at the `count`-th time that the process passes a `point`, right before or after what is done there.
+
+    With `power` it is that of its machine.
+    """
+
+    def __init__(self, point: str, count: int, where: str, *, power: bool = False) -> None:
+        self.point, self.count, self.where, self.power = point, count, where, power
 
 
 class Stage(Protocol):
@@ -102,6 +113,8 @@ class Process:
         self.lag = 0.0
         """Seconds that the running step has spent in blocking calls so far."""
         self.trap: Trap | None = None
+        self.power_fails = False
+        """What ends this life is its machine's end, too."""
         self.on_death: Callable[[], None] = lambda: None
         """A supervisor that starts it again."""
         self._rate = 1.0 + drift
@@ -136,9 +149,21 @@ class Process:
         self.alive = self.frozen = False
         self.trap = None
         self._backlog.clear()
-        self.loop.note(self.name, f"** dies: {why}")
+        power, self.power_fails = self.power_fails, False
+        self.loop.note(self.name, f"** dies: {why}{', and its machine loses power' if power else ''}")
         self.gone()
+        if power:
+            self.unpowered()
         self.on_death()
+
+    def lose_power(self) -> None:
+        """The machine that it runs on is switched off."""
+        if self.alive:
+            self.power_fails = True
+            self.die("power cut")
+        else:
+            self.loop.note(self.name, "** its machine loses power")
+            self.unpowered()
 
     def freeze(self) -> None:
         """SIGSTOP."""
@@ -162,6 +187,9 @@ class Process:
     def gone(self) -> None:
         """What others notice of its death at once."""
 
+    def unpowered(self) -> None:
+        """What was not synced may be lost."""
+
     # -- work
 
     def soon(self, work: Callable[[], None], seconds: float = 0.0) -> None:
@@ -183,6 +211,9 @@ class Process:
             work()
         except Killed as death:
             self.die(str(death))
+        except Hung as hung:
+            self.loop.note(self.name, f"** hangs: {hung}")
+            self.loop.after(hung.seconds, partial(self._end_of, self.life, str(hung)))
         except Exception as error:  # noqa: BLE001 - whatever a machine raises is what the simulation looks for
             lines = traceback.format_exception(error)
             self.stage.judge.broken("nothing-raises", f"{self.name}: {''.join(lines[-6:])}")
@@ -195,13 +226,17 @@ class Process:
             return
         trap.count -= 1
         if trap.count <= 0:
-            self.trap = None
+            self.trap, self.power_fails = None, trap.power
             raise Killed(f"{where} {point}")
 
     def doomed(self, point: str) -> bool:
         """Whether death waits in the middle of what is done at `point` now."""
         trap = self.trap
         return trap is not None and (trap.point, trap.where) == (point, "during") and trap.count <= 1
+
+    def _end_of(self, life: int, why: str) -> None:
+        if self.life == life:
+            self.die(why)
 
     def thread(self, generator: Thread) -> None:
         """Run a generator as a thread of this life."""

@@ -39,6 +39,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     point: str = ""
     where: str = ""
     moment: str = ""
+    power: bool = False
+    """The machine dies with the process: what was not synced may be lost."""
 
     def __str__(self) -> str:
         when = f", when a round is next {self.moment}:" if self.moment else ""
@@ -47,6 +49,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
             words.append(f"{self.where} {self.point} number {self.count}")
         elif self.count:
             words.append(f"at {self.count}")
+        if self.power:
+            words.append("with its machine")
         if self.lasts:
             words.append(f"for {self.lasts:.1f} s")
         return " ".join(word for word in words if word)
@@ -76,6 +80,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """Engines that may stand still at a time."""
     sealed: bool = False
     """Trainers sign, engines believe nothing else. Real Ed25519, so not everywhere."""
+    sqlite: bool = False
+    """The journal is the real one: SQLite's files are cut and torn where it had not synced them."""
     max_lag: int = 0
     """Versions that an engine may be behind the committed one and still be listed."""
 
@@ -117,7 +123,7 @@ def draw(seed: int) -> Scenario:
         faults=tuple(faults),
         calm_from=calm_from,
     )
-    return _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
+    return _with_power(_with_lag(_with_waves(_with_neglect(_with_data_plane(drawn)))))
 
 
 def _with_waves(drawn: Scenario) -> Scenario:
@@ -131,6 +137,37 @@ def _with_lag(drawn: Scenario) -> Scenario:
     """How far behind engines may be. By dice of their own."""
     rng = random.Random(f"weightbus-lag-{drawn.seed}")
     return msgspec.structs.replace(drawn, max_lag=rng.choice((0, 0, 0, 1, 2)))
+
+
+def _with_power(drawn: Scenario) -> Scenario:
+    """Machines that lose power, at any write or between them. By dice of their own."""
+    rng = random.Random(f"weightbus-power-{drawn.seed}")
+    faults = list(drawn.faults)
+    sqlite = rng.random() < 0.2
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        at, lasts = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice((0.2, 1.0, 5.0))
+        who = "coordinator" if rng.random() < (0.7 if sqlite else 0.2) else rng.choice(drawn.engines).name
+        moment = rng.choice(("", *MOMENTS))
+        if rng.random() < 0.4:
+            faults.append(Fault(at=at, kind="power", who=who, lasts=lasts, moment=moment))
+            continue
+        where = rng.choice(("before", "during", "during", "during", "after"))
+        count = rng.randrange(1, 4)
+        faults.append(
+            Fault(
+                at=at,
+                kind="trap",
+                who=who,
+                lasts=lasts,
+                count=count,
+                point="persist",
+                where=where,
+                moment=moment,
+                power=True,
+            )
+        )
+    faults.sort(key=lambda fault: fault.at)
+    return msgspec.structs.replace(drawn, sqlite=sqlite, faults=tuple(faults))
 
 
 def _with_data_plane(drawn: Scenario) -> Scenario:

@@ -29,6 +29,7 @@ class ServerModel:
         self.up = self.frozen = self.paused = False
         self.label = "default"
         self.buckets = [LAUNCH] * buckets
+        self._tags: tuple[str, ...] | None = None
         self.epoch_loaded = 0
         self.cached: set[str] = set()
         self._queue: list[Callable[[], None]] = []
@@ -37,7 +38,9 @@ class ServerModel:
     @property
     def tags(self) -> tuple[str, ...]:
         """What the buckets hold, each thing once."""
-        return tuple(dict.fromkeys(self.buckets))
+        if self._tags is None:
+            self._tags = tuple(dict.fromkeys(self.buckets))
+        return self._tags
 
     @property
     def generates(self) -> bool:
@@ -50,7 +53,7 @@ class ServerModel:
         """A launch: its own weights, its own label, not paused."""
         self.launch += 1
         self.up, self.frozen, self.paused, self.label = True, False, False, "default"
-        self.buckets = [LAUNCH] * len(self.buckets)
+        self.buckets, self._tags = [LAUNCH] * len(self.buckets), None
         self.epoch_loaded, self.cached = 0, set()
         self._queue.clear()
         self._dies_at = None
@@ -140,7 +143,7 @@ class ServerModel:
         if self._dies_at is not None and bucket >= self._dies_at:
             self.die()
             raise CallFailed("the connection broke")
-        self.buckets[bucket] = tag
+        self.buckets[bucket], self._tags = tag, None
         self._world.judge.loaded(self, epoch)
         self.epoch_loaded = max(self.epoch_loaded, epoch)
         self._world.loop.note(self.name, f"server loads bucket {bucket}: {tag} (epoch {epoch})")

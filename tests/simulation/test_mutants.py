@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from .mutants import Misplanted, hunt, plant
+from .mutants import Misplanted, hunt, plant, planted
 from .mutations import MUTATIONS, Mutation
 
 QUICK = (
@@ -23,15 +23,23 @@ QUICK = (
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[each.name for each in MUTATIONS])
-def test_every_bug_can_be_planted(mutation: Mutation, tmp_path: Path) -> None:
+def test_every_bug_can_be_planted(mutation: Mutation) -> None:
     """Its place in the source is there, exactly once, and what is planted is Python."""
-    plant(mutation, tmp_path)
+    planted(mutation)
 
 
-def test_a_bug_without_its_place_is_refused(tmp_path: Path) -> None:
+def test_a_bug_is_planted_in_a_copy(tmp_path: Path) -> None:
+    """The copy has the bug, the source has not."""
+    plant(MUTATIONS[0], tmp_path)
+    copied = (tmp_path / "weightbus" / MUTATIONS[0].path).read_text(encoding="utf-8")
+    assert MUTATIONS[0].found not in copied
+    planted(MUTATIONS[0])
+
+
+def test_a_bug_without_its_place_is_refused() -> None:
     """A mutation of source that has changed says so, and is not counted as missed."""
     with pytest.raises(Misplanted, match="0 times"):
-        plant(msgspec.structs.replace(MUTATIONS[0], found="what nobody ever wrote"), tmp_path)
+        planted(msgspec.structs.replace(MUTATIONS[0], found="what nobody ever wrote"))
 
 
 def test_names_are_unique_and_enough() -> None:

@@ -18,7 +18,7 @@ from .story import tell
 from .world import World, simulate
 
 ROOT = Path(__file__).parents[2]
-SLICE = int(os.environ.get("WEIGHTBUS_SEEDS", "250"))
+SLICE = int(os.environ.get("WEIGHTBUS_SEEDS", "120"))
 """Seeds in CI. `make simulate SEEDS=100000` runs more."""
 
 
@@ -48,8 +48,11 @@ def test_the_same_seed_takes_the_same_course_in_any_process() -> None:
 def test_seeds_make_all_kinds_of_faults() -> None:
     """The scenarios of a few hundred seeds leave no kind of fault, and no moment of a round, untried."""
     faults = [fault for seed in range(400) for fault in draw(seed).faults]
-    assert {fault.kind for fault in faults} == {*KINDS, "data-cut", "stall"}
+    assert {fault.kind for fault in faults} == {*KINDS, "data-cut", "stall", "power"}
     assert any(draw(seed).sealed for seed in range(20))
+    assert any(draw(seed).sqlite for seed in range(8)), "the course of none that is compared has the real journal"
+    assert {fault.kind for fault in faults if fault.power} == {"trap"}
+    assert {fault.who[0] for fault in faults if fault.power or fault.kind == "power"} == {"c", "e"}
     assert {fault.moment for fault in faults} == {"", *MOMENTS}
     assert {fault.where for fault in faults} == {"", "before", "during", "after"}
 

@@ -46,6 +46,7 @@ QUIET_ROUND_S = 15.0
 TRANSFER_S = 20.0
 RESTART_S = 1.0
 LOOK_S = 1.0
+MEMORY_LOOKS = 5
 LEASE_SLACK_S = 13.0
 INBOX = 256
 """More unread messages than any agent may gather."""
@@ -105,6 +106,7 @@ class World:
         self._holding = False
         """Trainers begin nothing new."""
         self._commits_in_calm = 0
+        self._looks = 0
         self._quiet = False
         """All has settled after the storm: from here on nobody has a reason to wait for a deadline."""
         self.rounds: list[RoundDone] = []
@@ -119,6 +121,13 @@ class World:
 
     def run(self) -> Ended:
         """The whole course: a storm, then calm."""
+        try:
+            return self._run()
+        finally:
+            if self.journal.sqlite is not None:
+                self.journal.sqlite.discard()
+
+    def _run(self) -> Ended:
         self._begin()
         loop = self.loop
         loop.run(self.scenario.calm_from)
@@ -130,6 +139,8 @@ class World:
         self._wait("publishes a version that every engine serves", self._unserved)
         if loop.steps >= MOST_STEPS:
             self.judge.broken("every-wait-ends", f"{loop.steps} steps, and no end: somebody goes round in circles")
+        self.coordinator.look()
+        self._look_at_memory()
         violation = self.judge.violation
         return Ended(
             seed=self.scenario.seed,
@@ -296,7 +307,9 @@ class World:
     def _look(self) -> None:
         self.loop.after(LOOK_S, self._look)
         self._look_at_leases()
-        self._look_at_memory()
+        self._looks += 1
+        if self._looks % MEMORY_LOOKS == 0:
+            self._look_at_memory()
 
     def _look_at_leases(self) -> None:
         now = self.loop.now
@@ -373,10 +386,13 @@ class World:
                 process = self._process(who)
                 self._restart_s[who] = lasts
                 if process.alive:
-                    process.trap = Trap(fault.point, fault.count, fault.where)
+                    process.trap = Trap(fault.point, fault.count, fault.where, power=fault.power)
             case "kill":
                 self._restart_s[who] = lasts
                 self._process(who).die("SIGKILL")
+            case "power":
+                self._restart_s[who] = lasts
+                self._process(who).lose_power()
             case "freeze":
                 self._process(who).freeze()
                 self.loop.after(lasts, self._process(who).thaw)
@@ -395,7 +411,7 @@ class World:
             case "server-kill" | "host-kill":
                 if fault.kind == "host-kill":
                     self._restart_s[who] = lasts
-                    self.engines[who].die("its host lost power")
+                    self.engines[who].lose_power()
                 self._kill_server(who, lasts)
             case "server-kill-unseen":
                 self.engines[who].freeze()
@@ -457,7 +473,7 @@ class World:
             server.start()
 
     def _fill(self, who: str, *, full: bool) -> None:
-        disk = self.journal if who == "coordinator" else self.engines[who].record
+        disk = self.journal if who == "coordinator" else self.engines[who].record.files
         if disk.full is not full:
             disk.full = full
             self.loop.note(who, "** its disk is full" if full else "** its disk has room again")
@@ -466,6 +482,6 @@ class World:
         return self.coordinator if name == "coordinator" else self.engines.get(name) or self.trainers[name]
 
 
-def simulate(scenario: Scenario) -> Ended:
-    """Run a scenario."""
-    return World(scenario).run()
+def simulate(scenario: Scenario, *, tracing: bool = False) -> Ended:
+    """Run a scenario; `tracing` makes the hash of its course, too."""
+    return World(scenario, telling=tracing).run()
