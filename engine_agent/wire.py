@@ -96,11 +96,13 @@ class Wire:
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
     ) -> httpcore.Response:
-        headers, content = self._keys.header(admin=admin), None if method == "GET" else b""
+        content = None if method == "GET" else b""
+        headers = list(self._keys.header(admin=admin).items())
         if body is not None:
-            headers["Content-Type"], content = "application/json", msgspec.json.encode(body)
-        limits = dict.fromkeys(("read", "write", "pool"), max(deadline_s, 0.001))
-        limits["connect"] = max(min(deadline_s, _CONNECT_S), 0.001)
+            content = msgspec.json.encode(body)
+            headers.append(("Content-Type", "application/json"))
+        left = max(deadline_s, 0.001)
+        limits = {"connect": min(left, _CONNECT_S), "read": left, "write": left, "pool": left}
         try:
             return self._pool.request(
                 method, self.url + path, headers=headers, content=content, extensions={"timeout": limits}
