@@ -30,7 +30,7 @@ from .effects import (
     SendTo,
     SendToAll,
 )
-from .errors import JournalCorrupt, JournalUnwritable, ProtocolError, WrongProtocol
+from .errors import JournalCorrupt, JournalUnwritable, ProtocolError
 from .events import (
     AnyEvent,
     Burst,
@@ -43,12 +43,13 @@ from .events import (
     Tick,
     TrustLost,
 )
-from .ids import Channel, RequestId
+from .ids import Channel
 from .journal import Journal
 from .limits import Limits
 from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from .messages import Code, Hint, Refused, ToAgent
+from .messages import Code, Hint, ToAgent
 from .receipts import Receipts
+from .rejection import answer_to, refusal_of
 from .status_desk import StatusDesk
 
 IDLE_S: Final = 1.0
@@ -65,8 +66,6 @@ STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
 """How long strangers are still answered before the sockets close."""
-REJECTED_KEY: Final = RequestId("rejected")
-"""Stands in the `Refused` that answers what is no message."""
 
 
 class Server:
@@ -178,13 +177,12 @@ class Server:
             case MessageReceived():
                 self._events.append(item)
             case Rejected():
-                self._reject(item)
+                self._send(item.peer, answer_to(item))
+                self._observe(refusal_of(item))
             case Distrusted():
                 self._events.append(TrustLost(agent=item.agent, reason=item.reason))
-            case Throttled():
-                self._observe(Refusal(agent=item.agent, message="?", code=Code.NOT_ALLOWED, reason=item.reason))
-            case TurnedAway():
-                self._observe(Refusal(agent="?", message="?", code=Code.NOT_ALLOWED, reason=item.reason))
+            case Throttled() | TurnedAway():
+                self._observe(refusal_of(item))
             case _:
                 assert_never(item)
 
@@ -272,14 +270,6 @@ class Server:
             hints, self._hints = self._hints, {}
             for hint in hints.values():
                 self._bus.hint(hint)
-
-    def _reject(self, item: Rejected) -> None:
-        code = Code.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else Code.NOT_ALLOWED
-        reason = str(item.error)
-        self._send(item.peer, Refused(request=REJECTED_KEY, code=code, reason=reason))
-        self._observe(
-            Refusal(agent=item.principal.name if item.principal else "?", message="?", code=code, reason=reason)
-        )
 
     def _wait_s(self) -> float:
         now = self._clock()
