@@ -7,7 +7,7 @@ the record is durable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .answers import already_committed, never_begun
 from .effects import Committed, EpochTaken, RoundClosed, RoundEnded
@@ -15,6 +15,7 @@ from .engines import Engine
 from .errors import InvariantBroken
 from .ids import AgentId, Epoch
 from .lease import YES, Verdict, may_acquire, may_use
+from .member import Member
 from .membership import Agent
 from .messages import (
     Abandon,
@@ -281,7 +282,7 @@ class Channel(Standing):
         before, self._outlook = self._outlook, (round_, window)
         if (before[0] is not None and before[0] is not round_) or before[1] is not window:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        members = round_.members if round_ else {}
+        members: Mapping[AgentId, Member] = round_.members if round_ else {}
         self.out += self._fleet.readiness_changes(members, window, self.window_of_waiting)
         due = self._duties.due(now)
         wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -16,7 +17,9 @@ from .states import EnginePhase
 
 GENERATES: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT})
 _NOT_BEGUN: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED})
-_IN_ROUND: Final = {phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase}
+_IN_ROUND: Final[Mapping[EnginePhase | None, Verdict]] = {
+    phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
+}
 
 
 class Engine(msgspec.Struct, kw_only=True):
