@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import struct
 import time
 from collections import Counter, deque
@@ -128,6 +129,7 @@ class RouterBus:
         """pyzmq's own call, without the options of socket types that we do not use: a third of the time."""
         self._pub: zmq.Socket[bytes] | None = None
         self._monitors: list[zmq.Socket[bytes]] = []
+        self._names = itertools.count()
         self._look_at = time.monotonic()
         try:
             self._authenticate()
@@ -158,8 +160,9 @@ class RouterBus:
             each.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _monitor(self, each: zmq.Socket[bytes]) -> None:
-        address = f"inproc://monitor-{id(each)}"
-        each.monitor(address, sum(_CONNECTION_EVENTS) | _FAILED_HANDSHAKES)
+        """Have what becomes of its connections told, until it is closed."""
+        address = f"inproc://monitor-{next(self._names)}"
+        each.monitor(address, sum(_CONNECTION_EVENTS) | _FAILED_HANDSHAKES | zmq.EVENT_MONITOR_STOPPED)
         monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._monitors.append(monitor)
         monitor.set(zmq.LINGER, 0)
@@ -170,6 +173,7 @@ class RouterBus:
         pub: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
         try:
             self._secure(pub)
+            self._monitor(pub)
             bound = _bind(pub, self._host, port, "pub_port")
         except BaseException:
             pub.close(linger=0)
@@ -262,11 +266,15 @@ class RouterBus:
         if now < self._look_at:
             return found
         self._look_at = now + LOOK_S
-        for monitor in self._monitors:
+        for monitor in tuple(self._monitors):
             for frames in burst(monitor):
                 number, value = struct.unpack("=Hi", frames[0].bytes)
                 if event := _CONNECTION_EVENTS.get(number):
                     self.connections[event] += 1
+                elif number == zmq.EVENT_MONITOR_STOPPED:
+                    self._monitors.remove(monitor)
+                    monitor.close(linger=0)
+                    break
                 else:
                     self.connections["refused"] += 1
                     found.append(TurnedAway(_explain_handshake(number, value)))
@@ -345,7 +353,7 @@ class RouterBus:
         if principal is None and self._keys is not None:
             return Rejected(peer, Malformed("this connection's key is not trusted any more"))
         try:
-            message, blob = codec.TO_COORDINATOR.decode(codec.unpack(frames))
+            message, blob = codec.TO_COORDINATOR.read(frames)
         except ProtocolError as error:
             return Rejected(peer, error, principal)
         return MessageReceived(peer, message, blob, principal)

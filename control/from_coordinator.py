@@ -107,7 +107,7 @@ class Granted(Message, frozen=True):
 
 
 class Send(Message, frozen=True):
-    """Every receiver is paused: open the transports for them under `epoch` and answer `Offered`, then send.
+    """Open the transports for these receivers, which still serve, under `epoch` and answer `Offered`; then send.
 
     A second `Send` of a round carries a new epoch and the engines that need everything again.
     """

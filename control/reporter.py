@@ -37,7 +37,7 @@ from .states import EnginePhase, RoundState
 from .status import ChannelView, StatusView
 from .telemetry import Meters
 
-_ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD})
+_ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD, Code.NOT_LEADER})
 """Refusals that are part of a healthy exchange."""
 _ANSWERS: Final = frozenset(kind.__name__ for kind in get_args(EngineMessage))
 """What engines say. At an epoch that is over it is late, which is nobody's fault and asks nothing of anybody."""

@@ -30,7 +30,7 @@ from .effects import (
     SendTo,
     SendToAll,
 )
-from .errors import JournalCorrupt, JournalUnwritable, ProtocolError, WrongProtocol
+from .errors import JournalCorrupt, JournalUnwritable, ProtocolError
 from .events import (
     AnyEvent,
     Burst,
@@ -43,12 +43,13 @@ from .events import (
     Tick,
     TrustLost,
 )
-from .ids import Channel, RequestId
+from .ids import Channel
 from .journal import Journal
 from .limits import Limits
 from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from .messages import Code, Hint, Refused, ToAgent
+from .messages import Code, Hint, ToAgent
 from .receipts import Receipts
+from .rejection import answer_to, refusal_of
 from .status_desk import StatusDesk
 
 IDLE_S: Final = 1.0
@@ -57,6 +58,10 @@ YIELD_S: Final = 0.05
 """How long hints may wait while messages come in: of several that say the same, the last is as good as all."""
 GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
+FLEET_GATHER_S: Final = 0.25
+FLEET: Final = 64
+"""When so many came together while all was calm, the next may gather for longer: they are the heartbeats of a thousand
+agents, and whoever is answered together speaks together again."""
 STREAM_S: Final = 0.002
 STREAM: Final = 16
 """When so many came together, the next may gather for a moment whatever is waited for: of a few thousand answers each
@@ -65,8 +70,6 @@ STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
 """How long strangers are still answered before the sockets close."""
-REJECTED_KEY: Final = RequestId("rejected")
-"""Stands in the `Refused` that answers what is no message."""
 
 
 class Server:
@@ -168,9 +171,10 @@ class Server:
 
     def _gather_s(self) -> float:
         """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
-        streaming = self._clock() - self._came_at < GATHER_S
+        gather_s = FLEET_GATHER_S if self._came >= FLEET else GATHER_S
+        streaming = self._clock() - self._came_at < gather_s
         if streaming and not self.yields and self.machine.calm:
-            return GATHER_S
+            return gather_s
         return STREAM_S if self._came >= STREAM else 0.0
 
     def _take(self, item: Incoming) -> None:
@@ -178,32 +182,33 @@ class Server:
             case MessageReceived():
                 self._events.append(item)
             case Rejected():
-                self._reject(item)
+                self._send(item.peer, answer_to(item))
+                self._observe(refusal_of(item))
             case Distrusted():
                 self._events.append(TrustLost(agent=item.agent, reason=item.reason))
-            case Throttled():
-                self._observe(Refusal(agent=item.agent, message="?", code=Code.NOT_ALLOWED, reason=item.reason))
-            case TurnedAway():
-                self._observe(Refusal(agent="?", message="?", code=Code.NOT_ALLOWED, reason=item.reason))
+            case Throttled() | TurnedAway():
+                self._observe(refusal_of(item))
             case _:
                 assert_never(item)
 
     def _drain(self) -> None:
         """Carry out every effect of an event before the next event; the journal's answers go before the rest."""
         while self._events:
-            event = self._events.popleft()
-            for effect in self.machine.handle(event, self._clock()):
-                self._perform(effect)
+            event, now = self._events.popleft(), self._clock()
+            for effect in self.machine.handle(event, now):
+                self._perform(effect, now)
 
-    def _perform(self, effect: AnyEffect) -> None:
+    def _perform(self, effect: AnyEffect, now: float) -> None:
         match effect:
+            case Receipt():
+                self._receipts.owe(effect.peer, effect.message, effect.answer, now)
+            case Observe():
+                self._observe(effect.what)
             case SendTo():
                 self._acknowledge((effect.peer,), effect.message)
                 self._send(effect.peer, effect.message, effect.blob)
             case SendToAll():
                 self._send_to_all(effect.peers, effect.message)
-            case Receipt():
-                self._receipts.owe(effect.peer, effect.message, effect.answer, self._clock())
             case Persist():
                 self._persist(effect)
             case PublishHint():
@@ -212,8 +217,6 @@ class Server:
                 self._hints[effect.hint.channel, effect.hint.event] = effect.hint
             case Evict():
                 self._bus.forget(effect.peer)
-            case Observe():
-                self._observe(effect.what)
             case _:
                 assert_never(effect)
 
@@ -272,14 +275,6 @@ class Server:
             hints, self._hints = self._hints, {}
             for hint in hints.values():
                 self._bus.hint(hint)
-
-    def _reject(self, item: Rejected) -> None:
-        code = Code.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else Code.NOT_ALLOWED
-        reason = str(item.error)
-        self._send(item.peer, Refused(request=REJECTED_KEY, code=code, reason=reason))
-        self._observe(
-            Refusal(agent=item.principal.name if item.principal else "?", message="?", code=code, reason=reason)
-        )
 
     def _wait_s(self) -> float:
         now = self._clock()

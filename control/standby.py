@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import Final
+from typing import Final, assert_never
 
 import msgspec
 
 from .bus import RouterBus, ServerKeys
 from .coordinator_settings import CoordinatorSettings
+from .effects import Refusal
 from .election import Election, Leader, Term
 from .etcd import EtcdUnavailable
 from .events import MessageReceived
 from .http import HttpPort, Readiness
+from .links import Distrusted, Incoming, Rejected, Throttled, TurnedAway
 from .log import get_log
 from .messages import Bye, Code, Heartbeat, Refused, ToCoordinator
 from .outbox import HEARTBEAT_KEY
+from .rejection import answer_to, refusal_of
+from .reporter import Reporter
 from .telemetry import Meters, Side
 
 ASK_S: Final = 0.25
@@ -45,10 +49,13 @@ class Standby:
         with contextlib.ExitStack() as undo:
             self._bus = RouterBus(settings.bind, settings.router_port, settings.pub_port, keys)
             undo.callback(self._bus.close)
+            meters = Meters(Side.COORDINATOR)
+            self._reporter = Reporter(meters)
             http = HttpPort(
                 settings.http_bind,
                 settings.http_port,
-                registry=Meters(Side.COORDINATOR).registry,
+                registry=meters.registry,
+                refresh=self._count,
                 readiness=self.readiness,
                 status=self._status,
             )
@@ -68,8 +75,7 @@ class Standby:
                     if (term := self._ask(election)) is not None:
                         return term
                 for received in self._bus.poll(max(0.0, ask_at - time.monotonic())):
-                    if isinstance(received, MessageReceived) and not isinstance(received.message, Bye):
-                        self._bus.send(received.peer, self._refusal(received.message))
+                    self._take(received)
             return None
 
     def stop(self) -> None:
@@ -96,6 +102,28 @@ class Standby:
             self._log.info("stands_by", leader=found.name, endpoint=found.endpoint)
         self._leader = found
         return None
+
+    def _take(self, received: Incoming) -> None:
+        match received:
+            case MessageReceived(message=Bye()) | Distrusted():
+                pass  # nobody is a member here
+            case MessageReceived():
+                refused, principal = self._refusal(received.message), received.principal
+                self._bus.send(received.peer, refused)
+                agent = principal.name if principal else "?"
+                kind = type(received.message).__name__
+                self._reporter.observe(Refusal(agent=agent, message=kind, code=refused.code, reason=refused.reason))
+            case Rejected():
+                self._bus.send(received.peer, answer_to(received))
+                self._reporter.observe(refusal_of(received))
+            case Throttled() | TurnedAway():
+                self._reporter.observe(refusal_of(received))
+            case _:
+                assert_never(received)
+
+    def _count(self) -> None:
+        self._reporter.count_connections(self._bus.connections)
+        self._reporter.count_throttled(self._bus.throttled)
 
     def _refusal(self, message: ToCoordinator) -> Refused:
         request = HEARTBEAT_KEY if isinstance(message, Heartbeat | Bye) else message.request

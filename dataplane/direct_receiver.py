@@ -2,7 +2,7 @@
 
 It moves no bytes itself. It has the server call our loader in every worker, and leads the workers that then connect
 through one exchange (worker_wire.py): record and plan where something is new, copy, and say what they hold. It compares
-that with the digest table before it lets them return.
+that with the digest table while they return, to a server that is paused and stays so.
 
 A server that speculates calls the loader for one model after another, in an order of its own: the one it serves, and
 its draft models. Each is an exchange of its own within the one call, and takes from the version what its loader asks
@@ -204,11 +204,13 @@ class DirectReceiver:
                 agreement = self._prepared(connection, session.manifest, layout, model, deadline)
                 with self._timed("replay"):
                     replayed = self._replay(session, welcome, agreement, deadline)
+                # They have said what they hold, and the server stands still until somebody commits: while it returns,
+                # it is found out whether that is the version.
+                self._workers.let_go(worker_wire.Done())
+                self._workers.close()
                 lanes = [_lanes(each.lanes) for each in replayed]
                 with self._timed("compare"):
                     agreement.proof.check(session.table, lanes, [each.odd for each in replayed])
-                self._workers.let_go(worker_wire.Done())
-                self._workers.close()
         except Exception as error:
             self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
             raise

@@ -23,6 +23,7 @@ from .exports import ExportMap
 from .host import host_identity
 from .local import open_runtime_dir
 from .shared_memory import Held, SharedMemory, memory_of
+from .tensor_bytes import addresses_of
 from .transport import Address
 
 _MAX_PATH: Final = 107
@@ -61,7 +62,8 @@ class RegionExporter:
         if self._memory is None:
             self._memory = memory_of(tensors)
         # No other tensor can be where these were: their storages are held here.
-        if self._map is not None and [tensor.data_ptr() for tensor in tensors] == self._pointers:
+        pointers = addresses_of(tensors)
+        if self._map is not None and pointers == self._pointers:
             self._memory.settle()
             return self._map
         with self._lock:
@@ -70,7 +72,7 @@ class RegionExporter:
                 self._generation += 1
             self._held = held
         self._serve()
-        self._pointers = [tensor.data_ptr() for tensor in tensors]
+        self._pointers = addresses_of(tensors)  # those of a host have been moved
         self._map = ExportMap(self._holder, host_identity(), tuple(each.region for each in held.values()), places)
         return self._map
 

@@ -13,6 +13,7 @@ from .device_name import device_name
 from .errors import Unsupported
 from .exports import ExportMap, Place, Region
 from .host import host_identity
+from .tensor_bytes import addresses_of
 
 
 class OwnMemory:
@@ -27,7 +28,7 @@ class OwnMemory:
 
     def describe(self, tensors: Sequence[torch.Tensor]) -> ExportMap:
         """The map of these; the one before, while nothing has moved. Raises `Unsupported` for several devices."""
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = addresses_of(tensors)
         if self._map is not None and pointers == self._pointers:
             return self._map
         if len({tensor.device for tensor in tensors}) > 1:

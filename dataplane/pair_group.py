@@ -1,7 +1,8 @@
 """A process group of one epoch in which ranks send to and receive from each other, under deadlines: gloo or NCCL.
 
-The trainer's ranks come first, then the workers of the engines. The group is formed for one transfer and forgotten: its
-name and the address of its store are new in every epoch, so that nobody of an earlier one can be in it.
+The trainer's ranks come first, then the workers of the engines. The name of a group and the address of its store are
+new in every epoch, so that nobody of an earlier one can be in it; one that served without a fault may serve the same
+members again (standing.py).
 
 Who gives up breaks the group for all that take part: NCCL by `abort`. Gloo has none (2.13: a no-op), but a wait that
 runs out of time closes all connections of its process, and whoever waits at their other ends does the same. `abort`
@@ -159,6 +160,21 @@ class PairGroup(OwnStream):
         if self._stream is not None and not self._broken:
             self._broken = "it has ended"
             _aside(self._backend.shutdown)
+
+    @property
+    def broken(self) -> bool:
+        """It is of no use any more."""
+        return bool(self._broken)
+
+    def drop(self) -> None:
+        """Let go of a group in which nothing moves, without a word to the others: some may be dead, or have it still.
+
+        Gloo's connections close when nobody refers to it any more. NCCL's shutdown would wait for all; abort does not.
+        """
+        if not self._broken:
+            self._broken = "it was let go of"
+            if self._stream is not None:
+                _aside(self._backend.abort)
 
     def check(self) -> None:
         """Raise RuntimeError when the group was broken. To a work of NCCL's, an abort looks like its end."""

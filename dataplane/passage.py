@@ -24,6 +24,7 @@ from .outbox import Exchange
 from .pair_group import NOBODY, PairGroup
 from .sealed_frames import address_towards, host_and_port
 from .sends_wire import BEAT_S, Group
+from .standing import Standing
 
 _LOOK_S: Final = 0.02
 _END_S: Final = 5.0
@@ -55,12 +56,17 @@ class Passage:
         to: frozenset[int] = NOBODY,
         from_: frozenset[int] = NOBODY,
         memory: Sequence[torch.Tensor] = (),
+        standing: Standing | None = None,
     ) -> None:
-        """`to` and `from_` are those with whom messages are exchanged, which lie in `memory`."""
+        """`to` and `from_` are those with whom messages are exchanged, which lie in `memory`.
+
+        The group may be one that `standing` has, and is kept there.
+        """
         self._where = where
         self._rank = rank
         self._device = device
         self._to, self._from, self._memory = to, from_, memory
+        self._standing = standing or Standing()
 
     def run(self, move: Callable[[Exchange], None], called_off: Callable[[], str], beat: Callable[[], None]) -> float:
         """Join, `move`, and return the seconds that it took after all had come.
@@ -104,13 +110,19 @@ class Passage:
             outcome.error = error
             if group is not None:
                 group.abort(str(error) or type(error).__name__)
-        finally:
-            outcome.over.set()
-        if group is not None:
+        if outcome.error is None and isinstance(group, PairGroup):
+            self._standing.keep(self._where.name, group, self._where.keep_s)
+        outcome.over.set()
+        if group is not None and (outcome.error is not None or isinstance(group, NixlGroup)):
             group.close()
 
     def _join(self) -> PairGroup | NixlGroup:
         where = self._where
+        known = self._standing.take(where.name)
+        if where.stands:
+            if known is None:
+                raise PeerLost(f"group {where.name} is not here any more")
+            return known
         deadline = Deadline(where.form_s)
         host, port = host_and_port(where.store)
         try:

@@ -20,6 +20,7 @@ from .outbox import Mail, Outbox
 from .passage import Passage
 from .schedule import Messages
 from .sealed_frames import SealedFrames
+from .standing import Standing
 from .transport import Address
 
 _PACKET_S = 10.0
@@ -36,6 +37,7 @@ class RankSends:
         """By digest of the schedule."""
         self._outbox: tuple[object, Outbox] | None = None
         """With what it was made from."""
+        self._standing = Standing()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.failure = ""
@@ -62,6 +64,7 @@ class RankSends:
     def close(self) -> None:
         """Let go of everything."""
         self.stop()
+        self._standing.discard()
         if self._outbox is not None:
             self._outbox[1].close()
             self._outbox = None
@@ -80,13 +83,16 @@ class RankSends:
         frames: SealedFrames | None = None
         try:
             frames = SealedFrames.reach(address.address, address.token, deadline)
-            hello = wire.RankHello(channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(self._parts))
+            hello = wire.RankHello(
+                channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(self._parts), group=self._standing.name
+            )
             wire.say(frames, hello, deadline)
             begin = self._begun(frames, deadline, stop)
             outbox = self._bound(begin.letters, regions)
             device = regions[0].device if regions else torch.device("cpu")
             where = begin.group
-            seconds = Passage(where, where.rank, device, to=outbox.peers, memory=outbox.memory).run(
+            passage = Passage(where, where.rank, device, to=outbox.peers, memory=outbox.memory, standing=self._standing)
+            seconds = passage.run(
                 lambda group: outbox.send(group, where.turn_s), lambda: _called_off(frames, stop), lambda: _beat(frames)
             )
             wire.say(frames, wire.Through(seconds=seconds, nbytes=outbox.nbytes), Deadline(_PACKET_S))

@@ -34,6 +34,8 @@ from .transport import JOIN_S, Address, Peer, Session, Slot
 
 FORM_S: Final = 15.0
 """For a group whose members have all said that they are prepared."""
+KEEP_S: Final = 900.0
+"""How long a group that nobody uses is kept for the next version. It costs its members connections and buffers."""
 TURN_S: Final = 10.0
 """For one turn of a rank: a rank that stands still is given up after it. 512 MB in it are 50 MB/s."""
 _LOOK_S: Final = 0.1
@@ -55,6 +57,8 @@ class _End:
         self.prepared: wire.Prepared | None = None
         self.known: frozenset[str] = frozenset()
         """Schedules whose part a rank has."""
+        self.group = ""
+        """The one that it has from the last round."""
         self.through = self.finished = False
         self.heard_at = 0.0
         """While the group forms and moves."""
@@ -72,6 +76,7 @@ class SendsSender:
         *,
         turn_s: float = TURN_S,
         form_s: float = FORM_S,
+        keep_s: float = KEEP_S,
         nixl: bool = False,
     ) -> None:
         """`host` is the address under which engines and the trainer's other ranks reach this machine.
@@ -81,6 +86,11 @@ class SendsSender:
         self._nixl = nixl
         self._host, self._channel, self._device, self._describe = host, channel, device, describe
         self._turn_s, self._form_s = turn_s, form_s
+        self._keep_s = 0.0 if nixl else keep_s
+        self._standing: tuple[str, object] = ("", None)
+        """The group in which the last version went to everybody, and who is in it for what."""
+        self._formed: tuple[str, object] = ("", None)
+        """The one of this epoch."""
         self._exposed: Exposed | None = None
         self._layout = ""
         self._epoch = 0
@@ -159,6 +169,8 @@ class SendsSender:
         deadline = Deadline(deadline_s)
         self._wait(deadline, lambda end: not end.through, "had not moved everything", silent_s=wire.SILENT_S)
         self._wait(deadline, lambda end: bool(end.workers) and not end.finished, "had not finished")
+        if not self._failed:
+            self._standing = self._formed
 
     def withdraw(self, engine: str, reason: str) -> None:
         """Fail `engine` when this sender waits the next time; when the group has begun, with it all of the others."""
@@ -237,7 +249,7 @@ class SendsSender:
                 wire.say(frames, wire.Refused(epoch=self._epoch, reason=reason), deadline)
                 return frames.close()
             if isinstance(hello, wire.RankHello):
-                end.known = frozenset(hello.known)
+                end.known, end.group = frozenset(hello.known), hello.group
             else:
                 invited = wire.Invited(
                     epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
@@ -280,7 +292,7 @@ class SendsSender:
                     wire.say(end.frames, wire.Agreed(), deadline)
                 case wire.Prepared() as prepared if end.workers and not self._began:
                     self._check(end, prepared)
-                    end.prepared = prepared
+                    end.prepared, end.group = prepared, prepared.group
                 case wire.Through() if self._began:
                     end.through = True
                 case wire.Finished() if end.through:
@@ -329,7 +341,6 @@ class SendsSender:
 
     def _begin(self) -> None:
         """Give everybody its rank: the trainer's come first, then the engines' workers in the order of their names."""
-        self._store = serve_store(self._host)
         first = len(self._ranks)
         letters: list[tuple[int, str]] = []
         offsets: dict[str, int] = {}
@@ -339,6 +350,7 @@ class SendsSender:
             offsets[name] = first + len(letters)
             letters += [(first + len(letters) + at, plan) for at, plan in enumerate(prepared.plans)]
         size = first + len(letters)
+        self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
         told = [
             (end, wire.Begin(group=self._group(size, holder), letters=self._letters(holder, end, letters)))
             for holder, end in self._ranks.items()
@@ -349,13 +361,21 @@ class SendsSender:
             end.heard_at = time.monotonic()
             self._tell(end, begin)
 
+    def _choose_group(self, members: object) -> None:
+        """The group of the last version, if all who are in it have it still and no others take part; or a new one."""
+        (name, before), self._standing = self._standing, ("", None)
+        if name and before == members and all(end.group == name for end in self._everybody()):
+            self._formed = name, members
+            return
+        self._store = serve_store(self._host)
+        self._formed = f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}", members
+
     def _group(self, size: int, rank: int) -> wire.Group:
-        assert self._store is not None
         host = f"[{self._host}]" if ":" in self._host else self._host
-        name = f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}"
         return wire.Group(
-            store=f"tcp://{host}:{self._store.port}", name=name, size=size, rank=rank, form_s=self._form_s,
-            turn_s=self._turn_s, nixl=self._nixl,
+            store=f"tcp://{host}:{self._store.port}" if self._store else "", name=self._formed[0], size=size,
+            rank=rank, form_s=self._form_s, turn_s=self._turn_s, nixl=self._nixl, stands=self._store is None,
+            keep_s=self._keep_s,
         )  # fmt: skip
 
     def _letters(self, holder: int, end: _End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:

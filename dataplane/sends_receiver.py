@@ -51,6 +51,10 @@ class SendsReceiver(DirectReceiver):
         self._takers = Takers(runtime_dir)
         self._staged: tuple[str, int] | None = None
         """Channel and epoch of what the workers have taken beside their parameters."""
+        self._met: tuple[tuple[str, int], Frames, Welcome] | None = None
+        """The sender of this channel and epoch, where a version could not be taken beside after all."""
+        self._at_hand: tuple[Frames, Welcome] | None = None
+        """The same, for the round that begins."""
         self.mode = ""
         """How the last version was taken: ``beside`` or ``paused``; and why."""
 
@@ -65,6 +69,11 @@ class SendsReceiver(DirectReceiver):
             self.mode = self.mode if self.mode.startswith("paused") else "paused"
             self._touched = False
             self._takers.require_moving()
+            met, self._met = self._met, None
+            if met is not None and met[0] == (session.channel, session.epoch):
+                self._at_hand = met[1:]
+            elif met is not None:
+                met[1].close()
             return super().receive(session, address, engine, rank_offset, server, deadline_s)
         connection = self._connection
         assert connection is not None
@@ -83,7 +92,11 @@ class SendsReceiver(DirectReceiver):
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
 
     def can_stage(self, manifest: Manifest) -> bool:
-        """The workers know what they will be sent, if the trainer's layout is what it was, and have room for it."""
+        """The workers know what they will be sent, if the trainer's layout is what it was, and have room for it.
+
+        Raises `StandsStill`: then the engine takes no part at all.
+        """
+        self._takers.require_moving()
         objection = self._objection(manifest)
         self.mode = f"paused: {objection}" if objection else "beside"
         return not objection
@@ -107,7 +120,8 @@ class SendsReceiver(DirectReceiver):
             known = self._agreements[_MODEL]
             if (known.layout, self._schedules[0]) != (welcome.layout, _named(known, self._cut)):
                 self.mode = "paused: the trainer's layout is new"
-                self.close()
+                # To a sender that has seen us, coming a second time would be somebody else.
+                self._met, self._connection = ((session.channel, session.epoch), connection, welcome), None
                 return False
             self._take(connection, known, deadline, beside=True)
         except Exception as error:
@@ -122,6 +136,9 @@ class SendsReceiver(DirectReceiver):
         if self._staged is not None:
             self._staged = None
             self._takers.tell("the round is over")
+        met, self._met = self._met, None
+        if met is not None:
+            met[1].close()
         super().close()
 
     def shutdown(self) -> None:
@@ -132,12 +149,17 @@ class SendsReceiver(DirectReceiver):
     # -- the trainer --------------------------------------------------------------------------------------------------
 
     def _connect(self, address: Address, deadline: Deadline) -> Frames:
+        if self._at_hand is not None:
+            return self._at_hand[0]
         return SealedFrames.reach(address.address, address.token, deadline)
 
     def _readers(self) -> tuple[Reader, ...]:
         return tuple(msgspec.structs.replace(reader, sent_to=True) for reader in super()._readers())
 
     def _shake_hands(self, connection: Frames, session: Session, engine: str, deadline: Deadline) -> Welcome:
+        at_hand, self._at_hand = self._at_hand, None
+        if at_hand is not None:
+            return at_hand[1]
         hello = sends_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine)
         sends_wire.say(connection, hello, deadline)
         reply = sends_wire.hear_sender(connection, deadline, "the sender's invitation")
@@ -216,7 +238,8 @@ class SendsReceiver(DirectReceiver):
         digests = tuple(each.digest() for each in self._schedules[1])
         if not self._agreed.issuperset(agreement.digests):
             self._agree(connection, agreement, deadline)
-        sends_wire.say(connection, sends_wire.Prepared(plans=agreement.digests, schedules=digests), deadline)
+        prepared = sends_wire.Prepared(plans=agreement.digests, schedules=digests, group=self._takers.group)
+        sends_wire.say(connection, prepared, deadline)
         begin = sends_wire.hear_sender(connection, deadline, "the sender to begin")
         if not isinstance(begin, sends_wire.Begin):
             raise PeerLost(f"the sender did not begin: {_reason(begin)}")

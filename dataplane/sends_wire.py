@@ -34,6 +34,8 @@ class RankHello(WireMessage, frozen=True, tag=True):
     rank: int
     known: tuple[str, ...]
     """Digests of the schedules whose part it still has."""
+    group: str = ""
+    """The group that it still has."""
 
 
 class Invited(WireMessage, frozen=True, tag=True):
@@ -55,6 +57,8 @@ class Prepared(WireMessage, frozen=True, tag=True):
 
     plans: tuple[str, ...]
     schedules: tuple[str, ...]
+    group: str = ""
+    """The group that all of its workers still have."""
 
 
 class Group(WireMessage, frozen=True, tag=True):
@@ -70,6 +74,10 @@ class Group(WireMessage, frozen=True, tag=True):
     turn_s: float
     nixl: bool = False
     """It reads with NIXL, and does not send over gloo or NCCL."""
+    stands: bool = False
+    """All have it from the last round. There is no store."""
+    keep_s: float = 0.0
+    """For how long it may be used again afterwards."""
 
 
 class Letters(WireMessage, frozen=True, tag=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -25,6 +26,9 @@ from .pieces import Pieces
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """What ranks send each other in each round. Beyond, assembling buckets is no slower."""
+
+
+_NONE: Final = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,25 +79,36 @@ class Division:
 
         Raises `ManifestError` when a rank gave sums of other tensors than fell to it.
         """
-        tensors = self.chosen.tensors
-        totals = np.zeros((2, len(tensors)), np.uint64)
-        apart = np.isin(self.chosen.boxes.space, self.odd)
+        totals = np.zeros((2, len(self.chosen.tensors)), np.uint64)
         for rank, sums in enumerate(lanes):
-            own = np.unique(self.chosen.boxes.space[~apart & (self.chosen.holder == rank)])
+            own = self._own.get(rank, _NONE)
             if sums.shape != (2, len(own)):
                 raise ManifestError(f"rank {rank} gave sums of {sums.shape[-1]} tensors, {len(own)} fell to it")
             totals[:, own] += sums
-        sizes = np.array([spec.nbytes for spec in tensors], np.int64)
-        found = bytearray(integrity.finish(totals, sizes))
-        for index in self.odd.tolist():
-            found[16 * index : 16 * index + 16] = self._put_together(index, odd)
+        found = bytearray(integrity.finish(totals, self._sizes))
+        if len(self.odd):
+            packs = [self._odd_of(rank) for rank in range(len(odd))]
+            for index in self.odd.tolist():
+                found[16 * index : 16 * index + 16] = self._put_together(index, packs, odd)
         return bytes(found)
 
-    def _put_together(self, index: int, odd: Sequence[bytes]) -> bytes:
+    @cached_property
+    def _sizes(self) -> Column:
+        """(tensors,): bytes."""
+        return np.array([spec.nbytes for spec in self.chosen.tensors], np.int64)
+
+    @cached_property
+    def _own(self) -> dict[int, Column]:
+        """By rank: the tensors that it gives sums of."""
+        even = ~np.isin(self.chosen.boxes.space, self.odd)
+        ranks: list[int] = np.unique(self.chosen.holder).tolist()
+        return {rank: np.unique(self.chosen.boxes.space[even & (self.chosen.holder == rank)]) for rank in ranks}
+
+    def _put_together(self, index: int, packs: Sequence[Pieces], odd: Sequence[bytes]) -> bytes:
         parts = [
             part
-            for rank, blob in enumerate(odd)
-            for part in parts_of(self._odd_of(rank), index, blob, f"trainer rank {rank}")
+            for rank, (pack, blob) in enumerate(zip(packs, odd, strict=True))
+            for part in parts_of(pack, index, blob, f"trainer rank {rank}")
         ]
         return digest_of(put_together(self.chosen.tensors[index], parts))
 

@@ -70,6 +70,8 @@ class Takers:
         self._asked: dict[int, float] = {}
         """By `pulse`: who has not answered since when."""
         self._ask_at = float("inf")
+        self._group: tuple[str, float, tuple[Frames, ...]] = ("", 0.0, ())
+        """The group of the last transfer, until when it may be used again, and whose it is."""
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -151,7 +153,7 @@ class Takers:
 
     def room(self) -> str:
         """Why the version cannot be taken beside what is served, empty when it can. Raises `StandsStill`."""
-        self.require_moving()
+        self._calm()
         for rank, frames in sorted(self._threads.items()):
             began = time.monotonic()
             try:
@@ -183,7 +185,16 @@ class Takers:
         for at, rank in enumerate(sorted(self._threads)):
             mine = msgspec.structs.replace(group, rank=group.rank + at)
             worker_wire.say(self._threads[rank], worker_wire.Take(group=mine, beside=beside), deadline)
-        return _Transfer(self._threads, leader, beside=beside).outcomes(deadline, self._stands)
+        members, self._group = tuple(self._threads.values()), ("", 0.0, ())
+        taken = _Transfer(self._threads, leader, beside=beside).outcomes(deadline, self._stands)
+        self._group = group.name, time.monotonic() + group.keep_s, members
+        return taken
+
+    @property
+    def group(self) -> str:
+        """The one that all workers still have from the last transfer; empty when there is none."""
+        name, until, members = self._group
+        return name if time.monotonic() < until and members == tuple(self._threads.values()) else ""
 
     def tell(self, reason: str) -> None:
         """Call it off. Who is gone needs no telling."""

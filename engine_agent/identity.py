@@ -42,14 +42,18 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """Process id and start time behind the port, where this machine can see them."""
     loaders: tuple[str, ...] = ()
     """What it was started with as ``--custom-weight-loader``."""
-    moves_experts: bool = False
-    """While it serves, to balance its ranks (``--enable-eplb``)."""
+    moves_experts: str = ""
+    """The flag by which it does that while it serves, to balance its ranks or to lose one; empty when it does not."""
     gives_back: bool = False
     """It can give its GPU memory back (``--enable-memory-saver``)."""
     undefined: bool = False
     """It has given its weights back since it was launched."""
     gpus: tuple[int, ...] = ()
     """Which of the GPUs that it sees its workers use, by rank; none where that does not follow from its settings."""
+
+
+_MOVING: Final = {"enable_eplb": "--enable-eplb", "elastic_ep_backend": "--elastic-ep-backend"}
+"""What has SGLang put experts elsewhere after it has loaded them (`EPLBManager`, `ElasticEPStateManager`)."""
 
 
 def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object], url: str) -> ServerFacts:
@@ -73,7 +77,7 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
         label=str(model_info.get("weight_version", "")),
         process=process,
         loaders=tuple(str(name) for name in _sequence(server_info.get("custom_weight_loader"))),
-        moves_experts=bool(server_info.get("enable_eplb")),
+        moves_experts=next((flag for key, flag in _MOVING.items() if server_info.get(key)), ""),
         gives_back=bool(server_info.get("enable_memory_saver")),
         gpus=_gpus(server_info),
     )

@@ -25,6 +25,7 @@ from weightbus.dataplane.inbox import Inbox, beside_bytes
 from weightbus.dataplane.outbox import Exchange
 from weightbus.dataplane.passage import Passage
 from weightbus.dataplane.schedule import Messages
+from weightbus.dataplane.standing import Standing
 
 _CONNECT_S: Final = 30.0
 _SAY_S: Final = 30.0
@@ -46,6 +47,7 @@ class Taker:
         self._messages, self._unpack = Messages.decode(expect.messages), CopyTable.decode(expect.unpack)
         self._targets, self._device, self._rank = targets, device, rank
         self._inbox: Inbox | None = None
+        self._standing = Standing()
         self._taken = False
         self._touched = False
         self._closed = False
@@ -100,6 +102,7 @@ class Taker:
         finally:
             self._closed = True
             self._taken = False
+            self._standing.discard()
             self._frames.close()
 
     def _say(self, message: wire.ToSidecar) -> None:
@@ -118,7 +121,9 @@ class Taker:
                 self._touched = not message.beside
                 inbox.receive(group, where.turn_s)
 
-            passage = Passage(where, where.rank, self._device, from_=inbox.peers, memory=inbox.memory)
+            passage = Passage(
+                where, where.rank, self._device, from_=inbox.peers, memory=inbox.memory, standing=self._standing
+            )
             seconds = passage.run(move, self._called_off, self._beat)
         except Exception as error:  # noqa: BLE001 - see above
             if message.beside:

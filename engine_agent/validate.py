@@ -56,7 +56,7 @@ def limits(facts: ServerFacts) -> Iterator[tuple[str, str]]:
         )
     if facts.moves_experts and LOADER in facts.loaders:
         yield (
-            "it moves experts while it serves (--enable-eplb), and what was recorded of them would not hold",
+            f"it moves experts while it serves ({facts.moves_experts}), and what was recorded of them would not hold",
             "launch it without that flag, with fixed places (--init-expert-location), or take local or distributed",
         )
 

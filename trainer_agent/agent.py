@@ -32,7 +32,7 @@ from .errors import AgentClosed, ConnectFailed, TooFarAhead, raise_for
 from .exposure import Exposure
 from .handle import PublishHandle
 from .leader import Leader, exposure_of, lead
-from .orders import Assemble, Beat, Expose, Finish, Join, NotReady, Ranks, Ready, Taken, unexpected
+from .orders import Assemble, Beat, Expose, Finish, Join, Make, NotReady, Ranks, Ready, Taken, unexpected
 from .publication import Ending, Verdict
 from .quantised import as_served
 from .report import Mode, PublishReport
@@ -225,7 +225,9 @@ class TrainerAgent:
                     case Assemble() if cause is None:
                         self._source.assemble(self.manifest, order.index, None)
                     case Expose() if cause is None and self._exposure is not None:
-                        self._exposure.take_part(digests=order.digests)
+                        self._exposure.take_part(digests=order.digests, made=order.made)
+                    case Make() if cause is None and self._exposure is not None:
+                        self._exposure.make()
                     case Join() if cause is None and self._exposure is not None:
                         self._exposure.join(Address(order.address, token=order.token), order.epoch, order.deadline_s)
                     case Beat():
@@ -234,7 +236,7 @@ class TrainerAgent:
                         return order
                     case Finish() if order.report.version == version:
                         return order.verdict, order.report, cause
-                    case Assemble() | Expose() | Join() | Taken() if cause is not None:
+                    case Assemble() | Make() | Expose() | Join() | Taken() if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
                         return self._alone(version, cause)
                     case _:

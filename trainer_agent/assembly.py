@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weightbus.dataplane.manifest import ITEM_BYTES, Manifest, TensorSpec
+from weightbus.dataplane.tensor_bytes import addresses_of
 
 from .parcels import BucketPlan, Message, Parcel, Placement
 from .source import AssemblyFailed, LayoutMismatch
@@ -129,6 +130,8 @@ class Assembler:
         """By bucket, what of this rank's parcel is uploaded as it lies; empty before the first pass."""
         self._far: dict[int, int] = {}
         """Storages in pinned host memory as the cargoes were made: number and bytes of an element."""
+        self._places: list[int] = []
+        """Where all storages were then: each may be put elsewhere, on another device too."""
 
     @torch.no_grad()
     def run(self, index: int, out: torch.Tensor | None, device: torch.device) -> None:
@@ -147,13 +150,15 @@ class Assembler:
 
     def _begin_pass(self, device: torch.device) -> None:
         """Parameters may have been moved and changed since the last one."""
+        places = addresses_of(self._storages)
+        if places == self._places:
+            return
+        self._places = places
         far = {
             number: storage.element_size()
             for number, storage in enumerate(self._storages)
             if self._reach.elsewhere(storage, device) and self._reach.pinned(storage)
         }
-        if far == self._far and self._cargoes:
-            return
         self._uploads, self._far = None, far
         mine = (bucket.get(self._rank) for bucket in self._buckets)
         self._cargoes = [self._cargo(parcel, device) if parcel and far else None for parcel in mine]

@@ -150,7 +150,7 @@ class Drive:
 
     def run(self) -> p.Verdict:
         """Until the machine is done. Effects are carried out in order, each before the next event is taken."""
-        effects: deque[p.AnyEffect] = deque(self._handle(p.Begin()))
+        effects: deque[p.AnyEffect] = deque(self._handle(self._made() or p.Begin()))
         while effects or self.machine.verdict is None:
             event = self._perform(effects.popleft()) if effects else self._wait()
             if event is not None:
@@ -287,6 +287,14 @@ class Drive:
         self._routes = answer.routes or None
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         return p.LeaseGranted(answer.epoch, answer.committed)
+
+    def _made(self) -> p.AnyEvent | None:
+        """Have what engines will read be made while the lease is asked for. What is wrong if that fails."""
+        try:
+            self._of.staging.make(self._watch)
+        except SourceError as error:
+            return self._source_failed(error)
+        return None
 
     def _assemble(self) -> p.AnyEvent:
         staging = self._of.staging

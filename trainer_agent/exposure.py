@@ -57,6 +57,19 @@ class Exposable(Protocol):
         ...
 
 
+@runtime_checkable
+class Making(Exposable, Protocol):
+    """A source that makes what is read of its weights: that takes a while, and can be begun before it is waited for."""
+
+    def make(self) -> None:
+        """Begin to make it from the weights as they are now. Collective."""
+        ...
+
+    def memory(self, *, made: bool = False) -> Sequence[torch.Tensor]:
+        """As of every exposable source; with `made`, what the last `make` began is not begun again."""
+        ...
+
+
 class _Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank says in every round."""
 
@@ -97,6 +110,10 @@ class _Local:
     digest: str
     used: tuple[int, ...]
     mirror: Mirror
+
+    def here(self, memory: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Those of the source's storages that are used, in their new numbers."""
+        return tuple(map(memory.__getitem__, self.used))
 
     @classmethod
     def of(cls, pieces: Pieces, memory: Sequence[torch.Tensor]) -> _Local:
@@ -167,9 +184,22 @@ class Exposure:
         if self._own is not None:
             self._sends.begin(address, epoch, self._own.regions, deadline_s)
 
-    def expose(self) -> None:
-        """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike."""
-        mine = self._exported()
+    @property
+    def makes(self) -> bool:
+        """What is exposed is made of the weights, and `make` begins with it. The same on every rank."""
+        return isinstance(self._source, Making)
+
+    def make(self) -> None:
+        """Begin to make what is exposed from the weights as they are now. Nobody may be reading it."""
+        if isinstance(self._source, Making):
+            self._source.make()
+
+    def expose(self, *, made: bool = False) -> None:
+        """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike.
+
+        With `made`, as it was at the last `make`. When this returns all of it is there.
+        """
+        mine = self._exported(made=made)
         found = [_STANDING.decode(each) for each in self._source.collect(_encode(mine))]
         refusals = [f"rank {rank}: {each.refusal}" for rank, each in enumerate(found) if each.refusal]
         if refusals:
@@ -199,9 +229,9 @@ class Exposure:
             return b""
         return division.digests([_lanes(each.lanes) for each in sums], [each.odd for each in sums])
 
-    def take_part(self, *, digests: bool) -> None:
+    def take_part(self, *, digests: bool, made: bool) -> None:
         """What the leader's call asks of the other ranks."""
-        self.expose()
+        self.expose(made=made)
         if digests:
             self.digests()
 
@@ -220,8 +250,9 @@ class Exposure:
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
-    def _exported(self) -> _Standing:
-        memory = self._source.memory()
+    def _exported(self, *, made: bool) -> _Standing:
+        source = self._source
+        memory = source.memory(made=made) if isinstance(source, Making) else source.memory()
         try:
             return self._export(memory)
         except (NotExportable, Unsupported, ManifestError, OSError) as error:
@@ -231,8 +262,9 @@ class Exposure:
         local = self._local
         if local is None:
             local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory)
-        local.mirror.refresh([memory[index] for index in local.used])
-        self._tensors = [memory[index] for index in local.used] + local.mirror.tensors
+        used = local.here(memory)
+        local.mirror.refresh(used)
+        self._tensors = [*used, *local.mirror.tensors]
         exports, unread = self._read()
         # After that: exporting moves storages of the host.
         own = None if self._own is None else self._own.describe(self._tensors)

@@ -36,10 +36,16 @@ class Assemble(Order, frozen=True):
     index: int
 
 
+class Make(Order, frozen=True):
+    """Begin to make what this rank lets others read, from its weights as they are now."""
+
+
 class Expose(Order, frozen=True):
     """Make this rank's memory readable as it is now; digest its share of the model if `digests`."""
 
     digests: bool
+    made: bool = False
+    """`Make` was said in this publication: nothing is begun anew."""
 
 
 class Join(Order, frozen=True):
@@ -72,7 +78,7 @@ class Finish(Order, frozen=True):
     report: PublishReport
 
 
-AnyOrder = Ready | NotReady | Assemble | Expose | Join | Beat | Taken | Finish
+AnyOrder = Ready | NotReady | Assemble | Make | Expose | Join | Beat | Taken | Finish
 
 _DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
 
@@ -99,6 +105,8 @@ def unexpected(order: AnyOrder, expected: str) -> RuntimeError:
             told = "that the leader stands"
         case Assemble():
             told = f"to assemble bucket {order.index}"
+        case Make():
+            told = "to make what it exposes"
         case Expose():
             told = "to expose its memory"
         case Join():

@@ -132,17 +132,27 @@ class ReadableQuantisedSource(QuantisedSource):
 
     def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
         """What this rank quantises, once in the group, and all that it holds of what stays as it is."""
-        return self._made().pieces.ordered(tensors)
+        return self._standing_now().pieces.ordered(tensors)
 
-    def memory(self) -> Sequence[torch.Tensor]:
-        """This rank's tensors, and behind them what they are quantised into, as they are now. Collective."""
-        return self._made().refresh()
+    def make(self) -> None:
+        """Begin to quantise this rank's tensors as they are now. Collective; see `exposure.Making`."""
+        self._standing_now().make()
+
+    def memory(self, *, made: bool = False) -> Sequence[torch.Tensor]:
+        """This rank's tensors, and behind them what they are quantised into, as they are now. Collective.
+
+        `made`: as they were at `make`, which was called before.
+        """
+        standing = self._standing_now()
+        if not made:
+            standing.make()
+        return standing.memory
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
         """What every rank passed, by rank. Collective."""
         return self._readable.collect(blob)
 
-    def _made(self) -> Standing:
+    def _standing_now(self) -> Standing:
         if self._standing is None:
             manifest = Manifest.of(self.model, self.tensors())
             self._standing = Standing(Division.of(manifest, self.weights, self._readable.pieces), self._readable)

@@ -16,11 +16,13 @@ from weightbus.dataplane.manifest import ITEM_BYTES, Manifest
 from weightbus.dataplane.pieces import DTYPES as DTYPE_NAMES
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.quantise import PreparedTasks, Task, prepare
+from weightbus.dataplane.tensor_bytes import addresses_of
 
-from .assembly import DTYPES, Assembler, Exchange
+from .assembly import DTYPES, Assembler, Exchange, Reach
 from .exposure import Exposable
 from .parcels import plan
 from .quantised_plan import Division, Job, Place, Weight, Work
+from .quantised_uploads import WeightUploads
 from .source import Source
 from .uploads import pinned
 
@@ -70,10 +72,17 @@ class Assembly:
     """Carries out one rank's work for one manifest: quantises its part of a bucket, and has it travel to the root."""
 
     def __init__(
-        self, division: Division, source: Source, described: Described | None, work: Work | None = None
+        self,
+        division: Division,
+        source: Source,
+        described: Described | None,
+        work: Work | None = None,
+        reach: Reach = Reach(),  # noqa: B008  immutable
     ) -> None:
-        """`work` is what this rank does, if it is not what `division` says of it."""
+        """`work` is what this rank does, if it is not what `division` says of it. `reach` only differs in tests."""
         self._source = source
+        self._reach = reach
+        self._uploads: WeightUploads | None = None
         self._described = described
         self._manifest = division.manifest
         self._weights = division.weights
@@ -86,6 +95,8 @@ class Assembly:
         self._raw_plan = plan(raw, raw_pieces, rank=rank) if raw and raw_pieces is not None else ()
         self._rank = rank
         self._storages: list[torch.Tensor] | None = None
+        self._places: list[int] = []
+        """Where they are: a parameter stays the same object when other memory is put under it."""
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._assembler: Assembler | None = None
         self._gatherer: Assembler | None = None
@@ -119,12 +130,14 @@ class Assembly:
         self._kept = {}
         if self._described is None:
             return
-        storages = list(self._described.memory())[: self._work.base]
-        if self._storages is not None and all(map(_same, storages, self._storages)):
+        storages = self._described.memory()[: self._work.base]
+        self._storages = list(storages)
+        places = addresses_of(storages)
+        if places == self._places:
             return
-        self._storages = storages
+        self._places = places
         self._bound = {}
-        self._assembler = None
+        self._assembler = self._uploads = None
 
     def _quantise(self, index: int, out: torch.Tensor | None) -> None:
         """This rank's jobs; bound once for as long as all memory stays where it is."""
@@ -132,12 +145,23 @@ class Assembly:
         if not work.jobs:
             return
         gathered = [memory for number in work.raws if (memory := self._kept[number]) is not None]
+        near = self._near().take(index) if self._away else None
         at = tuple(each.data_ptr() for each in (self._arena, *gathered, *(() if out is None else (out,))))
+        at = at if near is None else (*at, near.at)
         bound = self._bound.get(index)
-        if bound is None or bound.at != at or self._away:
-            tasks = [self._task(job, out) for job in work.jobs]
+        if bound is None or bound.at != at or (self._away and (near is None or len(near.views) < len(work.jobs))):
+            views = near.views if near is not None else {}
+            tasks = [self._task(job, out, views.get(number)) for number, job in enumerate(work.jobs)]
             bound = self._bound[index] = _Bound(at, prepare(tasks, self._source.device))
         bound.tasks.run()
+        if near is not None:
+            self._near().used(index)
+
+    def _near(self) -> WeightUploads:
+        """What uploads parameters from where they are now."""
+        if self._uploads is None:
+            self._uploads = WeightUploads(self._work, self._storages or (), self._source.device, self._reach)
+        return self._uploads
 
     def _take_memory(self) -> None:
         """The arena, and who reads from it and from the source's tensors."""
@@ -152,10 +176,11 @@ class Assembly:
         self._assembler = Assembler(self._travelling, [*self._storages, *views], self._rank, 0, exchange)
         self._gatherer = Assembler(self._raw_plan, self._storages, self._rank, 0, exchange)
 
-    def _task(self, job: Job, out: torch.Tensor | None) -> Task:
+    def _task(self, job: Job, out: torch.Tensor | None, near: torch.Tensor | None) -> Task:
         weight = self._weights[job.weight]
         outs = tuple(_view(self._arena if each.arena else _given(out), each) for each in job.targets)
-        return Task(weight.scheme, self._source_of(job, weight), DTYPES[weight.spec.dtype], outs)
+        source = self._source_of(job, weight) if near is None else near
+        return Task(weight.scheme, source, DTYPES[weight.spec.dtype], outs)
 
     def _source_of(self, job: Job, weight: Weight) -> torch.Tensor:
         if job.held is None:
@@ -176,7 +201,7 @@ class Assembly:
     @property
     def _away(self) -> bool:
         """Parameters are in host memory and buckets are not: what was uploaded for a task was of another version."""
-        return any(each.device.type != self._source.device.type for each in (self._storages or ())[:1])
+        return any(self._reach.elsewhere(each, self._source.device) for each in (self._storages or ())[:1])
 
     def _gather(self, number: int) -> torch.Tensor | None:
         """A raw bucket in memory of the root; None on the other ranks, which give their parts of it."""
@@ -207,6 +232,8 @@ class Assembly:
         self._kept = {number: memory for number, memory in self._kept.items() if number in later}
         if index == len(self._work.buckets) - 1:
             self._kept = {}
+            if self._uploads is not None:
+                self._uploads.settle()
             if self._away and self._source.device.type == "cuda":
                 torch.cuda.current_stream(self._source.device).synchronize()  # pinned parameters may be stepped now
             if self._source.device.type == "cpu":
@@ -216,7 +243,11 @@ class Assembly:
 
 
 class Standing(Assembly):
-    """All that one rank quantises, in an arena that stays where it is, so that others can read it."""
+    """All that one rank quantises, in an arena that stays where it is, so that others can read it.
+
+    Nobody reads the arena while it is written: engines are told where it is in an offer, which follows the digests, and
+    a publication ends before the next one makes anything.
+    """
 
     def __init__(self, division: Division, source: ReadableSource) -> None:
         """`division` is of the source's pieces."""
@@ -227,29 +258,39 @@ class Standing(Assembly):
         quantised = {weight.spec.name for weight in division.weights}
         plain = [row for row in range(len(held)) if held.tensors[int(held.boxes.space[row])].name not in quantised]
         pieces = [*(held.at(row) for row in plain), *kept.results]
+        later = [each.raws for each in kept.work.buckets]
+        self._later = [frozenset(raw for raws in later[index:] for raw in raws) for index in range(1, len(later) + 1)]
+        """By bucket: what is gathered and needed behind it."""
         self.pieces = Pieces.of(division.manifest.tensors, pieces, source.rank)
-        """Of the served tensors, in what `refresh` gives."""
+        """Of the served tensors, in what `memory` gives."""
 
     @torch.no_grad()
-    def refresh(self) -> Sequence[torch.Tensor]:
-        """Quantise everything as it is now; the source's own tensors, and the arena once for each dtype. Collective."""
+    def make(self) -> None:
+        """Quantise everything as it is now. Collective. On a GPU that has only begun, in the order of its stream."""
+        if self._source.device.type == "cuda":
+            torch.cuda.synchronize(self._source.device)  # a training step may write on any stream
         self._begin()
+        if self._arena.numel() < self._work.arena_bytes:
+            self._take_memory()
+            self._write_shapes()
         self._take_memory()
         for index, work in enumerate(self._work.buckets):
             for number in work.raws:
                 if number not in self._kept:
                     self._kept[number] = self._gather(number)
             self._quantise(index, None)
-            for shape in work.shapes:
-                _view(self._arena, shape.target).copy_(self._numbers(shape.numbers))
-            later = {number for each in self._work.buckets[index + 1 :] for number in each.raws}
-            self._kept = {number: memory for number, memory in self._kept.items() if number in later}
+            self._kept = {number: memory for number, memory in self._kept.items() if number in self._later[index]}
+
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The source's own tensors, and the arena once for each dtype, as `make` has left them."""
         return [*(self._storages or ()), *(_whole_items(self._arena, name) for name in DTYPE_NAMES)]
 
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """The same memory, seen in the same way."""
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    def _write_shapes(self) -> None:
+        """Once for an arena: they are the same in every version."""
+        for work in self._work.buckets:
+            for shape in work.shapes:
+                _view(self._arena, shape.target).copy_(self._numbers(shape.numbers))
 
 
 def _given(out: torch.Tensor | None) -> torch.Tensor:

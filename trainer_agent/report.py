@@ -14,6 +14,7 @@ from weightbus.control.messages import EngineReport, Outcome
 
 PHASES: Final = (
     "snapshot",
+    "make",
     "acquire",
     "assemble",
     "digest",
@@ -29,8 +30,9 @@ PHASES: Final = (
     "total",
 )
 """Keys of `PublishReport.seconds`, in the order of the round. Up to ``announce`` and ``total`` the trainer's clock,
-the others the coordinator's; ``snapshot`` is how long a training loop stood still for one, ``save`` how long files were
-waited for, ``send`` the trainer's half of ``transfer``. A phase that was not reached is absent."""
+the others the coordinator's; ``snapshot`` is how long a training loop stood still for one, ``make`` how long it took to
+begin with what engines will read of quantised weights (it goes on meanwhile), ``save`` how long files were waited for,
+``send`` the trainer's half of ``transfer``. A phase that was not reached is absent."""
 
 
 class Mode(enum.StrEnum):

@@ -49,6 +49,20 @@ class InPlace:
         self.exposure = exposure
         self._trainer = trainer
         self._said = ""
+        self._wanted = False
+        """By some engine, in the last publication."""
+        self._made = False
+
+    def begin(self) -> None:
+        """A new publication: nothing was made for it yet."""
+        self._made = False
+
+    def make(self, ranks: orders.Ranks) -> None:
+        """Begin with what takes a while, where it can be begun and was wanted the last time. Collective."""
+        if self._wanted and self.exposure.makes:
+            ranks.tell(orders.Make())
+            self.exposure.make()
+            self._made = True
 
     def sort(
         self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None
@@ -65,6 +79,7 @@ class InPlace:
         )
         reading = [name for name in engines if kinds.get(name) in routing.IN_PLACE]
         others = {name: engines[name] for name in engines if kinds.get(name) and name not in reading}
+        self._wanted = bool(reading)
         return len(reading), others
 
     def join(self, ranks: orders.Ranks, offer: Offer, epoch: int, deadline_s: float) -> None:
@@ -74,9 +89,10 @@ class InPlace:
 
     def digests(self, ranks: orders.Ranks, *, wanted: bool) -> bytes | None:
         """Expose the memory as it is now, and digest it if that is `wanted` and possible. Collective."""
-        ranks.tell(orders.Expose(digests=wanted))
+        made, self._made = self._made, False
+        ranks.tell(orders.Expose(digests=wanted, made=made))
         try:
-            self.exposure.expose()
+            self.exposure.expose(made=made)
         except NotExportable as error:
             raise SourceError(
                 f"the memory could be exported before, and now cannot: {error}; what engines read where it is must be "
@@ -150,6 +166,14 @@ class Staging:
     def begin(self) -> None:
         """A new publication: what was read for an earlier one no longer counts."""
         self._table, self._filled, self._saving = None, False, None
+        if self._in_place is not None:
+            self._in_place.begin()
+
+    def make(self, watch: Stopwatch) -> None:
+        """Begin with what engines will read, before it is known that a round may begin. Collective."""
+        if self._in_place is not None:
+            with watch.phase("make"):
+                self._in_place.make(self._ranks)
 
     def digest(
         self,

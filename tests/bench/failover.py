@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from light import CHANNEL, Engine, Trainer  # noqa: E402
 
 from tests.kit.etcd_member import BINARY, MISSING, etcd_member  # noqa: E402
+from tests.kit.ports import free_port  # noqa: E402
 
 LIMIT_S = 60.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -82,19 +82,28 @@ class Coordinator:
     @property
     def leads(self) -> bool:
         """Whether it would take agents."""
-        return self.get("/readyz", 0.5)[0] == 200
+        return self.get("/readyz")[0] == 200
 
     @property
     def stands_by(self) -> bool:
         """Whether it refuses agents and says who leads."""
-        status, body = self.get("/readyz", 0.5)
+        status, body = self.get("/readyz")
         return status == 503 and b"leads" in body
 
     @property
     def committed(self) -> int:
-        """What the leader calls committed; 0 for nothing."""
-        channel = json.loads(self.get("/status")[1] or b"{}").get("channels", {}).get(CHANNEL, {})
-        return (channel.get("committed") or {}).get("version", 0)
+        """What the leader calls committed; 0 for nothing. A leader that is only slow to say it is waited for."""
+        found: list[int] = []
+
+        def told() -> bool:
+            status, body = self.get("/status")
+            if status == 200:
+                channel = json.loads(body).get("channels", {}).get(CHANNEL, {})
+                found.append((channel.get("committed") or {}).get("version", 0))
+            return bool(found)
+
+        wait(f"the status of {self.name}", told)
+        return found[0]
 
 
 class Pair:
@@ -118,8 +127,7 @@ class Pair:
 
     def cycle(self, fault: int) -> dict[str, float]:
         """One fault of the leader, until a version is committed under the other."""
-        old, new = sorted(self.both, key=lambda each: not each.leads)
-        wait("the other to stand by", lambda: new.stands_by)
+        old, new = self.roles()
         time.sleep(random.uniform(0.0, 0.2))  # anywhere in a round
         acked = self.trainer.acked[-1][0]
         began = time.monotonic()
@@ -137,6 +145,19 @@ class Pair:
             old.start()
         self._expect(new, self.trainer.acked[-1][0])
         return {"leader_s": led - began, "commit_s": committed - began}
+
+    def roles(self) -> tuple[Coordinator, Coordinator]:
+        """Who leads, and who stands by; waits for both, since a page of a busy machine may come late."""
+        one, other = self.both
+        orders = ((one, other), (other, one))
+        found: list[tuple[Coordinator, Coordinator]] = []
+
+        def settled() -> bool:
+            found[:] = [pair for pair in orders if pair[0].leads and pair[1].stands_by]
+            return bool(found)
+
+        wait("one to lead and the other to stand by", settled)
+        return found[0]
 
     def wait_commits(self, count: int) -> None:
         """Until so many more versions are committed."""
@@ -160,13 +181,6 @@ def wait(what: str, done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         if time.monotonic() > until:
             raise TimeoutError(f"waited {limit_s:.0f} s for {what}")
         time.sleep(0.01)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

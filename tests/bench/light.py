@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -9,11 +10,12 @@ from typing import Any
 
 from weightbus.control import messages as m
 from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.errors import WeightbusError
-from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId, Version
+from weightbus.control.errors import RequestRefused, WeightbusError
+from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId, Version
 
 CHANNEL = Channel("light")
 DEADLINE_S = 30.0
+ABANDON_S = 5.0
 
 
 class Engine:
@@ -128,7 +130,7 @@ class Trainer:
                 version += 1
 
     def _publish(self, version: Version) -> m.RoundDone | None:
-        """One attempt; None if the round was lost with its coordinator."""
+        """One attempt; None if it was given up. Raises what the coordinator refused."""
         client, key = self.client, self.client.new_request
         granted = client.request(m.Acquire(request=key(), channel=CHANNEL, version=version), deadline_s=DEADLINE_S)
         assert isinstance(granted, m.Granted)
@@ -143,21 +145,45 @@ class Trainer:
             bytes=0,
             buckets=0,
         )
-        client.request(publish, deadline_s=DEADLINE_S)
+        done = None
+        try:
+            client.request(publish, deadline_s=DEADLINE_S)
+            done = self._see_through(publish)
+        finally:
+            if done is None:
+                self._abandon(granted.epoch)
+        return done
+
+    def _see_through(self, publish: m.Publish) -> m.RoundDone | None:
+        """Do a trainer's part until the round is over; None if that takes too long."""
         until = time.monotonic() + DEADLINE_S
         while time.monotonic() < until and not self._over.is_set():
-            match client.next(0.1):
-                case m.Send(epoch=epoch):
-                    offers = (m.Offer(transport=m.TransportKind.DISK, address="/nowhere"),)
-                    client.request(m.Offered(request=key(), channel=CHANNEL, epoch=epoch, offers=offers))
-                    client.request(m.Sent(request=key(), channel=CHANNEL, epoch=epoch))
-                case m.RoundDone() as done if done.epoch == granted.epoch:  # an earlier attempt's may come twice
+            match self.client.next(0.1):
+                case m.Send(epoch=epoch) if epoch >= publish.epoch:  # of an earlier attempt one may lie unread
+                    self._send(epoch)
+                case m.RoundDone() as done if done.epoch == publish.epoch:  # likewise
                     return done
                 case m.Welcome():
-                    client.request(publish, deadline_s=DEADLINE_S)
+                    self.client.request(publish, deadline_s=DEADLINE_S)
                 case _:
                     pass
         return None
+
+    def _send(self, epoch: Epoch) -> None:
+        key = self.client.new_request
+        offers = (m.Offer(transport=m.TransportKind.DISK, address="/nowhere"),)
+        try:
+            self.client.request(m.Offered(request=key(), channel=CHANNEL, epoch=epoch, offers=offers))
+            self.client.request(m.Sent(request=key(), channel=CHANNEL, epoch=epoch))
+        except RequestRefused as refused:  # the round has gone on without it: wait for `Send` or `RoundDone`
+            if refused.code is not m.Code.STALE_EPOCH:
+                raise
+
+    def _abandon(self, epoch: Epoch) -> None:
+        """A round that nobody sees through would wait for its offer, and for a minute nothing else could begin."""
+        abandon = m.Abandon(request=self.client.new_request(), channel=CHANNEL, epoch=epoch, reason="given up")
+        with contextlib.suppress(WeightbusError):  # it ended with its coordinator, or ends at its deadline
+            self.client.request(abandon, deadline_s=ABANDON_S)
 
 
 INFO = m.TrainerInfo(host="h", device="cpu", ranks=1, transports=(m.TransportKind.DISK,))

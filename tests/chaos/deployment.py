@@ -18,10 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from failpoints import POINTS, arm
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.kit.ports import free_port
 
 HERE = Path(__file__).parent
+RANKS = 2
+"""Of the trainer: FSDP2 over gloo."""
 JOURNAL_BYTES = 64 << 20
 """Room for the journal, where it has a file system of its own."""
+
+
+class NeverThere(Exception):
+    """A failpoint that is passed in every round was not: then the campaign tests less than it says."""
 
 
 def rights() -> str:
@@ -33,17 +44,18 @@ def rights() -> str:
 
 
 class Program:
-    """One process, started again and again with the same arguments."""
+    """One process, started again and again; it can be armed to stop at a failpoint."""
 
-    def __init__(self, name: str, argv: Sequence[str], log: Path) -> None:
+    def __init__(self, name: str, argv: Sequence[str], folder: Path) -> None:
         self.name = name
-        self._argv, self._log = list(argv), log
+        self._argv = [sys.executable, str(HERE / "failpoints.py"), name, str(folder), *argv]
+        self._log = folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Begin a life."""
+    def start(self, *more: str) -> None:
+        """Begin a life, with `more` arguments."""
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._argv, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen([*self._argv, *more], stdout=log, stderr=log, start_new_session=True)
 
     def signal(self, number: int) -> None:
         """To its whole group."""
@@ -74,14 +86,13 @@ class Deployment:
         self._bus, self._status = free_port(), free_port()
         self.journal = folder / "journal"
         self.journal.mkdir()
-        python = sys.executable
-        command = [python, "-m", "weightbus.control.cli"]
+        command = ["-m", "weightbus.control.cli"]
         coordinator = [*command, "coordinator", "--insecure-loopback", f"--router-port={self._bus}"]
         coordinator += [f"--pub-port={free_port()}", f"--http-port={self._status}"]
         coordinator += [f"--journal={self.journal / 'journal.sqlite'}", "--heartbeat-s=0.5", "--silence-s=3"]
         coordinator += ["--takeover-s=1.5", "--lease-s=3", "--offer-s=5", "--pause-s=5", "--prepare-s=5"]
         coordinator += ["--verify-s=10", "--resume-s=10", "--abort-s=5", "--commit-s=5"]
-        self.programs = {"coordinator": Program("coordinator", coordinator, folder / "coordinator.log")}
+        self.programs = {"coordinator": Program("coordinator", coordinator, folder)}
         self.lines: dict[str, int] = {}
         """Sidecar -> the port by which it, and nobody else, reaches the coordinator; 0: the common one."""
         self.urls: dict[str, str] = {}
@@ -89,44 +100,75 @@ class Deployment:
             name = f"e{number}"
             port, line = free_port(), free_port() if not rights() else 0
             self.lines[name], self.urls[name] = line, f"http://127.0.0.1:{port}"
-            server = [python, str(HERE / "server.py"), str(checkpoint), str(port)]
+            server = [str(HERE / "server.py"), str(checkpoint), str(port)]
             if real:
-                server = [python, "-m", "weightbus.engine_agent.cpu_server", f"--model-path={checkpoint}"]
+                server = ["-m", "weightbus.engine_agent.cpu_server", f"--model-path={checkpoint}"]
                 server += [f"--port={port}", "--skip-tokenizer-init", "--log-level=warning"]
             sidecar = [*command, "engine-agent", "--insecure-loopback", f"--name={name}", "--channel=chaos"]
             sidecar += [f"--server={self.urls[name]}", f"--coordinator=tcp://127.0.0.1:{line or self._bus}"]
             sidecar += [f"--http-port={free_port()}", f"--state-dir={folder / 'state'}", "--poll-s=0.3"]
             sidecar += [f"--runtime-dir={folder / 'run'}"]
-            self.programs[f"server-{name}"] = Program(f"server-{name}", server, folder / f"server-{name}.log")
-            self.programs[f"sidecar-{name}"] = Program(f"sidecar-{name}", sidecar, folder / f"sidecar-{name}.log")
+            self.programs[f"server-{name}"] = Program(f"server-{name}", server, folder)
+            self.programs[f"sidecar-{name}"] = Program(f"sidecar-{name}", sidecar, folder)
             if line:
                 _iptables("-t", "nat", "-A", "OUTPUT", *_to(line), "-j", "REDIRECT", "--to-ports", str(self._bus))
-        trainer = [python, str(HERE / "trainer.py"), str(folder), f"tcp://127.0.0.1:{self._bus}"]
-        self.programs["trainer"] = Program("trainer", trainer, folder / "trainer.log")
+        self.ranks = tuple(f"trainer-{rank}" for rank in range(RANKS))
+        for rank, name in enumerate(self.ranks):
+            trainer = [str(HERE / "trainer.py"), str(folder), f"tcp://127.0.0.1:{self._bus}", str(rank), str(RANKS)]
+            self.programs[name] = Program(name, trainer, folder)
+        self.lives = 0
+        """Of the trainer, all ranks of which begin and end together."""
         self.ready: Sequence[str] = ()
         self.state = "unknown"
         """Of the round, as last seen."""
         self.committed = 0
+        self._gate = socket.socket(socket.AF_UNIX)
+        self._gate.bind(str(folder / "gate"))
+        self._gate.listen()
         self._over = threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True)
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._look, self._tend)]
 
     def start(self) -> None:
         """All of them."""
         if not rights():
             _run("mount", "-t", "tmpfs", "-o", f"size={JOURNAL_BYTES}", "tmpfs", str(self.journal))
         (self.folder / "run").mkdir(mode=0o700)
-        for program in self.programs.values():
-            program.start()
-        self._watch.start()
+        for name, program in self.programs.items():
+            if name not in self.ranks:
+                program.start()
+        self._start_trainer()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """End all of them."""
-        self._over.set()
-        if self._watch.is_alive():
-            self._watch.join()
+        self.end_trainer()
         for program in self.programs.values():
             program.close()
+        self._gate.close()
         self._http.close()
+
+    def end_trainer(self) -> None:
+        """Look after nothing any more, and end every rank."""
+        self._over.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        for name in self.ranks:
+            self.programs[name].close()
+
+    def _start_trainer(self) -> None:
+        self.lives += 1
+        for name in self.ranks:
+            self.programs[name].start(str(self.folder / f"rendezvous-{self.lives}"))
+
+    def _tend(self) -> None:
+        """As torchrun does: when a rank has ended, all of them begin anew."""
+        while not self._over.wait(0.2):
+            if any(self.programs[name].ended is not None for name in self.ranks):
+                for name in self.ranks:
+                    self.programs[name].close()
+                self._start_trainer()
 
     # -- what can be seen ----------------------------------------------------------------------------------------------
 
@@ -159,6 +201,25 @@ class Deployment:
                 self.ready = tuple(channel["ready"])
 
     # -- what can be done ----------------------------------------------------------------------------------------------
+
+    def held_at(self, program: str, point: str, limit_s: float) -> Callable[[], None]:
+        """Wait until `program` stands at the failpoint `point`; returns what lets it go on. Raises `NeverThere`."""
+        armed = self.folder / f"{program}.armed"
+        arm(armed, point, POINTS[point].skip)
+        self._gate.settimeout(limit_s)
+        try:
+            line, _ = self._gate.accept()
+        except TimeoutError:
+            armed.unlink(missing_ok=True)
+            raise NeverThere(f"{program} was not at {point} within {limit_s:.0f} s") from None
+        told = line.recv(100).decode()
+        assert told == point, f"{told} came, {point} was armed"
+
+        def let_go() -> None:
+            with contextlib.suppress(OSError), line:  # it may be dead, which is the purpose
+                line.send(b".")
+
+        return let_go
 
     def part(self, engine: str, ways: Sequence[str]) -> Callable[[], None]:
         """Drop what travels between a sidecar and the coordinator; returns what heals it.
@@ -194,13 +255,6 @@ def poll(what: str, done: Callable[[], bool], limit_s: float) -> None:
         if time.monotonic() > until:
             raise TimeoutError(f"waited {limit_s:.0f} s for {what}")
         time.sleep(0.005)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _to(port: int) -> list[str]:

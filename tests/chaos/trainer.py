@@ -1,4 +1,4 @@
-"""The trainer of the campaign: `trainer.py FOLDER COORDINATOR`. Publishes one version after the other, for ever.
+"""One rank of the campaign's trainer: `trainer.py FOLDER COORDINATOR RANK RANKS RENDEZVOUS`. Publishes for ever.
 
 A version that was reported as committed is written to FOLDER/acks, with fsync, before anything else is done. After a
 restart it resumes from an older checkpoint, as trainers do, and has to learn that its version is too old.
@@ -6,6 +6,7 @@ restart it resumes from an older checkpoint, as trainers do, and has to learn th
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import sys
@@ -13,7 +14,11 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -22,8 +27,10 @@ import model
 from weightbus.control.messages import Code
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.errors import AgentClosed, ConnectFailed, PublishFailed
-from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.trainer_agent.fsdp import FSDPSource
 
+GROUP_S = 60.0
+"""How long the ranks wait for each other."""
 OLDER = 3
 """How many versions the checkpoint is behind that a restarted trainer resumes from."""
 
@@ -40,6 +47,20 @@ def build(tensors: dict[str, torch.Tensor]) -> nn.Module:
             where = where.get_submodule(part)
         where.register_parameter(leaf, nn.Parameter(tensor.clone(), requires_grad=False))
     return root
+
+
+def shard(module: nn.Module) -> nn.Module:
+    """Over all ranks, with FSDP2."""
+    fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return module
+
+
+def fill(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """This rank's rows of every tensor."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name, parameter in module.named_parameters():
+        assert isinstance(parameter, DTensor)
+        parameter.to_local().copy_(tensors[name].chunk(ranks)[rank])
 
 
 def last_ack(folder: Path) -> int:
@@ -61,7 +82,7 @@ def connect(folder: Path, coordinator: str, module: nn.Module) -> TrainerAgent:
     while True:
         try:
             return TrainerAgent.connect(
-                HFModuleSource(module, model="Qwen3ForCausalLM"),
+                FSDPSource(module, model="Qwen3ForCausalLM", timeout_s=GROUP_S),
                 channel="chaos",
                 coordinator=coordinator,
                 transport=("local",),
@@ -78,17 +99,20 @@ def connect(folder: Path, coordinator: str, module: nn.Module) -> TrainerAgent:
             note(f"connect: {error}")
 
 
+@torch.no_grad()
 def main() -> None:
     """Publish."""
     folder, coordinator = Path(sys.argv[1]), sys.argv[2]
+    rank, ranks, rendezvous = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     torch.set_num_threads(1)
+    minute = dt.timedelta(seconds=GROUP_S)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=minute)
     checkpoint = folder / "checkpoint"
-    module = build(model.weights(checkpoint, model.LAUNCH))
     version = max(1, last_ack(folder) - OLDER)
+    module = shard(build(model.weights(checkpoint, model.LAUNCH)))
     agent = connect(folder, coordinator, module)
     while True:
-        for name, tensor in model.weights(checkpoint, version).items():
-            module.get_parameter(name).copy_(tensor)
+        fill(module, model.weights(checkpoint, version))
         try:
             agent.publish(version)
         except PublishFailed as failed:
@@ -99,7 +123,8 @@ def main() -> None:
             note(f"{version}: {closed}")
             agent = connect(folder, coordinator, module)
         else:
-            acknowledge(folder, version)
+            if rank == 0:
+                acknowledge(folder, version)
             version += 1
 
 

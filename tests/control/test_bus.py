@@ -349,6 +349,7 @@ def test_distrusted_listener_hears_no_more_hints(curve_bus: RouterBus, folder: P
         curve_bus.poll(0.01)
         curve_bus.hint(HINT)
         assert readers["friend"].read(0.02) is None
+    assert len(curve_bus._monitors) == 2, "one for each socket: that of the closed one went with it"
     for reader in readers.values():
         reader.close()
 
@@ -360,15 +361,20 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("hints", [False, True], ids=["commands", "hints"])
 @pytest.mark.parametrize("who", ["unknown key", "no key", "no handshake", "other protocol"])
-def test_every_connection_that_is_turned_away_is_counted(curve_bus: RouterBus, folder: Path, who: str) -> None:
-    """Nothing was said on it, so nobody but the sockets' monitor could know."""
-    target = ("127.0.0.1", curve_bus.router_port)
+def test_every_connection_that_is_turned_away_is_counted(
+    curve_bus: RouterBus, folder: Path, who: str, hints: bool
+) -> None:
+    """Nothing was said on it, so nobody but the sockets' monitors could know."""
+    target = ("127.0.0.1", curve_bus.pub_port if hints else curve_bus.router_port)
     with contextlib.ExitStack() as stack:
         if who in ("no handshake", "other protocol"):
             raw = stack.enter_context(socket.create_connection(target))
             if who == "other protocol":
                 raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
+        elif hints:
+            stack.callback(HintReader(f"tcp://127.0.0.1:{curve_bus.pub_port}", _strangers(folder)[who]).close)
         else:
             stack.callback(link_to(curve_bus, _strangers(folder)[who]).close)
         turned_away = []

@@ -43,10 +43,9 @@ def test_a_leader_that_slept_changes_nothing(pair: Pair) -> None:
 
 def test_a_stop_hands_over_at_once(pair: Pair) -> None:
     """SIGTERM: the leader resigns, and the other need not wait for the lease to run out."""
-    old, new = sorted(pair.both, key=lambda each: not each.leads)
-    wait("the other to stand by", lambda: new.stands_by)
+    old, new = pair.roles()
     acked = pair.trainer.acked[-1][0]
     old.signal(signal.SIGTERM)
-    wait("a new leader", lambda: new.leads, 20)
+    wait("a new leader", lambda: new.leads)
     assert new.committed >= acked
     pair.wait_commits(2)

@@ -1,14 +1,14 @@
-"""Every fault that the control plane has to survive without a GPU: what must happen, and the test that shows it.
+"""Faults that the control plane has to survive without a GPU; the table of all of them is in control/PROTOCOL.md.
 
-`ROWS` is the table. Tests of rows that are decided elsewhere are named there and must exist. The others stand below:
-each lets its fault happen, at the moment named, in a deployment of the real machines (tests/simulation), and the judge
-watches all invariants on the way; what the row itself promises is asserted on top.
+Each test lets its fault happen, at the moment named, in a deployment of the real machines (tests/simulation), and the
+judge watches all invariants on the way; what the row itself promises is asserted on top.
 """
 
 from __future__ import annotations
 
 import ast
 import itertools
+import re
 from pathlib import Path
 
 import msgspec
@@ -23,77 +23,13 @@ from ..simulation.scenario import EngineSpec, Fault, Scenario
 from ..simulation.world import TRANSFER_S, World
 from .world import World as QuietWorld
 
-HERE = "test_failure_matrix.py"
-ROWS: dict[str, tuple[str, str, str]] = {
-    "1a": ("coordinator dies before a grant is durable", "the trainer asks again and is granted", HERE),
-    "1b": ("... after it, before it is said", "the next grant is of a higher epoch; every boot raises it", HERE),
-    "1c": ("... while engines pause", "they resume by themselves when their pause lease ends", HERE),
-    "1d": ("... while bytes travel", "answers of the old epoch are refused; the version is published again", HERE),
-    "1e": ("... before the commit is durable", "nobody heard of it; it is published again", HERE),
-    "1f": ("... after it, before anybody hears of it", "rolls forward: engines are told to serve it", HERE),
-    "1g": ("... before the trainer hears of the end", "asked again, it is answered as committed", HERE),
-    "2": ("trainer dies in mid-transfer", "the round ends in bounded time, another trainer goes on", HERE),
-    "3": ("engine dies half-loaded", "it serves nothing before all of a version is proven; the others commit", HERE),
-    "4": ("slow engine", "wait-all, quorum or evict-after, as the channel's policy says", HERE),
-    "5": (
-        "a member of a collective hangs (gloo stands in for NCCL)",
-        "noticed at the deadline, named; the group is formed again at the next epoch",
-        "../dataplane/transport_contract.py::test_receiver_stopped",
-    ),
-    "6": ("doubled, late and reordered messages", "no effect", HERE),
-    "7a": ("control cut, data well", "nothing is served without a Commit; in bounded time nobody is paused", HERE),
-    "7b": ("data cut, control well", "failed at its deadline; the others commit", HERE),
-    "7c": ("control cut one way", "as 7a", HERE),
-    "8": ("version goes back", "refused, unless the trainer says rollback: durable, under a new epoch", HERE),
-    "9": ("two trainers believe in their lease", "receivers refuse the older epoch", HERE),
-    "10": ("engine restarts with launch weights", "not listed before it holds the committed version", HERE),
-    "11": (
-        "exported memory is replaced while it is read (host memory)",
-        "it lives as long as a reader's connection",
-        "../dataplane/test_exports.py::test_memory_that_was_replaced_lives_while_it_is_read",
-    ),
-    "12": (
-        "exporter dies while it is read (host memory)",
-        "noticed; the engine fails before a byte moves",
-        "../dataplane/test_exports.py::test_an_exporter_that_died_is_noticed",
-    ),
-    "13": (
-        "reader dies",
-        "its lease ends with its connection, and holds nothing up",
-        "../dataplane/test_exports.py::test_a_reader_that_died_holds_nothing_up",
-    ),
-    "14": (
-        "memory that cannot be exported",
-        "found at the start, with advice",
-        "../trainer_agent/test_exposure.py::test_memory_that_cannot_be_exported_is_found_at_the_start",
-    ),
-    "16": ("corrupted bucket", "never served; driven again, or the version is not committed", HERE),
-    "17": (
-        "incomplete update",
-        "refused before the first call",
-        "../engine_agent/test_validate.py::test_a_missing_tensor_is_refused",
-    ),
-    "18": ("disk full", "read-only with an alarm (journal_writable), and well again by itself", HERE),
-    "19": ("wall clock jumps", "nothing", HERE),
-    "20": ("malformed message", "refused and counted", "test_codec.py::test_any_bytes_are_refused_with_a_typed_error"),
-    "20, again and again": (
-        "a flood",
-        "slowed, then cut off; its neighbours are heard",
-        "test_bus.py::test_a_flood_is_dropped_and_its_neighbour_heard",
-    ),
-    "21": (
-        "caches survive the update",
-        "flushed before anything generates",
-        "../engine_agent/test_fake_server.py::test_flush_is_tried_again_until_requests_are_gone",
-    ),
-    "22": (
-        "resume hangs behind an update",
-        "every call to the server has a deadline",
-        "../engine_agent/test_fake_server.py::test_a_server_that_hangs_is_left_at_the_deadline",
-    ),
-    "23": ("overload", "room is bounded", "test_membership.py::test_room_for_agents_and_channels_is_bounded"),
-}
-"""Row -> fault, behaviour, file (and test) that shows it. Row 15, device memory that runs out, needs a GPU."""
+TESTS = Path(__file__).parents[1]
+TABLE = TESTS.parent / "control" / "PROTOCOL.md"
+ROWS = ("1a", "1b", "1c", "1d", "1e", "1f", "1g", "2", "3", "4", "5", "6", "7a", "7b", "7c", *map(str, range(8, 24)))
+"""All there are. A fault that is thought of later gets the next number."""
+
+
+BUCKETS = 3
 
 
 def storm(*faults: Fault, **changes: object) -> World:
@@ -105,7 +41,7 @@ def storm(*faults: Fault, **changes: object) -> World:
         seed=7,
         engines=engines,
         trainers=("t0",),
-        buckets=3,
+        buckets=BUCKETS,
         flush=True,
         redrives=1,
         min_engines=0,
@@ -131,6 +67,15 @@ def order(world: World, *wanted: str) -> None:
         assert any(each in line for line in lines), f"{each!r} is missing, or too early:\n" + "\n".join(
             world.loop.story
         )
+
+
+def between(world: World, first: str, last: str) -> list[str]:
+    """The lines of the story from the first of which holds `first` to the next that holds `last`."""
+    lines = iter(world.loop.story)
+    for line in lines:
+        if first in line:
+            return [line, *itertools.takewhile(lambda each: last not in each, lines)]
+    raise AssertionError(f"{first!r} is missing")
 
 
 def outcomes(world: World) -> list[Outcome]:
@@ -192,26 +137,47 @@ def test_row_1g_the_end_of_a_round_is_told_again() -> None:
     assert outcomes(world).count(Outcome.COMMITTED) >= 2
 
 
-def test_row_2_trainer_dies_in_mid_transfer() -> None:
-    """Its lease ends, the round with it, and another trainer mends what it left behind."""
-    world = storm(at("transferring", "kill", "t0", 30.0), trainers=("t0", "t1"))
-    order(world, "t0           ** dies", "is over: aborted", "is over: committed")
-    aborted = next(done for done in world.rounds if done.outcome is Outcome.ABORTED)
-    assert aborted.seconds["total"] < world.limits.silence_s + 20
+@pytest.mark.parametrize(
+    ("moment", "outcome"),
+    [
+        ("preparing", Outcome.ABORTED),
+        ("offering", Outcome.ABORTED),
+        ("pausing", Outcome.ABORTED),
+        ("transferring", Outcome.ABORTED),
+        ("verifying", Outcome.COMMITTED),
+        ("committing", Outcome.COMMITTED),
+    ],
+)
+def test_row_2_trainer_dies_in_any_state_of_a_round(moment: str, outcome: Outcome) -> None:
+    """The round ends with its lease, or without it once the bytes are across; another trainer goes on."""
+    world = storm(at(moment, "kill", "t0", 30.0, after=6.0), trainers=("t0", "t1"))
+    order(
+        world,
+        "t0           ** dies",
+        f"is over: {outcome.value} e0={outcome.value} e1={outcome.value}",
+        "t1           <- Granted",
+        "is over: committed e0=committed e1=committed",
+    )
+    assert max(done.seconds["total"] for done in world.rounds) < world.limits.silence_s + 20
 
 
-def test_row_3_engine_dies_half_loaded() -> None:
+@pytest.mark.parametrize("bucket", range(BUCKETS))
+def test_row_3_engine_dies_half_loaded(bucket: int) -> None:
     """It is lost to the round, the other commits; its next launch serves nothing of ours before all of it is proven."""
-    world = storm(at("preparing", "server-dies-loading", "e0", 1.0, after=6.0, count=1))
+    world = storm(at("preparing", "server-dies-loading", "e0", 1.0, after=6.0, count=bucket))
     order(
         world,
         "e0           ** server dies",
-        "is over: committed",
+        "is over: committed e0=quarantined e1=committed",
         "e0           server is up (launch 2)",
+        "e0           server_pending",
+        "e0           server loads bucket 0",
+        f"e0           server loads bucket {BUCKETS - 1}",
+        "e0           server generates again",
+        "is over: committed e0=committed e1=committed",
     )
-    assert [
-        done for done in world.rounds if {each.engine: each.outcome for each in done.engines}.get("e1") == "committed"
-    ]
+    dead = between(world, "e0           ** server dies", "e0           server loads bucket 0")
+    assert not [line for line in dead if "e0           server generates again" in line]
 
 
 @pytest.mark.parametrize(
@@ -237,8 +203,10 @@ def test_row_6_doubled_late_and_reordered_messages_change_nothing() -> None:
 @pytest.mark.parametrize("way", ["cut", "cut-up", "cut-down"], ids=["7a", "7c-up", "7c-down"])
 def test_row_7_control_is_cut_while_data_flows(way: str) -> None:
     """The engine takes its bytes and serves none of them without a Commit; the other one commits; all heals."""
-    world = storm(at("transferring", way, "e0", 25.0))
-    order(world, "e0           ** is cut off", "is over: committed", "e0           ** is connected again")
+    world = storm(at("transferring", way, "e0", 25.0, after=6.0))
+    cut, healed = "e0           ** is cut off", "e0           ** is connected again"
+    order(world, cut, f"e0           server loads bucket {BUCKETS - 1}", "e1=committed", healed, "e0=committed")
+    assert not [line for line in between(world, cut, healed) if "e0           server generates again" in line]
 
 
 def test_row_7b_the_data_plane_is_cut_while_control_is_well() -> None:
@@ -338,7 +306,14 @@ def test_row_8_a_lease_without_rollback_does_not_go_back() -> None:
 def test_row_9_a_former_lease_holder_changes_nothing() -> None:
     """Stopped past its lease in mid-transfer, it wakes up beside its successor: nobody takes anything from it."""
     world = storm(at("transferring", "freeze", "t0", 25.0), trainers=("t0", "t1"))
-    order(world, "t0           ** is stopped", "t1           <- Granted", "t0           ** goes on")
+    order(
+        world,
+        "t0           ** is stopped",
+        "t1           <- Granted",
+        "is over: committed",
+        "t0           ** goes on",
+        "t0           <- Refused code=stale_epoch",
+    )
 
 
 def test_row_10_a_restarted_engine_is_not_listed_before_it_is_verified() -> None:
@@ -368,15 +343,28 @@ def test_row_19_clock_jumps_mean_nothing() -> None:
     assert told == without.loop.story
 
 
-def test_every_row_has_its_test() -> None:
-    """Each row names a file, and that file a test of that name; rows of this file are named after their number."""
-    folder = Path(__file__).parent
-    for row, (_, _, where) in ROWS.items():
-        file, _, name = where.partition("::")
-        tree = ast.parse((folder / file).read_text(encoding="utf-8"))
-        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        if name:
-            assert name in names, row
-        else:
-            prefix = "test_row_7_" if row in {"7a", "7c"} else f"test_row_{row}_"
-            assert any(each.startswith(prefix) for each in names), row
+def tabled() -> dict[str, list[str]]:
+    """Row -> its tests, ``file::name``, as PROTOCOL.md has them."""
+    section = TABLE.read_text(encoding="utf-8").split("\n## Faults\n")[1].split("\n## ")[0]
+    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
+    return {cells[0].strip(): re.findall(r"`([\w/]+\.py::\w+)`", cells[3]) for cells in lines}
+
+
+def names_in(file: Path) -> set[str]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def test_every_row_has_its_tests() -> None:
+    """Every row names tests, and every test that is named exists; every test of a row stands in its row."""
+    found = tabled()
+    assert tuple(found) == ROWS
+    for row, tests in found.items():
+        assert tests, row
+        for each in tests:
+            file, _, name = each.partition("::")
+            assert name in names_in(TESTS / file), f"row {row}: {each} does not exist"
+    named = {each.partition("::")[2]: row for row, tests in found.items() for each in tests}
+    for name in names_in(Path(__file__)):
+        if row := re.match(r"test_row_(\d+[a-g]?)_", name):
+            assert named.get(name, "").startswith(row[1]), f"{name} is not in its row"

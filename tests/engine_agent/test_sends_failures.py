@@ -144,7 +144,12 @@ class Remote:
 def test_a_worker_of_an_engine(  # noqa: PLR0917 - fixtures
     world: SendsWorld, ends: Ends, tmp_path: Path, request: pytest.FixtureRequest, point: str, number: int
 ) -> None:
-    """The other engine goes on serving, and takes the next epoch; the victim is known to be one."""
+    """The other engine goes on serving, and takes the next epoch; the victim is known to be one.
+
+    In the second epoch, in the group of the first one unless it is to happen while a group forms.
+    """
+    if point in ("forming", "formed"):
+        world.trainer.sends._keep_s = 0.0
     at = {"moving": 6, "flip": 2, "flipped": 2, "begun": 2, "forming": 2, "formed": 2, "through": 2}[point]
     sidecar = SendsReceiver(world.runtime)
     request.addfinalizer(sidecar.shutdown)

@@ -14,7 +14,7 @@ from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.engine_agent import checkpoint, validate
 from weightbus.engine_agent.dialects import dialect_of
 from weightbus.engine_agent.errors import UnfitManifest
-from weightbus.engine_agent.identity import ServerFacts
+from weightbus.engine_agent.identity import ServerFacts, facts_of
 from weightbus.engine_agent.payload import LOADER
 
 from ..kit import tiny_model
@@ -131,7 +131,7 @@ def test_a_server_with_a_draft_model_takes_direct_copies(folder: Path) -> None:
         ({"dp": 2}, "a sidecar each"),
         ({"speculative": "EAGLE"}, f"--custom-weight-loader {LOADER}"),
         ({"pp": 2}, "local and disk"),
-        ({"moves_experts": True, "loaders": (LOADER,)}, "--init-expert-location"),
+        ({"moves_experts": "--enable-eplb", "loaders": (LOADER,)}, "--init-expert-location"),
     ],
 )
 def test_fewer_transports_come_with_advice(folder: Path, changes: dict[str, Any], advice: str) -> None:
@@ -143,13 +143,24 @@ def test_fewer_transports_come_with_advice(folder: Path, changes: dict[str, Any]
 
 
 @pytest.mark.parametrize("transport", ["direct", "sends"])
-def test_what_was_recorded_of_experts_that_move_is_not_used(folder: Path, transport: str) -> None:
-    """A server that loads by itself asks where they are each time; fixed places, redundant ones too, are recorded."""
-    moves = {"loaders": (LOADER,), "moves_experts": True}
+@pytest.mark.parametrize(
+    ("said", "flag"),
+    [
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend"),
+    ],
+)
+def test_what_was_recorded_of_experts_that_move_is_not_used(
+    folder: Path, transport: str, said: dict[str, object], flag: str
+) -> None:
+    """Refused by the flag. A server that loads by itself asks where they are; fixed places, redundant too, are kept."""
+    fixed = {"enable_eplb": False, "elastic_ep_backend": None, "ep_num_redundant_experts": 2}
+    moves = {"loaders": (LOADER,), "moves_experts": facts_of(said, {}, "http://127.0.0.1").moves_experts}
 
+    assert not facts_of(fixed, {}, "http://127.0.0.1").moves_experts
     check(specs(folder), folder, transport, loaders=(LOADER,))
     check(specs(folder), folder, "local", **moves)
-    with pytest.raises(UnfitManifest, match=r"moves experts while it serves.*--init-expert-location"):
+    with pytest.raises(UnfitManifest, match=rf"moves experts while it serves \({flag}\).*--init-expert-location"):
         check(specs(folder), folder, transport, **moves)
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+import torch
 
 from weightbus.control.errors import NotWanted
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
@@ -16,6 +17,7 @@ from weightbus.control.messages import Offer, Policy, Prepare, Role, Seal, Trans
 from weightbus.control.provision import Member, provision
 from weightbus.control.telemetry import Meters, Side
 from weightbus.control.trust import TRUST_FILE, TrustList
+from weightbus.dataplane.errors import OutOfSharedMemory
 from weightbus.engine_agent.dialects import dialect_of
 from weightbus.engine_agent.events import Broken, Receive, Validate
 from weightbus.engine_agent.identity import facts_of
@@ -116,6 +118,43 @@ def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
     assert "/model_info" in result.reason
     assert not result.touched
     assert not made
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [OutOfSharedMemory(1 << 40, 1 << 20), torch.OutOfMemoryError("CUDA out of memory"), MemoryError("no room")],
+    ids=lambda problem: type(problem).__name__,
+)
+@pytest.mark.parametrize("touched", [False, True])
+def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
+    problem: Exception, touched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staging that cannot be had ends the transfer, not the agent; dirty are only weights that were begun with."""
+    calls: list[str] = []
+
+    class Full:
+        def __init__(self) -> None:
+            self.touched = False
+
+        def receive(self, *_: object) -> object:
+            self.touched = touched
+            raise problem
+
+    server = SimpleNamespace(
+        touched=False,
+        expect=lambda _identity: None,
+        untouched=lambda: None,
+        take_weights_back=lambda _deadline_s: None,
+        end_update=lambda: calls.append("end_update"),
+    )
+    agent = Worker("e0", cast("Any", server), cast("Any", lambda _kind: Full()), None, Meters(Side.ENGINE))
+    monkeypatch.setattr(agent, "_fit", lambda *_: (None, None))
+    local = Offer(transport=TransportKind.LOCAL, address="/run/x")
+    result = agent.perform(Receive(msgspec.structs.replace(TRANSFER, offer=local), ""))
+    assert isinstance(result, Broken)
+    assert str(problem) in result.reason
+    assert result.touched is touched
+    assert calls == ["end_update"]
 
 
 def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:

@@ -56,17 +56,13 @@ def orchestrate(args: argparse.Namespace) -> int:
     from weightbus.trainer_agent.demo.processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-direct-"))
-    hf = json.loads(Path(args.config).read_text()) if args.config else dict(rig.QWEN3_30B_A3B)
-    if args.device == "cpu" and not args.config:
-        hf = dict(rig.TINY_MOE)
-    if not args.config:
-        hf["num_hidden_layers"] = args.layers
+    hf = rig.model_of(args)
     rig.write_model(work / "model", hf)
     with Programs(work) as programs:
         layout = rig.start_coordinator(programs, work)
         for engine in engines(args):
             rig.start_engine(programs, args.device, work, engine, layout)
-        (work / "layout.json").write_text(json.dumps(layout))
+        rig.write_layout(work, layout)
         arguments = ["--trainer-of", str(work), *rig.arguments()]
         command = [sys.executable, __file__, *arguments]
         if args.tp > 1:
@@ -80,8 +76,7 @@ def orchestrate(args: argparse.Namespace) -> int:
     results = {}
     for place, found in measured.items():
         results[place] = {**rig.describe("direct.py", args.device, hf), **found}
-        if args.out:
-            (Path(args.out) / f"{place}.json").write_text(json.dumps(results[place], indent=1) + "\n")
+        rig.write_result(args.out, place, results[place])
     sys.stdout.write(json.dumps(results) + "\n")
     return 0 if all(each["equal"] for each in results.values()) else 1
 
@@ -119,10 +114,7 @@ def train(args: argparse.Namespace) -> None:
     work = Path(args.trainer_of)
     layout = rig.read_layout(work)
     hf = rig.read_config(work)
-    if args.device == "cpu":
-        from weightbus.trainer_agent import megatron_cpu
-
-        megatron_cpu.install()
+    rig.play_cuda(args.device)
     fleet = rig.Fleet(layout, hf["max_position_embeddings"])
     spread = args.tp > 1
     measured = train_ranks(args, work, layout, fleet) if spread else train_shards(args, hf, layout, fleet)
@@ -131,7 +123,7 @@ def train(args: argparse.Namespace) -> None:
     if not spread or dist.get_rank() == 0:
         for found in measured.values():
             found.update(summary(found))
-        (work / "result.json").write_text(json.dumps(measured))
+        rig.write_found(work, measured)
 
 
 def train_ranks(args: argparse.Namespace, work: Path, layout: dict[str, Any], fleet: rig.Fleet) -> dict[str, Any]:
@@ -405,16 +397,11 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = rig.parser(__doc__, memory=0.4, deadline=400.0, whose="that any one wait may take")
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--tp", type=int, default=1, help="ranks of trainer and engine, on as many GPUs")
     parser.add_argument("--layout", action="append", choices=tuple(LAYOUTS), help="of a trainer in one process; all")
     parser.add_argument("--config", help="config.json of another model")
-    parser.add_argument("--memory", type=float, default=0.4, help="the server's --mem-fraction-static")
-    parser.add_argument("--deadline", type=float, default=400.0, help="seconds that any one wait may take")
-    parser.add_argument("--out", help="folder for the JSON files")
-    parser.add_argument("--trainer-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trainer_of:
         train(args)

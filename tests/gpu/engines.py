@@ -21,7 +21,6 @@ import contextlib
 import datetime as dt
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -55,6 +54,8 @@ class Case:
     """What the sidecar says of it where it cannot."""
     lends: bool = False
     """Its server gives memory back between two rounds."""
+    starts: bool = False
+    """At the end another server is started from the files of the last version."""
 
 
 def _read(name: str) -> dict[str, Any]:
@@ -72,13 +73,15 @@ CASES = {
     ),
     "ep2": Case(_WIDE, _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--ep-size=2",), tp=2),
     "dpa": Case(_WIDE, _TINY, {"tp": 2}, ("--dp-size=2", "--enable-dp-attention"), tp=2),
-    "fp8": Case({**_WIDE, "quantization_config": rig.FP8}, _TINY, {"ep": 2, "etp": 1, "dp": 2}, rig.FP8_FLAGS),
+    "fp8": Case(
+        {**_WIDE, "quantization_config": rig.FP8}, _TINY, {"ep": 2, "etp": 1, "dp": 2}, rig.FP8_FLAGS, starts=True,
+    ),
     "fp8-dense": Case(
         {**rig.QWEN3_8B, "num_hidden_layers": 3, "vocab_size": 32768, "quantization_config": rig.FP8},
-        rig.TINY, {"tp": 2}, rig.FP8_FLAGS,
+        rig.TINY, {"tp": 2}, rig.FP8_FLAGS, starts=True,
     ),
     "saver": Case(_WIDE, _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--enable-memory-saver",), lends=True),
-    "plain": Case(_WIDE, _TINY, {"tp": 2}, ()),
+    "plain": Case(_WIDE, _TINY, {"tp": 2}, (), starts=True),
 }  # fmt: skip
 
 
@@ -143,9 +146,7 @@ def orchestrate(args: argparse.Namespace) -> int:
         while waiting:
             for run in waiting:
                 run.look(args.deadline)
-                if args.out:
-                    text = json.dumps(run.result(args.device), indent=1)
-                    (Path(args.out) / f"engines-{run.name}.json").write_text(text + "\n")
+                rig.write_result(args.out, f"engines-{run.name}", run.result(args.device))
             waiting = [run for run in waiting if not run.done]
             time.sleep(0.5)
     found = {run.name: run.result(args.device) for run in runs}
@@ -167,8 +168,9 @@ def start(args: argparse.Namespace, run: Run) -> Run:
     sidecar = ("--gives-back",) if case.lends else ()
     engine = rig.Engine(run.name, 0, case.tp, flags, "available", environment=environment, sidecar=sidecar)
     rig.start_engine(run.programs, args.device, work, engine, layout)
-    (work / "layout.json").write_text(json.dumps(layout))
-    arguments = ["--trainer-of", str(work), "--device", args.device, "--deadline", str(args.deadline), run.name]
+    rig.write_layout(work, layout)
+    limits = ["--deadline", str(args.deadline), "--memory", str(args.memory)]
+    arguments = ["--trainer-of", str(work), "--device", args.device, *limits, run.name]
     command = [sys.executable, __file__, *arguments]
     if case.tp > 1:
         command = rig.ranks_command(__file__, case.tp, arguments)
@@ -189,16 +191,13 @@ def train(args: argparse.Namespace) -> None:
     """Build the model, prove the case."""
     (name,) = args.case
     work, case = Path(args.trainer_of), CASES[name]
-    if args.device == "cpu":
-        from weightbus.trainer_agent import megatron_cpu
-
-        megatron_cpu.install()
+    rig.play_cuda(args.device)
     hf = rig.read_config(work)
     fleet = rig.Fleet(rig.read_layout(work), hf["max_position_embeddings"])
     source = ranks_of(args, case, work) if case.tp > 1 else shards_of(args, case, hf)
     if source.root:
         fleet.wait_ready(args.deadline)
-    Proof(name, case, source, work, fleet).run()
+    Proof(name, case, source, work, fleet, args).run()
 
 
 def shards_of(args: argparse.Namespace, case: Case, hf: dict[str, Any]) -> Any:
@@ -230,8 +229,11 @@ def ranks_of(args: argparse.Namespace, case: Case, work: Path) -> Any:
 class Proof:
     """The steps of one case. Every rank takes them; the root alone asks the server, and writes."""
 
-    def __init__(self, name: str, case: Case, source: Any, work: Path, fleet: rig.Fleet) -> None:
+    def __init__(  # noqa: PLR0917  made in one place
+        self, name: str, case: Case, source: Any, work: Path, fleet: rig.Fleet, args: argparse.Namespace
+    ) -> None:
         self._name, self._case, self._source, self._work, self._fleet = name, case, source, work, fleet
+        self._memory, self._deadline = args.memory, args.deadline
         self._layout = rig.read_layout(work)
         self._found: dict[str, Any] = {"case": name, "equal": True}
         self._speculates = not case.stock and source.device.type == "cuda"
@@ -246,6 +248,8 @@ class Proof:
         else:
             self._stock()
         self._steady()
+        if self._case.starts:
+            self._start()
         self._write(complete=True)
 
     def _direct(self) -> None:
@@ -307,6 +311,29 @@ class Proof:
         self._write(steady=steady)
         self._compare(4 + STEADY, "steady")
 
+    def _start(self) -> None:
+        """A server that nobody touches, started from the files of the last version. One process trains here."""
+        from weightbus.trainer_agent.demo.processes import Programs
+
+        fleet, version = self._fleet, 4 + STEADY
+        ours, tokens = fleet.checksum(self._name), fleet.tokens(self._name)
+        folder = self._work / "saved" / self._name / f"checkpoint-{version}"
+        cuda = self._source.device.type == "cuda"
+        flags = (f"--mem-fraction-static={self._memory}", "--disable-cuda-graph", *self._case.flags) if cuda else ()
+        began = time.perf_counter()
+        with Programs(self._work) as programs:
+            engine = rig.Engine("started", 0, self._case.tp, flags)
+            port, _ = rig.start_server(programs, self._source.device.type, folder, engine, load_format="auto")
+            fleet.add("started", port)
+            fleet.wait_serving("started", self._deadline, programs.check)
+            took = time.perf_counter() - began
+            files, again = fleet.checksum("started"), fleet.tokens("started")
+            fleet.overwrite("started")
+            noise = fleet.checksum("started")
+        found = {"weights_equal": ours == files != noise, "tokens_equal": tokens == again, "start_s": took}
+        self._found["equal"] &= found["weights_equal"] and found["tokens_equal"]
+        self._write(started_from_files=found)
+
     def _rounds(self, transport: str) -> Any:
         saves = {"save_every": 1, "save_dir": self._work / "saved", "keep_last": 1}
         return direct.rounds(
@@ -348,9 +375,7 @@ class Proof:
     def _write(self, **more: Any) -> None:
         self._found |= more
         if self._source.root:
-            path = self._work / "result.json"
-            path.with_suffix(".new").write_text(json.dumps(self._found))
-            shutil.move(path.with_suffix(".new"), path)
+            rig.write_found(self._work, self._found)
 
 
 def free_bytes(device: Any) -> int:
@@ -366,14 +391,9 @@ def differing(one: list[dict[str, str]], other: list[dict[str, str]]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = rig.parser(__doc__, memory=0.5, deadline=270.0, whose="for a case, its server's start included")
     parser.add_argument("case", nargs="+", choices=tuple(CASES))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--memory", type=float, default=0.5, help="of each server, --mem-fraction-static")
     parser.add_argument("--graphs", action="store_true", help="let servers capture CUDA graphs: a minute more")
-    parser.add_argument("--deadline", type=float, default=270.0, help="seconds for a case, its server's start included")
-    parser.add_argument("--out", help="folder for the JSON files")
-    parser.add_argument("--trainer-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trainer_of:
         train(args)

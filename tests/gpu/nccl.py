@@ -62,19 +62,15 @@ class Run:
     def start(self) -> None:
         """Coordinator, engines, and on GPUs at once every trainer: each waits until it is called."""
         args, work = self.args, self.work
-        hf = json.loads(Path(args.config).read_text()) if args.config else dict(rig.QWEN3_30B_A3B)
+        hf = rig.model_of(args)
         small = dict(rig.TINY_MOE) if args.device == "cpu" else {**rig.QWEN3_30B_A3B, "num_hidden_layers": 2}
-        if args.device == "cpu" and not args.config:
-            hf = dict(rig.TINY_MOE)
-        elif not args.config:
-            hf["num_hidden_layers"] = args.layers
         rig.write_model(work / "model", hf)
         rig.write_model(work / "small", small)
         self._described = rig.describe("nccl.py", args.device, hf)
         layout = rig.start_coordinator(self._programs, work)
         for place in dict.fromkeys(place for part in self.parts for place in ENGINES[part]):
             rig.start_engine(self._programs, args.device, work, self._engine(place), layout)
-        (work / "layout.json").write_text(json.dumps(layout))
+        rig.write_layout(work, layout)
         if args.device == "cuda":
             for part in self.parts:
                 self._start_trainer(part)

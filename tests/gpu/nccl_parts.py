@@ -133,7 +133,7 @@ def speed(part: Part) -> None:
         pause_gap_s=min((each["pause_gap_s"] for each in reports if "pause_gap_s" in each), default=None),
         taken=fleet._http.get(fleet.url(place, "sidecar") + "/status").json().get("taken"),
     )
-    part.say(bare_sendrecv_s=bare(part.device, manifest.nbytes))
+    part.say(**bare(part.device, manifest.nbytes))
     with StockPath(fleet.url(place), source.device) as stock:
         for flattened, key in ((True, "flattened_distributed_s"), (False, "slime_distributed_s")):
             fleet.overwrite(place)
@@ -143,8 +143,8 @@ def speed(part: Part) -> None:
     part.say(equal=equal)
 
 
-def bare(device: str, nbytes: int) -> float:
-    """Seconds for a plain send of as many bytes from one process to another."""
+def bare(device: str, nbytes: int) -> dict[str, Any]:
+    """Seconds for a plain send of as many bytes to another process, and memory that an idle group of the two keeps."""
     from weightbus.dataplane.broadcast_group import serve_store
 
     store = serve_store("127.0.0.1")
@@ -157,7 +157,7 @@ def bare(device: str, nbytes: int) -> float:
         other.wait(FORM_S)
 
 
-def bare_end(device: str, nbytes: int, port: int, rank: int) -> float:
+def bare_end(device: str, nbytes: int, port: int, rank: int) -> dict[str, Any]:
     """One end of it: messages are put into the queue one after another, and waited for once. The best of several."""
     import torch
     from torch._C._distributed_c10d import TCPStore
@@ -167,8 +167,11 @@ def bare_end(device: str, nbytes: int, port: int, rank: int) -> float:
 
     where = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    group = PairGroup.form(store, "bare", "127.0.0.1", where, rank, 2, Deadline(FORM_S))
     memory = torch.zeros(min(nbytes, CHUNK_BYTES), dtype=torch.uint8, device=where)
+    free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else 0
+    began = time.perf_counter()
+    group = PairGroup.form(store, "bare", "127.0.0.1", where, rank, 2, Deadline(FORM_S))
+    formed = time.perf_counter() - began
     sizes = [CHUNK_BYTES] * (nbytes // CHUNK_BYTES) + [nbytes % CHUNK_BYTES] * bool(nbytes % CHUNK_BYTES)
     move = group._backend.recv if rank else group._backend.send
     times = []
@@ -181,7 +184,8 @@ def bare_end(device: str, nbytes: int, port: int, rank: int) -> float:
         if where.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
-    return min(times)
+    idle = free - torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else None
+    return {"bare_sendrecv_s": min(times), "form_group_s": formed, "idle_group_bytes": idle}
 
 
 # -- the trainer's death -----------------------------------------------------------------------------------------------

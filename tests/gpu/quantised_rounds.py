@@ -43,13 +43,11 @@ def orchestrate(args: argparse.Namespace) -> int:
 
     work = Path(tempfile.mkdtemp(prefix="wb-quantised-"))
     cuda = args.device == "cuda"
-    hf = {**(rig.QWEN3_30B_A3B if cuda else rig.TINY_MOE)}
-    if cuda:
-        hf["num_hidden_layers"] = args.layers
+    hf = rig.model_of(args)
     rig.write_model(work / "model", hf)
     rig.write_model(work / "model-fp8", {**hf, "quantization_config": rig.FP8} if cuda else hf)
     gpus = direct.gpus() if cuda else 1
-    places = [place for place in FIGURES if gpus > 1 or not place.startswith("peer")]
+    places = [place for place in args.servers if gpus > 1 or not place.startswith("peer")]
     problem = ""
     with Programs(work) as programs:
         layout = rig.start_coordinator(programs, work)
@@ -61,7 +59,7 @@ def orchestrate(args: argparse.Namespace) -> int:
             gpu = 1 if place.startswith("peer") else 0
             engine = rig.Engine(place, gpu, 1, flags, "available", model=folder_of(place))
             rig.start_engine(programs, args.device, work, engine, layout)
-        (work / "layout.json").write_text(json.dumps(layout))
+        rig.write_layout(work, layout)
         command = [sys.executable, __file__, "--trainer-of", str(work), *rig.arguments()]
         trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
         try:
@@ -100,8 +98,7 @@ def write(args: argparse.Namespace, work: Path, hf: dict[str, Any], problem: str
         "problem": problem,
         "servers": servers,
     }
-    if args.out:
-        (Path(args.out) / "quantised.json").write_text(json.dumps(found, indent=1) + "\n")
+    rig.write_result(args.out, "quantised", found)
     return found
 
 
@@ -122,10 +119,7 @@ def train(args: argparse.Namespace) -> None:
     from shards import Shards
 
     work = Path(args.trainer_of)
-    if args.device == "cpu":
-        from weightbus.trainer_agent import megatron_cpu
-
-        megatron_cpu.install()
+    rig.play_cuda(args.device)
     hf = rig.read_config(work)
     layout = rig.read_layout(work)
     fleet = rig.Fleet(layout, hf["max_position_embeddings"])
@@ -137,8 +131,7 @@ def train(args: argparse.Namespace) -> None:
         more = {"hf_config_dir": work / folder_of(place)}
         result["servers"][place] = direct.publish(source, layout, fleet, place, itertools.count(1), more)
         result["complete"] = len(result["servers"]) == len(layout["engines"])
-        (work / "result.new").write_text(json.dumps(result))
-        (work / "result.new").rename(work / "result.json")
+        rig.write_found(work, result)
 
 
 def quantising(source: Any, served: Path) -> float | None:
@@ -163,14 +156,13 @@ def quantising(source: Any, served: Path) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = rig.parser(__doc__, memory=0.85, deadline=330.0)
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
-    parser.add_argument("--memory", type=float, default=0.85, help="of each server, --mem-fraction-static")
-    parser.add_argument("--deadline", type=float, default=330.0, help="seconds for everything")
     parser.add_argument("--kernels", help="what quantised.py has written")
-    parser.add_argument("--out", help="folder for the JSON file")
-    parser.add_argument("--trainer-of", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--servers", type=lambda text: text.split(","), default=list(FIGURES),
+        help=f"some of {','.join(FIGURES)}: of all 48 layers a trainer's GPU has room for no server",
+    )  # fmt: skip
     args = parser.parse_args()
     if args.trainer_of:
         train(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime as dt
 import fcntl
@@ -70,7 +71,6 @@ TINY = {**QWEN3_8B, **_SMALL}
 TINY_MOE = {**QWEN3_30B_A3B, **_SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 CUDA_FLAGS = (
-    "--load-format=dummy",
     "--skip-tokenizer-init",
     "--attention-backend=triton",
     "--sampling-backend=pytorch",
@@ -82,8 +82,52 @@ TP_FLAGS = ("--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-a
 """Without them a server of several GPUs did not come up: it would use NVLink multicast, or wait for it."""
 FP8_FLAGS = ("--fp8-gemm-backend=triton", "--moe-runner-backend=triton")
 """Kernels that are there without DeepGEMM. The weights lie as they were loaded with any of them on Hopper."""
-CPU_FLAGS = ("--load-format=dummy", "--skip-tokenizer-init")
+CPU_FLAGS = ("--skip-tokenizer-init",)
 LOADER = "--custom-weight-loader=weightbus.engine_agent.worker_loader.load"
+
+
+def parser(doc: str | None, *, memory: float, deadline: float, whose: str = "of everything") -> argparse.ArgumentParser:
+    """Of a program that starts servers and a trainer: what all of them are told in the same words."""
+    found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    found.add_argument("--memory", type=float, default=memory, help="of each server, --mem-fraction-static")
+    found.add_argument("--deadline", type=float, default=deadline, help=f"seconds {whose}")
+    found.add_argument("--out", help="folder for the JSON files")
+    found.add_argument("--trainer-of", help=argparse.SUPPRESS)
+    return found
+
+
+def model_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The config that ``--config`` names; else that of Qwen3-30B-A3B with ``--layers``, or a tiny one on a CPU."""
+    if getattr(args, "config", None):
+        found: dict[str, Any] = json.loads(Path(args.config).read_text())
+        return found
+    return dict(TINY_MOE) if args.device == "cpu" else {**QWEN3_30B_A3B, "num_hidden_layers": args.layers}
+
+
+def write_layout(work: Path, layout: Mapping[str, Any]) -> None:
+    """For whoever is started next."""
+    (work / "layout.json").write_text(json.dumps(layout))
+
+
+def write_found(work: Path, found: Mapping[str, Any]) -> None:
+    """What a trainer has found so far; whoever reads it finds it whole."""
+    (work / "result.new").write_text(json.dumps(found))
+    (work / "result.new").rename(work / "result.json")
+
+
+def write_result(out: str | None, name: str, result: Mapping[str, Any]) -> None:
+    """Into the folder of the results, if one was named."""
+    if out:
+        (Path(out) / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def play_cuda(device: str) -> None:
+    """Without a GPU Megatron-core is told that it has one."""
+    if device == "cpu":
+        from weightbus.trainer_agent import megatron_cpu
+
+        megatron_cpu.install()
 
 
 def log(text: str) -> None:
@@ -207,15 +251,7 @@ def start_coordinator(programs: Any, work: Path) -> dict[str, Any]:
 
 def start_engine(programs: Any, device: str, work: Path, engine: Engine, layout: dict[str, Any]) -> None:
     """One server and its sidecar, named after itself or its channel."""
-    port, side = free_port(), free_port()
-    head = [f"--model-path={work / engine.model}", f"--port={port}", f"--tp-size={engine.tp}", *engine.flags]
-    if device == "cuda":
-        more = TP_FLAGS if engine.tp > 1 else ()
-        argv = ["-m", "sglang.launch_server", "--host=127.0.0.1", f"--base-gpu-id={engine.gpu}", *CUDA_FLAGS, *more]
-    else:
-        argv = ["-m", "weightbus.engine_agent.cpu_server", *CPU_FLAGS]
-    environment = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0", **dict(engine.environment)}
-    server = programs.start(f"server-{engine.place}", [sys.executable, *argv, *head], env=environment)
+    (port, process), side = start_server(programs, device, work / engine.model, engine), free_port()
     sidecar = [
         sys.executable,
         "-m",
@@ -233,8 +269,24 @@ def start_engine(programs: Any, device: str, work: Path, engine: Engine, layout:
     ]
     pid = programs.start(f"sidecar-{engine.place}", sidecar).process.pid
     layout["engines"][engine.place] = {
-        "server": port, "sidecar": side, "server_group": server.process.pid, "sidecar_group": pid, "start": sidecar,
+        "server": port, "sidecar": side, "server_group": process, "sidecar_group": pid, "start": sidecar,
     }  # fmt: skip
+
+
+def start_server(
+    programs: Any, device: str, checkpoint: Path, engine: Engine, load_format: str = "dummy"
+) -> tuple[int, int]:
+    """A server of `checkpoint` alone: its port and its process. ``auto`` has it load the files, ``dummy`` nothing."""
+    port = free_port()
+    head = [f"--model-path={checkpoint}", f"--port={port}", f"--tp-size={engine.tp}", *engine.flags]
+    if device == "cuda":
+        more = TP_FLAGS if engine.tp > 1 else ()
+        argv = ["-m", "sglang.launch_server", "--host=127.0.0.1", f"--base-gpu-id={engine.gpu}", *CUDA_FLAGS, *more]
+    else:
+        argv = ["-m", "weightbus.engine_agent.cpu_server", *CPU_FLAGS]
+    argv = [sys.executable, *argv, f"--load-format={load_format}", *head]
+    environment = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0", **dict(engine.environment)}
+    return port, programs.start(f"server-{engine.place}", argv, env=environment).process.pid
 
 
 def ranks_command(program: str, ranks: int, arguments: list[str]) -> list[str]:
@@ -300,6 +352,15 @@ class Fleet:
                 wait(url, lambda url=url: self._http.get(url).status_code == 200, deadline_s, lambda: None)
             log(f"engine {channel} is ready")
         take_turn()
+
+    def add(self, place: str, port: int) -> None:
+        """A server without a sidecar."""
+        self._layout["engines"][place] = {"server": port}
+
+    def wait_serving(self, place: str, deadline_s: float, check: Callable[[], None]) -> None:
+        """Until it has generated something; raises what `check` raises."""
+        url = self.url(place) + "/health_generate"
+        wait(url, lambda: self._http.get(url).status_code == 200, deadline_s, check)
 
     def checksum(self, channel: str) -> list[dict[str, str]]:
         """Digest of every live parameter on every rank, by the server itself."""

@@ -48,7 +48,7 @@ def orchestrate(args: argparse.Namespace) -> int:
         layout = rig.start_coordinator(programs, work)
         for gpu, channel in enumerate(CHANNELS):
             rig.start_engine(programs, args.device, work, rig.Engine(channel, gpu, flags=flags), layout)
-        (work / "layout.json").write_text(json.dumps(layout))
+        rig.write_layout(work, layout)
         arguments = ["--rank-of", str(work), *rig.arguments()]
         command = rig.ranks_command(__file__, args.tp, arguments)
         ranks = programs.start("ranks", command, env=rig.ranks_environment(args.device))

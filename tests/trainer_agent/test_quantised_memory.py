@@ -118,3 +118,16 @@ def test_what_is_exposed_is_read_and_digested_as_the_checkpoint_has_it() -> None
         assert wrongly_exposed(served, expected) == []
         with torch.no_grad():
             module.q_proj.weight.mul_(0.3)
+
+
+def test_what_was_put_elsewhere_is_quantised_there() -> None:
+    """A trainer may put other memory under a parameter, which stays the same object."""
+    world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
+    sources = sources_of(world, scheme)
+    read(sources)
+
+    for storage in (each for storages in world.storages.values() for each in storages):
+        storage.data = storage.data * 0.5
+    world.full = {name: tensor * 0.5 for name, tensor in world.full.items()}
+
+    assert quantising.differing(read(sources), world.expected(scheme)) == []

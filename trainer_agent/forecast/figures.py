@@ -36,13 +36,12 @@ GROUP_BUCKET_S: Final = Figure(3.8e-3, "stock.json, NCCL: the same, beside the b
 LOAD_TENSOR_S: Final = Figure(55e-6, "colocated.json, flattened buckets: the server's loader")
 LOAD_FAR_TENSOR_S: Final = Figure(175e-6, "peer and crosswise.json: the same where buckets are on another GPU")
 
-FORM_GROUP_S: Final = Figure(0.28, "nccl.json: two ranks form a group of NCCL anew in every round of sends")
-
 ACQUIRE_S: Final = Figure(2.5e-3, "every run with one engine")
 ANNOUNCE_S: Final = Figure(3.0e-3, "every run with one engine")
 PREPARE_S: Final = Figure(3.6e-3, "every run with one engine")
 PAUSE_S: Final = Figure(3.9e-3, "every run with one engine")
-OFFER_S: Final = Figure(14e-3, "colocated, crosswise and model-*.json: a transfer but for its copy and its proof")
+OFFER_S: Final = Figure(2.2e-3, "colocated-beside, crosswise-beside.json: the first runs that offer ahead")
+CALL_S: Final = Figure(11.8e-3, "colocated, crosswise and model-*.json: a transfer but for offer, copy and proof")
 VERIFY_S: Final = Figure(1.5e-3, "every run with one engine")
 COMMIT_S: Final = Figure(1.0e-3, "every run with one engine: label, journal and fsync")
 RESUME_S: Final = Figure(8.0e-3, "every run with one engine")

@@ -70,7 +70,7 @@ def rate(given: float | None, figure: Figure) -> float:
 
 
 def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> Round:
-    """One steady round: nothing is recorded, planned, compiled or connected anew."""
+    """One steady round: nothing is recorded, planned, compiled or connected anew, and no group is formed."""
     engines = sum(group.engines.count for group in ground.groups)
     barrier = figures.BARRIER_ENGINE_S.value * engines
     whole = [group for group in ground.groups if not group.way.by_parts]
@@ -78,15 +78,15 @@ def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> 
     by_parts = max((load.seconds for load in loads), default=0.0)
     by_root = [*_whole(fleet.links, ground, volume, whole)]
     moved = max(by_parts, sum(load.seconds for load in by_root) + _calls(volume, whole))
-    formed = figures.FORM_GROUP_S.value if any(group.way is Way.SENDS for group in ground.groups) else 0.0
     proof = figures.CHECKSUM_GB_S if whole else figures.PROOF_GB_S
     steps = (
         Step("acquire", figures.ACQUIRE_S.value, paused=False),
         Step("digest", _digest(volume, assembled=bool(whole)), paused=False),
         Step("announce", figures.ANNOUNCE_S.value, paused=False),
         Step("prepare", figures.PREPARE_S.value + barrier, paused=False),
+        Step("offer", figures.OFFER_S.value, paused=False),
         Step("pause", figures.PAUSE_S.value + barrier, paused=True),
-        Step("transfer", formed + moved + figures.OFFER_S.value + barrier, paused=True),
+        Step("transfer", moved + figures.CALL_S.value + barrier, paused=True),
         Step("verify", volume.kept / rate(None, proof) + figures.VERIFY_S.value + barrier, paused=True),
         Step("commit", figures.COMMIT_S.value, paused=True),
         Step("resume", figures.RESUME_S.value + barrier, paused=True),

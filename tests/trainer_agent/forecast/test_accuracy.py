@@ -59,6 +59,10 @@ def model_of(name: str) -> Mapping[str, object]:
     return config
 
 
+FORMED_S = 0.28
+"""nccl.json: a transfer by sends but for the wire, the call and the proof."""
+
+
 def near(predicted: float, measured: float, factor: float) -> None:
     assert measured / factor <= predicted <= measured * factor, f"predicted {predicted:.4f}, measured {measured:.4f}"
 
@@ -89,17 +93,20 @@ def test_rounds_by_sglangs_buckets(name: str) -> None:
     found = Forecast(Tensors.parse(model_of(name))).round(Fleet(trainer, (by_buckets,)))
     for layout in recorded(name)["layouts"].values():
         measured = layout["flattened_bucket"]
-        near(step(found, "transfer"), measured["trainer_s"]["transfer"], FACTOR)
+        near(step(found, "offer") + step(found, "transfer"), measured["trainer_s"]["transfer"], FACTOR)
         near(found.total_s, measured["publish_s"], FIRST_FACTOR)
 
 
 def test_rounds_by_sends() -> None:
-    """NCCL to the other GPU: a whole steady round. Its engine took the version beside what it served."""
+    """NCCL to the other GPU: a whole steady round. Its engine took the version beside what it served.
+
+    When that was measured a group was formed in every round.
+    """
     forecast = Forecast(Tensors.parse({**QWEN3_30B_A3B, "num_hidden_layers": 12}))
     found = forecast.round(Fleet(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
     sent = recorded("nccl")["parts"]["speed"]
     assert forecast.tensors.total == sent["bytes"]
-    near(found.total_s, statistics.median(each["publish_s"] for each in sent["sends"][2:]), FACTOR)
+    near(found.total_s + FORMED_S, statistics.median(each["publish_s"] for each in sent["sends"][2:]), FACTOR)
 
 
 @pytest.mark.parametrize(
@@ -118,5 +125,6 @@ def test_stock_rounds(kind: str, engines: Engines) -> None:
     assert forecast.tensors.total == stock["bytes"]
     rounds = stock["rounds"][kind][1:] or stock["rounds"][kind]  # the first one compiles kernels; of files there is one
     near(found.total_s, statistics.median(each["total_s"] for each in rounds), FACTOR)
-    near(step(found, "transfer"), statistics.median(each["seconds"]["transfer"] for each in rounds), FACTOR)
+    offered = step(found, "offer") + step(found, "transfer")  # in one at that time
+    near(offered, statistics.median(each["seconds"]["transfer"] for each in rounds), FACTOR)
     near(found.pause_s, statistics.median(each["engine_seconds"]["paused"] for each in rounds), FACTOR)

@@ -1,0 +1,106 @@
+"""A coordinator that stands by refuses everybody, says who leads, and counts it like one that leads."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from weightbus.control.coordinator_settings import CoordinatorSettings
+from weightbus.control.dealer import DealerLink
+from weightbus.control.election import Election, Leader
+from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.messages import Bye, Code, Heartbeat, Hello, Refused, Role, ToCoordinator
+from weightbus.control.rejection import REJECTED_KEY
+from weightbus.control.standby import Standby
+
+DEADLINE_S = 30.0
+HELLO = Hello(
+    request=RequestId("h"),
+    agent=AgentId("o"),
+    role=Role.OBSERVER,
+    channel=Channel("policy"),
+    incarnation=Incarnation("o-1"),
+)
+
+
+class Follower:
+    """An election that somebody else has won."""
+
+    def stand(self) -> Leader:
+        return Leader("c0", "tcp://127.0.0.1:1")
+
+
+@pytest.fixture
+def standby(tmp_path: Path) -> Iterator[Standby]:
+    settings = CoordinatorSettings(
+        insecure_loopback=True, router_port=0, pub_port=0, http_port=0, journal=tmp_path / "journal.sqlite"
+    )
+    standby = Standby(settings, None)
+    thread = threading.Thread(target=lambda: standby.run(cast("Election", Follower())))
+    thread.start()
+    yield standby
+    standby.stop()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def scraped(standby: Standby) -> dict[str, float]:
+    page = urllib.request.urlopen(f"http://127.0.0.1:{standby.ports.http}/metrics", timeout=DEADLINE_S).read().decode()
+    lines = [line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#")]
+    return {name.removeprefix("weightbus_"): float(value) for name, value in lines}
+
+
+def answered(link: DealerLink, message: ToCoordinator | bytes) -> Refused:
+    """What is answered to `message`, or to bytes that are none; said again until it is."""
+    until = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until:
+        if isinstance(message, bytes):
+            cast("Any", link)._socket.send(message)
+        else:
+            link.send(message)
+        for heard in link.poll(0.1):
+            assert isinstance(heard, tuple)
+            assert isinstance(heard[0], Refused)
+            return heard[0]
+    raise AssertionError("nothing was answered")
+
+
+def quiet(link: DealerLink) -> bool:
+    return not link.poll(0.5)
+
+
+def test_every_refusal_is_answered_and_counted(standby: Standby) -> None:
+    """Whoever says something is sent to the leader; what is no message is refused as one that leads would."""
+    link = DealerLink(f"tcp://127.0.0.1:{standby.ports.router}")
+    link.open()
+    try:
+        refused = answered(link, HELLO)
+        assert (refused.code, refused.leader) == (Code.NOT_LEADER, "tcp://127.0.0.1:1")
+        while not quiet(link):
+            pass
+        assert answered(link, Heartbeat(seq=1)).code is Code.NOT_LEADER
+        while not quiet(link):
+            pass
+        refused = answered(link, b"no message")
+        assert (refused.request, refused.code) == (REJECTED_KEY, Code.NOT_ALLOWED)
+        while not quiet(link):
+            pass
+        assert link.send(Bye())
+        assert quiet(link), "a farewell needs no answer"
+    finally:
+        link.close()
+    found = scraped(standby)
+    assert found['messages_refused_total{code="not_leader"}'] >= 2
+    assert found['messages_refused_total{code="not_allowed"}'] >= 1
+    assert found['connections_total{event="accepted"}'] >= 1
+
+
+def test_no_alarm_goes_off_at_a_standby(standby: Standby) -> None:
+    """It writes nothing, so no journal of its is unwritable; that is what the alarm for a full disk looks at."""
+    assert scraped(standby)["journal_writable"] == 1

@@ -1,0 +1,93 @@
+"""What a member keeps of a group between rounds: one, for a time, and never one that was broken."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import pytest
+
+from weightbus.dataplane import standing
+from weightbus.dataplane.pair_group import PairGroup
+from weightbus.dataplane.standing import Standing
+
+
+class Group:
+    """Says how it ended."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.end = ""
+
+    def close(self) -> None:
+        self.end = "closed"
+
+    def drop(self) -> None:
+        self.end = "dropped"
+
+
+def kept(group: Group, keep_s: float = 100.0) -> Standing:
+    made = Standing()
+    made.keep("g1", cast("PairGroup", group), keep_s)
+    return made
+
+
+def test_a_group_is_used_by_one_at_a_time() -> None:
+    """Whoever takes it has it, and keeps it again when all went well."""
+    group = Group()
+    stands = kept(group)
+    assert stands.name == "g1"
+    assert cast("Group", stands.take("g1")) is group
+    assert stands.name == ""
+    assert stands.take("g1") is None
+    stands.keep("g1", cast("PairGroup", group), 100.0)
+    assert stands.name == "g1"
+    assert group.end == ""
+    stands.discard()
+
+
+@pytest.mark.parametrize("by", ["another name", "another group", "discard"])
+def test_a_group_of_which_nobody_speaks_any_more_is_let_go_of(by: str) -> None:
+    """Without a word to those who may still be in it."""
+    group = Group()
+    stands = kept(group)
+    if by == "another name":
+        assert stands.take("g2") is None
+    elif by == "another group":
+        stands.keep("g2", cast("PairGroup", Group()), 100.0)
+        assert stands.name == "g2"
+    stands.discard()
+    assert group.end == "dropped"
+    assert stands.name == ""
+
+
+def test_a_broken_group_is_of_no_use() -> None:
+    """Neither kept, nor spoken of, nor given to anybody."""
+    group = Group()
+    stands = kept(group)
+    group.broken = True
+    assert stands.name == ""
+    assert stands.take("g1") is None
+    assert kept(group).take("g1") is None
+
+
+def test_a_group_need_not_be_kept() -> None:
+    """Then it ends as every group did."""
+    group = Group()
+    assert kept(group, 0.0).name == ""
+    assert group.end == "closed"
+
+
+def test_an_idle_group_is_not_spoken_of_and_then_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later than it is spoken of: whoever said that it has one still has it when it is used."""
+    monkeypatch.setattr(standing, "SLACK_S", 0.3)
+    group = Group()
+    stands = kept(group, 0.01)
+    until = time.monotonic() + 30
+    while stands.name:
+        assert time.monotonic() < until
+    while not group.end:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert group.end == "dropped"
+    assert stands.take("g1") is None

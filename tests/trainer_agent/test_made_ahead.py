@@ -1,0 +1,332 @@
+"""What engines read of a quantised source is made while the lease is asked for, and is there before anything is said.
+
+Devices do things later than they are asked to. The one of these tests does nothing before somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from weightbus.control import messages as m
+from weightbus.control.errors import RequestRefused
+from weightbus.dataplane import integrity
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.host import host_identity
+from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.quantise import PreparedTasks, Task, TorchTasks
+from weightbus.dataplane.share_digest import ShareDigest
+from weightbus.dataplane.shared_memory import HostMemory
+from weightbus.dataplane.staging import BucketPool
+from weightbus.trainer_agent import orders, quantised_assembly
+from weightbus.trainer_agent.agent import TrainerAgent
+from weightbus.trainer_agent.drive import Outfit
+from weightbus.trainer_agent.exposure import Exposure
+from weightbus.trainer_agent.leader import Leader
+from weightbus.trainer_agent.publication import Ending, Verdict
+from weightbus.trainer_agent.quantised import ReadableQuantisedSource, quantised
+from weightbus.trainer_agent.report import Mode, PublishReport
+from weightbus.trainer_agent.settings import TrainerSettings
+from weightbus.trainer_agent.source import AssemblyFailed
+from weightbus.trainer_agent.staging import InPlace, Staging
+
+from ..kit import quantising
+from ..kit.fake_bus import FakeCoordinator, engine
+from ..kit.fake_sender import FakeSender
+
+BLOCK = 16
+DIRECT = m.TransportKind.DIRECT
+
+
+class Trainer(quantising.Held):
+    """One rank of one process, every tensor whole. Satisfies `Exposable`, too."""
+
+    def __init__(self, layers: int, agreed: Sequence[bytes] = ()) -> None:
+        shapes = {"up_proj": (32, 48), "norm": (48,)}
+        names = [(f"l.{layer}.{name}.weight", shape) for layer in range(layers) for name, shape in shapes.items()]
+        self.memories = [torch.randn(shape).bfloat16() for _, shape in names]
+        specs = [TensorSpec(name, "bfloat16", shape) for name, shape in names]
+        rows = [
+            Piece(spec.name, Box.whole(spec.shape), spec.dtype, View(index, 0, contiguous_strides(spec.shape)))
+            for index, spec in enumerate(specs)
+        ]
+        super().__init__(0, Pieces.of(specs, rows, 0), self.memories, None)
+        self._agreed = iter(agreed)
+
+    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+        return self.pieces.ordered(tensors)
+
+    def collect(self, blob: bytes) -> Sequence[bytes]:
+        return (blob,)
+
+    def agree(self, blob: bytes | None) -> bytes:
+        return next(self._agreed) if blob is None else blob
+
+    def step(self) -> None:
+        """Other weights, where they are."""
+        for memory in self.memories:
+            memory.mul_(0.5)
+
+    def digests(self) -> bytes:
+        """Of what its weights become, each quantised at once."""
+        names = [spec.name for spec in self.pieces.tensors]
+        made = quantising.whole(dict(zip(names, self.memories, strict=True)), quantising.config(BLOCK))
+        packed = {name: each.contiguous().view(-1).view(torch.uint8) for name, each in made.items()}
+        served = Manifest.of("M", source_of(self).tensors()).tensors
+        return b"".join(integrity.digest_tensors(packed[spec.name], (0, spec.nbytes)) for spec in served)
+
+
+def source_of(trainer: Trainer) -> ReadableQuantisedSource:
+    found = quantised(trainer, quantising.config(BLOCK))
+    assert isinstance(found, ReadableQuantisedSource)
+    return found
+
+
+class Device:
+    """Does what it was given when it is waited for, and not before. Writes down what happens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.queue: list[Callable[[], None]] = []
+        self.broken = False
+        run = ShareDigest.run
+
+        def digest(share: ShareDigest) -> Any:
+            self.log.append("digest")
+            return run(share)
+
+        monkeypatch.setattr(quantised_assembly, "prepare", self._prepare)
+        monkeypatch.setattr(HostMemory, "settle", lambda _memory: self.settle())
+        monkeypatch.setattr(ShareDigest, "run", digest)
+
+    def _prepare(self, tasks: Sequence[Task], device: torch.device) -> PreparedTasks:
+        assert device.type == "cpu"
+        return _Later(self, TorchTasks(tasks))
+
+    def settle(self) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.log.append("settled")
+        queue, self.queue = self.queue, []
+        for each in queue:
+            each()
+
+
+class _Later:
+    def __init__(self, device: Device, tasks: PreparedTasks) -> None:
+        self._device, self._tasks = device, tasks
+
+    def run(self) -> None:
+        self._device.log.append("make")
+        self._device.queue.append(self._tasks.run)
+
+
+class Coordinator(FakeCoordinator):
+    """Writes down in the device's log what it is asked."""
+
+    def __init__(self, log: list[str], *kinds: m.TransportKind) -> None:
+        super().__init__({f"e{at}": self.info(kind) for at, kind in enumerate(kinds)})
+        self._log = log
+
+    @staticmethod
+    def info(kind: m.TransportKind) -> m.EngineInfo:
+        return msgspec.structs.replace(engine(transports=(kind,)), host=host_identity())
+
+    def request(self, message: m.ToCoordinator, blob: bytes | None = None, deadline_s: float = 30.0) -> m.ToAgent:
+        self._log.append(type(message).__name__)
+        return super().request(message, blob, deadline_s)
+
+
+class Rig:
+    """A leader of one rank, and what it speaks to."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = Device(monkeypatch)
+        self.trainer = Trainer(3)
+        self.source = source_of(self.trainer)
+        self.coordinator = Coordinator(self.device.log, DIRECT)
+        manifest = Manifest.of("M", self.source.tensors())
+        settings = TrainerSettings(channel="c", request_timeout_s=1.0, beat_s=0.2)
+        self.exposure = Exposure(self.source, manifest, folder / "r", "c")
+        self.exposure.expose()  # as a leader does at its start
+        ranks, pool = orders.Ranks(self.source), BucketPool("cpu", 1, manifest.largest_bucket, "test")
+        kinds = (DIRECT, m.TransportKind.LOCAL)
+        info = m.TrainerInfo(host=host_identity(), device="cpu", ranks=0, transports=kinds)
+        outfit = Outfit(
+            settings=settings,
+            bus=self.coordinator,
+            ranks=ranks,
+            staging=Staging(self.source, manifest, pool, ranks, None, InPlace(self.exposure, info)),
+            make_sender=lambda _kind: FakeSender(),
+            senders={},
+            boot=self.coordinator.boot,
+        )
+        self.leader = Leader(outfit, pool, self.source, self.exposure)
+        self.device.log.clear()
+
+    def publish(self, version: int) -> tuple[Verdict, list[str]]:
+        """How it ended, and what happened meanwhile."""
+        verdict, *_ = self.leader.publish(version)
+        happened = list(self.device.log)
+        self.device.log.clear()
+        return verdict, happened
+
+    def table(self) -> DigestTable:
+        """The last one that the coordinator was given."""
+        publish = [message for message in self.coordinator.heard if isinstance(message, m.Publish)][-1]
+        manifest = Manifest.decode(self.coordinator.blobs[publish.manifest])
+        return DigestTable.decode(self.coordinator.blobs[publish.table], manifest)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    made = Rig(tmp_path, monkeypatch)
+    yield made
+    made.device.broken = False
+    made.leader.close()
+
+
+def test_it_is_made_while_the_lease_is_asked_for(rig: Rig) -> None:
+    """And waited for before it is digested, announced and offered: nobody reads what is half made."""
+    _, first = rig.publish(1)
+    rig.trainer.step()
+
+    verdict, second = rig.publish(2)
+
+    assert verdict.ending is Ending.COMMITTED
+    assert first == ["Acquire", "make", "settled", "digest", "Publish", "Offered", "Sent"]
+    assert second == ["make", "Acquire", "settled", "digest", "Publish", "Offered", "Sent"]
+    assert rig.table().tensors == rig.trainer.digests()
+
+
+def test_what_was_made_for_nothing_is_made_anew(rig: Rig) -> None:
+    """A lease that is refused ends a publication; the next one is of other weights."""
+    rig.publish(1)
+    rig.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.Code.VERSION_NOT_NEWER, "it is not")])
+
+    refused, happened = rig.publish(2)
+    rig.trainer.step()
+    rig.publish(3)
+
+    assert refused.ending is Ending.REFUSED
+    assert happened == ["make", "Acquire"]
+    assert rig.table().tensors == rig.trainer.digests()
+
+
+def test_nothing_is_made_ahead_where_buckets_were_wanted(rig: Rig) -> None:
+    """What no engine reads in place is not worth the time; who comes back to it is served as before."""
+    rig.coordinator.engines = {"e0": Coordinator.info(m.TransportKind.LOCAL)}
+    rig.publish(1)
+    _, second = rig.publish(2)
+    rig.coordinator.engines = {"e0": Coordinator.info(DIRECT)}
+    _, third = rig.publish(3)
+    _, fourth = rig.publish(4)
+
+    assert second[0] == third[0] == "Acquire"
+    assert third.count("make") == 1
+    assert fourth[:2] == ["make", "Acquire"]
+
+
+def test_a_source_that_fails_then_asks_for_no_lease(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publication ends with the source's own error, and the coordinator has heard nothing."""
+    rig.publish(1)
+    told = len(rig.coordinator.heard)
+
+    def fail(_source: object) -> None:
+        raise AssemblyFailed("a rank is gone")
+
+    monkeypatch.setattr(ReadableQuantisedSource, "make", fail)
+    verdict, happened = rig.publish(2)
+
+    assert (verdict.ending, verdict.reason) == (Ending.SOURCE_FAILED, "a rank is gone")
+    assert happened == []
+    assert len(rig.coordinator.heard) == told
+
+
+def test_a_device_that_fails_gives_the_lease_back(rig: Rig) -> None:
+    """What was begun is found to have failed when it is waited for: nothing is announced, and the next one is whole."""
+    rig.publish(1)
+    rig.device.broken = True
+
+    verdict, happened = rig.publish(2)
+    rig.device.broken = False
+    rig.trainer.step()
+    again, _ = rig.publish(3)
+
+    assert verdict.ending is Ending.INTERNAL
+    assert "illegal memory access" in verdict.reason
+    assert happened == ["make", "Acquire", "Release"]
+    assert again.ending is Ending.COMMITTED
+    assert rig.table().tensors == rig.trainer.digests()
+
+
+def test_other_ranks_make_theirs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that follows makes what it lets others read when it is told to, and exposes that."""
+    device = Device(monkeypatch)
+    report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
+    said = (orders.Make(), orders.Expose(digests=False, made=True), orders.Finish(Verdict(Ending.COMMITTED), report))
+    trainer = Trainer(2, [msgspec.msgpack.encode(each) for each in said])
+    source = source_of(trainer)
+    manifest = Manifest.of("M", source.tensors())
+    exposure = Exposure(source, manifest, tmp_path / "r", "c")
+    agent = TrainerAgent(source, TrainerSettings(channel="c"), manifest, None, exposure)
+    exposure.expose()
+    device.log.clear()
+
+    agent.publish(2)
+
+    assert device.log == ["make", "settled"]
+    agent.close()
+
+
+def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls made by Python's interpreter, apart from what the device does: none is for a single tensor."""
+    monkeypatch.setattr(quantised_assembly, "prepare", lambda _tasks, _device: _Nothing())
+
+    def calls(layers: int) -> int:
+        trainer = Trainer(layers)
+        source = source_of(trainer)
+        exposure = Exposure(source, Manifest.of("M", source.tensors()), tmp_path / f"r{layers}", "c")
+        exposure.expose()
+        exposure.digests()
+        share = exposure._share
+        assert share is not None
+        found = share.run()
+        monkeypatch.setattr(ShareDigest, "run", lambda _share: found)
+        counted = 0
+
+        def count(_frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal counted
+            counted += event in {"call", "c_call"}
+
+        for _ in range(2):  # once for what is kept from then on
+            counted, before = 0, sys.getprofile()
+            sys.setprofile(count)
+            try:
+                source.make()
+                exposure.expose(made=True)
+                exposure.digests()
+            finally:
+                sys.setprofile(before)
+        monkeypatch.undo()
+        monkeypatch.setattr(quantised_assembly, "prepare", lambda _tasks, _device: _Nothing())
+        exposure.close()
+        return counted
+
+    assert calls(4) == calls(64)
+
+
+class _Nothing:
+    def run(self) -> None:
+        """A device would."""
