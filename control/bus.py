@@ -123,7 +123,7 @@ class RouterBus:
         self._poller = zmq.Poller()
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._receive: Final[Callable[[int], bytes]] = partial(Socket.recv, self._router)
+        self._receive_peer: Final = cast("Callable[[int], Peer]", partial(Socket.recv, self._router))
         self._receive_frame: Final = cast("Callable[[int], zmq.Frame]", partial(Socket.recv, self._router, copy=False))
         self._send_frame: Final = partial(Socket.send, self._router)
         """pyzmq's own call, without the options of socket types that we do not use: a third of the time."""
@@ -200,11 +200,16 @@ class RouterBus:
 
     def _take_burst(self, incoming: list[Incoming]) -> None:
         """What has arrived, but not more than a poll may take."""
-        receive, receive_frame, speakers, now = self._receive, self._receive_frame, self._speakers, time.monotonic()
+        receive_peer, receive_frame, speakers, now = (
+            self._receive_peer,
+            self._receive_frame,
+            self._speakers,
+            time.monotonic(),
+        )
         self._more = False
         for _ in range(MAX_BURST):
             try:
-                peer = Peer(receive(_NOBLOCK))
+                peer = receive_peer(_NOBLOCK)
             except zmq.Again:
                 return
             frame = receive_frame(_NOBLOCK)

@@ -53,8 +53,13 @@ def allow_connections() -> None:
 
 
 def collect_seldom() -> None:
-    """Look for cycles seldom: a step of two thousand engines makes tens of thousands of objects, and all are needed."""
-    gc.set_threshold(50_000, 20, 100)
+    """Look for cycles seldom: a step of two thousand engines makes tens of thousands of objects, and all are needed.
+
+    And not in what the program is made of, each time anew.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
 
 
 class StatusSettings(msgspec.Struct, frozen=True, kw_only=True):

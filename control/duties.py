@@ -89,7 +89,7 @@ class Duties:
         self._fresh.clear()
         while self._timers:
             due_at, _, waiting = self._timers[0]
-            while waiting and self._duty(waiting[-1]) is None:
+            while waiting and not self._is_owed(*waiting[-1]):
                 waiting.pop()
             if waiting:
                 return due_at
@@ -107,13 +107,15 @@ class Duties:
     def _tell(self, ready: list[_Turn], now: float) -> list[tuple[AgentId, Command]]:
         out: list[tuple[AgentId, Command]] = []
         later: dict[float, list[_Turn]] = {}
-        for each in ready:
-            duty, agent = self._duty(each), each[0]
-            if duty is None:
+        for agent, turn in ready:
+            duty = self._of.get(agent)
+            if duty is None or duty.turn != turn:
                 continue
             due_at, duty.turn = now + duty.wait_s, next(self._turns)
             duty.wait_s = min(duty.wait_s * 2, self._retry_max_s)
-            later.setdefault(due_at, []).append((agent, duty.turn))
+            if (waiting := later.get(due_at)) is None:
+                waiting = later[due_at] = []
+            waiting.append((agent, duty.turn))
             out += [(agent, command) for command in duty.commands]
         for due_at, waiting in later.items():
             self._wait_for(due_at, waiting)
@@ -122,7 +124,7 @@ class Duties:
     def _wait_for(self, due_at: float, waiting: list[_Turn]) -> None:
         heapq.heappush(self._timers, (due_at, waiting[0][1], waiting))
 
-    def _duty(self, turn: _Turn) -> Duty | None:
-        """The duty that has this turn; None once it was replaced or dropped."""
-        duty = self._of.get(turn[0])
-        return duty if duty and duty.turn == turn[1] else None
+    def _is_owed(self, agent: AgentId, turn: int) -> bool:
+        """Whether the duty that had this turn was neither replaced nor dropped."""
+        duty = self._of.get(agent)
+        return duty is not None and duty.turn == turn

@@ -87,6 +87,8 @@ class Reporter:
     def observe(self, what: AnyObservation) -> None:
         """Something happened."""
         match what:
+            case ReadinessChanged(in_round=True):
+                pass  # one of thousands; the end of the round names them all
             case AgentJoined() | AgentLeft():
                 self._count_agent(what)
                 self._say("info", what)
@@ -105,8 +107,6 @@ class Reporter:
                 self._say("info" if what.writable else "error", what)
             case EngineFailed() | Redriven():
                 self._say("warning", what)
-            case ReadinessChanged(in_round=True):
-                pass  # one of thousands; the end of the round names them all
             case ReadinessChanged() | LeaseGranted() | LeaseEnded():
                 self._say("info", what)
             case _:

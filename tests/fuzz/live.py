@@ -51,6 +51,8 @@ class Findings(msgspec.Struct):
     """Frames that no decoder takes, sent with a good key."""
     refused: int = 0
     """Refusals that the coordinator counted."""
+    flood: int = 0
+    """Messages of the flood that had to be counted: all, or none where it cost the connection."""
     connections: int = 0
     """Connections that strangers made."""
     turned_away: int = 0
@@ -60,7 +62,7 @@ class Findings(msgspec.Struct):
 
     def __str__(self) -> str:
         return (
-            f"garbage={self.garbage} refused={self.refused} connections={self.connections}"
+            f"garbage={self.garbage} flood={self.flood} refused={self.refused} connections={self.connections}"
             f" turned_away={self.turned_away} pings={self.pings} slowest_ping_s={self.slowest_ping_s:.3f}"
         )
 
@@ -210,9 +212,16 @@ def too_much(target: Target, floods: int) -> None:
         target.wait_for(lambda: target.refused > before)
         before = target.refused
         beat = codec.pack(codec.TO_COORDINATOR.encode(Heartbeat(seq=1)))
-        for _ in range(floods):  # never answered by us: its answers pile up, and are dropped at their limit
+        closed = target.metric("connections_total", event="closed")
+        for _ in range(floods):  # nobody reads the answers: they pile up, and are dropped at their limit
             dealer.send_multipart(beat)
-        target.wait_for(lambda: target.refused >= before + floods)
+
+        def cut_off() -> bool:
+            """Who takes nothing for seconds is; what it said last is lost with the connection."""
+            return target.metric("connections_total", event="closed") > closed
+
+        target.wait_for(lambda: target.refused >= before + floods or cut_off())
+        target.findings.flood = 0 if cut_off() else floods
 
 
 class _Sockets:

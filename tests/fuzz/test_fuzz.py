@@ -78,7 +78,8 @@ def test_a_coordinator_under_attack_stays_well() -> None:
     """It answers an honest agent all the while, counts every refusal, and ends when it is told to."""
     found = live.campaign(4000)
     assert found.garbage > 3000
-    assert found.refused >= found.garbage + 50 + 2000
+    assert found.flood in {0, 2000}
+    assert found.refused >= found.garbage + 50 + found.flood
     assert found.turned_away >= found.connections == 250
     assert found.pings > 10
     assert found.slowest_ping_s < 20  # a machine that runs the whole suite
