@@ -9,6 +9,9 @@
  * DIRTY=0     an engine agent forgets over its own crash that weights are half loaded
  * MONOTONE=0  the coordinator commits any version
  *
+ * WAVES=1: engines take turns in a round (`Policy.max_paused`). The version is durable after the first wave, and the
+ * other engine serves the one before until it is told, under another epoch, to take it too.
+ *
  * `make model` explores it without them, and then shows that each of these is found.
  */
 
@@ -23,6 +26,9 @@
 #endif
 #ifndef MONOTONE
 #define MONOTONE 1
+#endif
+#ifndef WAVES
+#define WAVES 0         /* engines take turns: one stands still, and serves again, before the next one may */
 #endif
 #ifndef ENGINES
 #define ENGINES 2
@@ -43,6 +49,7 @@ bool granted[EPOCHS + 1];          /* the epoch belongs to somebody */
 byte version_of[EPOCHS + 1];       /* what is published under it */
 byte trainer_of[EPOCHS + 1];
 bool transfer_said[EPOCHS + 1];
+byte told[EPOCHS + 1];             /* whose turn it is: 1 the first engine's, 2 the second one's, 3 everybody's */
 bool commit_said[EPOCHS + 1];
 bool abort_said[EPOCHS + 1];
 
@@ -53,6 +60,7 @@ Heard from[ENGINES];               /* what each engine ever said: Verified(epoch
 byte disk_epoch = 0, disk_committed = 0;
 byte epoch = 0, committed = 0;
 bool in_round = false, up = true;
+bool rolling = false;              /* the version is durable, and some still wait for their turn */
 byte crashes = 0;
 
 /* The engines: what the servers hold, what the agents know. A version is loaded in two buckets. */
@@ -79,6 +87,7 @@ proctype Coordinator() {
   do
   /* Grant the next epoch, or take it for a re-drive: durable first. */
   :: atomic { up && epoch < EPOCHS && !in_round ->
+       rolling = false;
        disk_epoch = epoch + 1;
        epoch = disk_epoch;
        if
@@ -93,14 +102,30 @@ proctype Coordinator() {
        :: MONOTONE && version_of[epoch] <= committed -> skip          /* refused: the epoch is spent */
        :: else -> granted[epoch] = true; in_round = true
        fi }
-  :: atomic { up && in_round && !transfer_said[epoch] -> transfer_said[epoch] = true }
+  :: atomic { up && in_round && !transfer_said[epoch] ->
+       if
+       :: !WAVES -> told[epoch] = 3
+       :: WAVES -> told[epoch] = 1
+       :: WAVES -> told[epoch] = 2
+       fi;
+       transfer_said[epoch] = true }
   /* A re-drive: everything again under a new epoch. */
   :: atomic { up && in_round && transfer_said[epoch] && epoch < EPOCHS ->
        v = version_of[epoch];
        disk_epoch = epoch + 1;
        epoch = disk_epoch;
        version_of[epoch] = v; trainer_of[epoch] = trainer_of[epoch - 1]; granted[epoch] = true;
+       told[epoch] = told[epoch - 1];
        transfer_said[epoch] = true }
+  /* The next wave: the same version under a new epoch, to the other one; it serves the version before until then. */
+  :: atomic { WAVES && up && rolling && commit_said[epoch] && epoch < EPOCHS ->
+       v = version_of[epoch];
+       disk_epoch = epoch + 1;
+       epoch = disk_epoch;
+       version_of[epoch] = v; trainer_of[epoch] = trainer_of[epoch - 1]; granted[epoch] = true;
+       told[epoch] = 3 - told[epoch - 1];
+       transfer_said[epoch] = true;
+       rolling = false; in_round = true }
   /* Somebody proved this epoch's version: commit it. */
   :: atomic { up && in_round && transfer_said[epoch] &&
        (from[0].verified[epoch] || from[ENGINES - 1].verified[epoch]) ->
@@ -108,6 +133,7 @@ proctype Coordinator() {
        :: DURABLE -> disk_committed = version_of[epoch]
        :: !DURABLE -> commit_said[epoch] = true
        fi;
+       rolling = WAVES && committed != version_of[epoch];
        committed = version_of[epoch];
        in_round = false }
   /* ... and only then say so, now or after any number of crashes. */
@@ -120,12 +146,13 @@ proctype Coordinator() {
   /* Crash, and a new life from the disk. Every boot takes an epoch. */
   :: atomic { up && crashes < CRASHES -> up = false; crashes++ }
   :: atomic { !up ->
-       up = true; in_round = false; committed = disk_committed;
+       up = true; in_round = false; rolling = false; committed = disk_committed;
        if
        :: disk_epoch < EPOCHS ->
             disk_epoch++;
             version_of[disk_epoch] = disk_committed;   /* the boot's epoch speaks of what is committed */
             transfer_said[disk_epoch] = disk_committed > 0;
+            told[disk_epoch] = 3;
             abort_said[disk_epoch] = disk_committed == 0
        :: else
        fi;
@@ -151,7 +178,7 @@ proctype Agent(byte me) {
   :: atomic {
        select (e : 1 .. EPOCHS);
        if
-       :: transfer_said[e] && granted[e] && (!FENCE || e > engine[me].max_epoch) && engine[me].held != version_of[e] ->
+       :: transfer_said[e] && granted[e] && (told[e] & (me + 1)) && (!FENCE || e > engine[me].max_epoch) && engine[me].held != version_of[e] ->
             if
             :: e > engine[me].max_epoch -> engine[me].max_epoch = e
             :: else

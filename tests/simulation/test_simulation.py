@@ -18,7 +18,7 @@ from .story import tell
 from .world import World, simulate
 
 ROOT = Path(__file__).parents[2]
-SLICE = int(os.environ.get("WEIGHTBUS_SEEDS", "120"))
+SLICE = int(os.environ.get("WEIGHTBUS_SEEDS", "100"))
 """Seeds in CI. `make simulate SEEDS=100000` runs more."""
 
 
