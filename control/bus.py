@@ -353,7 +353,7 @@ class RouterBus:
         if principal is None and self._keys is not None:
             return Rejected(peer, Malformed("this connection's key is not trusted any more"))
         try:
-            message, blob = codec.TO_COORDINATOR.decode(codec.unpack(frames))
+            message, blob = codec.TO_COORDINATOR.read(frames)
         except ProtocolError as error:
             return Rejected(peer, error, principal)
         return MessageReceived(peer, message, blob, principal)

@@ -7,7 +7,7 @@ the record is durable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .answers import already_committed, never_begun
 from .effects import Committed, EpochTaken, RoundClosed, RoundEnded
@@ -15,6 +15,7 @@ from .engines import Engine
 from .errors import InvariantBroken
 from .ids import AgentId, Epoch
 from .lease import YES, Verdict, may_acquire, may_use
+from .member import Member
 from .membership import Agent
 from .messages import (
     Abandon,
@@ -198,7 +199,6 @@ class Channel(Standing):
     def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Verdict:
         """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
         engine = self.engines[name]
-        self._fleet.touch((name,))
         verdict = self._take_answer(engine, message, now)
         if verdict.ok:
             engine.last_epoch = message.epoch
@@ -275,13 +275,15 @@ class Channel(Standing):
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
         round_, window = self.round, self.window
         if round_:
+            round_.decide(now)
             if round_.notes:
                 self.out += round_.take_notes()
             self._fleet.touch(round_.take_moved())
         before, self._outlook = self._outlook, (round_, window)
         if (before[0] is not None and before[0] is not round_) or before[1] is not window:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        self.out += self._fleet.readiness_changes(self.phase, self.window_of)
+        members: Mapping[AgentId, Member] = round_.members if round_ else {}
+        self.out += self._fleet.readiness_changes(members, window, self.window_of_waiting)
         due = self._duties.due(now)
         wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants else None
         if not (self.out or due or wanted):
@@ -320,9 +322,11 @@ class Channel(Standing):
             if message.epoch != member.epoch:
                 return Verdict(Code.STALE_EPOCH, f"found epoch {message.epoch}, expected {member.epoch}")
             self.round.answered(engine.name, message, now)
-            engine.absorb(message, member, self.committed)
+            if engine.absorb(message, member, self.committed):
+                self._fleet.touch((engine.name,))
             return YES
         if self._fleet.answered(engine, message, self.committed):
+            self._fleet.touch((engine.name,))
             return YES
         if message.epoch == engine.last_epoch:
             return YES  # a repetition of what was answered in time

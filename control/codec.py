@@ -72,6 +72,8 @@ class Wire(Generic[M]):
         self._header: Final = MAGIC + bytes((PROTOCOL,)) + mark
         self._tags: Final = frozenset(member.__struct_config__.tag for member in members)
         self._decoder: Final[msgspec.msgpack.Decoder[M]] = msgspec.msgpack.Decoder(cast("type[M]", union))
+        self._last: tuple[bytes, M] | None = None
+        """What came in as one frame, and what it said."""
 
     def encode(self, message: M, blob: bytes | None = None) -> Frames:
         """Frames of `message`; raises the `ProtocolError` that the receiver would have raised."""
@@ -101,6 +103,22 @@ class Wire(Generic[M]):
             problem = "lacks its blob frame" if blob is None else "carries a blob frame that it must not have"
             raise Malformed(f"{type(message).__name__} {problem}")
         return message, blob
+
+    def read(self, frames: Frames) -> tuple[M, bytes | None]:
+        """The message that came in as `frames`. As `decode` of `unpack`, and most messages take a shorter way to it.
+
+        Thousands of agents that serve the same version say the same heartbeat, byte for byte: it is decoded once.
+        """
+        if len(frames) == 1:
+            frame = frames[0]
+            if self._last is not None and self._last[0] == frame:
+                return self._last[1], None
+            if frame.startswith(self._header) and len(frame) <= MAX_FRAME_BYTES:
+                message = self._decode_payload(frame[_HEADER_BYTES:])
+                if type(message) not in CARRIES_BLOB:
+                    self._last = frame, message
+                    return message, None
+        return self.decode(unpack(frames))
 
     def _explain_header(self, header: bytes) -> NoReturn:
         if len(header) != len(self._header) or not header.startswith(MAGIC):

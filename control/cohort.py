@@ -12,6 +12,7 @@ from typing import Final, assert_never
 
 from .duties import Duties
 from .effects import AnyObservation, EngineFailed
+from .engines import GENERATES
 from .ids import AgentId, Epoch
 from .limits import Limits
 from .member import Member
@@ -52,6 +53,13 @@ _OUT: Final = frozenset({EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LO
 """Where an engine goes that takes no more of a running attempt."""
 STANDING: Final = (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING)
 """Told to stand still for the version, and neither through nor out of it."""
+_STILL: Final = frozenset(EnginePhase) - GENERATES - SETTLED
+_UNSEEN_LATE: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
+    each: _STILL if each in _STILL else frozenset() for each in EnginePhase
+}
+"""By phase: those to which an engine goes on without being ready then and not before, or the other way round."""
+_UNSEEN: Final = {**_UNSEEN_LATE, EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED})}
+"""While the version is not durable. Once it is, who is prepared waits for its turn, and may serve the one before."""
 
 
 class Cohort:
@@ -87,7 +95,8 @@ class Cohort:
         """Told to resume or leave, and not waited for any more."""
         self._doubted: dict[AgentId, float] = {}
         self._moved: set[AgentId] = set()
-        """Changed phase, or began in one in which they are judged otherwise than outside a round."""
+        """Changed phase, or began in one, and may be judged otherwise than before."""
+        self._unseen = _UNSEEN_LATE if publish.catch_up else _UNSEEN
         for name, info in engines.items():
             route = routes[name]
             self.members[name] = Member(
@@ -112,7 +121,7 @@ class Cohort:
         return found
 
     def take_moved(self) -> set[AgentId]:
-        """Who changed phase since this was asked last."""
+        """Who changed phase since this was asked last, and may be ready now, or not any more."""
         moved, self._moved = self._moved, set()
         return moved
 
@@ -377,7 +386,8 @@ class Cohort:
         member.phase = phase
         self._counts[left] -= 1
         self._counts[phase] += 1
-        self._moved.add(member.name)
+        if phase not in self._unseen[left]:
+            self._moved.add(member.name)
         if phase in _OUT and member.name in self._invited:
             self._out.setdefault(member.name, member.reason)
         if phase is not EnginePhase.TRANSFERRING:

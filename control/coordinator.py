@@ -128,10 +128,11 @@ class Coordinator:
                     self._received(message, now)
         else:
             self._waiting.append(event)
-        while self._waiting and self._pen.writing is None:
-            self._work(self._waiting.popleft(), now)
-        while self._stirred:
-            self._relay.flush(self._stirred.popitem()[1], now)
+        while self._pen.writing is None and (self._waiting or self._stirred):
+            if self._waiting:
+                self._work(self._waiting.popleft(), now)
+            else:
+                self._relay.flush(self._stirred.popitem()[1], now)
         return self._out.take()
 
     def next_deadline(self) -> float | None:
@@ -288,10 +289,7 @@ class Coordinator:
         verdict = channel.engine_answered(agent.name, message, now)
         channel.story.append(Said(now, agent.name, message))
         self._out.answer(peer, agent.name, message, verdict)
-        if channel.pressing:
-            self._relay.flush(channel, now)
-        else:
-            self._stirred[channel.name] = channel
+        self._stirred[channel.name] = channel
 
     def _from_trainer(self, agent: Agent, message: Keyed, peer: Peer, now: float) -> None:
         channel = self.channels[agent.channel]

@@ -18,24 +18,28 @@ class Duty(msgspec.Struct):
 
     commands: tuple[Command, ...]
     wait_s: float
-    due_at: float
     turn: int
-    """Of duties that are due at the same time the one with the lower turn goes first."""
+    """Of duties that are due at the same time the one with the lower turn goes first. Another turn, another duty."""
+
+
+_Turn = tuple[AgentId, int]
 
 
 class Duties:
     """Commands without an answer. Assigning a new one replaces the last.
 
-    Who is due next is read from a heap, so that an answer of one among thousands costs no look at the others. An entry
-    of the heap whose duty was replaced or dropped is passed over when its time comes.
+    Who is due next is read from a heap, in which those that were told together stand together: neither a command to
+    thousands nor an answer of one of them looks at the others. A turn whose duty was replaced or dropped is passed over
+    when its time comes.
     """
 
     def __init__(self, retry_s: float, retry_max_s: float) -> None:
         self._retry_s = retry_s
         self._retry_max_s = retry_max_s
         self._of: dict[AgentId, Duty] = {}
-        self._timers: list[tuple[float, int, AgentId]] = []
-        self._fresh: list[tuple[float, int, AgentId]] = []
+        self._timers: list[tuple[float, int, list[_Turn]]] = []
+        """When they are due, the first of their turns, and who they are."""
+        self._fresh: list[tuple[float, _Turn]] = []
         """Told for the first time, which is mostly at once: a whole fleet need not pass through the heap for that."""
         self._turns = itertools.count()
 
@@ -67,55 +71,58 @@ class Duties:
 
     def due(self, now: float) -> list[tuple[AgentId, Command]]:
         """What is to be sent now, the longest due first; each waits twice as long before the next time."""
-        out: list[tuple[AgentId, Command]] = []
-        if not self._fresh and (not self._timers or self._timers[0][0] > now):
-            return out
-        while (duty := self._next()) and duty.due_at <= now:
-            out += self._tell(heapq.heappop(self._timers)[2], duty, now)
+        ready: list[_Turn] = []
+        while self._timers and self._timers[0][0] <= now:
+            ready += heapq.heappop(self._timers)[2]
         fresh, self._fresh = self._fresh, []
-        for entry in fresh:
-            due_at, turn, agent = entry
-            known = self._of.get(agent)
-            if known and known.turn == turn:
-                if due_at <= now:
-                    out += self._tell(agent, known, now)
-                else:
-                    heapq.heappush(self._timers, entry)
-        return out
-
-    @property
-    def fresh(self) -> bool:
-        """Whether somebody is to be told something for the first time."""
-        return bool(self._fresh)
+        for due_at, turn in fresh:
+            if due_at <= now:
+                ready.append(turn)
+            else:
+                self._wait_for(due_at, [turn])
+        return self._tell(ready, now)
 
     def next_deadline(self) -> float | None:
         """When something is due."""
-        for entry in self._fresh:
-            heapq.heappush(self._timers, entry)
+        for due_at, turn in self._fresh:
+            self._wait_for(due_at, [turn])
         self._fresh.clear()
-        duty = self._next()
-        return duty.due_at if duty else None
+        while self._timers:
+            due_at, _, waiting = self._timers[0]
+            while waiting and self._duty(waiting[-1]) is None:
+                waiting.pop()
+            if waiting:
+                return due_at
+            heapq.heappop(self._timers)
+        return None
 
     def __len__(self) -> int:
         return len(self._of)
 
     def _assign(self, agent: AgentId, commands: tuple[Command, ...], now: float) -> None:
         turn = next(self._turns)
-        self._of[agent] = Duty(commands, self._retry_s, now, turn)
-        self._fresh.append((now, turn, agent))
+        self._of[agent] = Duty(commands, self._retry_s, turn)
+        self._fresh.append((now, (agent, turn)))
 
-    def _tell(self, agent: AgentId, duty: Duty, now: float) -> list[tuple[AgentId, Command]]:
-        duty.due_at, duty.turn = now + duty.wait_s, next(self._turns)
-        duty.wait_s = min(duty.wait_s * 2, self._retry_max_s)
-        heapq.heappush(self._timers, (duty.due_at, duty.turn, agent))
-        return [(agent, command) for command in duty.commands]
+    def _tell(self, ready: list[_Turn], now: float) -> list[tuple[AgentId, Command]]:
+        out: list[tuple[AgentId, Command]] = []
+        later: dict[float, list[_Turn]] = {}
+        for each in ready:
+            duty, agent = self._duty(each), each[0]
+            if duty is None:
+                continue
+            due_at, duty.turn = now + duty.wait_s, next(self._turns)
+            duty.wait_s = min(duty.wait_s * 2, self._retry_max_s)
+            later.setdefault(due_at, []).append((agent, duty.turn))
+            out += [(agent, command) for command in duty.commands]
+        for due_at, waiting in later.items():
+            self._wait_for(due_at, waiting)
+        return out
 
-    def _next(self) -> Duty | None:
-        """The duty that is due first; entries that stand for nothing any more are thrown away."""
-        while self._timers:
-            _, turn, agent = self._timers[0]
-            duty = self._of.get(agent)
-            if duty and duty.turn == turn:
-                return duty
-            heapq.heappop(self._timers)
-        return None
+    def _wait_for(self, due_at: float, waiting: list[_Turn]) -> None:
+        heapq.heappush(self._timers, (due_at, waiting[0][1], waiting))
+
+    def _duty(self, turn: _Turn) -> Duty | None:
+        """The duty that has this turn; None once it was replaced or dropped."""
+        duty = self._of.get(turn[0])
+        return duty if duty and duty.turn == turn[1] else None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 import msgspec
 
 from .ids import AgentId, Epoch, Incarnation
@@ -12,7 +15,11 @@ from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Hel
 from .staleness import Window
 from .states import EnginePhase
 
-_GENERATES = (None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT)
+GENERATES: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT})
+_NOT_BEGUN: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED})
+_IN_ROUND: Final[Mapping[EnginePhase | None, Verdict]] = {
+    phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
+}
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -36,6 +43,8 @@ class Engine(msgspec.Struct, kw_only=True):
     took_s: float = 0.0
     number: int = 0
     """Grows with every name that joins the channel."""
+    today: EngineInfo | None = None
+    """`as_info`, as it was asked for last."""
 
     @classmethod
     def of(cls, agent: Agent, number: int = 0) -> Engine:
@@ -55,20 +64,25 @@ class Engine(msgspec.Struct, kw_only=True):
 
     def as_info(self) -> EngineInfo:
         """The description with what is known today."""
-        return msgspec.structs.replace(self.info, health=self.health, held=self.held)
+        known = self.today
+        if known is None or known.health is not self.health or known.held != self.held:
+            known = self.today = msgspec.structs.replace(self.info, health=self.health, held=self.held)
+        return known
 
-    def absorb(self, message: EngineMessage, member: Member, committed: Held | None) -> None:
-        """Take over what an answer to a round says of the engine."""
-        self.reason = member.reason
+    def absorb(self, message: EngineMessage, member: Member, committed: Held | None) -> bool:
+        """Take over what an answer to a round says of the engine. Returns whether it may have changed its readiness."""
+        self.reason, before = member.reason, (self.health, self.serving)
         if isinstance(message, Failed):
             self.health = message.health
         if member.phase in (EnginePhase.SERVING, EnginePhase.LEFT):
             self.health, self.serving = EngineHealth.CLEAN, True
-        elif member.phase not in _GENERATES:
+        elif member.phase not in GENERATES:
             self.serving = False
         if member.phase is EnginePhase.SERVING:
             self.held, self.reason = committed, ""
             self.took_by, self.took_s = member.transport, member.seconds.get("transfer", 0.0)
+            return True
+        return before != (self.health, self.serving)
 
 
 def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verdict:
@@ -77,10 +91,10 @@ def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verd
         return Verdict(Code.NOT_ALLOWED, engine.reason or "not here")
     if engine.health is not EngineHealth.CLEAN:
         return Verdict(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
-    if phase not in _GENERATES:
-        return Verdict(Code.NOT_ALLOWED, f"in a round: {phase or ''}")
+    if phase not in GENERATES:
+        return _IN_ROUND[phase]
     if not window.allows(engine.held):
         return Verdict(Code.NOT_ALLOWED, window.against(engine.held))
-    if not engine.serving and phase in (None, EnginePhase.PREPARING, EnginePhase.PREPARED):
+    if not engine.serving and phase in _NOT_BEGUN:
         return Verdict(Code.NOT_ALLOWED, engine.reason or "has not said yet that it serves")
     return YES

@@ -7,13 +7,13 @@ it holds it, and else to go on with what it has.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Final
 
 from .duties import Duties
 from .effects import ReadinessChanged
-from .engines import Engine, readiness
+from .engines import GENERATES, Engine, readiness
 from .ids import AgentId, Channel, Epoch
 from .limits import Limits
 from .member import Member
@@ -48,6 +48,8 @@ class Fleet:
         self._duties = duties
         self._ready: dict[AgentId, bool] = {}
         self._numbers = itertools.count()
+        self._routes: dict[AgentId, tuple[Ends, Route]] = {}
+        """As they were chosen last: for the same two ends the choice is the same."""
         self._touched: set[AgentId] = set()
         """Engines whose readiness may be another than was last announced."""
 
@@ -64,10 +66,16 @@ class Fleet:
     ) -> dict[AgentId, Route]:
         """How each engine that is here would get a version of `trainer`, which told `topology` of itself."""
         return {
-            engine.name: choose(Ends(trainer, engine.info, topology, engine.topology, snapshot))
+            engine.name: self._route(engine.name, Ends(trainer, engine.info, topology, engine.topology, snapshot))
             for engine in self.engines.values()
             if engine.alive
         }
+
+    def _route(self, name: AgentId, ends: Ends) -> Route:
+        known = self._routes.get(name)
+        if known is None or known[0] != ends:
+            known = self._routes[name] = ends, choose(ends)
+        return known[1]
 
     def located(self, name: AgentId, topology: Topology) -> None:
         """An engine's agent said where it is."""
@@ -97,6 +105,7 @@ class Fleet:
         for engine in [e for e in self.engines.values() if not e.alive and now - e.lost_at > self._limits.forget_s]:
             del self.engines[engine.name]
             self._ready.pop(engine.name, None)
+            self._routes.pop(engine.name, None)
 
     def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
@@ -167,11 +176,12 @@ class Fleet:
         self._touched.update(self.engines)
 
     def readiness_changes(
-        self, phase: Callable[[AgentId], EnginePhase | None], window: Callable[[AgentId], Window]
+        self, members: Mapping[AgentId, Member], window: Window, waiting: Window
     ) -> list[ReadinessChanged]:
         """Who became ready, or ceased to be, among those that were touched since the last call.
 
-        `phase` and `window` say where an engine stands in a round, and what it may serve.
+        `members` are those of the running round. What engines may serve is in `window`; in `waiting` while they are
+        prepared.
         """
         if not self._touched:
             return []
@@ -181,8 +191,11 @@ class Fleet:
             known.sort(key=_joined_as)
         notes: list[ReadinessChanged] = []
         for engine in known:
-            stands = phase(engine.name)
-            verdict = readiness(engine, stands, window(engine.name))
+            member = members.get(engine.name)
+            stands = member.phase if member else None
+            if stands not in GENERATES and not self._ready.get(engine.name):
+                continue  # nobody is ready in such a phase
+            verdict = readiness(engine, stands, waiting if stands is EnginePhase.PREPARED else window)
             if self._ready.get(engine.name, False) is not verdict.ok:
                 notes.append(
                     ReadinessChanged(

@@ -74,6 +74,8 @@ class Progress:
         """The version is: the round can only go forward."""
         self._sent = False
         self._sent_once = False
+        self._heard = False
+        """Engines answered, and what that means for the round was not decided yet."""
 
     def needs(self, trainer: AgentId) -> bool:
         """Engines stand still, or would, until this trainer's half of the transfer is over."""

@@ -18,6 +18,7 @@ from .messages import (
     Pause,
     Paused,
     Prepared,
+    Serving,
     Transfer,
     Transferred,
     Verified,
@@ -29,7 +30,7 @@ _COVERED: Final[Mapping[type[Message], frozenset[type[Message]]]] = {
     Commit: frozenset({Prepared, Paused, Transferred, Verified}),
 }
 """By command: the answers, of its epoch or before, without which it would not have been given."""
-_FOLLOWED: Final = frozenset({Prepared, Verified})
+_FOLLOWED: Final = frozenset({Prepared, Verified, Serving})
 """After these an engine has nothing to say before it is told the next step, so their `Ack` may wait for that.
 
 It says one thing after the other: while the `Ack` of a `Transferred` waited, so would the `Verified` behind it.
@@ -85,8 +86,13 @@ class Receipts:
         for peer in peers:
             if prompt and (acks := prompt.pop(peer, None)):
                 first += [(peer, ack) for ack in acks]
-            if held and (found := held.get(peer)) and acknowledges(message, found[1]):
-                del held[peer]
+            if held and (found := held.get(peer)):
+                ack, answer = found
+                if acknowledges(message, answer):
+                    del held[peer]
+                elif isinstance(answer, Serving):  # what comes now begins something else, and waits for this one
+                    del held[peer]
+                    first.append((peer, ack))
         return first
 
     def due(self, now: float, *, quiet: bool) -> Iterator[tuple[Peer, Ack]]:

@@ -35,7 +35,13 @@ class Round(Progress):
     def answered(self, name: AgentId, message: EngineMessage, now: float) -> None:
         """An engine of the round answered at its current epoch. Answers that come too late change nothing."""
         self._cohort.answered(name, message, now)
-        self._advance(now)
+        self._heard = True
+
+    def decide(self, now: float) -> None:
+        """Go on if what was `answered` allows it: asked once for all answers that came together."""
+        if self._heard:
+            self._heard = False
+            self._advance(now)
 
     def offered(self, epoch: Epoch, offers: tuple[Offer, ...], failed: Mapping[str, str], now: float) -> None:
         """The trainer's half stands: the engines of the last `Send` may come. `failed` says why some may not."""

@@ -58,6 +58,10 @@ YIELD_S: Final = 0.05
 """How long hints may wait while messages come in: of several that say the same, the last is as good as all."""
 GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
+FLEET_GATHER_S: Final = 0.25
+FLEET: Final = 64
+"""When so many came together while all was calm, the next may gather for longer: they are the heartbeats of a thousand
+agents, and whoever is answered together speaks together again."""
 STREAM_S: Final = 0.002
 STREAM: Final = 16
 """When so many came together, the next may gather for a moment whatever is waited for: of a few thousand answers each
@@ -167,9 +171,10 @@ class Server:
 
     def _gather_s(self) -> float:
         """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
-        streaming = self._clock() - self._came_at < GATHER_S
+        gather_s = FLEET_GATHER_S if self._came >= FLEET else GATHER_S
+        streaming = self._clock() - self._came_at < gather_s
         if streaming and not self.yields and self.machine.calm:
-            return GATHER_S
+            return gather_s
         return STREAM_S if self._came >= STREAM else 0.0
 
     def _take(self, item: Incoming) -> None:
@@ -189,19 +194,21 @@ class Server:
     def _drain(self) -> None:
         """Carry out every effect of an event before the next event; the journal's answers go before the rest."""
         while self._events:
-            event = self._events.popleft()
-            for effect in self.machine.handle(event, self._clock()):
-                self._perform(effect)
+            event, now = self._events.popleft(), self._clock()
+            for effect in self.machine.handle(event, now):
+                self._perform(effect, now)
 
-    def _perform(self, effect: AnyEffect) -> None:
+    def _perform(self, effect: AnyEffect, now: float) -> None:
         match effect:
+            case Receipt():
+                self._receipts.owe(effect.peer, effect.message, effect.answer, now)
+            case Observe():
+                self._observe(effect.what)
             case SendTo():
                 self._acknowledge((effect.peer,), effect.message)
                 self._send(effect.peer, effect.message, effect.blob)
             case SendToAll():
                 self._send_to_all(effect.peers, effect.message)
-            case Receipt():
-                self._receipts.owe(effect.peer, effect.message, effect.answer, self._clock())
             case Persist():
                 self._persist(effect)
             case PublishHint():
@@ -210,8 +217,6 @@ class Server:
                 self._hints[effect.hint.channel, effect.hint.event] = effect.hint
             case Evict():
                 self._bus.forget(effect.peer)
-            case Observe():
-                self._observe(effect.what)
             case _:
                 assert_never(effect)
 

@@ -70,11 +70,6 @@ class Standing:
         return self._tenure.lease
 
     @property
-    def pressing(self) -> bool:
-        """Whether `flush` has more to say than who is ready."""
-        return bool(self.out) or self._duties.fresh or (self.round is not None and self.round.wants is not None)
-
-    @property
     def calm(self) -> bool:
         """Whether nobody's next step waits for a message."""
         return self.round is None and self.lease is None and not self._duties
@@ -100,8 +95,13 @@ class Standing:
         return member.phase if member else None
 
     def window_of(self, name: AgentId) -> Window:
-        """What an engine may serve: also the version before, while it waits for its turn in a round."""
-        return self.window.also(self.round.replaced) if self.round and self.round.waits(name) else self.window
+        """What an engine may serve."""
+        return self.window_of_waiting if self.round and self.round.waits(name) else self.window
+
+    @property
+    def window_of_waiting(self) -> Window:
+        """What who is prepared may serve: also the version before, while it waits for its turn in a round."""
+        return self.window.also(self.round.replaced) if self.round and self.round.durable else self.window
 
     def check(self) -> None:
         """Raise `InvariantBroken` unless the channel's parts agree with each other."""

@@ -20,7 +20,7 @@ from agents import COMMAND
 from zmq.auth.thread import ThreadAuthenticator
 
 from weightbus.control.keys import read_secret
-from weightbus.control.server import YIELD_S
+from weightbus.control.receipts import HOLD_S
 from weightbus.control.trust import TRUST_FILE, TrustList
 
 
@@ -79,8 +79,8 @@ def accept(router: zmq.Socket[bytes], peers: list[bytes], count: int) -> dict[st
 def barrier(router: zmq.Socket[bytes], peers: list[bytes], command: bytes, ack: bytes) -> dict[str, Any]:
     """The same command to all, one answer from each.
 
-    With `ack` answers are acknowledged when nothing is left to be read, or after as long as the coordinator would wait;
-    the barrier ends with the last answer, as the coordinator's do.
+    With `ack` answers are acknowledged after as long as the coordinator lets those of its barriers wait, or when the
+    barrier is over, which it is with the last answer, as the coordinator's are.
     """
     payload = COMMAND + command[1:]
     answered: list[bytes] = []
@@ -90,15 +90,10 @@ def barrier(router: zmq.Socket[bytes], peers: list[bytes], command: bytes, ack: 
     left, ack_at = len(peers), 0.0
     while left:
         if ack:
-            try:
-                peer, _ = router.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                acknowledge(router, answered, ack)
-                router.poll()
-                continue
+            peer, _ = router.recv_multipart()
             now = time.perf_counter()
             if not answered:
-                ack_at = now + YIELD_S
+                ack_at = now + HOLD_S
             answered.append(peer)
             if now >= ack_at:
                 acknowledge(router, answered, ack)

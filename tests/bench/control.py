@@ -3,12 +3,13 @@
 The real coordinator runs as a process of its own, with CURVE, its journal and its HTTP port. Agents are simulated in a
 few processes (agents.py) and do at once what they are told; they are not what is measured. In alternation with the
 coordinator's rounds, the same processes answer a bare pyzmq ROUTER (bare_router.py) that does nothing but send one
-payload to every agent, take one answer of each, and acknowledge it: as many messages as ours, as large.
+payload to every agent, take one answer of each, and acknowledge it: as many messages as ours, as large. Neither side
+acknowledges an answer before the barrier is over, unless that takes longer than the coordinator would wait.
 
-A barrier is one command to every agent and one answer from each. A round has two that wait for nothing else: prepare
-and resume; the coordinator itself times them. (Between them each engine is told to pause and to take the version, and
-goes on by itself.) `barrier_ratio` compares the slower of the two with the bare barrier, best of all repetitions each;
-`barrier_ratio_unacknowledged` with one of two messages for each agent, and not three.
+A barrier is one command to every agent and one answer from each. A round has two that wait for nothing else (BARRIERS,
+in the result `barriers`); the coordinator itself times them. (Between them each engine is told to pause and to take the
+version, and goes on by itself.) `barrier_ratio` compares the slower of the two with the bare barrier, best of all
+repetitions each; `barrier_ratio_unacknowledged` with one of two messages for each agent, and not three.
 """
 
 from __future__ import annotations
@@ -60,7 +61,12 @@ from weightbus.control.sockets import libzmq_version
 
 HERE = Path(__file__).parent
 TRAINER = "trainer"
-BARRIERS = ("prepare", "resume")
+BARRIERS = {
+    "prepare": "from Publish, which is to be told to every engine as Prepare, until the last Prepared was taken",
+    "resume": "from the record of the commit, which every engine is told as Commit, until the last Serving was taken",
+}
+QUIET_S = 0.5
+"""Between two barriers: the acknowledgements of one must not travel in the next."""
 HEARTBEATS_S = 10.0
 SETTLE_S = 3.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -233,6 +239,7 @@ class Bench:
             cpu = self.coordinator.cpu_s()
             done = self._publish(version)
             cpu = self.coordinator.cpu_s() - cpu
+            time.sleep(QUIET_S)
         committed = sum(engine.outcome is Outcome.COMMITTED for engine in done.engines)
         if done.outcome is not Outcome.COMMITTED or committed != self.agents:
             broke = f"{self.coordinator.closed()} connections broke so far"
@@ -244,7 +251,9 @@ class Bench:
         """One barrier of the bare socket."""
         with self._serving("bare", size=SIZES["answer"]):
             ack = SIZES["ack"] if acknowledged else 0
-            return self.bare.ask(do="barrier", command=SIZES["command"], ack=ack)
+            found = self.bare.ask(do="barrier", command=SIZES["command"], ack=ack)
+            time.sleep(QUIET_S)
+            return found
 
     def _publish(self, version: int) -> RoundDone:
         trainer = self.trainer
@@ -361,6 +370,7 @@ def barriers(bench: Bench, repetitions: int) -> dict[str, Any]:
     best = {phase: min(each[phase] for each in rounds[1:]) for phase in BARRIERS}
     return {
         "rounds_disturbed": disturbed,
+        "barriers": BARRIERS,
         "barrier_ms": {phase: 1000 * seconds for phase, seconds in best.items()},
         "barrier_all_ms": {phase: [round(1000 * each[phase], 2) for each in rounds[1:]] for phase in BARRIERS},
         "bare_barrier_ms": 1000 * best_bare,

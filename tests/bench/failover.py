@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 from light import CHANNEL, Engine, Trainer  # noqa: E402
 
 from tests.kit.etcd_member import BINARY, MISSING, etcd_member  # noqa: E402
+from tests.kit.ports import free_port  # noqa: E402
 
 LIMIT_S = 60.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -181,13 +181,6 @@ def wait(what: str, done: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         if time.monotonic() > until:
             raise TimeoutError(f"waited {limit_s:.0f} s for {what}")
         time.sleep(0.01)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ import model  # noqa: E402
 import torch  # noqa: E402
 
 from tests.kit.fake_sglang import FakeSGLang  # noqa: E402
+from tests.kit.ports import free_port  # noqa: E402
 
 STEADY_AFTER = 3
 """The first rounds record, plan and warm up."""
@@ -226,13 +226,6 @@ def ready(port: int) -> bool:
     except OSError:
         return False
     return "bench" in channels and len(channels["bench"]["engines"]) == 1
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait(what: str, done: Callable[[], bool]) -> None:

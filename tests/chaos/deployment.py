@@ -20,6 +20,10 @@ from typing import Any
 import httpx
 from failpoints import POINTS, arm
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.kit.ports import free_port
+
 HERE = Path(__file__).parent
 RANKS = 2
 """Of the trainer: FSDP2 over gloo."""
@@ -251,13 +255,6 @@ def poll(what: str, done: Callable[[], bool], limit_s: float) -> None:
         if time.monotonic() > until:
             raise TimeoutError(f"waited {limit_s:.0f} s for {what}")
         time.sleep(0.005)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _to(port: int) -> list[str]:

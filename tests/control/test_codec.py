@@ -6,6 +6,7 @@ are misread by agents of yesterday.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +237,43 @@ def test_header_and_payload_travel_in_one_frame(wire: Wire[m.Message], message: 
     assert len(packed) == len(parts) - 1
     assert len(packed[0]) == len(parts[0]) + len(parts[1])
     assert codec.unpack(packed) == parts
+
+
+@pytest.mark.parametrize(("wire", "message", "blob"), CASES, ids=_NAMES)
+def test_the_short_way_reads_what_the_long_one_does(
+    wire: Wire[m.Message], message: m.Message, blob: bytes | None
+) -> None:
+    """Also when the same comes again, and what follows it is something else."""
+    packed = codec.pack(wire.encode(message, blob))
+    for _ in range(2):
+        assert wire.read(packed) == (message, blob)
+    header, payload = packed[0][:4], packed[0][4:]
+    for wrong in (
+        [payload],
+        [b"XX" + packed[0][2:]],
+        [header],
+        [header + b"\xc1"],
+        [*packed, b"more", b"of it"],
+        [b""],
+    ):
+        with pytest.raises(ProtocolError) as refused:
+            wire.read(wrong)
+        with pytest.raises(type(refused.value), match=re.escape(str(refused.value))):
+            wire.decode(codec.unpack(wrong))
+    assert wire.read(packed) == (message, blob)
+
+
+@pytest.mark.parametrize(
+    ("wire", "message", "blob"), [case for case in CASES if case[2] is None], ids=lambda each: type(each).__name__
+)
+def test_a_blob_too_many_is_refused_though_the_rest_was_read_before(
+    wire: Wire[m.Message], message: m.Message, blob: bytes | None
+) -> None:
+    """What was read last is known by its only frame."""
+    packed = codec.pack(wire.encode(message, blob))
+    wire.read(packed)
+    with pytest.raises(Malformed, match="must not have"):
+        wire.read([*packed, b"blob"])
 
 
 def test_what_an_older_side_sends_is_told_from_noise() -> None:

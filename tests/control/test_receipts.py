@@ -109,6 +109,14 @@ def test_what_no_command_covers_is_said_after_a_while() -> None:
     assert receipts.next_deadline() is None
 
 
+def test_who_serves_is_told_so_before_the_next_round_begins() -> None:
+    """Nothing follows from `Serving`, so its `Ack` may wait; but its engine says nothing more before it came."""
+    receipts = owing(answer(Serving))
+    assert not receipts.pressing
+    assert receipts.before((ONE,), command(Prepare, epoch=6)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]
+    assert not receipts
+
+
 def test_an_abort_covers_nothing() -> None:
     """It leaves nothing unsaid: what is owed stays owed."""
     receipts = owing(answer(Prepared))
@@ -116,7 +124,7 @@ def test_an_abort_covers_nothing() -> None:
     assert len(list(receipts.due(HOLD_S, quiet=False))) == 1
 
 
-@pytest.mark.parametrize("answered", [Paused, Transferred, Serving, Failed])
+@pytest.mark.parametrize("answered", [Paused, Transferred, Failed])
 def test_what_holds_up_its_engine_is_said_at_once(answered: type[Message]) -> None:
     """An engine says one thing after the other: `Verified` waits until `Transferred` was acknowledged."""
     receipts = owing(answer(answered))

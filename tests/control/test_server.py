@@ -41,7 +41,7 @@ from weightbus.control.messages import (
     Welcome,
 )
 from weightbus.control.reporter import TimedJournal
-from weightbus.control.server import Server
+from weightbus.control.server import FLEET, FLEET_GATHER_S, GATHER_S, Server
 from weightbus.control.telemetry import Meters, Side
 
 from .world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
@@ -327,10 +327,10 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
         Receipt(peer=two, message=acks[1], answer=asked[1]),
         *(PublishHint(hint=hint) for hint in hints),
     ):
-        server._perform(effect)
+        server._perform(effect, 0.0)
     assert (sent, bus.hints) == ([], [])
     alive = Alive(seq=1, boot=1, committed=None)
-    server._perform(SendTo(peer=two, message=alive))
+    server._perform(SendTo(peer=two, message=alive), 0.0)
     assert sent == [(two, acks[1]), (two, alive)]
     server.step(0.0)
     assert sent[2:] == [(one, acks[0])]
@@ -362,5 +362,8 @@ def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> No
     now[0] += 1.0
     assert not gathers(), "nothing came for long"
     assert gathers(Heartbeat(seq=1))
+    assert gathered[-1] == GATHER_S
+    assert gathers(*[Heartbeat(seq=0)] * FLEET)
+    assert FLEET_GATHER_S in gathered, "a fleet's heartbeats may gather for longer"
     assert not gathers(Acquire(request=RequestId("k"), channel=CHANNEL, version=Version(1))), "a lease is held"
     journal.close()

@@ -10,7 +10,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,8 @@ from weightbus.control.provision import Member, provision
 from weightbus.engine_agent.payload import LOADER
 from weightbus.trainer_agent.demo.processes import Program, ProgramEnded, Programs
 
+from ..kit.ports import free_port
+
 CHANNELS = (Channel("e2e"),)
 ROOT = Path(__file__).parents[2]
 START_S = 480.0
@@ -42,13 +43,6 @@ class Engine(NamedTuple):
     sidecar: str
     server_argv: tuple[str, ...]
     sidecar_argv: tuple[str, ...]
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def poll(what: str, done: Callable[[], bool], deadline_s: float = START_S) -> None:

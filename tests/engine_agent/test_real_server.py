@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 from weightbus.engine_agent import cpu_server
 
 from ..kit import tiny_model
+from ..kit.ports import free_port
 from .server_contract import PROMPT, Bench, ServerContract
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -34,16 +34,6 @@ asked = torch.tensor([json.loads(sys.argv[2])])
 options = dict(attention_mask=torch.ones_like(asked), max_new_tokens=8, min_new_tokens=8, do_sample=False)
 print(json.dumps(model.generate(asked, eos_token_id=None, **options)[0, asked.shape[1]:].tolist()))
 """
-
-
-def free_port() -> int:
-    """One that is free, and to which SGLang 0.5.11 can add 10,000 for its gRPC."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port < 50_000:
-            return port
 
 
 def serve(folder: Path, tp: int, log: Path) -> tuple[subprocess.Popen[bytes], str]:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import itertools
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang
 from ..kit.fake_source import FakeSource
 from ..kit.fake_weights import read
+from ..kit.ports import free_port
 from .world import World
 
 pytestmark = pytest.mark.timeout(120)
@@ -57,12 +57,6 @@ def until(what: str, done: Callable[[], Any], deadline_s: float = 30.0) -> None:
     while not done():
         assert time.monotonic() < end, f"waited {deadline_s:.0f} s for {what}"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Deployment:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from weightbus.control.etcd import Etcd, EtcdUnavailable
+
+from .ports import free_port
 
 BINARY = shutil.which("etcd")
 MISSING = "there is no etcd here (Debian: apt-get install etcd-server)"
@@ -22,7 +23,7 @@ class EtcdMember:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port, self._peers = _free_port(), _free_port()
+        self.port, self._peers = free_port(), free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -74,9 +75,3 @@ def etcd_member(folder: Path) -> Iterator[EtcdMember]:
         yield member
     finally:
         member.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -194,7 +194,7 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-in-mid-transfer",
         "control/engines.py",
-        "    if phase not in _GENERATES:",
+        "    if phase not in GENERATES:",
         "    if False:",
     ),
     _m(
@@ -226,14 +226,14 @@ MUTATIONS: Final = (
     _m(
         "commands-said-once",
         "control/duties.py",
-        "duty.due_at, duty.turn = now + duty.wait_s, next(self._turns)",
-        "duty.due_at, duty.turn = now + 1e9, next(self._turns)",
+        "due_at, duty.turn = now + duty.wait_s, next(self._turns)",
+        "due_at, duty.turn = now + 1e9, next(self._turns)",
     ),
     _m(
         "what-a-burst-says-is-not-looked-at",
         COORDINATOR,
-        "            self._stirred[channel.name] = channel\n",
-        "            pass\n",
+        "        self._stirred[channel.name] = channel\n",
+        "        pass\n",
     ),
     _m(
         "a-burst-does-not-wait-for-the-disk",

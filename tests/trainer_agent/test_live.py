@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from weightbus.trainer_agent.live import SHA256, LiveDigester, LivePlan, layouts
 
 from ..kit.fake_bus import engine
 from ..kit.fake_source import pack, tiny_qwen3
+from ..kit.ports import free_port
 from ..kit.tiny_model import write
 
 
@@ -134,9 +134,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checksums(checkpoint: Path) -> Iterator[list[dict[str, str]]]:
     """By rank: what a real two-rank server reports of its parameters."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     command = [sys.executable, "-m", "weightbus.engine_agent.cpu_server", "--model-path", str(checkpoint)]
     log = checkpoint / "server.log"
     with log.open("wb") as out:

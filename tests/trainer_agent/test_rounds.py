@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from weightbus.trainer_agent.source import AssemblyFailed
 
 from ..kit.fake_source import FakeSource, group_of, tiny_qwen3
 from ..kit.loopback_engine import LoopbackEngine
+from ..kit.ports import free_port
 
 RANKS = 2
 TIMING = {"heartbeat_s": 0.2, "silence_s": 3.0, "takeover_s": 0.5, "lease_s": 4.0}
@@ -142,13 +142,6 @@ class KillableDeployment(Deployment):
 
     def stop_coordinator(self) -> None:
         self.kill_coordinator()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

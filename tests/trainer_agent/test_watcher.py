@@ -25,7 +25,8 @@ from weightbus.trainer_agent.watch_settings import WatchSettings
 from weightbus.trainer_agent.watcher import Watcher
 
 from ..kit.fake_source import tiny_qwen3
-from .test_rounds import Deployment, free_port
+from ..kit.ports import free_port
+from .test_rounds import Deployment
 
 PATIENCE_S = 30.0
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 8}

@@ -1,7 +1,6 @@
 """The demo's policy on real Megatron ranks: what it loads is what is served, and what it learns is what is rewarded."""
 
 import json
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import pytest
 from weightbus.trainer_agent.demo import checkpoint
 from weightbus.trainer_agent.demo.processes import Programs
 from weightbus.trainer_agent.demo.settings import Trainer
+
+from ...kit.ports import free_port
 
 PROGRAM = Path(__file__).parents[2] / "kit" / "demo_ranks.py"
 RANKS = 2
@@ -25,9 +26,7 @@ def judged_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     folder = tmp_path_factory.mktemp("learner")
     for trainer in MEGATRONS:
         checkpoint.write(folder / trainer, 1, checkpoint.policy_of(trainer))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     with Programs(folder) as programs:
         ranks = [
             programs.start(
