@@ -29,6 +29,11 @@ class Task(NamedTuple):
 class PreparedTasks(Protocol):
     """Tasks bound to memory. Used from one thread."""
 
+    @property
+    def keeps(self) -> bool:
+        """It keeps the memory that it is bound to; otherwise it only knows where that is."""
+        ...
+
     def run(self) -> None:
         """Quantise every weight as it is now. On a GPU in the order of the current stream."""
         ...
@@ -45,6 +50,8 @@ def prepare(tasks: Sequence[Task], device: torch.device) -> PreparedTasks:
 
 class TorchTasks:
     """Implements `PreparedTasks`, one task after another."""
+
+    keeps = True
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._tasks = tuple(tasks)

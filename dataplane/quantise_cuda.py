@@ -62,6 +62,11 @@ class CudaTasks:
         device = tasks[0].weight.device if tasks else torch.device("cpu")
         self._tables = [(kind, torch.as_tensor(np.concatenate(found), device=device)) for kind, found in kinds.items()]
 
+    @property
+    def keeps(self) -> bool:
+        """What no kernel reads."""
+        return bool(self._rest)
+
     @torch.no_grad()
     def run(self) -> None:
         """One launch for each kind. What no kernel reads takes several passes of torch."""

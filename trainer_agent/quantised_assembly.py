@@ -236,8 +236,7 @@ class Assembly:
                 self._uploads.settle()
             if self._away and self._source.device.type == "cuda":
                 torch.cuda.current_stream(self._source.device).synchronize()  # pinned parameters may be stepped now
-            if self._source.device.type == "cpu":
-                self._bound = {}  # holds the memory itself, and costs nothing to make again
+            self._bound = {at: bound for at, bound in self._bound.items() if not bound.tasks.keeps}
             self._arena = torch.empty(0, dtype=torch.uint8)
             self._assembler = self._gatherer = None
 

@@ -23,6 +23,7 @@ CASES = (
     "qwen3-moe:fp8:tp2:ep1:rank1",
     "qwen3-moe:fp8:tp2:ep2:rank1",
 )
+INT4 = ("qwen3:int4:tp2:ep1:rank1", "qwen3-moe:int4:tp1:ep1:rank0")
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +31,10 @@ def found() -> Mapping[str, dict[str, object]]:
     """All cases, by one process: importing SGLang takes longer than all of them."""
     environment = cpu_server.environment(os.environ, 1, [0])
     done = subprocess.run(
-        [sys.executable, KIT, *CASES], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, KIT, *CASES, *INT4], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-    assert len(reports) == len(CASES), done.stdout[-2000:] + done.stderr[-4000:]
+    assert len(reports) == len(CASES + INT4), done.stdout[-2000:] + done.stderr[-4000:]
     return {str(report["case"]): report for report in reports}
 
 
@@ -50,3 +51,17 @@ def test_sglang_loads_what_was_quantised(found: Mapping[str, dict[str, object]],
     assert isinstance(names, list)
     assert len(names) == report["quantised"]
     assert all(name.endswith("_scale_inv") for name in names)
+
+
+@pytest.mark.parametrize("case", INT4)
+def test_sglang_loads_what_was_packed(found: Mapping[str, dict[str, object]], case: str) -> None:
+    """Eight to a word, fused, cut and transposed by its loader: each within half a step of the plain model's."""
+    report = found[case]
+
+    assert report.get("error") is None
+    assert report["differs"] == []
+    assert report["quantised"]
+    assert report["exact"]
+    names = report["names"]
+    assert isinstance(names, list)
+    assert sum(name.endswith("_packed") for name in names) == report["quantised"]

@@ -215,7 +215,7 @@ def build(config: Config, folder: str, *, tp: int, ep: int, rank: int, places: l
     )  # fmt: skip
     older = _publish(arguments, rank)
     if "quantization_config" in config:
-        _leave_blocks_as_they_are()
+        _leave_weights_as_they_are()
     new_group = dist.new_group
     dist.new_group = lambda *args, **kwargs: new_group(*args, **{**kwargs, "backend": "fake"})
     MessageQueue.create_from_process_group = staticmethod(lambda *_args, **_kwargs: None)
@@ -240,11 +240,18 @@ def build(config: Config, folder: str, *, tp: int, ep: int, rank: int, places: l
     )
 
 
-def _leave_blocks_as_they_are() -> None:
-    """On a CPU SGLang repacks FP8 for instructions that few have; on GPUs block-quantised weights stay as loaded."""
-    from sglang.srt.layers.quantization import fp8
+def _leave_weights_as_they_are() -> None:
+    """As their loaders see them, without what kernels make of them afterwards, which is not there on a CPU.
 
-    for method in (fp8.Fp8LinearMethod, fp8.Fp8MoEMethod):
+    FP8 in blocks stays so on GPUs, too; INT4 is repacked for Marlin, and SGLang asks which GPU it would be for.
+    """
+    import torch
+    from sglang.srt.layers.quantization import fp8
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+
+    torch.cuda.get_device_capability = lambda *_arguments: (9, 0)  # type: ignore[assignment]
+    methods = (compressed_tensors.CompressedTensorsLinearMethod, compressed_tensors.CompressedTensorsFusedMoEMethod)
+    for method in (fp8.Fp8LinearMethod, fp8.Fp8MoEMethod, *methods):
         method.process_weights_after_loading = lambda *_arguments: None
 
 

@@ -7,7 +7,8 @@
     build SGLang's plain model in another process, load the same weights unquantised
     every parameter of the first, read back by its scales, must be that of the second, as near as the format allows
 
-A CPU server cannot serve these models: SGLang packs FP8 for AMX there. On a GPU its loader is the same one.
+A CPU server cannot serve these models: SGLang packs FP8 for AMX there, and has no kernel for INT4. On a GPU its loader
+is the same one; there it repacks INT4 afterwards.
 """
 
 from __future__ import annotations
@@ -31,6 +32,19 @@ _FP8: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme
 SCHEMES: dict[str, dict[str, Any]] = {
     "fp8": {**_FP8, "weight_block_size": [128, 128]},
     "ue8m0": {**_FP8, "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head"],
+    },
     "ignoring": {**_FP8, "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers.0", "lm_head"]},
 }
 
@@ -122,6 +136,11 @@ def case(config: kit.Config, scheme: str, ranks: dict[str, int], expected: Path)
     wanted = torch.load(expected, weights_only=True)
     worst, far, exact = 0.0, [], 0
     for name, tensor in wanted.items():
+        if f"{name}_packed" in parameters:
+            if (error := unpacked(parameters, name, tensor)) > 0.53:
+                far.append(name)
+            worst = max(worst, error)
+            continue
         found, scale = parameters[name], parameters.get(f"{name}_scale_inv")
         if found.dtype != torch.float8_e4m3fn:
             exact += 1
@@ -135,7 +154,9 @@ def case(config: kit.Config, scheme: str, ranks: dict[str, int], expected: Path)
         worst = max(worst, float(error.max()))
         if error.max() > 1 / 15.9:
             far.append(name)
-    quantised_parameters = [name for name, each in parameters.items() if each.dtype == torch.float8_e4m3fn]
+    quantised_parameters = [
+        name for name, each in parameters.items() if each.dtype == torch.float8_e4m3fn or name.endswith("_packed")
+    ]
     return {
         "differs": far,
         "worst": worst,
@@ -143,6 +164,21 @@ def case(config: kit.Config, scheme: str, ranks: dict[str, int], expected: Path)
         "exact": exact,
         "names": sorted(parameters.keys() - wanted.keys()),
     }
+
+
+def unpacked(parameters: Any, name: str, wanted: Any) -> float:
+    """The largest error of an INT4 parameter, read back by its scales as they were loaded, in steps of its scales.
+
+    Experts lie transposed. Half a step is what rounding takes; scales are in bfloat16.
+    """
+    import torch
+
+    packed, scale = parameters[f"{name}_packed"], parameters[f"{name}_scale"].float()
+    if packed.dim() == 3:
+        packed, scale = packed.transpose(1, 2), scale.transpose(1, 2)
+    values = ((packed.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15).flatten(-2) - 8
+    step = scale.repeat_interleave(128, -1)
+    return float(((values * step - wanted.float()).abs() / step).max())
 
 
 def fork(work: Callable[[], dict[str, object]], name: str) -> None:

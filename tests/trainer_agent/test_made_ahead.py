@@ -122,6 +122,8 @@ class Device:
 
 
 class _Later:
+    keeps = True
+
     def __init__(self, device: Device, tasks: PreparedTasks) -> None:
         self._device, self._tasks = device, tasks
 
@@ -328,5 +330,7 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
 
 
 class _Nothing:
+    keeps = False
+
     def run(self) -> None:
         """A device would."""
