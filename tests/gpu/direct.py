@@ -68,12 +68,12 @@ def orchestrate(args: argparse.Namespace) -> int:
             command = rig.ranks_command(__file__, args.tp, arguments)
         trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
 
-        result, known = work / "result.json", 0
+        measured, known = work / "result.json", 0
 
         def ended() -> bool:
             nonlocal known
-            if result.exists() and result.stat().st_mtime_ns != known:
-                known = result.stat().st_mtime_ns
+            if measured.exists() and measured.stat().st_mtime_ns != known:
+                known = measured.stat().st_mtime_ns
                 write(args, work, hf, "under way")
             return trainer.process.poll() is not None
 
