@@ -160,14 +160,14 @@ def train_ranks(args: argparse.Namespace, work: Path, layout: dict[str, Any], fl
 
     if args.device == "cuda":
         torch.cuda.set_device(args.tp - 1 - int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=dt.timedelta(seconds=300))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=dt.timedelta(seconds=args.deadline))
     chunks = rig.build(rig.read_config(work), args.device, tp=args.tp)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     source: Any = MegatronSource(chunks, hf_config=work / "model", dtype=torch.bfloat16)
     source.refill = lambda seed: rig.refill(parameters, seed)
     if source.root:
         fleet.wait_ready(args.deadline)
-    dist.barrier()
+    source.agree(b"ready" if source.root else None)  # a barrier of NCCL would keep a GPU busy that others measure
     return {"crosswise": {"layouts": {"tp2": publish(source, layout, fleet, "crosswise")}}}
 
 
