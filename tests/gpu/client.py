@@ -9,7 +9,10 @@ came, as a JSON object: ``times``, in seconds of `time.perf_counter`, and ``prob
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
+import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -53,6 +56,47 @@ def generate(url: str, tokens: int, stop: threading.Event) -> dict[str, Any]:
     finally:
         connection.close()
     return {"times": times, "problem": ""}
+
+
+class Client:
+    """The other end of such a process."""
+
+    def __init__(self, url: str, tokens: int) -> None:
+        command = [sys.executable, __file__, url, str(tokens)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._found: dict[str, Any] = {"times": [], "problem": ""}
+
+    def start(self) -> None:
+        """Returns when some tokens have come, or none will."""
+        line = self._line()
+        if line != "begun\n":
+            self._found = json.loads(line or '{"times": [], "problem": "it ended"}')
+
+    def stop(self) -> None:
+        """After some more tokens."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if not self._found["problem"]:
+            self._found = json.loads(self._line() or '{"times": [], "problem": "it ended"}')
+
+    def close(self) -> None:
+        """End it."""
+        with self._process:
+            self._process.kill()
+
+    def gaps(self) -> dict[str, Any]:
+        """The longest pause between two tokens, less the usual one."""
+        times, problem = self._found["times"], self._found["problem"]
+        steps = [after - before for before, after in itertools.pairwise(times)]
+        if len(steps) < 10:
+            return {"client": problem or "too few tokens"}
+        usual = statistics.median(steps)
+        return {"pause_gap_s": max(steps) - usual, "token_s": usual, "tokens": len(steps), "client": problem}
+
+    def _line(self) -> str:
+        """The next one; the client waits for no token longer than a minute."""
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
 
 
 def main() -> None:

@@ -26,8 +26,6 @@ import datetime as dt
 import itertools
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import client
 import rig
 
 LAYOUTS: dict[str, dict[str, int | None]] = {"ep2": {"ep": 2, "etp": 1, "dp": 2}, "tp2": {"tp": 2}}
@@ -225,9 +224,9 @@ def publish(  # noqa: PLR0917
         publish_one(again, fleet)  # what the way of the oracle made forgotten is opened again
         for version in others:
             source.refill(version)
-            with generating(fleet, place, active=source.root) as client:
+            with generating(fleet, place, active=source.root) as request:
                 report = publish_one(version, fleet)
-            steady.append({**report, **client.gaps()})
+            steady.append({**report, **request.gaps()})
     ours = fleet.checksum(place) if source.root else []
     with rounds(source, layout, place, "local", more) as (publish_one, _):
         publish_one(next(numbers), fleet)
@@ -278,65 +277,21 @@ def rounds(
         yield publish_one, agent
 
 
-class Client:
-    """One request that generates for as long as it is told to, out of a process of its own (client.py)."""
-
-    def __init__(self, url: str, tokens: int) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("client.py")), url, str(tokens)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._found: dict[str, Any] = {"times": [], "problem": ""}
-
-    def start(self) -> None:
-        """Returns when some tokens have come, or none will."""
-        line = self._line()
-        if line != "begun\n":
-            self._found = json.loads(line or '{"times": [], "problem": "it ended"}')
-
-    def stop(self) -> None:
-        """After some more tokens."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        if not self._found["problem"]:
-            self._found = json.loads(self._line() or '{"times": [], "problem": "it ended"}')
-
-    def close(self) -> None:
-        """End it."""
-        with self._process:
-            self._process.kill()
-
-    def gaps(self) -> dict[str, Any]:
-        """The longest pause between two tokens, less the usual one."""
-        times, problem = self._found["times"], self._found["problem"]
-        steps = [after - before for before, after in itertools.pairwise(times)]
-        if len(steps) < 10:
-            return {"client": problem or "too few tokens"}
-        usual = statistics.median(steps)
-        return {"pause_gap_s": max(steps) - usual, "token_s": usual, "tokens": len(steps), "client": problem}
-
-    def _line(self) -> str:
-        """The next one; the client waits for no token longer than a minute."""
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-
 class _Idle:
     def gaps(self) -> dict[str, Any]:
         return {}
 
 
 @contextlib.contextmanager
-def generating(fleet: rig.Fleet, place: str, *, active: bool) -> Iterator[Client | _Idle]:
+def generating(fleet: rig.Fleet, place: str, *, active: bool) -> Iterator[client.Client | _Idle]:
     """A client at work meanwhile."""
     if not active:
         yield _Idle()
         return
-    client = Client(fleet.url(place), fleet.context - 64)
-    try:
-        client.start()
-        yield client
-        client.stop()
-    finally:
-        client.close()
+    with contextlib.closing(client.Client(fleet.url(place), fleet.context - 64)) as made:
+        made.start()
+        yield made
+        made.stop()
 
 
 def plain_copies(args: argparse.Namespace, place: str, layouts: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Exits with 1 when a goal was missed. A file that is not there, or a figure that 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -133,7 +134,9 @@ def read(folder: Path) -> Iterator[Goal]:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("results")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).with_name("results"))
+    folder: Path = parser.parse_args().folder
     found = list(read(folder))
     missed = [each for each in found if not each.reached]
     lines = [*map(str, found), f"goals: {len(found) - len(missed)} of {len(found)} reached in {folder}"]
