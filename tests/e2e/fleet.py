@@ -114,6 +114,8 @@ class Fleet:
             f"--coordinator={self.coordinator}",
             f"--http-port={side}",
             f"--state-dir={self.state}",
+            f"--saved-dir={self.folder / 'saved'}",
+            "--saved-after-s=2",
             f"--keys={self.keys}",
         )
         self.engines[name] = Engine(name, url, f"http://127.0.0.1:{side}", argv, sidecar)

@@ -105,6 +105,8 @@ def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) 
                 transport=None if asked["transport"] == "any" else (asked["transport"],),
                 bucket_bytes=asked.get("bucket_bytes", 1 << 20),
                 redrives=asked.get("redrives", 1),
+                save_every=asked.get("save_every", 0),
+                save_dir=folder / "saved",
                 checkpoint_dir=folder / "checkpoints",
                 hf_config_dir=folder / "seed0",
                 progress=hold(asked["hold_at"]) if "hold_at" in asked else None,
