@@ -33,6 +33,8 @@ _USES_PER_RANK: Final = 16
 
 _MAX_PATH: Final = 107
 """sun_path of a Unix socket, less its terminating zero."""
+_MANAGER_FAILED: Final = b"ERROR: "
+"""What its only line begins with when it comes to nothing (torch/lib/libshm/manager.cpp)."""
 _MANAGER_NAME_BYTES: Final = len("/torch-shm-dir-XXXXXX/manager.sock")
 """What the manager adds to the folder that it is given."""
 
@@ -117,10 +119,11 @@ class _Manager:
 
     def __init__(self, runtime_dir: Path, deadline: Deadline) -> None:
         program = Path(torch.__file__).parent / "bin" / "torch_shm_manager"
+        folder = _short_enough(runtime_dir)
         try:
             self._process = subprocess.Popen(  # noqa: S603  torch's own program
                 [program],
-                env={**os.environ, "TMPDIR": str(_short_enough(runtime_dir))},
+                env={**os.environ, "TMPDIR": str(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -128,18 +131,21 @@ class _Manager:
             )
         except OSError as error:
             raise DataplaneError(f"{program} cannot be started: {error.strerror}; is this torch complete?") from error
-        self.handle = self._read_handle(deadline)
+        self.handle = self._read_handle(folder, deadline)
 
-    def _read_handle(self, deadline: Deadline) -> bytes:
+    def _read_handle(self, folder: Path, deadline: Deadline) -> bytes:
         assert self._process.stdout is not None
         with self._process.stdout as stdout, selectors.DefaultSelector() as either:
             either.register(stdout, selectors.EVENT_READ)
-            line = stdout.readline() if either.select(deadline.left()) else b""
-        if not line.endswith(b"\n"):
-            self._process.kill()
-            self._process.wait()
+            line = stdout.readline() if either.select(deadline.left()) else None
+        if line and line.endswith(b"\n") and not line.startswith(_MANAGER_FAILED):
+            return line.strip()
+        self._process.kill()
+        self._process.wait()
+        if line is None:
             raise DeadlineExceeded("torch_shm_manager to name its socket", deadline.seconds)
-        return line.strip()
+        said = line.decode("utf-8", "replace").removeprefix(_MANAGER_FAILED.decode()).strip() or "nothing"
+        raise DataplaneError(f"torch_shm_manager got no socket in {folder}, and said: {said}. Is there room?")
 
     @property
     def alive(self) -> bool:

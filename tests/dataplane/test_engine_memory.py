@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
+from weightbus.dataplane import engine_memory
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.engine_memory import _MAX_PATH, EngineMemory
+from weightbus.dataplane.errors import DataplaneError
 
 
 def test_a_deep_runtime_dir_does_not_break_the_managers_socket(tmp_path: Path) -> None:
@@ -20,3 +24,12 @@ def test_a_deep_runtime_dir_does_not_break_the_managers_socket(tmp_path: Path) -
     assert len(memory._manager.handle) <= _MAX_PATH
     assert os.fsencode(deep) not in memory._manager.handle
     memory.close()
+
+
+def test_a_manager_that_cannot_make_its_socket_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends at once, for lack of room or of a folder: that is said, and no deadline runs out."""
+    monkeypatch.setattr(engine_memory, "_short_enough", lambda folder: folder / "gone")
+    with pytest.raises(DataplaneError, match=r"got no socket in .*gone, and said: could not"):
+        EngineMemory(tmp_path).reserve(64, 1, Deadline(60.0))
