@@ -153,6 +153,17 @@ def test_only_what_was_prepared_is_taken() -> None:
     assert type(world.doing).__name__ == "Receive", "a re-drive of what was prepared needs no second Prepare"
 
 
+def test_what_was_prepared_was_prepared_for_one_launch() -> None:
+    """Another launch may serve another model: what fitted the one before is prepared again before it is taken."""
+    world = World()
+    world.to_serving()
+    world.to_paused(2, 8)
+    world.found("second")
+    while world.doing is not None:
+        world.end()
+    assert "not prepared" in only(world.transfer(3, 8)).reason
+
+
 @pytest.mark.parametrize("at", ["receive", "verify"])
 def test_touched_weights_stay_dirty_through_abort_and_commit(at: str) -> None:
     """After the first byte nothing but a complete, proven transfer sets the server free."""
