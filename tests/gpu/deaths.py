@@ -182,7 +182,8 @@ def cells(only: str, points: str) -> list[tuple[str, str, str]]:
 
 def carry_out(args: argparse.Namespace, struck: list[tuple[str, str, str]], tell: Callable[[str, Any], None]) -> None:
     """One cell after another; `tell` is told what was found in each."""
-    os.environ.update({**SOCKETS, "NCCL_HOSTID": "rank0"})
+    # Asked whether there is a GPU, torch would begin to use it: processes forked from that one could not.
+    os.environ.update({**SOCKETS, "NCCL_HOSTID": "rank0", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     from tests.kit.ends import Ends
     from weightbus.dataplane import sends, sends_wire, takers
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,9 @@ class Goal:
         return f"{'ok    ' if self.reached else 'MISSED'} {self.what}: {self.figure:.4g} ({sign} {self.limit:.4g})"
 
 
-def proven(name: str, found: Mapping[str, Any], key: str = "equal") -> Goal:
+def proven(name: str, found: Mapping[str, Any]) -> Goal:
     """What has to hold before any figure counts."""
-    return Goal(f"{name}: {key}", float(bool(found.get(key))), 1.0, least=True)
+    return Goal(f"{name}: equal", float(bool(found.get("equal"))), 1.0, least=True)
 
 
 def ratio(found: Mapping[str, Any], of: str, by: str) -> float | None:
@@ -75,7 +75,7 @@ def direct(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     yield Goal(f"{name}: planning and opening, s", found["plan_s"], 2.0)
 
 
-def nccl(found: Mapping[str, Any]) -> Iterator[Goal]:
+def nccl(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     """Sends beside a bare send and SGLang's own ways."""
     for by, what, limit in (
         ("bare_sendrecv_s", "of a bare send", 0.9),
@@ -83,48 +83,63 @@ def nccl(found: Mapping[str, Any]) -> Iterator[Goal]:
         ("flattened_distributed_s", "times as fast as flattened buckets", 5.0),
     ):
         if (figure := ratio(found, by, "shard_to_shard_s")) is not None:
-            yield Goal(f"nccl: {what}", figure, limit, least=True)
+            yield Goal(f"{name}: {what}", figure, limit, least=True)
     if found.get("survivors_serving_s"):
-        yield Goal("nccl: survivors serve after, s", found["survivors_serving_s"], 5.0)
+        yield Goal(f"{name}: survivors serve after, s", found["survivors_serving_s"], 5.0)
     if (figure := ratio(found, "joiner_s", "normal_round_s")) is not None:
-        yield Goal("nccl: a joiner is routable, in rounds", figure, 2.0)
+        yield Goal(f"{name}: a joiner is routable, in rounds", figure, 2.0)
 
 
-def quantised(found: Mapping[str, Any]) -> Iterator[Goal]:
+def quantised(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     """FP8 rounds beside bfloat16 rounds."""
     if found.get("of_copy"):
-        yield Goal("quantised: of device-memory speed", found["of_copy"], 0.7, least=True)
+        yield Goal(f"{name}: of device-memory speed", found["of_copy"], 0.7, least=True)
     if (figure := ratio(found, "fp8_round_s", "bf16_round_s")) is not None:
-        yield Goal("quantised: FP8 round by bfloat16 round", figure, 1.0)
+        yield Goal(f"{name}: FP8 round by bfloat16 round", figure, 1.0)
     if (figure := ratio(found, "peer_fp8_s", "peer_bf16_s")) is not None:
-        yield Goal("quantised: the same from a peer", figure, 0.65)
+        yield Goal(f"{name}: the same from a peer", figure, 0.65)
+
+
+def engines(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Whether a server that was started from a saved version has what the engine was brought."""
+    if started := found.get("started_from_files"):
+        both = {"equal": started["weights_equal"] and started["tokens_equal"]}
+        yield proven(f"{name}, a server started from the files", both)
+
+
+def int4(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """By model."""
+    for model, each in found["models"].items():
+        yield proven(f"{name}, {model}", each)
+
+
+def deaths(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """All cells of the table."""
+    cells = found["cells"].values()
+    yield Goal(f"{name}: cells that went well", sum(each["well"] for each in cells), max(1, len(cells)), least=True)
+
+
+def offloaded(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Every way of the bytes over the bus."""
+    for way in ("pinned", "float32", "snapshot", "quantised"):
+        if way in found:
+            yield Goal(f"{name}: {way} of a copy over PCIe", found[way]["of_pcie"], NEAR, least=True)
+
+
+KINDS: dict[str, Callable[[str, Mapping[str, Any]], Iterator[Goal]]] = {
+    "colocated": direct, "peer": direct, "crosswise": direct, "nccl": nccl, "quantised": quantised,
+    "engines": engines, "int4": int4, "deaths": deaths, "offloaded": offloaded,
+}  # fmt: skip
+"""By the first word of a file's name."""
 
 
 def goals(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     """Of the file `name`."""
-    kind = name.partition("-")[0]
-    if kind in {"colocated", "peer", "crosswise"}:
-        yield proven(name, found)
-        yield from direct(name, found)
-    elif kind == "nccl":
-        yield proven(name, found)
-        yield from nccl(found)
-    elif kind == "quantised":
-        yield proven(name, found)
-        yield from quantised(found)
-    elif kind == "engines":
-        yield proven(name, found)
-        if started := found.get("started_from_files"):
-            both = {"both": started["weights_equal"] and started["tokens_equal"]}
-            yield proven(f"{name}: a server started from the files", both, "both")
-    elif kind == "deaths":
-        cells = found["cells"].values()
-        yield Goal("deaths: cells that went well", sum(each["well"] for each in cells), max(1, len(cells)), least=True)
-    elif kind == "offloaded":
-        yield proven(name, found)
-        for way in ("pinned", "float32", "snapshot", "quantised"):
-            if way in found:
-                yield Goal(f"offloaded: {way} of a copy over PCIe", found[way]["of_pcie"], NEAR, least=True)
+    kind = KINDS.get(name.partition("-")[0])
+    if kind is not None:
+        if "equal" in found:
+            yield proven(name, found)
+        yield from kind(name, found)
 
 
 def read(folder: Path) -> Iterator[Goal]:

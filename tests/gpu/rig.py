@@ -416,6 +416,15 @@ class Fleet:
         answer = self._http.post(self.url(channel) + "/generate", json=body).raise_for_status().json()
         return [int(token) for token in answer["output_ids"]]
 
+    def logprobs(self, channel: str, prompt: Sequence[int]) -> list[float]:
+        """Logarithm of the probability that it gives to each token of `prompt` but the first."""
+        body = {
+            "input_ids": list(prompt), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True, "logprob_start_len": 0,
+        }  # fmt: skip
+        answer = self._http.post(self.url(channel) + "/generate", json=body).raise_for_status().json()
+        return [float(each[0]) for each in answer["meta_info"]["input_token_logprobs"][1:]]
+
     def seconds(self, channel: str) -> dict[str, float]:
         """What the sidecar has counted so far: seconds by step and by call, ``step:copy`` and ``call:..``."""
         found: dict[str, float] = {}
