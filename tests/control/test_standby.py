@@ -109,8 +109,10 @@ def test_people_who_ask_a_standby_are_told_who_leads(
     """It knows nothing of the channels, and says whom to ask."""
     url = f"http://127.0.0.1:{standby.ports.http}"
     until = time.monotonic() + DEADLINE_S
+    pause = threading.Event()
     while "c0" not in standby.readiness().reason:
         assert time.monotonic() < until
+        pause.wait(0.02)
     assert main([command, f"--url={url}"]) == 1
     assert "stands by; 'c0' leads, with agents at tcp://127.0.0.1:1: name its HTTP port" in capsys.readouterr().err
 
