@@ -42,6 +42,9 @@ MAX_FRAME_BYTES: Final = 1 << 20
 MAX_PROSE: Final = 2048
 """Characters of a `Text` field (ids.py). Longer reasons are cut to it, so that no failure is lost for being wordy."""
 
+MAX_REASONS_BYTES: Final = 256 * 1024
+"""What the reasons of all engines together may take of one message, which may name thousands."""
+
 CARRIES_BLOB: Final[frozenset[type[Message]]] = frozenset({PutBlob, BlobPage, Status})
 
 _PLAIN: Final[frozenset[type[Message]]] = frozenset({Ack, Alive})
@@ -164,14 +167,23 @@ def clip(text: str, limit: int = MAX_PROSE) -> str:
     return text[:half] + mark + text[-half:]
 
 
+def brief(text: str, count: int) -> str:
+    """`text`, so short that `count` like it fit into one message."""
+    room = MAX_REASONS_BYTES // max(1, count)
+    if len(text) <= room // 4 or len(text.encode(errors="replace")) <= room:
+        return clip(text)
+    most = min(room if text.isascii() else room // 4, MAX_PROSE)
+    return clip(text, most) if most > 80 else text[:most]
+
+
 def _cut_prose(message: M) -> M:
     """`message` with reasons short enough to travel. Nothing but prose meant for people is ever cut."""
     reason: object = getattr(message, "reason", "")
     changes: dict[str, Any] = {}
     if isinstance(reason, str) and len(reason) > MAX_PROSE:
         changes["reason"] = clip(reason)
-    if isinstance(message, Offered | Sent) and any(len(why) > MAX_PROSE for why in message.failed.values()):
-        changes["failed"] = {engine: clip(why) for engine, why in message.failed.items()}
+    if isinstance(message, Offered | Sent) and message.failed:
+        changes["failed"] = {engine: brief(why, len(message.failed)) for engine, why in message.failed.items()}
     return msgspec.structs.replace(message, **changes) if changes else message
 
 

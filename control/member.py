@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .codec import brief
 from .ids import AgentId, Epoch, Version
 from .messages import EngineHealth, EngineInfo, EngineReport, Outcome, TransportKind
 from .states import EnginePhase
@@ -38,8 +39,8 @@ class Member(msgspec.Struct, kw_only=True):
             return Outcome.ABORTED
         return Outcome.LOST if self.phase is EnginePhase.LOST else Outcome.QUARANTINED
 
-    def report(self, version: Version) -> EngineReport:
-        """For the trainer, who published `version`."""
+    def report(self, version: Version, told: int) -> EngineReport:
+        """For the trainer, who published `version`, and is given as many reasons as `told` at once."""
         held = self.info.held.version if self.info.held else None
         serves = {Outcome.COMMITTED: version, Outcome.ABORTED: held}
         return EngineReport(
@@ -51,5 +52,5 @@ class Member(msgspec.Struct, kw_only=True):
             buckets=self.buckets,
             seconds=dict(self.seconds),
             verified_by=self.verified_by,
-            reason=self.reason,
+            reason=brief(self.reason, told),
         )

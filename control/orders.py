@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
+from .codec import brief
 from .ids import Epoch
 from .limits import Limits
 from .member import Member
@@ -22,9 +22,6 @@ from .messages import (
     TransportKind,
     Withdraw,
 )
-
-_BRIEF: Final = 256
-"""Characters of a reason where one frame may carry thousands."""
 
 
 class Orders:
@@ -86,7 +83,7 @@ class Orders:
 
     def withdraw(self, epoch: Epoch, out: Mapping[str, str]) -> Withdraw:
         """Wait for these no longer."""
-        engines = {name: reason[:_BRIEF] for name, reason in out.items()}
+        engines = {name: brief(reason, len(out)) for name, reason in out.items()}
         return Withdraw(channel=self._publish.channel, epoch=epoch, engines=engines)
 
     def transfer(self, member: Member, offer: Offer) -> ToEngine:

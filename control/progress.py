@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from . import patience
+from .codec import clip
 from .cohort import HOPEFUL, SERVING_ON, Cohort
 from .duties import Duties
 from .effects import AnyObservation, StateEntered
@@ -109,17 +110,18 @@ class Progress:
         return now - self._began_at
 
     def done(self, now: float) -> RoundDone:
-        """The report for the trainer."""
+        """The report for the trainer; also what the journal keeps, and has to be able to read again."""
         seconds = {**self._seconds, "total": now - self._began_at}
         if clock := CLOCK.get(self.state):
             seconds[clock] = seconds.get(clock, 0.0) + now - self._since
-        reports = tuple(member.report(self.version) for member in self.members.values())
+        told = sum(bool(member.reason) for member in self.members.values())
+        reports = tuple(member.report(self.version, told) for member in self.members.values())
         return RoundDone(
             channel=self.channel,
             epoch=self.publish.epoch,
             version=self.version,
             outcome=self.outcome or Outcome.ABORTED,
-            reason=self.reason,
+            reason=clip(self.reason),
             engines=reports,
             seconds=seconds,
         )

@@ -58,10 +58,6 @@ YIELD_S: Final = 0.05
 """How long hints may wait while messages come in: of several that say the same, the last is as good as all."""
 GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
-FLEET_GATHER_S: Final = 0.25
-FLEET: Final = 64
-"""When so many came together while all was calm, the next may gather for longer: they are the heartbeats of a thousand
-agents, and whoever is answered together speaks together again."""
 STREAM_S: Final = 0.002
 STREAM: Final = 16
 """When so many came together, the next may gather for a moment whatever is waited for: of a few thousand answers each
@@ -171,10 +167,9 @@ class Server:
 
     def _gather_s(self) -> float:
         """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
-        gather_s = FLEET_GATHER_S if self._came >= FLEET else GATHER_S
-        streaming = self._clock() - self._came_at < gather_s
+        streaming = self._clock() - self._came_at < GATHER_S
         if streaming and not self.yields and self.machine.calm:
-            return gather_s
+            return GATHER_S
         return STREAM_S if self._came >= STREAM else 0.0
 
     def _take(self, item: Incoming) -> None:

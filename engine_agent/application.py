@@ -382,7 +382,7 @@ class Application:
         self, release: Release, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
         if isinstance(result, Broken):
-            doubted = self._learn(w.Doubted(), now) if release.version is None else ()
+            doubted = self._learn(w.Doubted(), now)  # it may happen all the same, or later
             if command is None:
                 return (*doubted, Note("resume_failed", result.reason))
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
@@ -430,8 +430,8 @@ class Application:
         was_up, known = self.up, self.identity or self._ledger.identity
         self.up = True
         if self.identity == event.identity:
-            if not was_up and self.health is EngineHealth.CLEAN:
-                self.reason = ""
+            if not was_up:
+                self.reason = "" if self.health is EngineHealth.CLEAN else f"it answers again: {self.weights}"
             return () if was_up else (Note("server_answers_again"),)
         self.identity = event.identity
         self._prepared = self._reached = self._labelled = self._paused_at = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
-from weightbus.control import states
+from weightbus.control import codec, states
 from weightbus.control.effects import (
     Committed,
     JournalChanged,
@@ -20,6 +21,7 @@ from weightbus.control.effects import (
 from weightbus.control.errors import IllegalMove
 from weightbus.control.events import Burst, MessageReceived, Persisted, PersistFailed, StopRequested, Tick, Token
 from weightbus.control.ids import Version
+from weightbus.control.journal import SqliteJournal
 from weightbus.control.messages import (
     Abandon,
     Abort,
@@ -44,6 +46,7 @@ from weightbus.control.messages import (
     RoundDone,
     Sent,
     Serving,
+    Step,
     Transfer,
     Welcome,
 )
@@ -215,6 +218,37 @@ def test_abandon_without_a_round_frees_the_lease() -> None:
     world.settle()
     assert trainer.got(RoundDone)
     assert world.machine.channels[CHANNEL].lease is None
+
+
+WORDY = "begin" + "x" * (codec.MAX_PROSE - 8) + "end"
+"""As long as what an agent says may be: it cuts its own words to this."""
+
+
+@pytest.mark.parametrize("who", ["engine", "trainer"])
+def test_a_round_that_ended_in_many_words_is_told_and_kept(tmp_path: Path, who: str) -> None:
+    """What the coordinator adds to a reason never makes it too long to be sent, or to be read at the next start."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    trainer.policy = Policy(redrives=0)
+    if who == "engine":
+        engine.fail(Transfer, Step.TRANSFER, reason=WORDY)
+    else:
+        engine.ignore(Prepare)
+    trainer.acquire(1)
+    world.settle()
+    if trainer.publishing and who == "trainer":
+        epoch = trainer.publishing.epoch
+        trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=epoch, reason=WORDY))
+        world.settle()
+    done = trainer.done
+    assert done is not None
+    assert done.reason.endswith("end") or done.reason.endswith("end)")
+    codec.TO_AGENT.encode(done)
+    with contextlib.closing(SqliteJournal(tmp_path / "journal")) as journal:
+        for record in world.records:
+            journal.write(record)
+    with contextlib.closing(SqliteJournal(tmp_path / "journal")) as journal:
+        assert done in journal.restore()[CHANNEL].answers.values()
 
 
 def test_blobs_of_the_round_can_be_read_by_engines() -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 import pytest
 
-from weightbus.control import channel, fleet
+from weightbus.control import channel, codec, fleet
 from weightbus.control.duties import Duties
-from weightbus.control.ids import AgentId
-from weightbus.control.messages import Abort, EngineHealth, Failed, Prepare, Prepared, Send, Step
+from weightbus.control.ids import AgentId, Epoch, RequestId, Version
+from weightbus.control.limits import Limits
+from weightbus.control.messages import Abort, EngineHealth, Failed, Prepare, Prepared, Publish, Send, Sent, Step
+from weightbus.control.orders import Orders
+from weightbus.control.round import Round
+from weightbus.control.routing import Route
 from weightbus.control.status import StatusView
 from weightbus.control.status_desk import StatusDesk
 
-from .world import CHANNEL, World
+from .world import CHANNEL, MANIFEST, World, digest, engine_info, table_of
 
 QUIET = StatusView(boot=1, read_only=False, stopping=False, agents=0, blob_bytes=0, channels={})
 
@@ -50,6 +54,34 @@ def test_an_answer_costs_the_same_in_a_large_fleet(monkeypatch: pytest.MonkeyPat
     world.settle()
     assert set(judged) == {told.name}, "it is not ready any more"
     assert not trainer.got(Send), "the phase was not to end here"
+
+
+@pytest.mark.parametrize("word", ["x", "\N{GREEK SMALL LETTER OMEGA}", "\N{SNAKE}"], ids=["ascii", "two bytes", "four"])
+def test_thousands_of_reasons_fit_into_one_message(word: str) -> None:
+    """A fleet as large as is let in fails with long reasons: its trainer is told all the same."""
+    names = [AgentId(f"{number:064d}") for number in range(Limits().max_agents)]
+    infos = {name: engine_info(name) for name in names}
+    routes = {name: Route(None, word * codec.MAX_PROSE) for name in names}
+    publish = Publish(
+        request=RequestId("r"),
+        channel=CHANNEL,
+        epoch=Epoch(1),
+        version=Version(1),
+        manifest=digest(MANIFEST),
+        table=digest(table_of(1)),
+        bytes=1,
+        buckets=1,
+    )
+    round_ = Round(
+        publish, AgentId("t"), routes, infos, limits=Limits(), duties=Duties(1.0, 8.0), story=deque(), now=0.0
+    )
+    done = round_.done(1.0)
+    assert all(report.reason.startswith(word) for report in done.engines)
+    codec.TO_AGENT.encode(done)
+    why = dict.fromkeys(names, word * codec.MAX_PROSE)
+    codec.TO_AGENT.encode(Orders(publish, Limits()).withdraw(Epoch(1), why))
+    sent = Sent(request=RequestId("s"), channel=CHANNEL, epoch=Epoch(1), failed=why)
+    codec.TO_COORDINATOR.encode(sent)
 
 
 def test_what_many_are_told_alike_is_one_object() -> None:

@@ -403,15 +403,29 @@ def test_commit_of_another_table_is_refused() -> None:
     assert ran(world.commit()) == ["Release"]
 
 
-def test_commit_failure_stays_paused_and_can_be_repeated_by_a_new_commit() -> None:
-    """A flush or a label that fails leaves the server paused, with weights that are known."""
+def test_commit_failure_is_held_back_and_can_be_repeated_by_a_new_commit() -> None:
+    """Weights are known; whether the server was resumed all the same is not, so it is paused again."""
     world = World()
     world.to_loaded()
     world.commit()
-    failed = only(world.fail())
-    assert (failed.step, failed.health) == (Step.RESUME, PENDING)
+    failed = world.fail()
+    assert (only(failed).step, only(failed).health) == (Step.RESUME, PENDING)
+    assert ran((*failed, *world.tick(2))) == ["PauseServer"]
+    world.end()
     assert world.machine.view().paused
     assert ran(world.commit()) == ["Release"]
+
+
+def test_a_server_that_resumes_late_is_paused_when_it_answers_again() -> None:
+    """It stood still when it was told to serve, and was quarantined: the call is carried out when it goes on."""
+    world = World()
+    world.to_loaded()
+    world.commit()
+    world.gone()
+    assert only(world.fail()).health is PENDING
+    assert ran(world.tick(2)) == []
+    assert ran((*world.found(), *world.tick(2))) == ["PauseServer"]
+    assert world.machine.view().reason == "it answers again: LOADED(7)"
 
 
 @pytest.mark.parametrize("label", ["default", "7"])

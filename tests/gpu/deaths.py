@@ -4,6 +4,7 @@
     python3 tests/gpu/deaths.py --device cpu       the same over gloo
     python3 tests/gpu/deaths.py --only worker      a rank of the trainer (source), an engine's worker, its sidecar
     python3 tests/gpu/deaths.py --points moving    some of the points (tests/kit/sends_ends.py)
+    python3 tests/gpu/deaths.py --beside 3         three cells at a time
 
 For each cell two ranks send to two engines of one toy worker each, all of them processes that NCCL takes for hosts of
 their own (sockets; P2P and shared memory off). Epoch 1 goes to both, in epoch 2 the victim is struck, epoch 3 has no
@@ -16,19 +17,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime as dt
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import rig
 
 SOCKETS = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
@@ -39,7 +45,7 @@ TURN_S, FORM_S, SILENT_S, END_S = 5.0, 15.0, 5.0, 3.0
 """In place of the 10, 15, 10 and 5 seconds of a deployment, but for the one in which NCCL connects."""
 KNOWN_S = 45.0
 """Within this everybody knows how an epoch ended: several of the above, one after another."""
-WAIT_S = 120.0
+WAIT_S = 60.0
 
 
 class Cell:
@@ -177,15 +183,10 @@ def cells(only: str, points: str) -> list[tuple[str, str, str]]:
             if only in ("", victim) and (not points or point in points.split(","))]  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", choices=("source", "worker", "sidecar"), default="")
-    parser.add_argument("--points", default="", help="some of them")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
-    parser.add_argument("--out", help="folder for the JSON file")
-    args = parser.parse_args()
-    os.environ.update({**SOCKETS, "NCCL_HOSTID": "rank0"})
+def carry_out(args: argparse.Namespace, struck: list[tuple[str, str, str]], tell: Callable[[str, Any], None]) -> None:
+    """One cell after another; `tell` is told what was found in each."""
+    # Asked whether there is a GPU, torch would begin to use it: processes forked from that one could not.
+    os.environ.update({**SOCKETS, "NCCL_HOSTID": "rank0", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     import torch
 
     from tests.kit.ends import Ends
@@ -196,28 +197,104 @@ def main() -> int:
     sends.pair_bytes_of = lambda _ranks: 256
     sends_wire.SILENT_S, takers._END_S = SILENT_S, END_S  # type: ignore[misc]
     ends, work, until = Ends("sends_ends.py"), Path(tempfile.mkdtemp(prefix="wb-d-")), time.monotonic() + args.budget
-    command = " ".join(["python3", "tests/gpu/deaths.py", *sys.argv[1:]])
-    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    found: dict[str, Any] = {"command": command, "device": args.device, "date": date, "cells": {}}
-    for number, struck in enumerate(cells(args.only, args.points)):
-        name = "{0} {2} at {1}".format(*struck)
+    for number, each in enumerate(struck):
         if time.monotonic() > until:
-            found["cells"][name] = {"well": False, "problem": "no time was left"}
+            tell(name_of(each), {"well": False, "problem": "no time was left"})
             continue
-        cell = Cell(ends, work / str(number), args.device, struck)
+        cell = None
         try:
-            found["cells"][name] = cell.run()
+            cell = Cell(ends, work / str(number), args.device, each)
+            found = cell.run()
         except Exception as error:  # noqa: BLE001  one cell is not all of them
-            found["cells"][name] = {"well": False, "problem": f"{type(error).__name__}: {error}"}
+            found = {"well": False, "problem": f"{type(error).__name__}: {error}"}
         finally:
-            cell.close()
-        sys.stderr.write(f"{name}: {json.dumps(found['cells'][name])}\n")
-        found["well"] = all(each["well"] for each in found["cells"].values())
-        if args.out:
-            (Path(args.out) / "deaths.json").write_text(json.dumps(found, indent=1) + "\n")
+            if cell is not None:
+                cell.close()
+        tell(name_of(each), found)
+
+
+def name_of(struck: tuple[str, str, str]) -> str:
+    """Of a cell."""
+    return "{0} {2} at {1}".format(*struck)
+
+
+class Shares:
+    """The cells dealt out to several processes of this program, and what was found in them."""
+
+    def __init__(self, args: argparse.Namespace, names: Sequence[str]) -> None:
+        self._work, self._names = Path(tempfile.mkdtemp(prefix="wb-ds-")), names
+        self._until = time.monotonic() + args.budget + 2 * WAIT_S
+        more = [f"--device={args.device}", f"--only={args.only}", f"--points={args.points}", f"--budget={args.budget}"]
+        self._processes = []
+        for share in range(args.beside):
+            (self._work / f"{share}").mkdir()
+            command = [
+                sys.executable,
+                __file__,
+                *more,
+                f"--share={share}/{args.beside}",
+                f"--out={self._work / f'{share}'}",
+            ]
+            self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+
+    def under_way(self) -> bool:
+        """Until all have ended, or are ended."""
+        if time.monotonic() > self._until:
+            for each in self._processes:
+                each.kill()
+        time.sleep(1.0)
+        return any(each.poll() is None for each in self._processes)
+
+    def found(self) -> dict[str, Any]:
+        """By cell, in their order; one that nobody came to went badly."""
+        known: dict[str, Any] = {}
+        for file in self._work.glob("*/deaths.json"):
+            known |= json.loads(file.read_text())["cells"]
+        return {name: known.get(name, {"well": False, "problem": "not carried out"}) for name in self._names}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", choices=("", "source", "worker", "sidecar"), default="", help="one of the victims")
+    parser.add_argument("--points", default="", help="some of them")
+    parser.add_argument("--beside", type=int, default=1, help="cells at a time")
+    parser.add_argument("--share", help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
+    parser.add_argument("--out", help="folder for the JSON file")
+    args = parser.parse_args()
+    wanted = cells(args.only, args.points)
+    found: dict[str, Any] = {
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "device": rig.devices() if args.device == "cuda" else "CPU",
+        "command": rig.command("deaths.py"),
+        "software": rig.software(),
+        "well": False,
+        "cells": {},
+    }
+
+    def write(cells: dict[str, Any]) -> None:
+        known = [each["known_s"] for each in cells.values() if "known_s" in each]
+        found.update(cells=cells, well=len(cells) == len(wanted) > 0 and all(each["well"] for each in cells.values()))
+        found.update(longest_known_s=max(known, default=None))
+        rig.write_result(args.out, "deaths", found)
+
+    def tell(name: str, cell: dict[str, Any]) -> None:
+        sys.stderr.write(f"{name}: {json.dumps(cell)}\n")
+        write({**found["cells"], name: cell})
+
+    if args.beside > 1:
+        shares = Shares(args, [name_of(each) for each in wanted])
+        while shares.under_way():
+            write(shares.found())
+        write(shares.found())
+    else:
+        share, of = map(int, (args.share or "0/1").split("/"))
+        wanted = wanted[share::of]
+        carry_out(args, wanted, tell)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
-    os._exit(0 if found["cells"] and found["well"] else 1)  # threads of struck sidecars may still wait
+    os._exit(0 if found["well"] else 1)  # threads of struck sidecars may still wait
 
 
 if __name__ == "__main__":

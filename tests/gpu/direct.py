@@ -26,25 +26,22 @@ import datetime as dt
 import itertools
 import json
 import os
-import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import client
 import rig
 
 LAYOUTS: dict[str, dict[str, int | None]] = {"ep2": {"ep": 2, "etp": 1, "dp": 2}, "tp2": {"tp": 2}}
 """Of a trainer's two ranks: experts apart; or every matrix cut, half of them by columns."""
 BUCKET_BYTES = 512 * 1024 * 1024
-STEADY = 4
+STEADY = 6
 """Versions that are published one after another while a client generates; the best counts, all are listed."""
 
 
@@ -52,12 +49,13 @@ STEADY = 4
 
 
 def orchestrate(args: argparse.Namespace) -> int:
-    """Start everything, run the trainer, print what it measured."""
-    from weightbus.trainer_agent.demo.processes import Programs
+    """Start everything, run the trainer, write what it has measured so far."""
+    from weightbus.trainer_agent.demo.processes import ProgramEnded, Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-direct-"))
     hf = rig.model_of(args)
     rig.write_model(work / "model", hf)
+    problem = ""
     with Programs(work) as programs:
         layout = rig.start_coordinator(programs, work)
         for engine in engines(args):
@@ -68,17 +66,37 @@ def orchestrate(args: argparse.Namespace) -> int:
         if args.tp > 1:
             command = rig.ranks_command(__file__, args.tp, arguments)
         trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
-        rig.wait(
-            "the trainer", lambda: trainer.process.poll() is not None, args.deadline, lambda: programs.check([trainer])
-        )
-        programs.check([trainer])
-        measured = json.loads((work / "result.json").read_text())
+
+        measured, known = work / "result.json", 0
+
+        def ended() -> bool:
+            nonlocal known
+            if measured.exists() and measured.stat().st_mtime_ns != known:
+                known = measured.stat().st_mtime_ns
+                write(args, work, hf, "under way")
+            return trainer.process.poll() is not None
+
+        try:
+            rig.wait("the trainer", ended, args.deadline, lambda: programs.check([trainer]))
+            programs.check([trainer])
+        except (ProgramEnded, TimeoutError) as error:
+            problem = f"{error}"
+            rig.keep_logs(work, args.out, "direct")
+    results = write(args, work, hf, problem)
+    sys.stdout.write(json.dumps(results) + "\n")
+    return 0 if results and not problem and all(each["equal"] for each in results.values()) else 1
+
+
+def write(args: argparse.Namespace, work: Path, hf: dict[str, Any], problem: str) -> dict[str, Any]:
+    """All that is known by now, by place."""
+    result = work / "result.json"
+    measured: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     results = {}
     for place, found in measured.items():
-        results[place] = {**rig.describe("direct.py", args.device, hf), **found}
+        equal = found["equal"] and found["complete"] and not problem
+        results[place] = {**rig.describe("direct.py", args.device, hf), **found, "equal": equal, "problem": problem}
         rig.write_result(args.out, place, results[place])
-    sys.stdout.write(json.dumps(results) + "\n")
-    return 0 if all(each["equal"] for each in results.values()) else 1
+    return results
 
 
 def engines(args: argparse.Namespace) -> list[rig.Engine]:
@@ -89,7 +107,7 @@ def engines(args: argparse.Namespace) -> list[rig.Engine]:
     """
     flags: tuple[str, ...] = (rig.LOADER,)
     if args.device == "cuda":
-        flags += (f"--mem-fraction-static={args.memory}", "--cuda-graph-max-bs=4")
+        flags += (f"--mem-fraction-static={args.memory}", *rig.GRAPHS)
     if args.tp > 1:
         return [rig.Engine("crosswise", 0, args.tp, flags, "available")]
     found = [rig.Engine("colocated", 0, 1, flags, "available")]
@@ -117,13 +135,19 @@ def train(args: argparse.Namespace) -> None:
     rig.play_cuda(args.device)
     fleet = rig.Fleet(layout, hf["max_position_embeddings"])
     spread = args.tp > 1
-    measured = train_ranks(args, work, layout, fleet) if spread else train_shards(args, hf, layout, fleet)
+    measured = train_ranks(args, work, layout, fleet) if spread else train_shards(args, work, hf, layout, fleet)
     for place, found in measured.items():
         found.update(plain_copies(args, place, found["layouts"]))
     if not spread or dist.get_rank() == 0:
-        for found in measured.values():
-            found.update(summary(found))
-        rig.write_found(work, measured)
+        tell(work, measured, complete=True)
+
+
+def tell(work: Path, measured: dict[str, Any], *, complete: bool) -> None:
+    """What was measured by now, with its figures on top."""
+    for found in measured.values():
+        if found["layouts"]:
+            found.update(summary(found), complete=complete)
+    rig.write_found(work, {place: found for place, found in measured.items() if found["layouts"]})
 
 
 def train_ranks(args: argparse.Namespace, work: Path, layout: dict[str, Any], fleet: rig.Fleet) -> dict[str, Any]:
@@ -135,19 +159,19 @@ def train_ranks(args: argparse.Namespace, work: Path, layout: dict[str, Any], fl
 
     if args.device == "cuda":
         torch.cuda.set_device(args.tp - 1 - int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=dt.timedelta(seconds=300))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=dt.timedelta(seconds=args.deadline))
     chunks = rig.build(rig.read_config(work), args.device, tp=args.tp)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     source: Any = MegatronSource(chunks, hf_config=work / "model", dtype=torch.bfloat16)
     source.refill = lambda seed: rig.refill(parameters, seed)
     if source.root:
         fleet.wait_ready(args.deadline)
-    dist.barrier()
+    source.agree(b"ready" if source.root else None)  # a barrier of NCCL would keep a GPU busy that others measure
     return {"crosswise": {"layouts": {"tp2": publish(source, layout, fleet, "crosswise")}}}
 
 
 def train_shards(
-    args: argparse.Namespace, hf: dict[str, Any], layout: dict[str, Any], fleet: rig.Fleet
+    args: argparse.Namespace, work: Path, hf: dict[str, Any], layout: dict[str, Any], fleet: rig.Fleet
 ) -> dict[str, Any]:
     """Two ranks in this process, in one layout after the other."""
     import torch
@@ -164,6 +188,7 @@ def train_shards(
         fleet.wait_ready(args.deadline)
         for place, numbers in versions.items():
             measured[place]["layouts"][name] = publish(source, layout, fleet, place, numbers)
+            tell(work, measured, complete=False)
         source.close()
         if args.device == "cuda":
             torch.cuda.empty_cache()
@@ -199,9 +224,9 @@ def publish(  # noqa: PLR0917
         publish_one(again, fleet)  # what the way of the oracle made forgotten is opened again
         for version in others:
             source.refill(version)
-            with generating(fleet, place, active=source.root) as client:
+            with generating(fleet, place, active=source.root) as request:
                 report = publish_one(version, fleet)
-            steady.append({**report, **client.gaps()})
+            steady.append({**report, **request.gaps()})
     ours = fleet.checksum(place) if source.root else []
     with rounds(source, layout, place, "local", more) as (publish_one, _):
         publish_one(next(numbers), fleet)
@@ -252,72 +277,21 @@ def rounds(
         yield publish_one, agent
 
 
-class Client:
-    """One request that generates for as long as it is told to."""
-
-    def __init__(self, url: str, tokens: int) -> None:
-        self._url = url
-        self._tokens = tokens
-        self._stop = threading.Event()
-        self._times: list[float] = []
-        self._problem = ""
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self) -> None:
-        """Returns when some tokens have come."""
-        self._thread.start()
-        rig.wait("tokens", lambda: len(self._times) > 30 or bool(self._problem), 60, lambda: None)
-
-    def stop(self) -> None:
-        """After some more tokens."""
-        more = len(self._times) + 30
-        rig.wait("tokens", lambda: len(self._times) > more or not self._thread.is_alive(), 60, lambda: None)
-        self._stop.set()
-        self._thread.join()
-
-    def gaps(self) -> dict[str, Any]:
-        """The longest pause between two tokens, less the usual one."""
-        steps = [after - before for before, after in itertools.pairwise(self._times)]
-        if len(steps) < 10:
-            return {"client": self._problem or "too few tokens"}
-        usual = statistics.median(steps)
-        return {"pause_gap_s": max(steps) - usual, "token_s": usual, "tokens": len(steps), "client": self._problem}
-
-    def _run(self) -> None:
-        body = {
-            "input_ids": [5, 17, 33, 64],
-            "stream": True,
-            "sampling_params": {"max_new_tokens": self._tokens, "ignore_eos": True, "temperature": 0.0},
-        }
-        try:
-            with httpx.stream("POST", self._url + "/generate", json=body, timeout=60, trust_env=False) as answer:
-                if answer.is_error:
-                    self._problem = f"{answer.status_code}: {answer.read().decode()[:300]}"
-                    return
-                for line in answer.iter_lines():
-                    if line.startswith("data:"):
-                        self._times.append(time.perf_counter())
-                    if self._stop.is_set():
-                        return
-        except httpx.HTTPError as error:
-            self._problem = f"{type(error).__name__}: {error}"
-
-
 class _Idle:
     def gaps(self) -> dict[str, Any]:
         return {}
 
 
 @contextlib.contextmanager
-def generating(fleet: rig.Fleet, place: str, *, active: bool) -> Iterator[Client | _Idle]:
+def generating(fleet: rig.Fleet, place: str, *, active: bool) -> Iterator[client.Client | _Idle]:
     """A client at work meanwhile."""
     if not active:
         yield _Idle()
         return
-    client = Client(fleet.url(place), fleet.context - 64)
-    client.start()
-    yield client
-    client.stop()
+    with contextlib.closing(client.Client(fleet.url(place), fleet.context - 64)) as made:
+        made.start()
+        yield made
+        made.stop()
 
 
 def plain_copies(args: argparse.Namespace, place: str, layouts: dict[str, Any]) -> dict[str, Any]:
@@ -382,7 +356,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
             worst = figures
     figures = [each["figures"] for each in found["layouts"].values()]
     worst |= {key: max(each[key] for each in figures) for key in ("record_s", "plan_s")}  # the second layout is known
-    plain = found.get("device_copy_s") or found["peer_copy_s"]
+    plain = found.get("device_copy_s") or found.get("peer_copy_s")
     sound = all(
         one["outcome"].endswith("committed")
         for each in found["layouts"].values()
@@ -390,14 +364,14 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         **worst,
-        "of_plain_copy": plain / worst["replay_s"] if worst["replay_s"] else None,
+        "of_plain_copy": plain / worst["replay_s"] if plain and worst["replay_s"] else None,
         "over_sglang_bucket": worst["sglang_bucket_s"] / worst["replay_s"] if worst["replay_s"] else None,
         "equal": sound and all(each["equal"] for each in found["layouts"].values()),
     }
 
 
 def main() -> int:
-    parser = rig.parser(__doc__, memory=0.4, deadline=400.0, whose="that any one wait may take")
+    parser = rig.parser(__doc__, memory=0.9, deadline=400.0, whose="that any one wait may take")
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--tp", type=int, default=1, help="ranks of trainer and engine, on as many GPUs")
     parser.add_argument("--layout", action="append", choices=tuple(LAYOUTS), help="of a trainer in one process; all")

@@ -101,7 +101,7 @@ class Run:
     problem: str = ""
     done: bool = False
 
-    def look(self, deadline_s: float) -> None:
+    def look(self, deadline_s: float, out: str | None) -> None:
         """Whether it has ended, and how."""
         from weightbus.trainer_agent.demo.processes import ProgramEnded
 
@@ -114,8 +114,7 @@ class Run:
             self.problem = f"not done after {deadline_s:.0f} s"
         if self.problem:
             self.done = True
-            for log in sorted(self.work.glob("*.log")):
-                rig.log(f"{self.name}, {log.name}:\n{tail(log)}")
+            rig.keep_logs(self.work, out, f"engines-{self.name}")
 
     def result(self, device: str) -> dict[str, Any]:
         """What it found, as far as it came."""
@@ -125,12 +124,6 @@ class Run:
             hf = rig.read_config(self.work)
             return {**rig.describe("engines.py", device, hf), **found, "problem": self.problem}
         return {"equal": False, "problem": self.problem}
-
-
-def tail(log: Path, lines: int = 12) -> str:
-    """The end of a log, without what servers say of themselves."""
-    kept = [line for line in log.read_text(errors="replace").splitlines() if "server_args" not in line]
-    return "\n".join(f"    {line[:300]}" for line in kept[-lines:])
 
 
 def orchestrate(args: argparse.Namespace) -> int:
@@ -145,7 +138,7 @@ def orchestrate(args: argparse.Namespace) -> int:
         waiting = list(runs)
         while waiting:
             for run in waiting:
-                run.look(args.deadline)
+                run.look(args.deadline, args.out)
                 rig.write_result(args.out, f"engines-{run.name}", run.result(args.device))
             waiting = [run for run in waiting if not run.done]
             time.sleep(0.5)

@@ -82,16 +82,17 @@ class Run:
         trainer = self._trainers[part]
         (self.work / f"go-{part}").touch()
         ready, began = self.work / f"ready-{part}", time.monotonic()
-        until, called = self._until, False
-        while trainer.process.poll() is None and time.monotonic() < until:
+        until, called, problem = self._until, False, ""
+        while trainer.process.poll() is None and time.monotonic() < until and not problem:
             if ready.exists() and not called:
                 called = True
                 rig.log(f"{part}: its engines are there after {time.monotonic() - began:.0f} s")
                 until = min(until, time.monotonic() + LIMITS_S[part])
+            problem = "" if called else self._gone()
             if part == "death" and trainer.process.poll() is None and (self.work / "killed").exists():
                 break
             time.sleep(0.1)
-        if part == "death":
+        if part == "death" and not problem:
             self._another_trainer(until)
             trainer = self._trainers["death"]
         ended = trainer.process.poll()
@@ -101,8 +102,8 @@ class Run:
         found = self._read(part)
         found["seconds"] = time.monotonic() - began
         if ended != 0:
-            found["problem"] = "it ran out of time" if ended is None else f"it ended with status {ended}"
-            self._show_logs(part)
+            found["problem"] = problem or ("it ran out of time" if ended is None else f"it ended with status {ended}")
+            rig.keep_logs(self.work, self.args.out, f"nccl-{part}")
         self.found[part] = found
         self.write()
 
@@ -114,15 +115,14 @@ class Run:
         survivors = [each["survivors_serving_s"] for each in parts.values() if each.get("survivors_serving_s")]
         told["survivors_serving_s"] = max(survivors, default=None)
         found = {**self._described, **{key: told.get(key) for key in FIGURES}, "parts": parts}
-        if self.args.out:
-            (Path(self.args.out) / "nccl.json").write_text(json.dumps(found, indent=1) + "\n")
+        rig.write_result(self.args.out, "nccl", found)
         return found
 
     def _engine(self, place: str) -> rig.Engine:
         flags: tuple[str, ...] = (rig.LOADER,)
         if place == "remote":
             if self.args.device == "cuda":
-                flags += (f"--mem-fraction-static={self.args.memory}", "--cuda-graph-max-bs=4")
+                flags += (f"--mem-fraction-static={self.args.memory}", *rig.GRAPHS)
             return rig.Engine(place, 1, 1, flags, "available")
         if self.args.device == "cuda":
             flags += (f"--mem-fraction-static={self.args.memory}", "--disable-cuda-graph")
@@ -136,6 +136,17 @@ class Run:
         if part == "hosts":
             environment = {**environment, **SOCKETS, "NCCL_HOSTID": "trainer"}
         self._trainers[part] = self._programs.start(f"trainer-{part}", command, env=environment)
+        self._programs.dismiss([self._trainers[part]])  # it is looked after here
+
+    def _gone(self) -> str:
+        """Which program has ended, while engines start: nobody waits for one that never comes."""
+        from weightbus.trainer_agent.demo.processes import ProgramEnded
+
+        try:
+            self._programs.check()
+        except ProgramEnded as error:
+            return f"{error}"
+        return ""
 
     def _another_trainer(self, until: float) -> None:
         """The first one has killed itself; the next one publishes again."""
@@ -150,16 +161,6 @@ class Run:
             with contextlib.suppress(ValueError):
                 found |= json.loads(file.read_text())
         return found
-
-    def _show_logs(self, part: str) -> None:
-        from weightbus.trainer_agent.demo.processes import tail
-
-        for log in sorted(self.work.glob("*.log")):
-            rig.log(f"{part} failed; {log.name} ends with\n{tail(log)}")
-        if self.args.out:
-            whole = b"".join(f"\n==== {log.name}\n".encode() + log.read_bytes()[-60_000:]
-                             for log in sorted(self.work.glob("*.log")))  # fmt: skip
-            (Path(self.args.out) / "nccl-logs.txt").write_bytes(whole)
 
 
 def main() -> int:

@@ -212,7 +212,7 @@ def death(part: Part) -> None:
             part.say(equal=ours == part.fleet.checksum(place))
             return
         part.say(before=report, sums=ours)
-        with direct.generating(part.fleet, place, active=True) as client:
+        with direct.generating(part.fleet, place, active=True):
             observer = [sys.executable, __file__, "observe", str(part.work), part.device]
             subprocess.Popen(observer, start_new_session=True)
             rig.wait("the observer", (part.work / "observing").exists, 60, lambda: None)
@@ -220,7 +220,7 @@ def death(part: Part) -> None:
             part.source.refill(version)
 
             def blow() -> None:
-                killed.write_text(json.dumps({"at": time.monotonic(), "tokens": len(client._times)}))
+                killed.write_text(json.dumps({"at": time.monotonic()}))
                 signal.pthread_kill(threading.get_ident(), signal.SIGKILL)
 
             strike(STRIKE_AT, blow)

@@ -62,18 +62,21 @@ def orchestrate(args: argparse.Namespace) -> int:
         rig.write_layout(work, layout)
         command = [sys.executable, __file__, "--trainer-of", str(work), *rig.arguments()]
         trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
+        measured, known = work / "result.json", 0
+
+        def ended() -> bool:
+            nonlocal known
+            if measured.exists() and measured.stat().st_mtime_ns != known:
+                known = measured.stat().st_mtime_ns
+                write(args, work, hf, "under way")
+            return trainer.process.poll() is not None
+
         try:
-            rig.wait(
-                "the trainer",
-                lambda: write(args, work, hf, "under way") and trainer.process.poll() is not None,
-                args.deadline,
-                lambda: programs.check([trainer]),
-            )
+            rig.wait("the trainer", ended, args.deadline, lambda: programs.check([trainer]))
             programs.check([trainer])
         except (ProgramEnded, TimeoutError) as error:
             problem = f"{error}"
-            for log in sorted(work.glob("*.log")):
-                rig.log(f"{log.name}: {log.read_text(errors='replace')[-1500:]}")
+            rig.keep_logs(work, args.out, "quantised-rounds")
     result = write(args, work, hf, problem)
     sys.stdout.write(json.dumps(result) + "\n")
     return 0 if result["equal"] and not problem else 1

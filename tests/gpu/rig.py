@@ -80,6 +80,8 @@ CUDA_FLAGS = (
 )
 TP_FLAGS = ("--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-all-reduce")
 """Without them a server of several GPUs did not come up: it would use NVLink multicast, or wait for it."""
+GRAPHS = ("--cuda-graph-max-bs=4", "--disable-prefill-cuda-graph")
+"""Decoding as in a deployment. Capturing 58 sizes of prefill would take most of the start."""
 FP8_FLAGS = ("--fp8-gemm-backend=triton", "--moe-runner-backend=triton")
 """Kernels that are there without DeepGEMM. The weights lie as they were loaded with any of them on Hopper."""
 CPU_FLAGS = ("--skip-tokenizer-init",)
@@ -117,9 +119,23 @@ def write_found(work: Path, found: Mapping[str, Any]) -> None:
 
 
 def write_result(out: str | None, name: str, result: Mapping[str, Any]) -> None:
-    """Into the folder of the results, if one was named."""
+    """Into the folder of the results, if one was named. Whoever reads it, or cuts us off, finds a whole one."""
     if out:
-        (Path(out) / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        new = Path(out) / f"{name}.new"
+        new.write_text(json.dumps(result, indent=1) + "\n")
+        new.rename(Path(out) / f"{name}.json")
+
+
+def keep_logs(work: Path, out: str | None, name: str) -> None:
+    """Something failed: the ends of all logs to stderr, and more of them into the folder of the results."""
+    from weightbus.trainer_agent.demo.processes import tail
+
+    logs = sorted(work.glob("*.log"))
+    for each in logs:
+        log(f"{name} failed; {each.name} ends with\n{tail(each)[-2000:]}")
+    if out:
+        whole = (f"\n==== {each.name}\n".encode() + each.read_bytes()[-60_000:] for each in logs)
+        (Path(out) / f"{name}-logs.txt").write_bytes(b"".join(whole))
 
 
 def play_cuda(device: str) -> None:
@@ -400,6 +416,15 @@ class Fleet:
         answer = self._http.post(self.url(channel) + "/generate", json=body).raise_for_status().json()
         return [int(token) for token in answer["output_ids"]]
 
+    def logprobs(self, channel: str, prompt: Sequence[int]) -> list[float]:
+        """Logarithm of the probability that it gives to each token of `prompt` but the first."""
+        body = {
+            "input_ids": list(prompt), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True, "logprob_start_len": 0,
+        }  # fmt: skip
+        answer = self._http.post(self.url(channel) + "/generate", json=body).raise_for_status().json()
+        return [float(each[0]) for each in answer["meta_info"]["input_token_logprobs"][1:]]
+
     def seconds(self, channel: str) -> dict[str, float]:
         """What the sidecar has counted so far: seconds by step and by call, ``step:copy`` and ``call:..``."""
         found: dict[str, float] = {}
@@ -431,17 +456,27 @@ def dig(value: Any, key: str) -> Iterator[Any]:
 
 
 _turn: list[int] = []
+PARTIES_S = 300.0
+"""How long one waits for the others before it measures beside them."""
 
 
 def take_turn() -> None:
     """Where programs share GPUs, their servers start together and one measures at a time, until its process ends.
 
-    ``WEIGHTBUS_GPU_TURN`` names the file that they lock for it.
+    ``WEIGHTBUS_GPU_TURN`` names the file that they lock for it. Nobody measures while others still start: the folder
+    ``WEIGHTBUS_GPU_PARTIES`` has a file for each that is not ready, and this program's is ``WEIGHTBUS_GPU_PARTY``.
     """
     path = os.environ.get("WEIGHTBUS_GPU_TURN")
-    if path and not _turn:
-        _turn.append(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
-        fcntl.flock(_turn[0], fcntl.LOCK_EX)
+    if not path or _turn:
+        return
+    if folder := os.environ.get("WEIGHTBUS_GPU_PARTIES"):
+        (Path(folder) / os.environ.get("WEIGHTBUS_GPU_PARTY", "-")).unlink(missing_ok=True)
+        until = time.monotonic() + PARTIES_S
+        while (others := [each.name for each in Path(folder).iterdir()]) and time.monotonic() < until:
+            time.sleep(0.2)
+        log(f"measured beside {', '.join(others)}" if others else "everybody is ready")
+    _turn.append(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+    fcntl.flock(_turn[0], fcntl.LOCK_EX)
 
 
 # -- trainers ----------------------------------------------------------------------------------------------------------

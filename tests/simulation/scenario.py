@@ -134,9 +134,11 @@ def _with_waves(drawn: Scenario) -> Scenario:
 
 
 def _with_lag(drawn: Scenario) -> Scenario:
-    """How far behind engines may be. By dice of their own."""
+    """How far behind engines may be, and trainers that go back while some are. By dice of their own."""
     rng = random.Random(f"weightbus-lag-{drawn.seed}")
-    return msgspec.structs.replace(drawn, max_lag=rng.choice((0, 0, 0, 1, 2)))
+    lag = rng.choice((0, 0, 0, 1, 2))
+    back = lag > 0 and not drawn.sealed and rng.random() < 0.5
+    return msgspec.structs.replace(drawn, max_lag=lag, rollback=0.8 if back else drawn.rollback)
 
 
 def _with_power(drawn: Scenario) -> Scenario:

@@ -1,0 +1,163 @@
+"""What the programs of this folder have measured, beside what was to be reached: a line for each goal.
+
+    python3 tests/gpu/goals.py [FOLDER]     of result files; tests/gpu/results
+
+Exits with 1 when a goal was missed. A file that is not there, or a figure that it lacks, is passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MARGIN_S = 0.010
+"""That a token may be late beyond copy and proof."""
+FULL_BYTES = 31e9
+"""Of the model that the goals in seconds are for: half of Qwen3-30B-A3B."""
+NEAR = 0.85
+"""Of the speed over PCIe: the goal says "near"."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One figure. `limit` is the most that it may be, or with `least` the least."""
+
+    what: str
+    figure: float
+    limit: float
+    least: bool = False
+
+    @property
+    def reached(self) -> bool:
+        """It was."""
+        return self.figure >= self.limit if self.least else self.figure <= self.limit
+
+    def __str__(self) -> str:
+        sign = ">=" if self.least else "<="
+        return f"{'ok    ' if self.reached else 'MISSED'} {self.what}: {self.figure:.4g} ({sign} {self.limit:.4g})"
+
+
+def proven(name: str, found: Mapping[str, Any]) -> Goal:
+    """What has to hold before any figure counts."""
+    return Goal(f"{name}: equal", float(bool(found.get("equal"))), 1.0, least=True)
+
+
+def ratio(found: Mapping[str, Any], of: str, by: str) -> float | None:
+    """Of two figures; None when one is missing."""
+    return found[of] / found[by] if found.get(of) and found.get(by) else None
+
+
+def direct(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """colocated, peer and crosswise; the gap by layout."""
+    large = found["bytes"] > FULL_BYTES
+    for layout, each in found["layouts"].items():
+        figures = each.get("figures", {})
+        if figures.get("pause_gap_s") is not None and large:
+            limit = figures["replay_s"] + figures["verify_s"] + MARGIN_S
+            yield Goal(f"{name}: longest gap between tokens, {layout}, s", figures["pause_gap_s"], limit)
+    if not large:
+        return
+    workers = found["command"].partition("--tp ")[2].split(" ")[0] or "1"
+    if name.startswith("colocated") and found.get("of_plain_copy"):
+        yield Goal(f"{name}: of a plain copy", found["of_plain_copy"], 0.85, least=True)
+        yield Goal(f"{name}: times as fast as SGLang's buckets", found["over_sglang_bucket"], 30, least=True)
+    elif not name.startswith("colocated"):
+        speed = found["bytes"] / int(workers) / found["replay_s"] / 1e9
+        yield Goal(f"{name}: GB/s into each GPU", speed, 360, least=True)
+    share = found["bytes"] / int(workers) / FULL_BYTES
+    yield Goal(f"{name}: proof of 31 GB, s", found["verify_s"] / max(share, 1.0), 0.015)
+    yield Goal(f"{name}: recording, s", found["record_s"], 3.0)
+    yield Goal(f"{name}: planning and opening, s", found["plan_s"], 2.0)
+
+
+def nccl(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Sends beside a bare send and SGLang's own ways."""
+    for by, what, limit in (
+        ("bare_sendrecv_s", "of a bare send", 0.9),
+        ("slime_distributed_s", "times as fast as a broadcast for each tensor", 10.0),
+        ("flattened_distributed_s", "times as fast as flattened buckets", 5.0),
+    ):
+        if (figure := ratio(found, by, "shard_to_shard_s")) is not None:
+            yield Goal(f"{name}: {what}", figure, limit, least=True)
+    if found.get("survivors_serving_s"):
+        yield Goal(f"{name}: survivors serve after, s", found["survivors_serving_s"], 5.0)
+    if (figure := ratio(found, "joiner_s", "normal_round_s")) is not None:
+        yield Goal(f"{name}: a joiner is routable, in rounds", figure, 2.0)
+
+
+def quantised(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """FP8 rounds beside bfloat16 rounds."""
+    if found.get("of_copy"):
+        yield Goal(f"{name}: of device-memory speed", found["of_copy"], 0.7, least=True)
+    if (figure := ratio(found, "fp8_round_s", "bf16_round_s")) is not None:
+        yield Goal(f"{name}: FP8 round by bfloat16 round", figure, 1.0)
+    if (figure := ratio(found, "peer_fp8_s", "peer_bf16_s")) is not None:
+        yield Goal(f"{name}: the same from a peer", figure, 0.65)
+
+
+def engines(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Whether a server that was started from a saved version has what the engine was brought."""
+    if started := found.get("started_from_files"):
+        both = {"equal": started["weights_equal"] and started["tokens_equal"]}
+        yield proven(f"{name}, a server started from the files", both)
+
+
+def int4(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """By model."""
+    for model, each in found["models"].items():
+        yield proven(f"{name}, {model}", each)
+
+
+def deaths(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """All cells of the table."""
+    cells = found["cells"].values()
+    yield Goal(f"{name}: cells that went well", sum(each["well"] for each in cells), max(1, len(cells)), least=True)
+
+
+def offloaded(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Every way of the bytes over the bus."""
+    for way in ("pinned", "float32", "snapshot", "quantised"):
+        if way in found:
+            yield Goal(f"{name}: {way} of a copy over PCIe", found[way]["of_pcie"], NEAR, least=True)
+
+
+KINDS: dict[str, Callable[[str, Mapping[str, Any]], Iterator[Goal]]] = {
+    "colocated": direct, "peer": direct, "crosswise": direct, "nccl": nccl, "quantised": quantised,
+    "engines": engines, "int4": int4, "deaths": deaths, "offloaded": offloaded,
+}  # fmt: skip
+"""By the first word of a file's name."""
+
+
+def goals(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Of the file `name`."""
+    kind = KINDS.get(name.partition("-")[0])
+    if kind is not None:
+        if "equal" in found:
+            yield proven(name, found)
+        yield from kind(name, found)
+
+
+def read(folder: Path) -> Iterator[Goal]:
+    """Of every file that has some."""
+    for file in sorted(folder.glob("*.json")):
+        yield from goals(file.stem, json.loads(file.read_text()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).with_name("results"))
+    folder: Path = parser.parse_args().folder
+    found = list(read(folder))
+    missed = [each for each in found if not each.reached]
+    lines = [*map(str, found), f"goals: {len(found) - len(missed)} of {len(found)} reached in {folder}"]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 1 if missed or not found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""Figures beside goals: what is whole is judged, what is missing is passed over. No GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.gpu import goals
+
+RESULTS = Path(goals.__file__).with_name("results")
+
+
+def colocated(**figures: float) -> dict[str, Any]:
+    found = {
+        "bytes": 31_154_454_528, "command": "python3 tests/gpu/direct.py --layers 24", "equal": True,
+        "replay_s": 0.016, "verify_s": 0.010, "record_s": 1.5, "plan_s": 0.3, "pause_gap_s": 0.036,
+        "of_plain_copy": 0.89, "over_sglang_bucket": 50.0, **figures,
+    }  # fmt: skip
+    return {**found, "layouts": {"tp2": {"figures": found}}}
+
+
+def missed(name: str, found: dict[str, Any]) -> set[str]:
+    return {each.what for each in goals.goals(name, found) if not each.reached}
+
+
+def test_a_gap_may_be_ten_milliseconds_longer_than_copy_and_proof() -> None:
+    """At the limit it is reached, above it not."""
+    assert not missed("colocated", colocated(pause_gap_s=0.0359))
+    assert missed("colocated", colocated(pause_gap_s=0.0361)) == {
+        "colocated: longest gap between tokens, tp2, s"
+    }  # fmt: skip
+
+
+def test_speed_across_counts_for_each_gpu() -> None:
+    """Two workers take half of the bytes each: 360 GB/s into each of them are 43.3 ms."""
+    command = "python3 tests/gpu/direct.py --layers 24 --tp 2"
+    fast, slow = (
+        {**colocated(replay_s=seconds), "command": command, "layouts": {}} for seconds in (0.0432, 0.0434)
+    )  # fmt: skip
+    assert not missed("crosswise", fast)
+    assert missed("crosswise", slow) == {"crosswise: GB/s into each GPU"}
+
+
+def test_a_run_that_was_cut_off_is_judged_by_what_it_left() -> None:
+    """Figures that are not there yet are nobody's fault; that it is not equal yet is said."""
+    sends = {"equal": False, "shard_to_shard_s": 0.05, "bare_sendrecv_s": 0.052, "flattened_distributed_s": None}
+    assert missed("nccl", sends) == {"nccl: equal"}
+    assert missed("quantised", {"equal": False, "bf16_round_s": 0.06, "fp8_round_s": None}) == {"quantised: equal"}
+
+
+def test_every_result_file_can_be_read() -> None:
+    """All that are kept, and nothing of them but figures and goals."""
+    for file in RESULTS.glob("*.json"):
+        for each in goals.goals(file.stem, json.loads(file.read_text())):
+            assert str(each).startswith(("ok", "MISSED"))
+    assert any(each.what == "nccl: of a bare send" for each in goals.read(RESULTS))

@@ -1,0 +1,95 @@
+"""Programs that share GPUs, and the client that they measure with. No GPU."""
+
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import client, rig
+from tests.kit.waiting import readable
+
+MINE = "import rig; rig.take_turn(); print('mine', flush=True)"
+
+
+def test_nobody_measures_while_another_one_starts(tmp_path: Path) -> None:
+    """Who is ready takes its name away and waits until no other name is left."""
+    parties = tmp_path / "parties"
+    parties.mkdir()
+    for name in ("one", "other"):
+        (parties / name).touch()
+    environment = {
+        **os.environ, "PYTHONPATH": os.fspath(Path(rig.__file__).parent), "WEIGHTBUS_GPU_PARTY": "one",
+        "WEIGHTBUS_GPU_PARTIES": os.fspath(parties), "WEIGHTBUS_GPU_TURN": os.fspath(tmp_path / "turn"),
+    }  # fmt: skip
+    with subprocess.Popen([sys.executable, "-c", MINE], env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        rig.wait("its name to go", lambda: not (parties / "one").exists(), 60, lambda: None)
+        assert not readable(process.stdout.fileno(), 0.5)
+        (parties / "other").unlink()
+        assert process.stdout.readline() == b"mine\n"
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Generates for as long as somebody reads, or refuses."""
+
+    refuses = False
+    pace = threading.Event()
+
+    def do_POST(self) -> None:
+        self.send_response(400 if self.refuses else 200)
+        self.end_headers()
+        if self.refuses:
+            self.wfile.write(b"no")
+            return
+        try:
+            while True:
+                self.wfile.write(b'data: {"text": "x"}\n\n')
+                self.pace.wait(0.001)
+        except OSError:  # it has heard enough
+            return
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002  the name is http.server's
+        """Nothing."""
+
+
+class Servers(http.server.ThreadingHTTPServer):
+    """No thread outlives it."""
+
+    daemon_threads = False
+
+
+@pytest.fixture
+def url() -> Generator[str]:
+    with Servers(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_client_tells_how_its_tokens_came(url: str) -> None:
+    """Some before it is said that it generates, some after it was told to stop."""
+    request = client.Client(url, 1000)
+    request.start()
+    request.stop()
+    request.close()
+    found = request.gaps()
+    assert found["tokens"] >= 59
+    assert found["pause_gap_s"] >= 0
+    assert not found["client"]
+
+
+def test_a_refused_client_says_why(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no gap, and nobody waits for its tokens."""
+    monkeypatch.setattr(Server, "refuses", True)
+    request = client.Client(url, 1000)
+    request.start()
+    request.stop()
+    request.close()
+    assert request.gaps() == {"client": "400: no"}
