@@ -113,7 +113,7 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
     ),
     (
         "every address, which is the engine's own",
-        Ends(trainer(), engine(**AWAY), told(address="0.0.0.0"), told()),  # noqa: S104
+        Ends(trainer(), engine(**AWAY), told(address="0.0.0.0"), told()),
         DISK,
         "tells engines to come to 0.0.0.0",
     ),
