@@ -3,24 +3,38 @@
 messages  codec  errors             the protocol, its frames, and what can be wrong with it (PROTOCOL.md)
     from_agents  from_coordinator       who says what
     fragments  terms  ids               what it is made of
-states                              legal moves, as tables
+states  limits                      legal moves, as tables; every wait and bound
 events  effects                     what may happen to the coordinator, what it asks of the world
 coordinator                         the machine: handle(event, now) -> effects, made of
     membership  admission               who is there, who may say what
-    channel  lease  tenure  fleet       one channel: who may publish, who does, its engines outside a round
-    round  cohort  member               one round, its engines, one of them
+    attendance                          who comes and goes, and what channels are told of it
+    channel  standing                   one channel: what it decides, how it stands
+    lease  tenure                       who may publish, who does
+    fleet  engines  staleness           its engines outside a round, one of them, how old its version may be
+    round  progress                     one round: what it decides, how far it has come
+    cohort  member  patience            its engines, one of them, and how long slow ones are waited for
     orders  routing  duties             what a round tells them, by which transport, unanswered commands
-    receipts                            acknowledgements that are owed, and those that a command makes needless
-    engines  blobs  answers  status     one engine, manifests, how rounds ended, what may be known
-    publisher  plan_document  story     who published, who takes versions by what and why, what was said lately
-    limits                              every wait and bound
-journal  server  service            SQLite and the loop: the machine's hands; the process around them
-reporter  telemetry  http           what becomes of its observations: log, metrics, status
-bus  links  memory_bus  keys        sockets, their seam, their stand-in, CURVE key files
-    throttle                            how much one agent may say
+    outgoing  relay  outbox  pen        what a channel wants out, on its way to connections, and to the journal
+    answers  receipts                   how questions were answered, and which acknowledgements are owed
+    blobs  past  publisher  story       manifests, what was committed, who published, what was said lately
+    status  plan_document               what may be known, who takes versions by what and why
+    deadlines                           the earlier of two
+server  service                     the loop: the machine's hands; the process around them
+    journal                             SQLite, and what any journal promises
+    etcd_journal  etcd                  the same records in a store that several coordinators share
+    election  candidate  standby        who of them leads, in turns, and what the others say
+bus  dealer  sockets                the coordinator's sockets, an agent's, and what they have in common
+    links  memory_bus                   their seam, and their stand-in
+    throttle  rejection                 how much one agent may say, and what is answered to what is no message
+keys  trust  security               CURVE key files, the allow-list, and the word that there are none
+    signing  seals  provision           Ed25519, what trainers sign with it, all keys of a host in one call
+reporter  telemetry  log            what becomes of its observations: metrics and lines
+    http  status_desk                   pages, and documents that the loop hands to other threads
 client  session                     an agent's end, and the machine in it
-settings  settings_fields           where a process's settings come from, and one of them
-coordinator_settings                those of the coordinator
-cli  commands  status_view          the command `weightbus`, and the status for people
-plan_command  plan_view             the same for the plan
+cli  settings_command               the command `weightbus`, and what its subcommands share
+    commands  key_commands              coordinator, status, version; keygen, trust
+    plan_command  plan_view             the plan, and the plan for people
+    status_view                         the status for people
+    settings  settings_fields           where a process's settings come from, and one of them
+    coordinator_settings                those of the coordinator
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -29,8 +29,10 @@ from .messages import (
 Keyed = Acquire | Release | Publish | Offered | Sent | Abandon
 """Requests whose answer is remembered."""
 
-ANSWERS: Final = 256
-"""Finished rounds whose answer is remembered, per channel."""
+ANSWERS: Final = 64
+"""Finished rounds whose answer is remembered, per channel: the trainer of one asks about its last."""
+GRANTS: Final = 64
+"""Grants that are remembered: each describes every engine that was there, a megabyte of a large fleet."""
 
 
 _ENCODE: Final = msgspec.msgpack.Encoder()
@@ -49,6 +51,7 @@ class Replies:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._by_key: OrderedDict[tuple[AgentId, RequestId], _Reply] = OrderedDict()
+        self._grants: deque[tuple[AgentId, RequestId]] = deque()
 
     def get(self, agent: AgentId, message: Keyed) -> Ack | Granted | Verdict | None:
         """What `agent` was told, unless that was too long ago; or why its key is not for this question."""
@@ -62,6 +65,10 @@ class Replies:
     def remember(self, agent: AgentId, message: Keyed, reply: Ack | Granted) -> None:
         """`agent` asked `message` and is told `reply`; the oldest one may be forgotten."""
         self._by_key[agent, message.request] = _Reply(type(message).__name__, _digest(message), reply)
+        if isinstance(reply, Granted):
+            self._grants.append((agent, message.request))
+            if len(self._grants) > GRANTS:
+                self._by_key.pop(self._grants.popleft(), None)
         while len(self._by_key) > self._limit:
             self._by_key.popitem(last=False)
 

@@ -24,6 +24,7 @@ chosen against a failure seen with libzmq 4.3.5:
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import itertools
 import struct
@@ -430,5 +431,7 @@ def _bind(each: zmq.Socket[bytes], host: str, port: int, setting: str) -> int:
         each.bind(f"tcp://{host}:{port or '*'}")
     except zmq.ZMQError as error:
         advice = f"choose another {setting}, or stop what listens there"
+        if error.errno == errno.EADDRNOTAVAIL:
+            advice = "that is no address of this machine: give --bind one that is, or 0.0.0.0 for all of them"
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error}; {advice}") from error
     return int(each.get_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])

@@ -39,6 +39,9 @@ MAGIC: Final = b"WB"
 MAX_FRAME_BYTES: Final = 1 << 20
 """For header and payload together, and for a blob. The sockets are told it too: libzmq cuts larger frames by itself."""
 
+MAX_ANSWER_BYTES: Final = 4 << 20
+"""The same for what an agent is told: `Granted`, `RoundDone` and the status name every engine of a fleet."""
+
 MAX_PROSE: Final = 2048
 """Characters of a `Text` field (ids.py). Longer reasons are cut to it, so that no failure is lost for being wordy."""
 
@@ -69,10 +72,12 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 class Wire(Generic[M]):
     """One direction of the control plane: the union of messages that travel in it, and their frames."""
 
-    def __init__(self, mark: bytes, union: object) -> None:
+    def __init__(self, mark: bytes, union: object, most: int = MAX_FRAME_BYTES) -> None:
+        """`mark` stands in the header, `most` bytes are in a frame."""
         members = cast("tuple[type[M], ...]", get_args(union) or (union,))
         self.members: Final = members
         self._header: Final = MAGIC + bytes((PROTOCOL,)) + mark
+        self._most: Final = most
         self._tags: Final = frozenset(member.__struct_config__.tag for member in members)
         self._decoder: Final[msgspec.msgpack.Decoder[M]] = msgspec.msgpack.Decoder(cast("type[M]", union))
         self._last: tuple[bytes, M] | None = None
@@ -96,11 +101,11 @@ class Wire(Generic[M]):
             raise Malformed(f"{len(frames)} parts, expected a header, a payload and at most one blob")
         if frames[0] != self._header:
             self._explain_header(frames[0])
-        if len(frames[1]) > MAX_FRAME_BYTES - _HEADER_BYTES:
-            raise Oversize("payload", len(frames[1]), MAX_FRAME_BYTES - _HEADER_BYTES)
+        if len(frames[1]) > self._most - _HEADER_BYTES:
+            raise Oversize("payload", len(frames[1]), self._most - _HEADER_BYTES)
         blob = frames[2] if len(frames) == 3 else None
-        if blob is not None and len(blob) > MAX_FRAME_BYTES:
-            raise Oversize("blob", len(blob), MAX_FRAME_BYTES)
+        if blob is not None and len(blob) > self._most:
+            raise Oversize("blob", len(blob), self._most)
         message = self._decode_payload(frames[1])
         if (blob is not None) != (type(message) in CARRIES_BLOB):
             problem = "lacks its blob frame" if blob is None else "carries a blob frame that it must not have"
@@ -116,7 +121,7 @@ class Wire(Generic[M]):
             frame = frames[0]
             if self._last is not None and self._last[0] == frame:
                 return self._last[1], None
-            if frame.startswith(self._header) and len(frame) <= MAX_FRAME_BYTES:
+            if frame.startswith(self._header) and len(frame) <= self._most:
                 message = self._decode_payload(frame[_HEADER_BYTES:])
                 if type(message) not in CARRIES_BLOB:
                     self._last = frame, message
@@ -189,7 +194,7 @@ def _cut_prose(message: M) -> M:
 
 TO_COORDINATOR: Final[Wire[ToCoordinator]] = Wire(b">", ToCoordinator)
 """What agents send."""
-TO_AGENT: Final[Wire[ToAgent]] = Wire(b"<", ToAgent)
+TO_AGENT: Final[Wire[ToAgent]] = Wire(b"<", ToAgent, MAX_ANSWER_BYTES)
 """What the coordinator sends to one agent."""
 HINT: Final[Wire[Hint]] = Wire(b"!", Hint)
 """What the coordinator tells whoever listens."""

@@ -21,6 +21,7 @@ from .answers import Keyed
 from .attendance import Attendance
 from .blobs import Blobs
 from .channel import Channel
+from .codec import MAX_ANSWER_BYTES
 from .deadlines import earlier
 from .effects import AnyEffect, Probe
 from .errors import InvariantBroken
@@ -262,7 +263,7 @@ class Coordinator:
                 self._attendance.located(agent, message)
                 self._out.answer(peer, agent.name, message, YES)
             case GetStatus():
-                self._out.send(peer, Status(request=message.request), status.encode(self.status(now)))
+                self._get_status(agent, message, peer, now)
             case PutBlob():
                 blob = event.blob if event.blob is not None else b""
                 verdict = self.blobs.put(message.digest, message.page, message.pages, blob)
@@ -283,6 +284,14 @@ class Coordinator:
         blob, pages = found
         answer = BlobPage(request=message.request, digest=message.digest, page=message.page, pages=pages)
         self._out.send(peer, answer, blob)
+
+    def _get_status(self, agent: Agent, message: GetStatus, peer: Peer, now: float) -> None:
+        document = status.encode(self.status(now))
+        if len(document) > MAX_ANSWER_BYTES:
+            reason = f"the status takes {len(document)} bytes, a message {MAX_ANSWER_BYTES}: read it over HTTP"
+            self._out.refuse(peer, agent.name, message, Verdict(Code.NOT_ALLOWED, reason))
+            return
+        self._out.send(peer, Status(request=message.request), document)
 
     def _from_engine(self, agent: Agent, message: EngineMessage, peer: Peer, now: float) -> None:
         channel = self.channels[agent.channel]

@@ -77,11 +77,18 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         security.check(self.keys, insecure_loopback=self.insecure_loopback)
-        if self.silence_s < 2 * self.heartbeat_s:
-            raise ValueError(
-                f"silence_s = {self.silence_s:g} is less than two heartbeats of {self.heartbeat_s:g} s: one late"
-                " heartbeat would lose an agent; raise silence_s or lower heartbeat_s"
-            )
+        for name, least, would in (
+            ("silence_s", 2, "lose an agent"),
+            ("lease_s", 2, "end a lease, and have engines resume in mid-round"),
+            ("takeover_s", 1, "give an agent's name away"),
+        ):
+            wait_s: float = getattr(self, name)
+            if wait_s < least * self.heartbeat_s:
+                beats = "two heartbeats" if least > 1 else "one heartbeat"
+                raise ValueError(
+                    f"{name} = {wait_s:g} is less than {beats} of {self.heartbeat_s:g} s: one late heartbeat would"
+                    f" {would}; raise {name} or lower heartbeat_s"
+                )
         for name in ("bind", "http_bind"):
             _check_address(name, getattr(self, name))
         self._check_ports()

@@ -47,6 +47,7 @@ class DealerLink:
         set_common(dealer)
         _set_connecting(dealer, self._pair, self._coordinator_key)
         dealer.set(zmq.IMMEDIATE, 1)
+        dealer.set(zmq.MAXMSGSIZE, codec.MAX_ANSWER_BYTES)
         _connect(dealer, self._endpoints[place])
 
     def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:

@@ -131,6 +131,18 @@ class CoordinatorUnreachable(WeightbusError):
         )
 
 
+class StandsBy(WeightbusError):
+    """This coordinator knows nothing of the channels: another one leads."""
+
+    def __init__(self, leader: str, endpoint: str) -> None:
+        who = (
+            f"{leader!r} leads, with agents at {endpoint}: name its HTTP port with --url"
+            if leader
+            else "nobody leads yet"
+        )
+        super().__init__(f"this coordinator stands by; {who}")
+
+
 class NoTrainer(WeightbusError):
     """Nobody has said yet what is to be sent, and from where."""
 

@@ -213,10 +213,12 @@ class SqliteJournal:
         answers: dict[str, dict[RequestId, RoundDone]] = {}
         oldest = self._wall_clock() - REPLY_TTL_S
         rows = self._db.execute(
-            "SELECT request, channel, answer FROM reply WHERE written_at >= ? ORDER BY written_at DESC LIMIT ?",
+            "SELECT request, channel, answer FROM (SELECT *, rowid AS number, row_number() OVER"
+            " (PARTITION BY channel ORDER BY written_at DESC, rowid DESC) AS place FROM reply WHERE written_at >= ?)"
+            " WHERE place <= ? ORDER BY written_at, number",
             (oldest, ANSWERS),
         )
-        for request, channel, answer in reversed(rows.fetchall()):
+        for request, channel, answer in rows:
             try:
                 answers.setdefault(channel, {})[RequestId(request)] = _DECODE_ANSWER.decode(answer)
             except ValueError as error:

@@ -17,6 +17,7 @@ from .membership import Agent, Membership
 from .messages import EngineInfo, Place, Topology, TrainerInfo, TransportKind
 from .publisher import Publisher
 from .routing import IN_PLACE, Ends, Route, choose
+from .status import refuse_standby
 
 _ENCODER: Final = msgspec.json.Encoder()
 
@@ -90,10 +91,11 @@ def encode(view: PlanView) -> bytes:
 
 
 def parse(document: bytes) -> PlanView:
-    """The document, typed."""
+    """The document, typed. Raises `StandsBy`, or `Malformed`."""
     try:
         return _DECODER.decode(document)
     except ValueError as problem:
+        refuse_standby(document)
         raise Malformed(f"this is not the plan of a coordinator of this version: {problem}") from problem
 
 

@@ -22,6 +22,7 @@ from .messages import Bye, Code, Heartbeat, Refused, ToCoordinator
 from .outbox import HEARTBEAT_KEY
 from .rejection import answer_to, refusal_of
 from .reporter import Reporter
+from .status import StandbyView
 from .telemetry import Meters, Side
 
 ASK_S: Final = 0.25
@@ -58,6 +59,7 @@ class Standby:
                 refresh=self._count,
                 readiness=self.readiness,
                 status=self._status,
+                plan=self._status,
             )
             undo.callback(http.stop)
             self._undo = undo.pop_all()
@@ -142,4 +144,4 @@ class Standby:
 
     def _status(self) -> bytes:
         leader = self._leader or Leader()
-        return msgspec.json.encode({"stands_by": True, "leader": leader.name, "endpoint": leader.endpoint})
+        return msgspec.json.encode(StandbyView(stands_by=True, leader=leader.name, endpoint=leader.endpoint))

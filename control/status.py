@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Final
 
@@ -9,7 +10,7 @@ import msgspec
 
 from .channel import Channel
 from .engines import Engine, readiness
-from .errors import Malformed
+from .errors import Malformed, StandsBy
 from .ids import AgentId
 from .membership import Membership
 from .messages import EngineHealth, Held, TransportKind
@@ -109,7 +110,17 @@ class StatusView(msgspec.Struct, frozen=True):
     channels: dict[str, ChannelView]
 
 
+class StandbyView(msgspec.Struct, frozen=True):
+    """What a coordinator that stands by says instead of any document."""
+
+    stands_by: bool
+    leader: str
+    """Empty while nobody leads, or nobody knows."""
+    endpoint: str
+
+
 _DECODER: Final = msgspec.json.Decoder(StatusView)
+_STANDBY_DECODER: Final = msgspec.json.Decoder(StandbyView)
 
 
 def encode(view: StatusView) -> bytes:
@@ -118,11 +129,19 @@ def encode(view: StatusView) -> bytes:
 
 
 def parse(document: bytes) -> StatusView:
-    """The document, typed."""
+    """The document, typed. Raises `StandsBy`, or `Malformed`."""
     try:
         return _DECODER.decode(document)
     except ValueError as problem:
+        refuse_standby(document)
         raise Malformed(f"this is not the status of a coordinator of this version: {problem}") from problem
+
+
+def refuse_standby(document: bytes) -> None:
+    """Raise `StandsBy` if the document says so."""
+    with contextlib.suppress(ValueError):
+        view = _STANDBY_DECODER.decode(document)
+        raise StandsBy(view.leader, view.endpoint)
 
 
 def describe(channels: Iterable[Channel], members: Membership, lease_s: float, now: float) -> dict[str, ChannelView]:

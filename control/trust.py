@@ -32,6 +32,7 @@ from msgspec import Meta
 from .errors import PeerKeyError
 from .events import ANY_CHANNEL, Principal
 from .ids import NAME_PATTERN, AgentId, AgentName, Channel
+from .log import get_log
 from .messages import Role
 from .signing import PUBLIC_PATTERN, SigningKey
 
@@ -204,12 +205,16 @@ class TrustList:
         stamp = _stamp(self.path)
         if stamp is not None and stamp == self._stamp:
             return
-        self._stamp = stamp
+        self._stamp, before = stamp, self.problem
         try:
             self._trust, self.problem = read_trust(self.path), ""
         except PeerKeyError as error:
             self._trust, self.problem = Trust(), str(error)
         self._principals = self._trust.principals()
+        if self.problem and self.problem != before:
+            get_log(__name__).error("nobody_is_trusted", reason=self.problem)
+        elif before and not self.problem:
+            get_log(__name__).info("trusted_again", agents=len(self._principals))
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

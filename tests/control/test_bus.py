@@ -224,12 +224,14 @@ def test_send_without_a_connection_is_false() -> None:
     link.close()
 
 
-def test_what_cannot_be_bound_or_connected() -> None:
+def test_what_cannot_be_bound_or_connected(folder: Path) -> None:
     """Every address that cannot work is a configuration error that says what to do."""
     with pytest.raises(ConfigurationError, match="weightbus keygen"):
         RouterBus("0.0.0.0", 0, 0)
     with pytest.raises(ConfigurationError, match="IP address"):
         RouterBus("localhost", 0, 0)
+    with pytest.raises(ConfigurationError, match="no address of this machine"):
+        RouterBus("192.0.2.1", 0, 0, ServerKeys.read(folder))
     first = RouterBus("127.0.0.1", 0, 0)
     with pytest.raises(ConfigurationError, match="router_port"):
         RouterBus("127.0.0.1", first.router_port, 0)
@@ -468,7 +470,7 @@ def test_the_profile_of_every_socket(curve_bus: RouterBus, folder: Path) -> None
     for socket_, options in (
         (curve_bus._router, COMMON | BOUND),
         (curve_bus._pub, COMMON | BOUND),
-        (link._socket, COMMON | CONNECTED | {zmq.IMMEDIATE: 1}),
+        (link._socket, COMMON | CONNECTED | {zmq.IMMEDIATE: 1, zmq.MAXMSGSIZE: 4 << 20}),
         (reader._sub, COMMON | CONNECTED),
     ):
         assert socket_ is not None

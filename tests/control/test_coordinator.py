@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from weightbus.control import codec, states
@@ -20,13 +21,14 @@ from weightbus.control.effects import (
 )
 from weightbus.control.errors import IllegalMove
 from weightbus.control.events import Burst, MessageReceived, Persisted, PersistFailed, StopRequested, Tick, Token
-from weightbus.control.ids import Version
+from weightbus.control.ids import Channel, Epoch, Incarnation, Version
 from weightbus.control.journal import SqliteJournal
 from weightbus.control.messages import (
     Abandon,
     Abort,
     Acquire,
     Alive,
+    BlobPage,
     Code,
     Commit,
     EngineHealth,
@@ -42,6 +44,7 @@ from weightbus.control.messages import (
     Prepare,
     Prepared,
     Publish,
+    PutBlob,
     Refused,
     RoundDone,
     Sent,
@@ -53,7 +56,7 @@ from weightbus.control.messages import (
 from weightbus.control.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
 
 from . import world as world_module
-from .world import CHANNEL, MANIFEST, Engine, World, digest, one_by_one, table_of
+from .world import CHANNEL, LIMITS, MANIFEST, Engine, World, digest, one_by_one, table_of
 
 PROTOCOL = Path(states.__file__).with_name("PROTOCOL.md")
 
@@ -266,6 +269,22 @@ def test_blobs_of_the_round_can_be_read_by_engines() -> None:
     assert world.machine.channels[CHANNEL].pinned() == {digest(MANIFEST), digest(table_of(1))}
 
 
+def test_what_is_committed_can_be_read_whatever_else_is_put() -> None:
+    """Manifest and table of the committed version make room for nobody: engines that come later need them."""
+    world = World(msgspec.structs.replace(LIMITS, blob_bytes=1024))
+    engine, trainer = world.engine("e0"), world.trainer()
+    world.publish(trainer, 1)
+    for number in range(8):
+        blob = bytes([number]) * 300
+        trainer.say(PutBlob(request=trainer.key(), digest=digest(blob), page=0, pages=1), blob)
+    world.settle()
+    for known in (MANIFEST, table_of(1)):
+        engine.say(GetBlob(request=engine.key(), digest=digest(known), page=0))
+    world.settle()
+    assert len(engine.got(BlobPage)) == 2
+    assert not engine.got(Refused)
+
+
 def test_engine_whose_server_was_away_for_a_moment_is_ready_again() -> None:
     """A heartbeat that stops and starts to say clean is settled, also when the agent repeats an answer of before."""
     world = World()
@@ -304,6 +323,42 @@ def test_full_disk_makes_read_only_and_heals_by_itself() -> None:
     assert [note.writable for note in world.observed if isinstance(note, JournalChanged)] == [False, True]
     assert world.publish(trainer, 2).outcome is Outcome.COMMITTED
     assert engine.label == 2
+
+
+def test_nothing_is_published_while_the_journal_fails() -> None:
+    """Also under a lease that was granted before: no engine is stopped for what could not be committed."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    world.disk_full = True
+    elsewhere = Channel("elsewhere")
+    other = world.trainer("other")
+    other.say(
+        msgspec.structs.replace(other.hello(), request=other.key(), channel=elsewhere, incarnation=Incarnation("x.2"))
+    )
+    other.say(Acquire(request=other.key(), channel=elsewhere, version=Version(1)))
+    world.settle()
+    assert world.machine.status(world.now).read_only
+    manifest, table = MANIFEST, table_of(1)
+    for blob in (manifest, table):
+        trainer.say(PutBlob(request=trainer.key(), digest=digest(blob), page=0, pages=1), blob)
+    trainer.say(
+        Publish(
+            request=trainer.key(),
+            channel=CHANNEL,
+            epoch=Epoch(1),
+            version=Version(1),
+            manifest=digest(manifest),
+            table=digest(table),
+            bytes=1,
+            buckets=1,
+        )
+    )
+    world.settle()
+    assert codes(world, "trainer") == [Code.READ_ONLY]
+    assert not engine.got(Prepare)
 
 
 @pytest.mark.parametrize("recovers", [True, False])

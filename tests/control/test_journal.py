@@ -14,12 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import structlog
 
+from weightbus.control.answers import ANSWERS
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
-from weightbus.control.ids import Channel
+from weightbus.control.ids import Channel, Digest, RequestId, Version
 from weightbus.control.journal import REPLY_TTL_S, Journal, SqliteJournal
+from weightbus.control.messages import Held
 
 from .journal_contract import RECORDS, JournalContract, closed, taken
 
@@ -136,6 +139,31 @@ def test_damaged_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JournalCorrupt, match="restore it from a backup"):
         SqliteJournal(path)
     assert path.read_bytes().startswith(b"this is not")
+
+
+def test_the_last_answer_of_every_channel_is_restored(tmp_path: Path) -> None:
+    """A channel that is quiet is not forgotten because another one is busy."""
+    quiet = closed("quiet")
+    quiet = msgspec.structs.replace(quiet, done=msgspec.structs.replace(quiet.done, channel=Channel("quiet")))
+    with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 0.0)) as journal:
+        for record in (taken(1), taken(1, "quiet"), quiet, *(closed(f"r{n}") for n in range(2 * ANSWERS))):
+            journal.write(record)
+        found = journal.restore()
+    assert list(found[Channel("quiet")].answers) == ["quiet"]
+    assert list(found[Channel("policy")].answers) == [f"r{n}" for n in range(ANSWERS, 2 * ANSWERS)]
+
+
+def test_a_journal_of_the_first_release_is_read(tmp_path: Path) -> None:
+    """As it was written on the day on which the schema was made; what it held is held, one epoch further on."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal")) as database:
+        database.executescript(Path(__file__).with_name("golden").joinpath("journal.sql").read_text("utf-8"))
+    with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 1.0)) as journal:
+        known = journal.restore()[Channel("policy")]
+    assert (journal.boot, known.epoch, known.committed_epoch) == (2, 2, 1)
+    assert known.committed == Held(version=Version(1), manifest=Digest("a" * 64), table=Digest("b" * 64))
+    assert [(past.version, past.epoch) for past in known.history] == [(1, 1)]
+    (report,) = known.answers[RequestId("r1")].engines
+    assert (report.engine, report.bytes, report.verified_by) == ("e0", 5, "live-digest")
 
 
 def test_other_schema_is_refused(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from weightbus.control.messages import (
     Policy,
     Prepare,
     Publish,
+    RoundDone,
     Send,
     Sent,
     Serving,
@@ -40,7 +41,7 @@ from weightbus.control.messages import (
     Withdraw,
 )
 
-from .world import CHANNEL, Engine, Trainer, World
+from .world import CHANNEL, Engine, Trainer, World, digest
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -751,6 +752,66 @@ def test_late_answer_of_the_first_drive_does_not_count_for_the_second() -> None:
     world.settle()
     assert "stale_epoch" in world.transcript[-1]
     assert world.committed is None
+
+
+def test_what_was_verified_must_be_what_was_published() -> None:
+    """An engine that proved other bits under the same number is not committed, nor ready."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    trainer.policy = Policy(redrives=0)
+
+    def other_bits(message: Message) -> Verified:
+        assert isinstance(message, Transfer)
+        engine.health, engine.weights, engine.held = EngineHealth.PENDING, None, None
+        return Verified(
+            request=engine.key(),
+            channel=CHANNEL,
+            epoch=message.epoch,
+            version=message.version,
+            table=digest(b"other bits"),
+            verified_by="bucket-digest",
+            seconds=0.1,
+        )
+
+    engine.script[Transfer] = other_bits
+    done = world.publish(trainer, 1)
+    assert done.outcome is Outcome.ABORTED
+    assert done.engines[0].outcome is Outcome.QUARANTINED
+    assert digest(b"other bits")[:12] in done.engines[0].reason
+    assert not world.machine.status(world.now).channels[CHANNEL].ready
+
+
+def test_who_serves_another_version_after_the_commit_is_quarantined() -> None:
+    """It is believed that it serves, and not that it serves what it was told to."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+
+    def serves_the_old(message: Message) -> Serving:
+        assert isinstance(message, Commit)
+        return Serving(
+            request=engine.key(), channel=CHANNEL, epoch=message.epoch, version=None, seconds=0.1, paused_s=1.0
+        )
+
+    engine.script[Commit] = serves_the_old
+    done = world.publish(trainer, 1)
+    assert done.outcome is Outcome.COMMITTED
+    assert done.engines[0].outcome is Outcome.QUARANTINED
+    assert "serves version None after the commit of 1" in done.engines[0].reason
+
+
+def test_the_end_of_an_aborted_round_is_told_as_often_as_it_is_asked_for() -> None:
+    """Whoever missed it repeats its question, on the connection that it has."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    trainer.policy = Policy(redrives=0)
+    engine.fail(Transfer, Step.TRANSFER)
+    assert world.publish(trainer, 1).outcome is Outcome.ABORTED
+    (publish,) = (message for message in trainer.said if isinstance(message, Publish))
+    for times in (2, 3):
+        trainer.say(publish)
+        world.settle()
+        assert len(trainer.got(RoundDone)) == times
+    assert all(done == trainer.done for done in trainer.got(RoundDone))
 
 
 def test_abort_reaches_engines_whatever_they_held() -> None:

@@ -8,11 +8,28 @@ from collections.abc import Callable
 
 import pytest
 
-from weightbus.control import channel, codec, fleet
+from weightbus.control import channel, codec, coordinator, fleet
+from weightbus.control.answers import GRANTS
 from weightbus.control.duties import Duties
 from weightbus.control.ids import AgentId, Epoch, RequestId, Version
 from weightbus.control.limits import Limits
-from weightbus.control.messages import Abort, EngineHealth, Failed, Prepare, Prepared, Publish, Send, Sent, Step
+from weightbus.control.messages import (
+    Abort,
+    Acquire,
+    EngineHealth,
+    Failed,
+    GetStatus,
+    Granted,
+    Held,
+    Prepare,
+    Prepared,
+    Publish,
+    Refused,
+    Send,
+    Sent,
+    Step,
+    TransportKind,
+)
 from weightbus.control.orders import Orders
 from weightbus.control.round import Round
 from weightbus.control.routing import Route
@@ -82,6 +99,50 @@ def test_thousands_of_reasons_fit_into_one_message(word: str) -> None:
     codec.TO_AGENT.encode(Orders(publish, Limits()).withdraw(Epoch(1), why))
     sent = Sent(request=RequestId("s"), channel=CHANNEL, epoch=Epoch(1), failed=why)
     codec.TO_COORDINATOR.encode(sent)
+
+
+def test_a_fleet_of_long_names_fits_into_one_message() -> None:
+    """What names every engine that is let in can be sent, though pods are called what they are called."""
+    held = Held(version=Version(2**53), manifest=digest(MANIFEST), table=digest(table_of(1)))
+    names = [AgentId(f"{number:064d}") for number in range(Limits().max_agents)]
+    info = engine_info(
+        url=f"http://{'n' * 120}:30000", host="h" * 36, transports=tuple(TransportKind), live_digest="x" * 20, held=held
+    )
+    granted = Granted(
+        request=RequestId("r"),
+        channel=CHANNEL,
+        epoch=Epoch(1),
+        lease_s=10.0,
+        committed=held,
+        engines=dict.fromkeys(names, info),
+        routes=dict.fromkeys(names, TransportKind.DISTRIBUTED),
+    )
+    codec.TO_AGENT.encode(granted)
+
+
+def test_few_descriptions_of_the_fleet_are_kept() -> None:
+    """What every grant says of every engine does not pile up with the rounds; the newest grants are still repeated."""
+    world = World()
+    world.engine("e0")
+    trainer = world.trainer()
+    for version in range(1, 3 * GRANTS):
+        trainer.acquire(version)
+        world.settle()
+    asked = [message for message in trainer.said if isinstance(message, Acquire)]
+    kept = [message for message in asked if world.machine.replies.get(trainer.name, message)]
+    assert kept == asked[-GRANTS:]
+
+
+def test_a_status_that_no_message_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks is told where else to read it, instead of nothing."""
+    monkeypatch.setattr(coordinator, "MAX_ANSWER_BYTES", 10)
+    world = World()
+    trainer = world.trainer()
+    trainer.say(GetStatus(request=trainer.key()))
+    world.settle()
+    (refused,) = trainer.got(Refused)
+    assert isinstance(refused, Refused)
+    assert "HTTP" in refused.reason
 
 
 def test_what_many_are_told_alike_is_one_object() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import urllib.request
@@ -19,9 +20,11 @@ from weightbus.control.coordinator_settings import CoordinatorSettings
 from weightbus.control.errors import ConfigurationError, RequestRefused
 from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId, Version
 from weightbus.control.memory_bus import MemoryBus
+from weightbus.control.provision import Member, provision
 from weightbus.control.service import Service
 from weightbus.control.session import Timing
 from weightbus.control.status import StatusView
+from weightbus.control.trust import TRUST_FILE
 
 CHANNEL = Channel("policy")
 DEADLINE_S = 20.0
@@ -256,6 +259,25 @@ def test_readiness_follows_the_loop(running: Running, tmp_path: Path) -> None:
     stuck.server.moved_at -= 100.0
     assert "not moved" in stuck.readiness().reason
     stuck.close()
+
+
+def test_a_coordinator_that_trusts_nobody_is_not_ready(tmp_path: Path) -> None:
+    """Nobody can join it: whoever looks after it has to hear of that before the fleet is gone."""
+    keys = tmp_path / "keys"
+    provision(keys, [Member(AgentId("e0"), m.Role.ENGINE, (CHANNEL,))])
+    locked = msgspec.structs.replace(settings(tmp_path), insecure_loopback=False, keys=keys)
+    with contextlib.closing(Service(locked)) as service:
+        assert service.readiness().ready
+        trust = keys / TRUST_FILE
+        good = trust.read_bytes()
+        trust.write_text("nonsense")
+        service.look_again()
+        service.server.step(0.0)
+        assert "nobody is let in" in service.readiness().reason
+        trust.write_bytes(good)
+        service.look_again()
+        service.server.step(0.0)
+        assert service.readiness().ready
 
 
 def test_what_cannot_start_leaves_nothing_behind(running: Running, tmp_path: Path) -> None:

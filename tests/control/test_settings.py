@@ -200,6 +200,8 @@ def test_coordinator_defaults_are_the_limits_defaults() -> None:
     ("flags", "said"),
     [
         ({"heartbeat_s": "6"}, "less than two heartbeats"),
+        ({"lease_s": "1.5"}, "less than two heartbeats of 1 s: one late heartbeat would end a lease"),
+        ({"takeover_s": "0.5"}, "less than one heartbeat of 1 s: one late heartbeat would give an agent's name away"),
         ({"bind": "localhost"}, "not an IP address"),
         ({"http_port": "70000"}, "http_port"),
         ({"lease_s": "0"}, "lease_s"),

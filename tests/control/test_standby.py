@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from weightbus.control.cli import main
 from weightbus.control.coordinator_settings import CoordinatorSettings
 from weightbus.control.dealer import DealerLink
 from weightbus.control.election import Election, Leader
@@ -99,6 +100,21 @@ def test_every_refusal_is_answered_and_counted(standby: Standby) -> None:
     assert found['messages_refused_total{code="not_leader"}'] >= 2
     assert found['messages_refused_total{code="not_allowed"}'] >= 1
     assert found['connections_total{event="accepted"}'] >= 1
+
+
+@pytest.mark.parametrize("command", ["status", "plan"])
+def test_people_who_ask_a_standby_are_told_who_leads(
+    standby: Standby, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """It knows nothing of the channels, and says whom to ask."""
+    url = f"http://127.0.0.1:{standby.ports.http}"
+    until = time.monotonic() + DEADLINE_S
+    pause = threading.Event()
+    while "c0" not in standby.readiness().reason:
+        assert time.monotonic() < until
+        pause.wait(0.02)
+    assert main([command, f"--url={url}"]) == 1
+    assert "stands by; 'c0' leads, with agents at tcp://127.0.0.1:1: name its HTTP port" in capsys.readouterr().err
 
 
 def test_no_alarm_goes_off_at_a_standby(standby: Standby) -> None:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import structlog
 
 from tests.kit.disk_calls import DiskCalls
 from weightbus.control.errors import PeerKeyError
@@ -176,6 +177,23 @@ def test_in_doubt_nobody_is_trusted(path: Path) -> None:
         assert trust.problem == ""
     path.chmod(0o666)
     assert trust.principals(fresh=True) == {}
+
+
+def test_that_nobody_is_trusted_is_said_aloud(path: Path) -> None:
+    """Once, with the reason, though nobody may be here to be cut off; and once that all is well again."""
+    trust = TrustList(path)
+    good = path.read_bytes()
+    with structlog.testing.capture_logs() as lines:
+        path.write_text("nonsense")
+        for _ in range(3):
+            trust.principals(fresh=True)
+        path.write_bytes(good)
+        trust.principals(fresh=True)
+    assert [(line["event"], line["log_level"]) for line in lines] == [
+        ("nobody_is_trusted", "error"),
+        ("trusted_again", "info"),
+    ]
+    assert str(path) in lines[0]["reason"]
 
 
 def test_a_signal_has_it_read_again(path: Path) -> None:

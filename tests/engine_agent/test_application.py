@@ -153,6 +153,26 @@ def test_only_what_was_prepared_is_taken() -> None:
     assert type(world.doing).__name__ == "Receive", "a re-drive of what was prepared needs no second Prepare"
 
 
+def test_epochs_that_have_passed_stay_passed_for_the_next_agent() -> None:
+    """What was said before a restart of the sidecar is as stale after it: its record knows the epoch."""
+    world = World(Record(identity="first", health=CLEAN, epoch=9))
+    assert [type(effect).__name__ for effect in world.prepare(8)] == ["Note"]
+    assert world.doing is None
+    world.prepare(9)
+    assert world.doing is not None
+
+
+def test_what_was_prepared_was_prepared_for_one_launch() -> None:
+    """Another launch may serve another model: what fitted the one before is prepared again before it is taken."""
+    world = World()
+    world.to_serving()
+    world.to_paused(2, 8)
+    world.found("second")
+    while world.doing is not None:
+        world.end()
+    assert "not prepared" in only(world.transfer(3, 8)).reason
+
+
 @pytest.mark.parametrize("at", ["receive", "verify"])
 def test_touched_weights_stay_dirty_through_abort_and_commit(at: str) -> None:
     """After the first byte nothing but a complete, proven transfer sets the server free."""
