@@ -338,9 +338,17 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether a name, a number or an endpoint leads no further than its own network namespace."""
-    host = urlsplit(address if "://" in address else f"//{address}").hostname or address.strip("[]")
+    """Whether a name, a number or an endpoint leads no further than the network namespace of whoever follows it.
+
+    What is none of them, which is for its trainer to say, is not known to.
+    """
     try:
-        return ipaddress.ip_address(host).is_loopback
+        host = urlsplit(address if "://" in address else f"//{address}").hostname or address.strip("[]")
+    except ValueError:  # brackets that are not closed
+        return False
+    try:
+        found = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback or (mapped or found).is_unspecified

@@ -40,8 +40,11 @@ _COLUMNS: Final = 7
 
 
 def pair_bytes_of(ranks: int) -> int:
-    """What one pair may move in a turn, where the larger side of the group has `ranks` ranks."""
-    return max(STAGING_BYTES // max(ranks, 1), MIN_PAIR_BYTES)
+    """What one pair may move in a turn, where the larger side of the group has up to `ranks` ranks.
+
+    The same for all numbers up to the next power of two: a member more should not change the schedules of the others.
+    """
+    return max(STAGING_BYTES >> (max(ranks, 1) - 1).bit_length(), MIN_PAIR_BYTES)
 
 
 def alone_bytes_on(device: str) -> int:

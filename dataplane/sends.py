@@ -38,6 +38,8 @@ KEEP_S: Final = 900.0
 """How long a group that nobody uses is kept for the next version. It costs its members connections and buffers."""
 TURN_S: Final = 10.0
 """For one turn of a rank: a rank that stands still is given up after it. 512 MB in it are 50 MB/s."""
+_SHRUNK: Final = 8
+"""To what part of itself a group may shrink before its messages are cut anew."""
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 _PACKET_S: Final = 10.0
@@ -130,11 +132,11 @@ class SendsSender:
                 "the described pieces are of other tensors than the manifest: describe what is published"
             )
         ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
-        pair_bytes = pair_bytes_of(max(ranks, workers))
-        if (exposed.layout, pair_bytes) != (self._layout, self._pair_bytes):
+        if exposed.layout != self._layout:
             self._plans.clear()
             self._schedules.clear()
-        self._exposed, self._layout, self._pair_bytes = exposed, exposed.layout, pair_bytes
+        self._exposed, self._layout = exposed, exposed.layout
+        self._pair_bytes = self._cut_for(max(ranks, workers))
         self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
         self._engines = {peer.engine: _End(peer.engine, peer.tp) for peer in peers}
         self._ranks = {export.holder: _End(f"rank {export.holder}") for export in exposed.exports}
@@ -187,6 +189,17 @@ class SendsSender:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+    def _cut_for(self, ranks: int) -> int:
+        """What a pair may move in a turn: as before, while it fits and is not much too little.
+
+        It is part of every schedule, and who is told a new one has to stand still for it.
+        """
+        most = pair_bytes_of(ranks)
+        if most // _SHRUNK <= self._pair_bytes <= most:
+            return self._pair_bytes
+        self._schedules.clear()
+        return most
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 

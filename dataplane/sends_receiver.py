@@ -119,7 +119,8 @@ class SendsReceiver(DirectReceiver):
             welcome = self._shake_hands(connection, session, engine, deadline)
             known = self._agreements[_MODEL]
             if (known.layout, self._schedules[0]) != (welcome.layout, _named(known, self._cut)):
-                self.mode = "paused: the trainer's layout is new"
+                new = "the trainer's layout is" if known.layout != welcome.layout else "the schedules are"
+                self.mode = f"paused: {new} new"
                 # To a sender that has seen us, coming a second time would be somebody else.
                 self._met, self._connection = ((session.channel, session.epoch), connection, welcome), None
                 return False

@@ -84,7 +84,8 @@ class Takers:
             self._listener = FrameListener(self._runtime_dir / f"t-{os.getpid()}-{id(self):x}.sock")
         there = {rank for rank, frames in self._threads.items() if not frames.waiting()}
         new = workers.expect(schedules, there, os.fspath(self._listener.path), deadline)
-        for rank in new & set(self._threads):
+        known = (there - new) & set(range(len(schedules)))  # not those of a server that was, and had more workers
+        for rank in set(self._threads) - known:
             self._threads.pop(rank).close()
         coming = Deadline(min(deadline.left(), _CONNECT_S))
         while new - set(self._threads):

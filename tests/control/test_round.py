@@ -315,6 +315,25 @@ def test_each_engine_has_its_own_redrives() -> None:
     assert [len(send.receivers) for send in trainer.got(Send)] == [3, 3, 2]  # type: ignore[attr-defined]
 
 
+def test_who_was_spared_keeps_its_redrives() -> None:
+    """It takes part again, and may still fail by itself as often as it could before."""
+    world, victim, trainer = group_of_three(redrives=1)
+    victim.fail(Transfer, Step.TRANSFER)
+    e1 = world.agents["e1"]
+    assert isinstance(e1, Engine)
+
+    def spared_then_fails(message: Message) -> ToCoordinator | None:
+        if message.epoch == 1:  # type: ignore[attr-defined]
+            e1.script[Transfer] = spared_then_fails
+            return None
+        return e1.failed(message, Step.TRANSFER, "its own fault")
+
+    e1.script[Transfer] = spared_then_fails
+    assert outcomes(world, trainer, 1) == dict.fromkeys(("e0", "e1", "e2"), Outcome.COMMITTED)
+    assert [len(send.receivers) for send in trainer.got(Send)] == [3, 3, 1]  # type: ignore[attr-defined]
+    assert victim.generating
+
+
 def test_a_group_that_fails_by_nobodys_fault_ends_with_its_redrives() -> None:
     """A trainer that spares everybody, always, does not drive a round for ever."""
     world, e0, e1, trainer = fleet()

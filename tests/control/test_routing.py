@@ -112,6 +112,24 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
         "sends",
     ),
     (
+        "every address, which is the engine's own",
+        Ends(trainer(), engine(**AWAY), told(address="0.0.0.0"), told()),
+        DISK,
+        "tells engines to come to 0.0.0.0",
+    ),
+    (
+        "a loopback address written as another family's",
+        Ends(trainer(), engine(**AWAY), told(address="::ffff:127.0.0.1"), told()),
+        DISK,
+        "cannot reach",
+    ),
+    (
+        "no address at all: the attempt will show",
+        Ends(trainer(), engine(**AWAY), told(address="tcp://[10.0.0.1"), told()),
+        SENDS,
+        "sends: elsewhere",
+    ),
+    (
         "an address of the network",
         Ends(trainer(), engine(**AWAY), told(address="10.0.0.1"), told()),
         SENDS,
@@ -236,7 +254,7 @@ _topologies = st.none() | st.builds(
     network=st.sampled_from(["", "n1", "n2"]),
     files=st.sampled_from(["", "f1", "f2"]),
     folder=st.sampled_from(["", "d1", "d2"]),
-    address=st.sampled_from(["", "127.0.0.1", "10.0.0.1", "::1", "not a host"]),
+    address=st.sampled_from(["", "127.0.0.1", "10.0.0.1", "::1", "not a host", "[10.0.0.1", "tcp://[x]"]),
     places=st.lists(
         st.builds(
             Place,
@@ -268,7 +286,10 @@ _kinds = st.lists(st.sampled_from(TransportKind), unique=True, max_size=5).map(t
 def test_every_choice_is_allowed_and_explained(
     ours: TrainerInfo, theirs: EngineInfo, from_trainer: Topology | None, from_engine: Topology | None, snapshot: bool
 ) -> None:
-    """Both sides offer what is chosen, nothing speaks against it, and everything faster has its reason in words."""
+    """Both sides offer what is chosen, nothing speaks against it, and everything faster has its reason in words.
+
+    Whatever agents say of their addresses, too: the coordinator must not fall over a setting of theirs.
+    """
     ends = Ends(ours, theirs, from_trainer, from_engine, snapshot)
     route = choose(ends)
     faster = PREFERRED if route.transport is None else PREFERRED[: PREFERRED.index(route.transport)]

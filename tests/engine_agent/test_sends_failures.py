@@ -202,6 +202,8 @@ def test_a_stopped_worker_costs_the_others_one_attempt(
         assert holds(world.server, world.trainer.values)
         if epoch == 4:
             os.kill(victim.pid, signal.SIGCONT)
+            (still, _), = sidecar._takers._still.values()  # fmt: skip
+            assert still.speaks(WAIT_S), "it goes on, and says so when the machine lets it"
     assert theirs.result(WAIT_S).checked
 
 

@@ -14,9 +14,10 @@ from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.sends_receiver import SendsReceiver
+from weightbus.dataplane.transport import Peer
 from weightbus.engine_agent import worker_loader
 
-from ..kit.toy_direct import WAIT_S, holds
+from ..kit.toy_direct import WAIT_S, Server, holds
 from ..kit.toy_sends import SendingTrainer, SendsWorld
 
 
@@ -89,6 +90,51 @@ def test_whoever_begins_anew_is_in_a_new_group(
     assert (len(formed), len(set(formed))) == (2 * MEMBERS, 2)
     a_round(world)
     assert len(formed) == 2 * MEMBERS
+
+
+def test_who_comes_and_goes_has_nobody_stand_still(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The others' schedules stay what they are: they take the version beside, and are told no plan anew."""
+    others = {name: (Server(1, monkeypatch), SendsReceiver(world.runtime)) for name in ("v", "w")}
+    for _, sidecar in others.values():
+        request.addfinalizer(sidecar.shutdown)
+    agreed: list[int] = []
+
+    def with_(*names: str) -> str:
+        world.epoch += 1
+        world.trainer.step(world.epoch)
+        session = world.trainer.session(world.epoch)
+        address = world.offer(session, [Peer("e", 2), *(Peer(name, 1) for name in names)])
+        taken = [world.receive(session, "e", address, stage=True)]
+        taken += [world.pool.submit(others[name][1].receive, session, address, name, 0, others[name][0], WAIT_S)  # type: ignore[arg-type]
+                  for name in names]  # fmt: skip
+        world.trainer.sends.ready(WAIT_S)
+        world.trainer.sends.finish(WAIT_S)
+        for each in taken:
+            each.result(WAIT_S)
+        agreed.append(len(world.trainer.sends._plans))
+        return world.receiver.mode
+
+    with_("v")
+    assert [with_("v"), with_("v", "w"), with_("w", "v"), with_(), with_("w")] == ["beside"] * 5
+    assert agreed == [3, 3, 3, 3, 3, 3], "w plans as v does, and is agreed with already"
+    assert holds(world.server, world.trainer.values)
+    assert holds(others["w"][0], world.trainer.values)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_server_launched_again_with_other_workers_is_served_by_the_same_sidecar(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Threads of workers that are no more take no part, however many there were."""
+    a_round(world)
+    a_round(world)
+    worker_loader.forget()
+    world.server = Server(workers, monkeypatch)
+    for _ in range(3):
+        a_round(world)
+    assert world.receiver.mode == "beside"
 
 
 @pytest.mark.parametrize("who", ["a rank", "a worker"])

@@ -36,7 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rig
 
-SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+SOCKETS = {
+    "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_CUMEM_ENABLE": "0",
+}  # fmt: skip
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 TURN_S, FORM_S, SILENT_S, END_S = 5.0, 15.0, 5.0, 3.0
 """In place of the 10, 15, 10 and 5 seconds of a deployment, but for the one in which NCCL connects."""
@@ -184,9 +187,13 @@ def carry_out(args: argparse.Namespace, struck: list[tuple[str, str, str]], tell
     """One cell after another; `tell` is told what was found in each."""
     # Asked whether there is a GPU, torch would begin to use it: processes forked from that one could not.
     os.environ.update({**SOCKETS, "NCCL_HOSTID": "rank0", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+    import torch
+
     from tests.kit.ends import Ends
     from weightbus.dataplane import sends, sends_wire, takers
+    from weightbus.dataplane.broadcast_group import backend_for
 
+    backend_for(torch.device("cuda"))  # raises where the environment would make NCCL hang: in a dry run, too
     sends.pair_bytes_of = lambda _ranks: 256
     sends_wire.SILENT_S, takers._END_S = SILENT_S, END_S  # type: ignore[misc]
     ends, work, until = Ends("sends_ends.py"), Path(tempfile.mkdtemp(prefix="wb-d-")), time.monotonic() + args.budget

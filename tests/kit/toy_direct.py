@@ -76,6 +76,10 @@ class Shard(torch.nn.Module):
             target.copy_(cut)
 
 
+_HERE = threading.local()
+"""Of the thread that is a worker: its rank."""
+
+
 class Server:
     """Stands for SGLang: calls the loader in every worker, and returns when all have."""
 
@@ -92,8 +96,7 @@ class Server:
         self.drafts = bool(drafts)
         self.calls = 0
         self.before_load: Callable[[], None] = lambda: None
-        self._rank = threading.local()
-        monkeypatch.setattr(worker_loader, "_rank", lambda: self._rank.value)
+        monkeypatch.setattr(worker_loader, "_rank", lambda: _HERE.rank)
 
     def load_direct(self, socket: str, deadline_s: float) -> None:
         self.calls += 1
@@ -105,7 +108,7 @@ class Server:
             worker.join(deadline_s)
 
     def _work(self, rank: int, socket: str) -> None:
-        self._rank.value = rank
+        _HERE.rank = rank
         for model in (*self.draft_models[rank], self.models[rank]):  # the order of SGLang 0.5.17
             worker_loader.load(model, [(f"weightbus:{socket}", torch.empty(0))])
 

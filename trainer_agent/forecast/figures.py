@@ -45,4 +45,5 @@ CALL_S: Final = Figure(11.8e-3, "colocated, crosswise and model-*.json: a transf
 VERIFY_S: Final = Figure(1.5e-3, "every run with one engine")
 COMMIT_S: Final = Figure(1.0e-3, "every run with one engine: label, journal and fsync")
 RESUME_S: Final = Figure(8.0e-3, "every run with one engine")
+GPU_GB: Final = Figure(288.0, "not measured: the memory of a B300", measured=False)
 BARRIER_ENGINE_S: Final = Figure(0.5e-3, "control.json: 512 agents, on two busy cores that ran them, too")

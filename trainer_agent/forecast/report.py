@@ -65,10 +65,13 @@ def _notes(fleet: Fleet, now: Round, found: tuple[Change, ...]) -> Iterator[str]
     for way in Way:
         if way.value not in _OFFERED and (way.value in ways or any(way.value in each.what for each in found)):
             yield f"{way.value} is predicted, and not offered by this version"
+    if now.kept_gigabytes > figures.GPU_GB.value:
+        kept = f"{now.kept_gigabytes:.0f} GB of weights, a B300 has {figures.GPU_GB.value:g}"
+        yield f"an engine's GPU would keep {kept}: give engine tp, or engine ep"
     if fleet.links.nic is None and any("NIC" in load.link for load in now.loads):
         yield f"{figures.NIC_GB_S.value:g} GB/s for a NIC is {figures.NIC_GB_S.source}; --nic says what yours does"
     if Way.SENDS.value in ways:
-        yield "sends were measured between two GPUs of a host: forming a group of more is taken to cost as much"
+        yield "sends were measured between two GPUs of a host: larger groups are taken to fill their links as well"
         yield "engines are taken to stand still for what is sent: with memory for it they go on until the flip"
     yield "a first round also records, plans and connects: seconds more"
 

@@ -62,6 +62,8 @@ class Round(msgspec.Struct, frozen=True):
     """How long a request that is running waits."""
     loads: tuple[Load, ...]
     """Busiest first."""
+    kept_gigabytes: float
+    """What the engine GPU with most of the weights keeps of them."""
 
 
 def rate(given: float | None, figure: Figure) -> float:
@@ -95,7 +97,7 @@ def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> 
     half = sum(step.seconds for step in steps if step.name in {"pause", "resume"}) / 2
     pause = sum(step.seconds for step in steps if step.paused) - half
     ordered = tuple(sorted((*loads, *by_root), key=lambda load: -load.seconds))
-    return Round(steps, sum(step.seconds for step in steps), pause, ordered)
+    return Round(steps, sum(step.seconds for step in steps), pause, ordered, volume.kept / _GB)
 
 
 def _digest(volume: Volume, *, assembled: bool) -> float:

@@ -26,6 +26,7 @@ from ..served import (
     prediction_parts,
     served_tensors,
 )
+from .fleet import FleetError
 
 AXES: Final = 3
 """The most that any served tensor has."""
@@ -65,9 +66,12 @@ class Tensors:
 
     @classmethod
     def parse(cls, config: Mapping[str, object], dtype: str | None = None) -> Tensors:
-        """Of a Hugging Face ``config.json``. Raises `UnsupportedModel` or `LayoutMismatch`."""
+        """Of a Hugging Face ``config.json``. Raises `UnsupportedModel`, `LayoutMismatch` or `FleetError`."""
         model = Model.parse(config)
-        specs = served_tensors(model, dtype or model.dtype or "bfloat16")
+        named = dtype or model.dtype or "bfloat16"
+        if named not in ITEM_BYTES:
+            raise FleetError(f"dtype {named!r} is none that is known: give one of {', '.join(ITEM_BYTES)}")
+        specs = served_tensors(model, named)
         item = np.array([ITEM_BYTES[spec.dtype] for spec in specs], np.int64)
         nbytes = np.array([spec.nbytes for spec in specs], np.int64)
         return cls(model, specs, tuple(_blocks(model)), item, nbytes)

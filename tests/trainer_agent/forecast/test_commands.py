@@ -59,6 +59,26 @@ def test_a_trillion_parameters_on_512_gpus_take_seconds(capsys: pytest.CaptureFi
     assert all(change["total_s"] < found["round"]["total_s"] for change in found["changes"])
 
 
+def test_the_documents_show_what_it_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The example of trainer_agent/README.md, line by line."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(KIMI_K2))
+    told = (Path(__file__).parents[3] / "trainer_agent" / "README.md").read_text()
+    shown = told.partition("$ weightbus simulate-fleet --model Kimi-K2 ")[2].partition("```")[0].splitlines()
+    assert main(["simulate-fleet", "--model", str(tmp_path), *shown[0].split()]) == 0
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown[1:]
+
+
+def test_a_gpu_that_cannot_hold_it_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The round is calculated all the same: GPUs grow."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(KIMI_K2))
+    one = asked(capsys, "--model", str(tmp_path))
+    assert [note for note in one["notes"] if note.startswith("an engine's GPU would keep 2053 GB")]
+    many = asked(capsys, "--model", str(tmp_path), *LARGE)
+    assert not [note for note in many["notes"] if "would keep" in note]
+
+
 def test_people_get_steps_links_and_changes(capsys: pytest.CaptureFixture[str]) -> None:
     """A bar for each step, the busiest links, what would help, and what was only assumed."""
     assert main(["simulate-fleet", "--model", MODEL, "--figures"]) == 0
@@ -99,6 +119,7 @@ def test_a_fleet_may_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_pa
         ("--fleet /nowhere.toml", "/nowhere.toml cannot be read"),
         ("--fleet /nowhere.toml --gpus 4", "both describe the fleet"),
         ("--gpus 0", "gpus = "),
+        ("--dtype int3", "dtype 'int3' is none that is known: give one of float64, "),
     ],
 )
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], flags: str, said: str) -> None:
