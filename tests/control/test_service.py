@@ -141,7 +141,15 @@ class Engine:
                 self.welcomes += 1
             elif order is not None:
                 for answer in self._answers(order):
-                    self.client.request(answer, deadline_s=DEADLINE_S)
+                    self._say(answer)
+
+    def _say(self, answer: m.ToCoordinator) -> None:
+        """Late answers are refused and nothing is to be done: what it was told after its Hello may cross a round."""
+        try:
+            self.client.request(answer, deadline_s=DEADLINE_S)
+        except RequestRefused as refused:
+            if refused.code is not m.Code.STALE_EPOCH:
+                raise
 
     def _answers(self, order: m.ToAgent) -> Iterator[m.ToCoordinator]:
         key = self.client.new_request
