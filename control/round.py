@@ -297,6 +297,15 @@ class Round(Progress):
         self._commit_until = self._deadline
         self.wants = Want.COMMIT
 
+    def _commit_again(self, now: float) -> None:
+        """The journal is asked once more, unless too many of those that were verified are gone meanwhile."""
+        needed = max(1, self.publish.policy.min_engines) if self.members else 0
+        left = self._cohort.count(EnginePhase.VERIFIED)
+        if left >= needed:
+            self.wants = Want.COMMIT
+        else:
+            self._abort(f"{left} verified engines are left, {needed} are needed ({self.reason})", now)
+
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
         verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
@@ -351,7 +360,7 @@ class Round(Progress):
                 for member in self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
                     self._cohort.leave(member, f"verify: {waited}", now)
             case RoundState.COMMITTING:
-                self.wants = Want.COMMIT
+                self._commit_again(now)
             case RoundState.RESUMING | RoundState.ABORTING:
                 for member in self._cohort.within(EnginePhase.RESUMING, EnginePhase.LEAVING):
                     member.reason = member.reason or f"{member.phase.value}: {waited}; it is told until it answers"

@@ -389,6 +389,33 @@ def test_commit_waits_for_the_disk_and_gives_up_at_its_deadline(recovers: bool) 
     assert engine.health is (EngineHealth.CLEAN if recovers else EngineHealth.PENDING)
 
 
+def test_a_commit_that_waited_for_the_disk_counts_its_engines_again() -> None:
+    """One that is lost meanwhile is none of those that the trainer asked for (simulation, seed 606959)."""
+    world = World()
+    kept, lost, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
+    trainer.policy = Policy(min_engines=2)
+    take = kept.answers
+
+    def fill(message: Message) -> list[object]:
+        world.disk_full = world.disk_full or isinstance(message, Transfer)
+        return take(message)  # type: ignore[return-value]
+
+    kept.answers = fill  # type: ignore[method-assign, assignment]
+    trainer.acquire(1)
+    world.settle()
+    world.advance(1)
+    assert world.machine.status(world.now).channels[CHANNEL].round.state is RoundState.COMMITTING
+    lost.crash()
+    world.advance(15)
+    world.disk_full = False
+    world.advance(10)
+    assert trainer.done
+    assert trainer.done.outcome is Outcome.ABORTED
+    assert "1 verified engines are left, 2 are needed" in trainer.done.reason
+    assert world.committed is None
+    assert not kept.got(Commit)
+
+
 def test_redrive_that_cannot_be_fenced_does_not_happen() -> None:
     """Without a durable epoch nothing is sent again: the round goes on with the engines it has."""
     world = World()
