@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,46 @@ def test_what_is_no_version_is_none(tmp_path: Path, text: bytes) -> None:
     for name in (NOTES, "weightbus-manifest.msgpack", "weightbus-table.msgpack", "weightbus-publication.json"):
         (tmp_path / name).write_bytes(text)
     assert SavedVersion.read(tmp_path) is None
+
+
+def test_a_checkpoint_has_its_name_when_all_of_it_is_on_the_disk(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power then has all of it or none: every file, the folder, and then its name."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path))
+    synced: list[int] = []
+    missing: list[str] = []
+    fsync, reveal = os.fsync, CheckpointWriter.reveal
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    def looked(writer: CheckpointWriter) -> None:
+        parts = [writer.writing, *writer.writing.iterdir()]
+        missing.extend(path.name for path in parts if path.stat().st_ino not in synced)
+        synced.clear()
+        reveal(writer)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(CheckpointWriter, "reveal", looked)
+    report = deployment.publish(2)
+    assert (missing, report.save_error) == ([], "")
+    assert Path(report.saved).parent.stat().st_ino in synced
+
+
+def test_who_comes_later_does_not_have_a_version_kept_anew(deployment: Deployment, tmp_path: Path) -> None:
+    """It is there already, and may be read by others."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path))
+    before = Path(deployment.publish(2).saved).stat().st_ino
+    deployment.engine("e1")
+    deployment._each(lambda agent: agent.catch_up(2), deployment.agents)
+    assert deployment.holds("e1")
+    assert place_of(tmp_path / "saved", "c", 2).stat().st_ino == before
 
 
 def test_snapshots_are_kept_too(deployment: Deployment, tmp_path: Path) -> None:
