@@ -175,9 +175,9 @@ def test_files_that_are_not_what_was_committed_are_not_loaded(
         data[-1] ^= 1
         shard.write_bytes(bytes(data))
     elif how == "forged":
-        said = json.loads((folder / PUBLICATION).read_text())
-        said["epoch"] += 1
-        (folder / PUBLICATION).write_text(json.dumps(said))
+        announced = json.loads((folder / PUBLICATION).read_text())
+        announced["epoch"] += 1
+        (folder / PUBLICATION).write_text(json.dumps(announced))
     else:
         shutil.rmtree(folder)
     said: list[str] = []
