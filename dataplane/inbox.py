@@ -95,7 +95,7 @@ class Inbox:
         """Let go of memory that is taken beside the parameters, and keep what was made for it."""
         if self.beside:
             self._staging = None
-            self._receives = [[] for _ in self._receives]
+            self._receives.clear()
             if self._flip is not None:
                 self._flip.follow(None)
 
