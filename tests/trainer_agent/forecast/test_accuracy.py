@@ -1,8 +1,8 @@
 """Forecasts beside what GPUs did: every run in tests/gpu/results, one set of constants for all of them.
 
 The constants were taken from these runs, each from one part of one or two of them; that they fit all the others, of 16
-to 61 GB, is what is shown. There is no run on several hosts yet to compare with. The small models (model-*.json) were run
-before rounds were shortened: of these only bytes and tensors are compared.
+to 61 GB, is what is shown. There is no run on several hosts yet to compare with. The small models (model-*.json) were
+run before rounds were shortened: of these only bytes and tensors are compared.
 """
 
 from __future__ import annotations
