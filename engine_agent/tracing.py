@@ -163,7 +163,7 @@ class Tracer:
             memory = self._follow(target)
             memory.writes.append(_present(target))
         if target.dtype.itemsize != memory.dtype.itemsize:
-            sources = frozenset[int]().union(*(write.origin.sources for write in writes))
+            sources = memory.sources().union(*(write.origin.sources for write in writes))
             detail = f"memory of {memory.dtype} written as {target.dtype}"
             whole = torch.empty(0, dtype=memory.dtype, device=target.device).set_(memory.storage)
             memory.writes.append(Write(_everywhere(whole), calculated(sources, Cause.SCATTERED, detail)))
@@ -300,7 +300,8 @@ class Tracer:
         tensor = args[0]
         memory = self.memory_of(tensor)
         assert memory is not None
-        if memory.source is None or memory.storage.nbytes() != tensor.element_size() or not tensor.is_floating_point():
+        alone = memory.storage.nbytes() == tensor.element_size() and not memory.writes
+        if memory.source is None or not alone or not tensor.is_floating_point():
             raise ReadsValues(memory.sources(), str(operation))
         value = 0.37 + (len(self._values) + 1) * 2.0**-40
         self._values[value] = Origin(frozenset({memory.source}), (tensor.dtype,))

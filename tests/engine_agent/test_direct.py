@@ -49,6 +49,39 @@ def test_a_round_brings_the_live_weights(world: World) -> None:
     assert world.trainer.sender.failed == {}
 
 
+class InPlace(Shard):
+    """Its loader changes what it is given, as Gemma's does, and keeps some of it."""
+
+    def load_weights(self, weights: NamedTensors) -> None:
+        for name, tensor in weights:
+            if name == "norm":
+                tensor += 1.0
+            if name == "wide":
+                tensor.mul_(3)
+            if name == "scaled":
+                tensor.mul_(0.5)
+            super().load_weights([(name, tensor)])
+            if name == "scaled":
+                self.kept = tensor
+
+
+def test_a_loader_that_changes_what_it_is_given_gets_tensors_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every round the same: what was staged is proven as it came, and what the loader kept stays as it was."""
+    world = World(tmp_path / "r", 2, monkeypatch, shard=InPlace)
+    try:
+        for seed in (1, 2, 3):
+            world.trainer.step(seed)
+            world.round()
+            oracle = InPlace(0, 2)
+            oracle.load_weights([(name, value.clone()) for name, value in world.trainer.values.items()])
+            for name in ("norm", "wide", "scaled", "kept"):
+                assert torch.equal(getattr(world.server.models[0], name), getattr(oracle, name)), (seed, name)
+    finally:
+        world.close()
+
+
 def test_a_steady_round_only_copies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second round neither records nor plans nor opens anything; and it brings the new values."""
     world.round()

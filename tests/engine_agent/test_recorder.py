@@ -81,7 +81,7 @@ def replay(recording: Recording, tensors: dict[str, torch.Tensor], model: Model)
         live[each.target][cut].fill_(each.value)
     names = [recording.tensors[each.tensor].name for each in recording.loaded]
     if names:
-        model.load_weights(iter([(name, tensors[name]) for name in names]))
+        model.load_weights(iter([(name, tensors[name].clone()) for name in names]))
 
 
 def loaded(recording: Recording) -> dict[str, Cause]:
@@ -147,6 +147,77 @@ def test_arithmetic_sends_all_its_tensors_through_the_loader() -> None:
 
     assert loaded(recording) == {"a": Cause.COMPUTED}
     assert [recording.copies.at(row).tensor for row in range(len(recording.copies))] == ["b"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_source_that_is_changed_in_place_is_calculated(whole: bool) -> None:
+    """Gemma's loader adds one to its norms where they are: what is stored then is not the tensor that was served."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, {name: weights[name] for name in ("b",) if name in weights})
+        if "a" in weights:
+            part = weights["a"] if whole else weights["a"][2:4]
+            part += 1.0
+            model.fused.data[:6].copy_(weights["a"])
+
+    recording, _ = check(load)
+
+    assert loaded(recording) == {"a": Cause.COMPUTED}
+    assert {recording.copies.at(row).tensor for row in range(len(recording.copies))} == {"b"}
+
+
+def test_a_source_that_is_written_over_is_not_copied_there() -> None:
+    """gpt-oss's loader zeroes a bias on all ranks but one, in place; the rest of the tensor is copied as it is."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        weights["a"].t()[2:5].zero_()
+        weights["a"][5].copy_(weights["b"][0])
+        model.fused.data[:6].copy_(weights["a"])
+        weights["d"].zero_()
+        model.wide.data.copy_(weights["d"].t())
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert {recording.targets[each.target].name for each in recording.constants} == {"fused", "wide"}
+    assert [SPECS[index].name for index in recording.dropped] == ["d"]
+
+
+def test_a_number_of_a_source_that_was_changed_is_a_read() -> None:
+    """The number is not the one that is served."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            weights["c"].mul_(2)
+            model.scale.data.fill_(weights["c"].item())
+
+    assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+def test_what_is_filled_by_another_shape_is_a_constant() -> None:
+    """Rows that the parameter does not have, over what was copied before: the later write counts there as anywhere."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[:6].copy_(weights["a"])
+        model.fused.data.view(-1)[:36].view(3, 12).zero_()
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert sum(each.box.size for each in recording.constants) == 36
+    assert int(recording.copies.boxes.sizes.sum()) == 12
+
+
+def test_a_constant_in_places_that_are_no_boxes_takes_along_what_it_may_have_written_over() -> None:
+    """Every fifth element of rows of eight: what was copied there before goes through the loader, as the constant."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "a" in weights:
+            model.fused.data[:6].copy_(weights["a"])
+            model.fused.data.as_strided((19,), (5,)).zero_()
+        model.wide.data.copy_(weights["d"].t() if "d" in weights else model.wide.data)
+
+    assert loaded(check(load)[0]) == {"a": Cause.SCATTERED}
 
 
 def test_values_that_decide_are_read() -> None:
