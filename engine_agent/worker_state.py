@@ -196,6 +196,7 @@ class WorkerState:
         if self._bound is not None and self._bound.exports == exports and self._importer.alive():
             return self._bound
         self._unbind()
+        self._importer.keep({each.holder for each in exports})
         for each in exports:
             self._importer.open(Address(each.address), each.holder, each.generation, each.regions, _OPEN_S)
         sources = [self._importer.region(holder, region) for holder, region in plan.sources]

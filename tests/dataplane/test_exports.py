@@ -125,6 +125,27 @@ def test_an_exporter_that_closes_hangs_up(tmp_path: Path) -> None:
     exporter.close()
 
 
+def test_an_exporter_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, importer: RegionImporter) -> None:
+    """A trainer dies while its successor is waited for: what was open of it is closed, and not asked again."""
+    first = RegionExporter(tmp_path / "run", "c", 0)
+    first.export([torch.zeros(8)])
+    address = first.address()
+    importer.open(address, 0, 1, [0], OPEN_S)
+    first.close()
+
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="does not answer"):
+            importer.open(address, 0, 1, [0], OPEN_S)
+
+    assert importer.alive()
+    importer.check()
+    second = RegionExporter(tmp_path / "run", "c", 0)
+    second.export([torch.full((8,), 2.0)])
+    importer.open(second.address(), 0, 1, [0], OPEN_S)
+    assert importer.region(0, 0).view(torch.float32).tolist() == [2.0] * 8
+    second.close()
+
+
 def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImporter) -> None:
     """SIGKILL, in the middle of anything: the reader's next look says so, and its mapping stays valid."""
     program = textwrap.dedent(f"""

@@ -20,6 +20,7 @@ from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
+from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.frames import FrameListener, Frames
 from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.manifest import TensorSpec
@@ -29,6 +30,7 @@ from weightbus.dataplane.transport import Peer, Receipt
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
+from weightbus.engine_agent.worker_state import WorkerState
 
 from ..kit.toy_direct import SPECS, WAIT_S, Shard, Trainer, World, holds
 
@@ -141,6 +143,22 @@ def test_memory_of_a_trainer_that_is_gone_is_let_go(world: World, monkeypatch: p
     world.trainer.close()
 
     assert released.wait(WAIT_S)
+
+
+def test_the_end_of_a_rank_that_is_read_no_more_is_nobodys(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer begins anew with fewer ranks: those that it had are gone, and no round fails for them."""
+    monkeypatch.setattr(WorkerState, "release", lambda _: None)  # what does it between rounds comes too late
+    world.round()
+    former = RegionExporter(world.runtime, "c", 7)
+    former.export([torch.zeros(8)])
+    for model in world.server.models:
+        worker_loader._states[model]._importer.open(former.address(), 7, 1, [0], WAIT_S)
+    former.close()
+    world.trainer.step(5)
+
+    world.round()
+
+    assert holds(world.server, world.trainer.values)
 
 
 def test_a_model_whose_tensors_moved_is_recorded_again(world: World) -> None:
