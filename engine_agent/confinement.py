@@ -1,6 +1,6 @@
-"""What a loader must not do unseen while it is recorded: work in threads of its own, and take addresses of tensors.
+"""What a loader must not do unseen while it is recorded: work in threads of its own, take addresses, decide by values.
 
-torch's modes belong to one thread and see operations. These two ways past them are closed for the time, for the thread
+torch's modes belong to one thread and see operations. These ways past them are closed for the time, for the thread
 that records and no other.
 """
 
@@ -15,18 +15,20 @@ from unittest import mock
 
 import torch
 
-from .origins import Memory, ReadsValues
+from .origins import Memory, Number, ReadsValues
 
 _ALONE: Final = threading.Lock()
 _ADDRESSES: Final = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
 """Ways out of torch: whoever takes one can read or write without being seen."""
+_CONVERSIONS: Final = ("__bool__", "__complex__", "__float__", "__index__", "__int__")
+"""Numbers of Python's own, of which nothing is known any more. Torch asks for none of them by these names."""
 _INTERFACE: Final = "__cuda_array_interface__"
 """One more, which is a property."""
 
 
 @contextlib.contextmanager
 def without_addresses(memory_of: Callable[[torch.Tensor], Memory | None]) -> Generator[None]:
-    """Refuse to this thread the ways out of torch for what is followed.
+    """Refuse to this thread the ways out of torch for what is followed; `item` gives what may only be stored.
 
     The methods are exchanged for the time. A function mode would see them too, and also every other call, which made
     recording half as slow again.
@@ -53,8 +55,15 @@ def without_addresses(memory_of: Callable[[torch.Tensor], Memory | None]) -> Gen
         look(tensor, _INTERFACE)
         return interface.__get__(tensor)
 
+    def item(tensor: torch.Tensor) -> object:
+        memory = memory_of(tensor) if threading.get_ident() == mine else None
+        value: object = read(tensor)
+        return Number.of(value, memory.sources()) if memory is not None and isinstance(value, float) else value
+
+    read = torch.Tensor.item
     with contextlib.ExitStack() as exchanged:
-        for name in _ADDRESSES:
+        exchanged.enter_context(mock.patch.object(torch.Tensor, "item", item))
+        for name in (*_ADDRESSES, *_CONVERSIONS):
             exchanged.enter_context(mock.patch.object(torch.Tensor, name, guarded(name)))
         exchanged.enter_context(mock.patch.object(torch.Tensor, _INTERFACE, property(shown)))
         yield

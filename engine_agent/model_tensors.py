@@ -10,7 +10,7 @@ import torch
 from weightbus.dataplane.manifest import ITEM_BYTES
 from weightbus.dataplane.recording import Target
 
-from .origins import Memory, identity_of, window_of
+from .origins import Memory, Number, identity_of, window_of
 
 
 class Known(Protocol):
@@ -136,7 +136,7 @@ def _reset(
 ) -> Iterator[tuple[frozenset[int], str]]:
     """Make one dictionary of a module what it was, as far as tensors go."""
     for name, value in list(now.items()):
-        if value is before.get(name) or not isinstance(value, torch.Tensor):
+        if value is before.get(name) or not isinstance(value, torch.Tensor | Number):
             continue
         if name in before:
             now[name] = before[name]
@@ -148,6 +148,8 @@ def _reset(
             now[name] = value
 
 
-def _sources(tensor: torch.Tensor, tracer: Known) -> frozenset[int]:
+def _sources(tensor: torch.Tensor | Number, tracer: Known) -> frozenset[int]:
+    if isinstance(tensor, Number):
+        return tensor.sources
     memory = tracer.memory_of(tensor)
     return frozenset() if memory is None else memory.sources()

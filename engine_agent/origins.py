@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 
@@ -32,6 +32,32 @@ class ReadsValues(Exception):
         self.sources = frozenset(sources)
         self.operation = operation
         super().__init__(f"{operation} reads values of tensors {sorted(self.sources)[:4]}")
+
+
+class Number(float):
+    """What `item` gives of a source: it may be stored in a tensor, and nothing be decided or calculated by it."""
+
+    sources: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, value: float, sources: frozenset[int]) -> Number:
+        """`value`, which stands for the only element of these."""
+        number = cls(value)
+        number.sources = sources
+        return number
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ReadsValues(self.sources, "item")
+
+    __hash__ = float.__hash__
+
+
+for _name in (
+    "abs", "add", "bool", "ceil", "divmod", "eq", "float", "floor", "floordiv", "ge", "gt", "int", "le", "lt", "mod",
+    "mul", "ne", "neg", "pos", "pow", "radd", "rdivmod", "rfloordiv", "rmod", "rmul", "round", "rpow", "rsub",
+    "rtruediv", "sub", "truediv", "trunc",
+):  # fmt: skip
+    setattr(Number, f"__{_name}__", Number._refuse)  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)

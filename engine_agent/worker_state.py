@@ -214,7 +214,7 @@ class WorkerState:
     def _staged(self, staged: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors in the staging buffer, as plan.py lays them out: copies, one at a time.
 
-        A loader may change what it is given, or keep it; the buffer is proven afterwards, and written to in every round.
+        A loader may change what it is given, or keep it; the buffer is proven afterwards, and written in every round.
         """
         at = 0
         for index in staged:

@@ -57,7 +57,7 @@ class InPlace(Shard):
     def load_weights(self, weights: NamedTensors) -> None:
         for name, tensor in weights:
             if name == "norm":
-                tensor += 1.0
+                tensor.add_(1.0)
             if name == "wide":
                 tensor.mul_(3)
             if name == "scaled":

@@ -28,6 +28,7 @@ class Model(torch.nn.Module):
         self.wide = torch.nn.Parameter(torch.zeros(8, 6), requires_grad=False)
         self.scale = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
         self.derived = torch.zeros(6, 8, dtype=torch.bfloat16)
+        self.factor = 0.0
         self.register_buffer("table", torch.zeros(4, 4))
         self._load = load
 
@@ -300,6 +301,54 @@ def test_a_number_that_is_used_otherwise_is_a_read() -> None:
             model.scale.data.fill_(weights["c"].item() * 2)
 
     assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda number: number if number < 1 else number / 2,
+        lambda number: max(number, 0.25),
+        lambda number: number or 1.0,
+        lambda number: number if round(number, 6) else 0.0,
+        lambda number: number if int(number) == 0 else 1.0,
+        lambda number: number if number == 1.0 else 0.0,
+    ],
+)
+def test_a_number_that_decides_is_a_read(decide: Callable[[float], float]) -> None:
+    """It is stored as it is in the end, this time: with other values it might be another one."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            model.scale.data.fill_(decide(weights["c"].item()))
+
+    assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+@pytest.mark.parametrize("number", [float, bool, int])
+def test_a_number_of_pythons_own_is_a_read(number: Callable[[torch.Tensor], float]) -> None:
+    """Nothing is known of it any more."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            model.scale.data.fill_(number(weights["c"]))
+
+    assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+def test_a_number_that_the_model_keeps_is_not_kept_of_a_recording() -> None:
+    """Scales are stored twice, in a parameter and as a number for kernels: both are the real ones after a round."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            value = weights["c"].item()
+            model.scale.data.fill_(value)
+            model.factor = value
+
+    recording, model = check(load)
+
+    assert loaded(recording) == {"c": Cause.REBOUND}
+    assert type(model.factor) is float
+    assert model.factor == model.scale[0].item()
 
 
 def test_padding_is_a_constant() -> None:

@@ -44,11 +44,12 @@ def found() -> Mapping[str, dict[str, object]]:
     paths = [os.environ.get("WEIGHTBUS_SGLANG_OVERLAY", ""), os.environ.get("PYTHONPATH", "")]
     overlaid = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment = cpu_server.environment(overlaid, 1, [0])
+    cases = (*CASES, GEMMA, GPT_OSS)
     done = subprocess.run(
-        [sys.executable, KIT, *CASES, GEMMA, GPT_OSS], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, KIT, *cases], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-    assert len(reports) == len(CASES) + 2, done.stderr[-4000:]
+    assert len(reports) == len(cases), done.stderr[-4000:]
     return {str(report["case"]): report for report in reports}
 
 

@@ -238,7 +238,8 @@ def build(config: Config, folder: str, *, tp: int, ep: int, rank: int, places: l
         placed["init_expert_location"] = json.dumps({"physical_to_logical_map": places})
     arguments = ServerArgs(
         model_path=folder, device="cpu", tp_size=tp, ep_size=ep, load_format="dummy",
-        attention_backend="triton" if "swiglu_limit" in config else "torch_native", disable_custom_all_reduce=True, skip_tokenizer_init=True, **placed,
+        attention_backend="triton" if config["model_type"] == "gpt_oss" else "torch_native",
+        disable_custom_all_reduce=True, skip_tokenizer_init=True, **placed,
     )  # fmt: skip
     older = _publish(arguments, rank)
     if "quantization_config" in config:
