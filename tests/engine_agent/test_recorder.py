@@ -29,6 +29,8 @@ class Model(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
         self.derived = torch.zeros(6, 8, dtype=torch.bfloat16)
         self.factor = 0.0
+        self.kept = [torch.zeros(1)]
+        self.named: dict[str, object] = {}
         self.register_buffer("table", torch.zeros(4, 4))
         self._load = load
 
@@ -114,6 +116,35 @@ def test_chains_of_movements_are_composed() -> None:
     assert {recording.targets[index].name for index in recording.copies.storage.tolist()} == {"fused", "derived"}
 
 
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda a, _: a.index_select(0, torch.tensor([4, 5, 0, 0, 2, 1])),
+        lambda a, _: a.index_select(-1, torch.tensor([1, 3, 5, 7, 0, 2, 4, 6])),
+        lambda a, _: a[torch.tensor([-1, 0, -2, 1, 2, 3])],
+        lambda a, _: a[:, torch.tensor([7, 1, 2, 3, 0, 0, 5, 4])],
+        lambda a, _: a.flip(1),
+        lambda a, b: torch.stack([a[:3], b[:3]], dim=1).reshape(6, 8),
+        lambda a, b: torch.stack([a[:, :4], b[:, 4:]], dim=-1).reshape(6, 8),
+        lambda a, _: a[1:3].repeat(3, 1),
+        lambda a, _: a[:, :4].repeat(1, 2),
+        lambda a, _: a[2:3].expand(6, 8),
+        lambda a, _: torch.nn.functional.pad(a[:4, :5], (1, 2, 2, 0), value=2.0),
+        lambda a, b: torch.cat((a[:, :3], b[:, 2:7]), -1),
+    ],
+)
+def test_every_movement_is_copies(moved: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Reordered, doubled, interleaved, padded: each element still has one place to come from, or one value."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[6:].copy_(moved(weights["a"], weights["b"]))
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert int(recording.copies.boxes.sizes.sum()) + sum(each.box.size for each in recording.constants) == 48
+
+
 def test_casts_and_transposes_are_copies() -> None:
     """A transposed float32 tensor is stored as bfloat16: the piece says so, and its strides do."""
 
@@ -125,6 +156,30 @@ def test_casts_and_transposes_are_copies() -> None:
 
     assert recording.loaded == ()
     assert {recording.copies.at(row).dtype for row in range(len(recording.copies))} == {"bfloat16", "float32"}
+
+
+def test_a_cast_by_way_of_a_wider_type_is_a_copy() -> None:
+    """bfloat16 loses nothing in float32: what comes back is what went there."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[:6].copy_(weights["a"].float())
+        model.derived.copy_(weights["b"].to(torch.float32).contiguous().to(torch.bfloat16))
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert {recording.copies.at(row).dtype for row in range(len(recording.copies))} == {"bfloat16"}
+
+
+def test_memory_that_is_read_in_elements_of_another_size_is_a_calculation() -> None:
+    """The halves of a float32 are no elements of its tensor."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, {name: weights[name] for name in ("b",) if name in weights})
+        if "d" in weights:
+            model.fused.data[:6].copy_(weights["d"].clone().view(torch.bfloat16)[:, 1::2])
+
+    assert loaded(check(load)[0]) == {"d": Cause.COMPUTED}
 
 
 def test_a_cast_by_way_of_a_narrower_type_is_a_calculation() -> None:
@@ -410,6 +465,44 @@ def test_a_tensor_that_replaces_another_is_put_back() -> None:
 
     assert model.derived is kept
     assert loaded(recording) == {"d": Cause.REBOUND}
+
+
+@pytest.mark.parametrize("way", ["list", "dictionary", "deep", "new", "clone"])
+def test_a_tensor_that_the_model_keeps_in_a_container_goes_through_the_loader(way: str) -> None:
+    """No copy brings it there; and nothing without contents stays in the model."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        if "d" not in weights:
+            return
+        match way:
+            case "list":
+                model.kept[0] = weights["d"]
+            case "dictionary":
+                model.named["d"] = weights["d"].t()
+            case "deep":
+                model.named["more"] = [{"d": weights["d"]}]
+            case "clone":
+                model.kept.append(weights["d"].to(torch.bfloat16).clone())
+            case _:
+                model.__dict__["fresh"] = [weights["d"]]
+
+    model = Model(load)
+
+    recording = record(model, model.load_weights, SPECS, rank=0)
+
+    assert loaded(recording) == {"d": Cause.REBOUND}
+    assert ([each.tolist() for each in model.kept], model.named, hasattr(model, "fresh")) == ([[0.0]], {}, False)
+
+
+def test_a_list_of_the_models_own_tensors_is_nothing_of_a_source() -> None:
+    """Loaders write down what they have loaded."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        model.kept.append(model.fused)
+
+    assert loaded(check(load)[0]) == {}
 
 
 def test_a_partner_goes_along() -> None:
