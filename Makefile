@@ -83,8 +83,8 @@ $(INSTALLED): $(PINS)
 
 ##@ Checks
 
-test: lint types ## Everything that CI checks
-	@$(BIN)/python -m pytest -m "not gpu" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: lint types ## Everything that CI checks; at most three failures are run once more, alone
+	@$(BIN)/python -m tests.second_look -m "not gpu" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: env ## Format, style, import directions, spelling
 	@$(BIN)/ruff format --check --quiet .
