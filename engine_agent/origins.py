@@ -46,10 +46,11 @@ class Number(float):
         number.sources = sources
         return number
 
-    def _refuse(self, *_: object) -> NoReturn:
-        raise ReadsValues(self.sources, "item")
-
     __hash__ = float.__hash__
+
+
+def _refuse(number: Number, *_: object) -> NoReturn:
+    raise ReadsValues(number.sources, "item")
 
 
 for _name in (
@@ -57,7 +58,7 @@ for _name in (
     "mul", "ne", "neg", "pos", "pow", "radd", "rdivmod", "rfloordiv", "rmod", "rmul", "round", "rpow", "rsub",
     "rtruediv", "sub", "truediv", "trunc",
 ):  # fmt: skip
-    setattr(Number, f"__{_name}__", Number._refuse)  # noqa: SLF001
+    setattr(Number, f"__{_name}__", _refuse)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,17 @@ def test_a_round_brings_the_live_weights(world: World) -> None:
     assert world.trainer.sender.failed == {}
 
 
+def test_a_round_brings_the_padding_too(world: World) -> None:
+    """A server that was launched with random weights has none: what its loader fills is filled in every round."""
+    for seed in (1, 2):
+        for model in world.server.models:
+            model.embed.data.fill_(7.0)
+        world.trainer.step(seed)
+        world.round()
+
+        assert holds(world.server, world.trainer.values)
+
+
 class InPlace(Shard):
     """Its loader changes what it is given, as Gemma's does, and keeps some of it."""
 

@@ -171,13 +171,17 @@ def test_a_cast_by_way_of_a_wider_type_is_a_copy() -> None:
     assert {recording.copies.at(row).dtype for row in range(len(recording.copies))} == {"bfloat16"}
 
 
-def test_memory_that_is_read_in_elements_of_another_size_is_a_calculation() -> None:
-    """The halves of a float32 are no elements of its tensor."""
+@pytest.mark.parametrize("filled", [False, True])
+def test_memory_that_is_read_in_elements_of_another_size_is_a_calculation(filled: bool) -> None:
+    """The halves of a float32 are no elements of its tensor, nor the value that it was filled with."""
 
     def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
         both_halves(model, {name: weights[name] for name in ("b",) if name in weights})
         if "d" in weights:
-            model.fused.data[:6].copy_(weights["d"].clone().view(torch.bfloat16)[:, 1::2])
+            own = weights["d"].clone()
+            if filled:
+                own.fill_(1.1)
+            model.fused.data[:6].copy_(own.view(torch.bfloat16)[:, 1::2])
 
     assert loaded(check(load)[0]) == {"d": Cause.COMPUTED}
 
@@ -379,6 +383,16 @@ def test_a_number_that_decides_is_a_read(decide: Callable[[float], float]) -> No
     assert loaded(check(load)[0]) == {"c": Cause.READ}
 
 
+def test_a_number_that_becomes_a_tensor_is_a_read() -> None:
+    """What torch makes of it is followed no further."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            model.scale.data.copy_(torch.full((3,), weights["c"].item()))
+
+    assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
 @pytest.mark.parametrize("number", [float, bool, int])
 def test_a_number_of_pythons_own_is_a_read(number: Callable[[torch.Tensor], float]) -> None:
     """Nothing is known of it any more."""
@@ -464,6 +478,23 @@ def test_a_tensor_that_replaces_another_is_put_back() -> None:
     recording = record(model, model.load_weights, SPECS, rank=0)
 
     assert model.derived is kept
+    assert loaded(recording) == {"d": Cause.REBOUND}
+
+
+def test_a_parameter_that_gets_other_memory_gets_its_own_back() -> None:
+    """What was recorded speaks of the memory that the parameter had, and kernels were captured with it."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        if "d" in weights:
+            model.scale.data = weights["d"][0, :3].clone()
+
+    model = Model(load)
+    place = model.scale.data_ptr()
+
+    recording = record(model, model.load_weights, SPECS, rank=0)
+
+    assert model.scale.data_ptr() == place
     assert loaded(recording) == {"d": Cause.REBOUND}
 
 
