@@ -56,10 +56,12 @@ class CheckpointWriter:
         safetensors_file.write(path, self._manifest, index, memory)
 
     def finish(self, notes: Notes, beside: Mapping[str, bytes] = _NOTHING) -> None:
-        """Write what belongs beside the shards, make everything durable, and give it its name.
+        """Complete it, and give it its name."""
+        self.complete(notes, beside)
+        self.reveal()
 
-        `beside` are further files, by name.
-        """
+    def complete(self, notes: Notes, beside: Mapping[str, bytes] = _NOTHING) -> None:
+        """Write what belongs beside the shards, and make everything durable. `beside` are further files, by name."""
         manifest = self._manifest
         weight_map = {
             tensor.name: safetensors_file.file_name(manifest, index)
@@ -75,6 +77,9 @@ class CheckpointWriter:
             if source.is_file() and not _WEIGHTS.search(source.name) and not source.name.startswith(_OURS):
                 _write_durably(self.writing / source.name, source.read_bytes())
         _sync_folder(self.writing)
+
+    def reveal(self) -> None:
+        """Give it its name, which nothing has."""
         self.writing.rename(self.target)
         _sync_folder(self.target.parent)
 

@@ -97,14 +97,16 @@ class Scheme(msgspec.Struct, frozen=True):
         """Why a weight of `shape` cannot be quantised so; empty if it can."""
         if len(shape) != 2:
             return f"it has {len(shape)} axes, a matrix is expected"
-        rows, columns = self._block(shape)
+        if not all(shape):
+            return "it is empty"
+        columns = self._block(shape)[1]
         if self.element is Element.INT4 and columns % PACKED:
             return f"its groups of {columns} columns do not fill words of {PACKED}"
         if self._divides and shape[1] % columns:
             return f"its {shape[1]} columns are not a multiple of the group of {columns}"
         if not self.symmetric and shape[0] % PACKED:
             return f"its {shape[0]} rows do not fill words of {PACKED} zero points"
-        return "" if rows else "it is empty"
+        return ""
 
     def parts(self, spec: TensorSpec) -> tuple[Part, ...]:
         """What the weight `spec` becomes, in the order in which `quantise` gives it: elements, scales, the rest."""

@@ -9,8 +9,8 @@ without them it is decided by names, and a name that could be either is refused 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,12 @@ _OTHER: Final = re.compile(
 """... and of those that it never quantises: tables, norms, routers, small projections."""
 _HEAD: Final = re.compile(r"(lm_head|head|output)")
 """An output layer: linear to compressed-tensors, never quantised by ``fp8``."""
+
+_CLASS: Final = re.compile(r"(?!Linear$)[A-Z]\w*")
+"""A class of modules as a target. Names do not tell which modules are of another one than ``Linear``."""
+_PLAIN: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+_SCALES: Final = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
+"""``scale_dtype`` of compressed-tensors, in the words of manifests."""
 
 Block = tuple[Annotated[int, Meta(ge=1)], Annotated[int, Meta(ge=1)]]
 
@@ -111,13 +117,13 @@ class Quantisation(msgspec.Struct, frozen=True):
         quantised here, in the same dtypes. Raises `UnknownScheme` when it cannot be told, or cannot be done.
         """
         module, _, kind = weight.name.rpartition(".")
-        if kind != "weight":
-            there = weight.name in (stored or ())
-            if len(weight.shape) == 3 and "experts" in module and not there and not self._ignores(module):
-                raise UnknownScheme(f"{weight.name!r} holds several experts in one tensor: publish them one by one")
-            return None
-        scheme = self._from_files(weight, module, stored) if stored else self._from_names(weight, module)
+        scheme = None
+        if kind == "weight":
+            scheme = self._from_files(weight, module, stored) if stored else self._from_names(weight, module)
+        elif self._are_experts(weight, module, stored):
+            raise UnknownScheme(f"{weight.name!r} holds several experts in one tensor: publish them one by one")
         if scheme is None:
+            _check_plain(weight, module, stored or {})
             return None
         objection = scheme.objection(weight.shape)
         if objection:
@@ -127,6 +133,10 @@ class Quantisation(msgspec.Struct, frozen=True):
             )
         return scheme
 
+    def _are_experts(self, weight: TensorSpec, module: str, stored: Mapping[str, TensorSpec] | None) -> bool:
+        known = weight.name in (stored or ()) or self._ignores(module)
+        return len(weight.shape) == 3 and "experts" in module and not known
+
     def _from_names(self, weight: TensorSpec, module: str) -> Scheme | None:
         last = module.rpartition(".")[2]
         if len(weight.shape) != 2 or self._ignores(module) or _OTHER.fullmatch(last):
@@ -134,7 +144,8 @@ class Quantisation(msgspec.Struct, frozen=True):
         if _HEAD.fullmatch(last) and self.method != "compressed-tensors":
             return None
         scheme = self._meant(module)
-        if scheme is None or _LINEAR.fullmatch(last) or _HEAD.fullmatch(last):
+        told = not any(_CLASS.fullmatch(target) for rule in self.rules for target in rule.targets)
+        if (scheme is None and told) or (scheme and (_LINEAR.fullmatch(last) or _HEAD.fullmatch(last))):
             return scheme
         raise UnknownScheme(
             f"nothing says whether {weight.name!r} {weight.shape} is quantised: give the folder of the served"
@@ -187,19 +198,40 @@ class Quantisation(msgspec.Struct, frozen=True):
 
     def _ignores(self, module: str) -> bool:
         if self.method == "compressed-tensors":
-            return any(_is_named(module, each) or _is_matched(module, each) for each in self.ignored)
+            rules = (_is_named, _is_matched, _is_linear)
+            return any(matches(module, each) for matches in rules for each in self.ignored)
         return any(_on_path(module, each) for each in self.ignored)
 
 
+_KEYS: Final = ("quantization_config", "compression_config")
+
+
 def read(config: Mapping[str, Any]) -> Quantisation | None:
-    """What ``config.json`` says about quantisation; None for a checkpoint that is not quantised."""
+    """What ``config.json`` says about quantisation; None for a checkpoint that is not quantised.
+
+    Raises `UnknownScheme` for what is not understood.
+    """
     inner: Mapping[str, Any] = config.get("text_config") or {}
     for place in (config, inner):
-        for key in ("quantization_config", "compression_config"):
+        for key in _KEYS:
             found: object = place.get(key)
             if found:
                 return _parse(found)
+    for path in _elsewhere(config, ""):
+        raise UnknownScheme(
+            f"config.json says at {path} how a part of the model is quantised, and nothing of the language model:"
+            f" {_ADVICE}"
+        )
     return None
+
+
+def _elsewhere(place: Mapping[str, Any], path: str) -> Iterator[str]:
+    """Where else in a config there is a word on quantisation."""
+    for key, value in place.items():
+        at = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping) and value:
+            found = cast("Mapping[str, Any]", value)
+            yield from [at] if key in _KEYS else _elsewhere(found, at)
 
 
 def outputs(weight: TensorSpec, scheme: Scheme) -> tuple[TensorSpec, ...]:
@@ -249,11 +281,30 @@ def _compressed(config: _Compressed) -> Quantisation:
         Rule(tuple(group.targets), _scheme(name, group, group.format or config.format))
         for name, group in config.config_groups.items()
     )
+    for pattern in (*(config.ignore or ()), *(target for rule in rules for target in rule.targets)):
+        _check_pattern(pattern)
     return Quantisation("compressed-tensors", rules, tuple(config.ignore or ()))
 
 
+def _check_pattern(target: str) -> None:
+    try:
+        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    except re.error as error:
+        raise UnknownScheme(f"{target!r} in the quantization_config is no pattern: {error}") from error
+
+
 def _scheme(name: str, group: _Group, form: str) -> Scheme:
-    """The scheme of one config group."""
+    """The scheme of one config group, with scales in the dtype that it names, if it does."""
+    scheme = _form(name, group, form)
+    wanted = group.weights.scale_dtype if group.weights else None
+    if wanted is None or (wanted, scheme.scale_dtype) == ("torch.uint8", "uint8"):
+        return scheme
+    if scheme.scale_dtype == "uint8" or wanted not in _SCALES:
+        raise UnknownScheme(f"{name} stores scales of {scheme.name} as {wanted}: {_ADVICE}")
+    return msgspec.structs.replace(scheme, scale_dtype=_SCALES[wanted])
+
+
+def _form(name: str, group: _Group, form: str) -> Scheme:
     weights = group.weights
     if weights is None or weights.dynamic:
         raise UnknownScheme(f"{name} has no stored weights: {_ADVICE}")
@@ -282,6 +333,16 @@ def _scheme(name: str, group: _Group, form: str) -> Scheme:
                 f"{weights.type}{weights.num_bits} by {strategy}, {'' if weights.symmetric else 'a'}symmetric, {form!r}"
             )
             raise UnknownScheme(f"{name} stores its weights as {kind}; {_KNOWN}: {_ADVICE}")
+
+
+def _check_plain(weight: TensorSpec, module: str, stored: Mapping[str, TensorSpec]) -> None:
+    """Raise `UnknownScheme` where the served checkpoint's files hold something else than plain numbers."""
+    there = stored.get(weight.name) or stored.get(f"{module}.weight_packed")
+    if there is not None and weight.dtype in _PLAIN and there.dtype not in _PLAIN:
+        raise UnknownScheme(
+            f"the served checkpoint stores {there.name!r} as {there.dtype}, without a scale of the kind that its"
+            f" quantization_config asks for: {_ADVICE}"
+        )
 
 
 def _is_named(module: str, target: str) -> bool:

@@ -2,7 +2,8 @@
 
 The formats are those of the libraries that define them, bit for bit (tests/dataplane/test_quantise.py compares):
 compressed-tensors 0.18 (`calculate_qparams`, `quantize`, `pack_to_int32`) computed in float32, SGLang's
-`per_block_cast_to_fp8` for scales that are powers of two.
+`per_block_cast_to_fp8` for scales that are powers of two. Two bits differ: the sign of a zero, which compressed-tensors
+drops, and MXFP8's exponent where a block holds subnormal numbers alone, 1 here and 0 in SGLang.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .quantisation import PACKED, Element, Scaling, Scheme
 
 E4M3_MAX: Final = 448.0
 _EPSILON: Final = torch.finfo(torch.float32).eps
-"""The scale where all elements are zero, as compressed-tensors has it: nothing is divided by zero."""
+"""The scale where all elements are zero, or nearly, as compressed-tensors has it. Every dtype of scales has it, too."""
 _LEAST_AMAX: Final = 1e-4
 """DeepGEMM's bound below which a block's power of two does not shrink any more."""
 _BIAS: Final = 127
@@ -50,9 +51,8 @@ def _fp8(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> 
         scale = _power_up(_over(amax.clamp(min=_LEAST_AMAX), E4M3_MAX))
     else:
         scale = _over(amax, E4M3_MAX)
-        scale = torch.where(scale == 0, _EPSILON, scale)
     # What divides is the scale as it is stored: so an engine multiplies with the same number.
-    scale = scale.to(scales.dtype)
+    scale = _stored(scale, scales.dtype)
     scales.copy_(scale.view(scales.shape))
     scaled = blocks / scale.float()[:, None, :, None]
     elements.copy_(_joined(scaled, values).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
@@ -78,15 +78,20 @@ def _int4(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) ->
     low = blocks.amin(dim=(1, 3)).clamp(max=0)
     high = blocks.amax(dim=(1, 3)).clamp(min=0)
     scale = _over(torch.maximum(-low, high), 7.5) if scheme.symmetric else _over(high - low, 15.0)
-    empty = scale == 0
-    zero = torch.where(empty, 0, (-8 - low / scale).clamp(-8, 7)).round()
-    scale = torch.where(empty, _EPSILON, scale).to(scales.dtype)
+    zero = torch.where(scale == 0, 0, (-8 - low / scale).clamp(-8, 7)).round()
+    scale = _stored(scale, scales.dtype)
     scales.copy_(scale)
     scaled = blocks / scale.float()[:, None, :, None]
     if not scheme.symmetric:
         scaled = scaled + zero[:, None, :, None]
         outs[2].copy_(_pack(zero.t()).t())
     packed.copy_(_pack(_joined(scaled, values).clamp(-8, 7).round()))
+
+
+def _stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The scale in its own dtype, which may have no number for one so small: nothing is divided by zero."""
+    stored = scale.to(dtype)
+    return torch.where(stored == 0, torch.full_like(stored, _EPSILON), stored)
 
 
 def _over(values: torch.Tensor, divisor: float) -> torch.Tensor:

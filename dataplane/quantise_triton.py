@@ -73,6 +73,13 @@ def _divided(values, scale, FAST: tl.constexpr):
 
 
 @triton.jit
+def _stored(scale, SCALE: tl.constexpr):
+    """The scale in its own dtype, which may have no number for one so small: nothing is divided by zero."""
+    stored = scale.to(SCALE)
+    return tl.where(stored == 0, _EPSILON, stored).to(SCALE)
+
+
+@triton.jit
 def _e4m3(scaled):
     return tl.clamp(scaled, -_E4M3_MAX, _E4M3_MAX).to(tl.float8e4nv)
 
@@ -90,8 +97,7 @@ def fp8_block(
         scale = (((bits + 0x7FFFFF) >> 23) << 23).to(tl.float32, bitcast=True)
     else:
         scale = tl.div_rn(amax, _E4M3_MAX)
-        scale = tl.where(scale == 0, _EPSILON, scale)
-    stored = scale.to(SCALE)
+    stored = _stored(scale, SCALE)
     tl.store(tl.load(row + 4).to(tl.pointer_type(SCALE), bitcast=True), stored)
     scale = stored.to(tl.float32)
     # At most 449.75, with a scale of 8 bits: the nearest number of e4m3 is 448, without a bound of our own.
@@ -141,7 +147,7 @@ def int4(
     else:
         scale = tl.div_rn(high - low, 15.0 + tl.zeros_like(low))
     empty = scale == 0
-    stored = tl.where(empty, _EPSILON, scale).to(SCALE)
+    stored = _stored(scale, SCALE)
     scaled = tl.div_rn(groups, stored.to(tl.float32)[:, :, None] + tl.zeros_like(groups))
     across = tl.arange(0, COLUMNS // GROUP)[None, :]
     shape = tl.load(row + 8)

@@ -45,6 +45,8 @@ class SavedVersions:
         self._machine = CatchUp(settings.channel, settings.saved_after_s)
         self._thread = ThreadPoolExecutor(1, "saved-versions")
         self._look: Future[SavedVersion | None] | None = None
+        self._said = ""
+        """The table of the version that was said not to be there."""
 
     def next(self, view: View, coordinator: Coordinator, now: float) -> ToEngine | None:
         """What the machine of the engine is to be told now, as if the coordinator had said it."""
@@ -86,8 +88,12 @@ class SavedVersions:
         committed = channel.committed if channel else None
         if committed is None:
             return None
-        found = SavedVersion.read(place_of(self._root, self._channel, committed.version))
-        same = found is not None and found.notes.channel == self._channel
-        if found is None or not same or found.notes.table != committed.table:
-            return None
-        return found
+        place = place_of(self._root, self._channel, committed.version)
+        found = SavedVersion.read(place)
+        if found is not None and (found.notes.channel, found.notes.table) == (self._channel, committed.table):
+            return found
+        if self._said != committed.table:
+            self._said = committed.table
+            reason = "other weights are there" if found else "there is none"
+            _log.warning("saved_version_not_found", version=committed.version, folder=str(place), reason=reason)
+        return None

@@ -4,7 +4,11 @@
 
 Buckets are written behind the pass, one after another, while engines still serve: no engine is paused for a disk. A
 version that is not committed leaves nothing. Which ones stay is a policy: the newest `keep_last`, and every
-`keep_every`-th for good. A disk that fails costs the checkpoint and not the version: the report says so.
+`keep_every`-th for good; one that a server is loading stays until a later version is kept. A disk that fails costs the
+checkpoint and not the version: the report says so.
+
+    <save_dir>/<channel>/checkpoint-<version>.tmp      being written; of a trainer that was killed, removed by the next
+    <save_dir>/<channel>/.checkpoint-<version>.gone    being removed; the same
 """
 
 from __future__ import annotations
@@ -23,11 +27,12 @@ from weightbus.control.log import get_log
 from weightbus.dataplane.checkpoint_writer import CheckpointWriter
 from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.manifest import Manifest
-from weightbus.dataplane.saved_version import place_of
+from weightbus.dataplane.saved_version import leaving, place_of
 
 from .errors import BadCheckpoint
 
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
+_LEFT_OVER: Final = re.compile(r"checkpoint-\d+\.tmp|\.checkpoint-\d+\.gone")
 
 _log = get_log(__name__)
 
@@ -67,24 +72,51 @@ class Archive:
                 save_dir,
                 "a checkpoint needs a config.json: name the folder of the served one with hf_config_dir or served",
             )
-        self._save_dir, self._channel, self._policy, self._config_dir = save_dir, channel, policy, config_dir
+        self._channel, self._policy, self._config_dir = channel, policy, config_dir
+        self._root = place_of(save_dir, channel, 0).parent
+        self._swept = False
 
     def saving(self, version: int, manifest: Manifest) -> Saving | None:
-        """What writes `version`; None for one that is not kept."""
+        """What writes `version`; None for one that is not kept. Under the channel's lease, so nobody else writes."""
         if not self._policy.writes(version):
             return None
-        target = place_of(self._save_dir, self._channel, version)
-        return Saving(self, CheckpointWriter(target, manifest, self._config_dir))
+        if not self._swept:
+            self._sweep()
+            self._swept = True
+        return Saving(self, CheckpointWriter(self._root / f"checkpoint-{version}", manifest, self._config_dir))
+
+    def make_room(self, target: Path) -> None:
+        """Take away what has the name of a new checkpoint: of a version behind which the channel went back."""
+        if target.exists() and not self._drop(target):
+            raise BadCheckpoint(target, "a server is loading what is there: an older version of this number")
 
     def prune(self, version: int) -> None:
-        """Remove what the policy does not keep, now that `version` is there."""
-        root = self._save_dir / self._channel
-        found = {int(match[1]): path for path in root.iterdir() if (match := _NAME.fullmatch(path.name))}
+        """Remove what the policy does not keep, now that `version` is there. What fails is tried again next time."""
+        found = {int(match[1]): path for path in self._root.glob("*") if (match := _NAME.fullmatch(path.name))}
         for each in self._policy.dropped(found, version):
-            gone = found[each].with_name(f".{found[each].name}.gone")
-            found[each].rename(gone)  # in one step, so that nobody reads half of it
-            shutil.rmtree(gone)
-            _log.info("checkpoint_dropped", channel=self._channel, version=each)
+            log = _log.bind(channel=self._channel, version=each)
+            try:
+                log.info("checkpoint_dropped" if self._drop(found[each]) else "checkpoint_in_use")
+            except OSError as error:
+                log.warning("checkpoint_not_dropped", reason=str(error))
+
+    def _drop(self, path: Path) -> bool:
+        """Remove `path`, in one step, so that nobody reads half of it; False while somebody loads it."""
+        gone = path.with_name(f".{path.name}.gone")
+        with leaving(path) as free:
+            if not free:
+                return False
+            shutil.rmtree(gone, ignore_errors=True)  # what an earlier removal left
+            path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)  # what cannot be removed now is a left-over
+        return True
+
+    def _sweep(self) -> None:
+        """Remove what a trainer left that was killed while it wrote or removed a checkpoint."""
+        for path in self._root.glob("*") if self._root.is_dir() else ():
+            if _LEFT_OVER.fullmatch(path.name):
+                _log.info("left_over_removed", channel=self._channel, folder=str(path))
+                shutil.rmtree(path, ignore_errors=True)
 
 
 class Saving:
@@ -122,8 +154,9 @@ class Saving:
         try:
             for write in self._writes:
                 write.result()
-            shutil.rmtree(self._writer.target, ignore_errors=True)  # of a version that was gone back behind
-            self._writer.finish(notes, beside)
+            self._writer.complete(notes, beside)
+            self._archive.make_room(self._writer.target)
+            self._writer.reveal()
             self._archive.prune(version)
         except Exception as error:  # noqa: BLE001  the version is served, whatever the disk says; it is in the report
             _log.exception("checkpoint_not_saved", version=version)

@@ -14,7 +14,7 @@ import msgspec
 
 from weightbus.control.errors import ConfigurationError
 from weightbus.control.status import PastStatus
-from weightbus.dataplane.saved_version import place_of
+from weightbus.dataplane.saved_version import SavedVersion, place_of
 
 from .agent import TrainerAgent
 from .checkpoint_source import CheckpointSource, open_checkpoint, staging_device
@@ -55,15 +55,33 @@ def may_roll_back(version: int, history: Sequence[PastStatus]) -> Verdict:
     return Verdict(Answer.YES)
 
 
+def same_version(found: SavedVersion | None, version: int, history: Sequence[PastStatus]) -> Verdict:
+    """Whether files that were kept as `version` are of the one that was committed under that number last.
+
+    A channel that goes back uses its numbers again, and not every version is kept, or could be: what lies there may be
+    of before. Epochs grow with every attempt, over all of that.
+    """
+    last = max((past.epoch for past in history if past.version == version and not past.rollback), default=0)
+    if found is None or found.notes.epoch >= last:
+        return Verdict(Answer.YES)
+    return Verdict(
+        Answer.NO,
+        f"{found.path} holds it as it was committed in epoch {found.notes.epoch}; the channel went back since and had"
+        f" another version {version}, in epoch {last}, of which no files were kept: name a folder with --checkpoint to"
+        " take either",
+    )
+
+
 def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
     """Publish `version` again over a higher one; None when it is the committed one already.
 
     Raises `BadCheckpoint` when the folder does not hold a finished checkpoint, `ConfigurationError` when none is named,
     `RollbackRefused`, and what connecting and publishing raise. Asked again after it was done, it does nothing.
     """
-    device = staging_device(settings.device)
+    device, folder = staging_device(settings.device), _folder(settings, version)
+    kept = SavedVersion.read(folder) if settings.checkpoint is None else None
     checkpoint = open_checkpoint(
-        _folder(settings, version),
+        folder,
         settings.marker,
         settings.hf_config_dir,
         dcp=settings.dcp,
@@ -72,7 +90,10 @@ def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
     source = CheckpointSource(checkpoint, device)
     try:
         with TrainerAgent.connect(source, settings=settings.trainer()) as agent:
-            verdict = may_roll_back(version, agent.history())
+            history = agent.history()
+            verdict = may_roll_back(version, history)
+            if verdict.answer is Answer.YES:
+                verdict = same_version(kept, version, history)
             if verdict.answer is Answer.NO:
                 raise RollbackRefused(settings.channel, version, verdict.reason)
             return agent.publish(version, rollback=True) if verdict.answer is Answer.YES else None

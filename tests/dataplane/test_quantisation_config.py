@@ -100,10 +100,28 @@ def test_known_configs(config: Config, scheme: Scheme) -> None:
     assert of(config).scheme_of(weight("model.layers.3.mlp.down_proj.weight")) == scheme
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_scales_are_in_the_dtype_that_the_config_names(name: str) -> None:
+    """Where there are no files to say it."""
+    config = compressed({**WEIGHTS_8, "scale_dtype": f"torch.{name}"}, "float-quantized")
+    scheme = of(config).scheme_of(weight("model.layers.3.mlp.down_proj.weight"))
+    assert scheme is not None
+    assert scheme.scale_dtype == name
+    exponents = {**WEIGHTS_8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    assert of(compressed(exponents, "mxfp8-quantized")).rules[0].scheme == mxfp8(compressed=True)
+
+
 def test_plain_checkpoints_are_left_alone() -> None:
     """No quantization_config, no quantisation; one in the text part of a model counts."""
     assert read({"architectures": ["X"]}) is None
     assert read({"text_config": {"quantization_config": DEEPSEEK_V3}}) is not None
+    assert read({"vision_config": {"hidden_size": 8, "quantization_config": {}}}) is None
+
+
+def test_a_quantised_part_is_not_taken_for_a_plain_model() -> None:
+    """A config deeper down than it is read from: passing as bfloat16 would be a guess."""
+    with pytest.raises(UnknownScheme, match=r"thinker_config\.text_config\.quantization_config"):
+        read({"thinker_config": {"text_config": {"quantization_config": DEEPSEEK_V3}}})
 
 
 @pytest.mark.parametrize(
@@ -171,6 +189,9 @@ def test_targets_patterns_and_groups() -> None:
         (compressed(WEIGHTS_8, "float-quantized", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (compressed(WEIGHTS_8, "float-quantized", sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups"),
+        (compressed(WEIGHTS_8, "float-quantized", ["re:*(gate"]), "no pattern"),
+        (compressed({**WEIGHTS_8, "scale_dtype": "torch.float8_e4m3fn"}, "float-quantized"), "float8_e4m3fn"),
+        (compressed({**WEIGHTS_4, "scale_dtype": "torch.uint8"}, "pack-quantized"), "scales of int4"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused(config: Config, said: str) -> None:
@@ -196,6 +217,42 @@ def test_what_cannot_be_told_is_refused(name: str, shape: tuple[int, ...], said:
         of(DEEPSEEK_V3).scheme_of(weight(name, shape))
     ignoring = of({**DEEPSEEK_V3, "modules_to_not_convert": [name.removesuffix(".weight").rpartition(".")[0]]})
     assert ignoring.scheme_of(weight(name, shape)) is None
+
+
+def test_classes_that_names_do_not_tell_are_refused() -> None:
+    """``Linear`` is what linear layers are; which modules are of another class only files say."""
+    config = compressed(WEIGHTS_8, "float-quantized")
+    config["config_groups"]["group_0"]["targets"] = ["FusedMoE", "re:.*o_proj$"]
+    up = weight("model.layers.0.mlp.up_proj.weight")
+    with pytest.raises(UnknownScheme, match="nothing says whether"):
+        of(config).scheme_of(up)
+    assert of(config).scheme_of(weight("model.layers.0.self_attn.o_proj.weight")) == fp8_channel()
+    assert of(config).scheme_of(up, stored(up)) is None
+    assert of(compressed(WEIGHTS_8, "float-quantized", ["Linear"])).scheme_of(up) is None
+
+
+@pytest.mark.parametrize(
+    ("trained", "there"),
+    [
+        (weight("a.up_proj.weight"), [TensorSpec("a.up_proj.weight", "float8_e4m3fn", (256, 512))]),
+        (
+            weight("a.up_proj.weight"),
+            [
+                TensorSpec("a.up_proj.weight", "float8_e4m3fn", (256, 512)),
+                TensorSpec("a.up_proj.weight_scale", "float32", (256, 1)),
+            ],
+        ),
+        (weight("a.up_proj.weight"), [TensorSpec("a.up_proj.weight_packed", "int32", (256, 64))]),
+        (
+            TensorSpec("a.experts.gate_up_proj", "bfloat16", (8, 256, 512)),
+            [TensorSpec("a.experts.gate_up_proj", "float8_e4m3fn", (8, 256, 512))],
+        ),
+    ],
+)
+def test_what_the_files_have_quantised_in_another_way_is_refused(trained: TensorSpec, there: list[TensorSpec]) -> None:
+    """Without a scale, or with another one than the config says: it does not pass as bfloat16."""
+    with pytest.raises(UnknownScheme, match="without a scale of the kind"):
+        of(DEEPSEEK_V3).scheme_of(trained, stored(*there))
 
 
 def test_what_the_format_cannot_hold_is_refused() -> None:

@@ -144,6 +144,90 @@ def test_as_compressed_tensors_stores_it(
     assert [tuple(each.tolist()) for each in oracle.values()] in ([], [shape])
 
 
+def ugly(kind: str, shape: tuple[int, int]) -> torch.Tensor:
+    """Weights as no training leaves them, or only a broken one, but for what is not a number."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    match kind:
+        case "zeros":
+            values = torch.zeros(shape)
+        case "subnormal":
+            values *= 1e-40
+        case "tiny":
+            values *= 1e-6
+        case "huge":
+            values = values.clamp(-3, 3) * 1e37
+        case "outlier":
+            values[0, 0] = -3e38
+        case "ties":  # quotients and zero points half-way between two integers
+            values = (torch.arange(values.numel()) % 31 - 15.0).view(shape) / 2
+            values[1::2] = values[1::2].clamp(min=-1.5, max=6)
+        case "of one sign":
+            values = values.abs() + 1
+            values[1::2] *= -1
+        case _:  # pragma: no cover
+            raise AssertionError(kind)
+    return values
+
+
+UGLY = ("zeros", "subnormal", "tiny", "huge", "outlier", "ties", "of one sign")
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(("scheme", "args", "form"), COMPRESSED, ids=lambda each: getattr(each, "name", ""))
+@pytest.mark.parametrize("kind", UGLY)
+def test_ugly_weights_are_stored_as_compressed_tensors_does(
+    kind: str, scheme: Scheme, args: dict[str, Any], form: str
+) -> None:
+    """Blocks without a number in them, numbers at both ends of the range, and quotients half-way between two steps."""
+    if scheme.name == "mxfp8-ct" and kind in {"zeros", "outlier"}:
+        pytest.skip("compressed-tensors takes the logarithm of zero there, or of infinity")
+    values = ugly(kind, (136, 384))
+    oracle = compressed(args, form, values)
+    spec = TensorSpec("w.weight", "float32", tuple(values.shape))
+    parts = [part for part in scheme.parts(spec) if part.suffix != "weight_shape"]
+    for part, found in zip(parts, quantised(scheme, values), strict=True):
+        assert same(found, oracle[part.suffix]), part.suffix
+
+
+@pytest.mark.parametrize("kind", UGLY)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ugly_weights_are_stored_as_sglang_does(kind: str, dtype: torch.dtype) -> None:
+    """The same of scales that are powers of two."""
+    values = ugly(kind, (136, 384)).to(dtype)
+    for scheme, oracle in ((fp8_block((128, 128), power_of_two=True), deepgemm()), (mxfp8(), rounded_up())):
+        if scheme.name == "mxfp8" and kind == "subnormal":
+            continue  # its power of two is a subnormal number itself there, ours the one above
+        for found, expected in zip(quantised(scheme, values), oracle(values), strict=True):
+            assert same(found, expected)
+
+
+SMALL = (fp8_tensor(), fp8_channel(), fp8_block((128, 128)), int4(128, symmetric=True), int4(128, symmetric=False))
+
+
+@pytest.mark.parametrize("scheme", SMALL, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_no_scale_is_lost_when_it_is_stored(scheme: Scheme, stored: str) -> None:
+    """Rows so small that the dtype of the scale has no number for theirs: they are zeros, and not no numbers at all."""
+    scheme = msgspec.structs.replace(scheme, scale_dtype=stored)
+    values = ugly("subnormal" if stored == "bfloat16" else "tiny", (8, 128)) * 0.01
+    values[:, ::2] = 0
+    elements, scale = quantised(scheme, values)[:2]
+    assert bool((scale.float() > 0).all())
+    assert scheme.element is not Element.E4M3 or bool(elements.float().isfinite().all())
+
+
+@pytest.mark.parametrize("scheme", SMALL[:3], ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_elements_are_divided_by_the_scale_that_is_stored(scheme: Scheme, stored: str) -> None:
+    """And not by the exact one, which no engine ever sees: checkpoints have scales of FP8 in the model's dtype, too."""
+    values = weight(11, (136, 384))
+    elements, scale = quantised(msgspec.structs.replace(scheme, scale_dtype=stored), values)
+    wide = scale.float() if not scheme.flat else scale.float().view(1, 1)
+    rows, columns = (size or extent for size, extent in zip(scheme.block, values.shape, strict=True))
+    step = wide.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:136, :384]
+    assert same(elements, (values.float() / step).clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
 @pytest.mark.usefixtures("library")
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 1 << 30), rows=st.sampled_from([8, 64]))
@@ -159,6 +243,27 @@ def test_scales_are_stored_before_they_divide(seed: int, rows: int) -> None:
     exact = values.float().view(rows, 2, 128).abs().amax(-1) / 7.5
     assert same(scale, torch.where(exact == 0, torch.finfo(torch.float32).eps, exact).bfloat16())
     zero = torch.zeros(scale.shape, dtype=torch.int8)
+    oracle = quantize(values.float(), scale.float(), zero, args, dtype=torch.int8)
+    assert same(packed, pack_to_int32(oracle, 4))
+
+
+@pytest.mark.usefixtures("library")
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 1 << 30), rows=st.sampled_from([8, 64]))
+def test_zero_points_follow_from_the_exact_scale(seed: int, rows: int) -> None:
+    """Scales in bfloat16: zero points are those of float32, as elements that are shifted by them are packed."""
+    from compressed_tensors.compressors import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    values = weight(seed, (rows, 256)) - 0.125
+    packed, scale, points = quantised(int4(128, symmetric=False), values)
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=128, symmetric=False)
+    groups = values.float().view(rows, 2, 128)
+    exact, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    assert same(scale, exact.bfloat16())
+    assert same(points, pack_to_int32(zero.to(torch.int8), 4, packed_dim=0))
     oracle = quantize(values.float(), scale.float(), zero, args, dtype=torch.int8)
     assert same(packed, pack_to_int32(oracle, 4))
 
@@ -286,8 +391,11 @@ def test_across_the_grain_nobody_is_alone() -> None:
 @example(shape=(7, 32), scheme=int4(32, symmetric=False))
 @example(shape=(7, 40), scheme=mxfp8())
 @example(shape=(4, 4, 4), scheme=fp8_block((128, 128)))
+@example(shape=(0, 128), scheme=fp8_block((128, 128)))
+@example(shape=(128, 0), scheme=fp8_channel())
+@example(shape=(128, 0), scheme=int4(128, symmetric=True))
 @given(shape=st.just((3,)), scheme=st.just(fp8_tensor()))
 @settings(max_examples=1)
 def test_what_the_format_cannot_hold_is_said(shape: tuple[int, ...], scheme: Scheme) -> None:
-    """A short last group, half a word and what is no matrix have a reason each."""
+    """A short last group, half a word, what is empty and what is no matrix have a reason each."""
     assert scheme.objection(shape)

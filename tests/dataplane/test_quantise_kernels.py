@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 HEAD = """
+import msgspec
 import numpy as np
 import torch
 import triton.language as tl
@@ -27,7 +28,7 @@ from weightbus.dataplane.quantise import Task
 
 SCHEMES = (
     fp8_block((128, 128)), fp8_block((128, 128), power_of_two=True), fp8_channel(), mxfp8(), mxfp8(compressed=True),
-    int4(32, symmetric=True), int4(128, symmetric=False),
+    int4(32, symmetric=True), int4(128, symmetric=False), msgspec.structs.replace(fp8_channel(), scale_dtype="float16"),
 )
 """
 
@@ -41,7 +42,8 @@ convert = interpreter._convert_float
 
 def rounded(values, source, target, mode):
     # The interpreter cuts off where the hardware rounds (cvt.rn).
-    kinds = {tl.bfloat16: (torch.bfloat16, np.uint16), tl.float8e4nv: (torch.float8_e4m3fn, np.uint8)}
+    kinds = {tl.bfloat16: (torch.bfloat16, np.uint16), tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
+             tl.float16: (torch.float16, np.uint16)}
     if source != tl.float32 or target not in kinds:
         return convert(values, source, target, mode)
     kind, bits = kinds[target]
@@ -57,6 +59,7 @@ def weight(shape, dtype):
     values = torch.randn(shape, generator=generator) * spread
     values[: shape[0] // 3, : shape[1] // 2] = 0
     values[-1, -1] = 14.0
+    values[1] *= 2.0**-30  # float16 has no number for its scale
     return values.to(dtype)
 
 for scheme in SCHEMES:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import pytest
 from weightbus.control.ids import Digest, Epoch, Version
 from weightbus.control.messages import Abort, EngineHealth, Held, Pause, Prepare, Step, Transfer, TransportKind
 from weightbus.dataplane.saved_version import PUBLICATION
+from weightbus.engine_agent import saved_versions
 from weightbus.engine_agent.catch_up import AGAIN_S, SAVED, STEP_S, CatchUp, Stage
 from weightbus.engine_agent.stages import View
 from weightbus.engine_agent.weights import WeightState
@@ -161,7 +163,9 @@ def test_a_server_that_was_launched_again_loads_what_was_kept(deployment: Deploy
 
 
 @pytest.mark.parametrize("how", ["bytes", "forged", "gone"])
-def test_files_that_are_not_what_was_committed_are_not_loaded(deployment: Deployment, how: str) -> None:
+def test_files_that_are_not_what_was_committed_are_not_loaded(
+    deployment: Deployment, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the bytes, not what a trainer signed, or not there: the server stays paused, and a round mends it."""
     publish(deployment, 7)
     folder = deployment.folder / "saved" / deployment.channel / "checkpoint-7"
@@ -171,16 +175,24 @@ def test_files_that_are_not_what_was_committed_are_not_loaded(deployment: Deploy
         data[-1] ^= 1
         shard.write_bytes(bytes(data))
     elif how == "forged":
-        said = json.loads((folder / PUBLICATION).read_text())
-        said["epoch"] += 1
-        (folder / PUBLICATION).write_text(json.dumps(said))
+        announced = json.loads((folder / PUBLICATION).read_text())
+        announced["epoch"] += 1
+        (folder / PUBLICATION).write_text(json.dumps(announced))
     else:
         shutil.rmtree(folder)
+    said: list[str] = []
+
+    def noted(event: str, **more: object) -> None:
+        if event == "saved_version_not_found":
+            said.append(str(more["folder"]))
+
+    monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(info=noted, warning=noted))
     deployment.fake.restart()
     until("the pause", lambda: deployment.fake.mode == "retract")
     assert deployment.agent is not None
     machine = deployment.agent._saved._machine
     until("the attempt", lambda: machine._not_before > 0)
+    assert said == ([str(folder)] if how == "gone" else [])
     assert "update_weights_from_disk" not in " ".join(deployment.fake.calls[-20:])
     assert deployment.fake.mode == "retract"
     publish(deployment, 8)

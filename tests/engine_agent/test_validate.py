@@ -207,6 +207,15 @@ INT4 = {
 }
 
 
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    },
+}
+
+
 def stored_quantised(folder: Path, config: dict[str, Any], module: str = "model.layers.0.mlp.up_proj") -> Path:
     """A checkpoint of one weight, quantised as `config` says, and of one that is not."""
     folder.mkdir()
@@ -245,6 +254,7 @@ def test_a_quantised_checkpoint_names_its_tensors(tmp_path: Path) -> None:
         (FP8, "a.up_proj", {"quantization": "w8a8_fp8"}, "its checkpoint is fp8"),
         (FP8, "a.up_proj", {"architectures": ("LlamaForCausalLM",)}, "drops scales"),
         ({**FP8, "weight_block_size": None}, "a.up_proj", {}, r"fp8-tensor.*transposes.*weight_block_size"),
+        (CHANNELS, "a.up_proj", {}, r"fp8-channel.*transposes.*weight_block_size"),
         ({**FP8, "quant_method": "mxfp8"}, "a.up_proj", {}, "mxfp8.*swizzles"),
         (INT4, "a.up_proj", {}, "experts only"),
     ],

@@ -43,7 +43,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
                 "output_activations": None,
             }
         },
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
     },
     "ignoring": {**_FP8, "weight_block_size": [128, 128], "modules_to_not_convert": ["model.layers.0", "lm_head"]},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from safetensors import safe_open
 from weightbus.control.cli import main
 from weightbus.control.errors import ConfigurationError
 from weightbus.dataplane import safetensors_file
+from weightbus.dataplane.checkpoint_writer import NOTES, CheckpointWriter
+from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.quantisation import fp8_block
 from weightbus.dataplane.quantise_torch import quantise
-from weightbus.dataplane.saved_version import SavedVersion, place_of
-from weightbus.trainer_agent.archive import Policy
+from weightbus.dataplane.saved_version import SavedVersion, leaving, place_of, staying
+from weightbus.trainer_agent.archive import Archive, Policy
 from weightbus.trainer_agent.errors import BadCheckpoint, ConnectFailed, RoundAborted
 
 from .test_rounds import Deployment
@@ -179,6 +182,143 @@ def test_a_disk_that_fails_costs_the_checkpoint_and_not_the_version(
     assert deployment.publish(2).saved
 
 
+def test_what_a_killed_trainer_left_is_removed(deployment: Deployment, tmp_path: Path) -> None:
+    """Half of a checkpoint is as large as a model; what does not look like ours stays."""
+    served(tmp_path)
+    root = tmp_path / "saved" / "c"
+    for name in ("checkpoint-7.tmp", ".checkpoint-3.gone", "mine.tmp"):
+        (root / name).mkdir(parents=True)
+        (root / name / "model-00001-of-00002.safetensors").write_bytes(b"half of it")
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path))
+    assert deployment.publish(2).saved
+    assert names(tmp_path) == {"checkpoint-2", "mine.tmp"}
+
+
+def test_a_version_that_is_being_loaded_stays(deployment: Deployment, tmp_path: Path) -> None:
+    """A server that joins reads shard after shard: whatever the policy says, they are there until it is done."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path, save_every=1, keep_last=1))
+    first = deployment.publish(1)
+    with staying(Path(first.saved)), staying(Path(first.saved)):
+        report = deployment.publish(2)
+        assert (report.save_error, names(tmp_path)) == ("", {"checkpoint-1", "checkpoint-2"})
+    assert deployment.publish(3).saved
+    assert names(tmp_path) == {"checkpoint-3"}
+
+
+def test_who_comes_while_a_version_is_taken_away_is_told_so(tmp_path: Path) -> None:
+    """It gets all of it, or nothing."""
+    version = tmp_path / "checkpoint-1"
+    version.mkdir()
+    (version / NOTES).write_text("{}")
+    with leaving(version) as free:
+        assert free
+        with pytest.raises(TransferFailed, match="being taken away"), staying(version):
+            pass
+        version.rename(tmp_path / "gone")
+    with pytest.raises(TransferFailed, match="taken away"), staying(version):
+        pass
+
+
+def test_old_versions_that_cannot_be_removed_cost_the_new_one_nothing(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is kept and said to be; the old ones go with a later version."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path, save_every=1, keep_last=1))
+
+    def busy(*_: Any) -> bool:
+        raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Archive, "_drop", busy)
+        for version in (1, 2):
+            report = deployment.publish(version)
+            assert (report.saved != "", report.save_error) == (True, "")
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
+    (tmp_path / "saved" / "c" / ".checkpoint-1.gone" / "rest").mkdir(parents=True)  # of a removal that got stuck
+    assert deployment.publish(3).saved
+    assert names(tmp_path) == {"checkpoint-3"}
+
+
+def test_an_older_version_of_a_number_stays_until_the_new_one_is_complete(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A channel that went back uses its numbers again; a disk that fails then takes nothing that was there."""
+    served(tmp_path)
+    for version in (2, 4, 6):
+        place = place_of(tmp_path / "saved", "c", version)
+        place.mkdir(parents=True)
+        (place / "of_before").touch()
+        (place / NOTES).touch()
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path, keep_last=9))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "complete", full)
+        assert "No space left" in deployment.publish(2).save_error
+    with staying(place_of(tmp_path / "saved", "c", 4)):
+        assert "is loading" in deployment.publish(4).save_error
+    assert deployment.publish(6).saved
+    assert names(tmp_path) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    kept = [version for version in (2, 4, 6) if (place_of(tmp_path / "saved", "c", version) / "of_before").exists()]
+    assert kept == [2, 4]
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"\xff\xfe", b'{"channel": "\xff"}'])
+def test_what_is_no_version_is_none(tmp_path: Path, text: bytes) -> None:
+    """Torn or foreign files do not end who looks at them."""
+    for name in (NOTES, "weightbus-manifest.msgpack", "weightbus-table.msgpack", "weightbus-publication.json"):
+        (tmp_path / name).write_bytes(text)
+    assert SavedVersion.read(tmp_path) is None
+
+
+def test_a_checkpoint_has_its_name_when_all_of_it_is_on_the_disk(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power then has all of it or none: every file, the folder, and then its name."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path))
+    synced: list[int] = []
+    missing: list[str] = []
+    fsync, reveal = os.fsync, CheckpointWriter.reveal
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append(os.fstat(descriptor).st_ino)
+
+    def looked(writer: CheckpointWriter) -> None:
+        parts = [writer.writing, *writer.writing.iterdir()]
+        missing.extend(path.name for path in parts if path.stat().st_ino not in synced)
+        synced.clear()
+        reveal(writer)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(CheckpointWriter, "reveal", looked)
+    report = deployment.publish(2)
+    assert (missing, report.save_error) == ([], "")
+    assert Path(report.saved).parent.stat().st_ino in synced
+
+
+def test_who_comes_later_does_not_have_a_version_kept_anew(deployment: Deployment, tmp_path: Path) -> None:
+    """It is there already, and may be read by others."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path))
+    before = Path(deployment.publish(2).saved).stat().st_ino
+    deployment.engine("e1")
+    deployment._each(lambda agent: agent.catch_up(2), deployment.agents)
+    assert deployment.holds("e1")
+    assert place_of(tmp_path / "saved", "c", 2).stat().st_ino == before
+
+
 def test_snapshots_are_kept_too(deployment: Deployment, tmp_path: Path) -> None:
     """Behind the training loop's back, with the weights of the snapshot."""
     served(tmp_path)
@@ -211,6 +351,36 @@ def test_a_version_that_was_saved_can_be_rolled_back_to(
     assert deployment.engines["e0"].label == 1
     assert deployment.engines["e0"].server.weights == old
     assert main(["rollback", "1", *fixed]) != 0
+
+
+def test_files_of_before_a_rollback_are_not_taken_for_what_came_after_it(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A number was used again, and the disk did not keep it the second time: what lies there is another version."""
+    monkeypatch.setattr("weightbus.trainer_agent.commands.configure_logging", lambda *_: None)
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path, save_every=1, keep_last=3))
+    for version in (1, 2):
+        assert deployment.publish(version).saved
+    deployment._each(lambda agent: agent.publish(1, rollback=True), deployment.agents)
+    deployment.sources[0].weights["model.norm.weight"].add_(1.0)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors_file, "write", full)
+        assert deployment.publish(2).save_error
+    assert deployment.publish(3).saved
+    fixed = ["--channel", "c", "--name", "operator", "--coordinator", deployment.coordinator, "--bucket-bytes", "4096"]
+    fixed += ["--runtime-dir", str(tmp_path / "run"), "--transport", "local", "--insecure-loopback"]
+    fixed += ["--save-dir", str(tmp_path / "saved")]
+    assert main(["rollback", "2", *fixed]) == 1
+    assert "another version 2" in capsys.readouterr().err
+    assert deployment.engines["e0"].label == 3
+    assert main(["rollback", "1", *fixed]) == 0
+    assert deployment.engines["e0"].label == 1
 
 
 def test_without_a_config_there_is_no_checkpoint(deployment: Deployment, tmp_path: Path) -> None:

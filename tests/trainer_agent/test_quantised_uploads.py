@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block
+from weightbus.dataplane.quantise import TorchTasks
 from weightbus.trainer_agent.assembly import Reach
 from weightbus.trainer_agent.quantised import QuantisedSource
 from weightbus.trainer_agent.quantised_assembly import Assembly
@@ -102,3 +104,26 @@ def test_a_pass_that_is_given_up_leaves_nothing_behind() -> None:
     world.full = {name: tensor * 0.5 for name, tensor in world.full.items()}
 
     world.check(scheme, sources, 2000)
+
+
+def test_tasks_follow_the_buffers_of_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU tasks are kept from one pass to the next as addresses, and buffers are not: nothing reads an old one."""
+    monkeypatch.setattr(TorchTasks, "keeps", False)
+    world, scheme = World(), small(fp8_block((128, 128)))
+    for name, shape in SHAPES.items():
+        world.give(0, name, Box.whole(shape))
+    root, *_ = sources_of(world, scheme, [], None)
+    manifest = Manifest.of("M", root.tensors(), 1 << 20)
+    out = torch.empty(manifest.largest_bucket, dtype=torch.uint8)  # where it was in the pass before, as a slot is
+    assert len(manifest.buckets) == 1
+    for _ in range(3):
+        root.assemble(manifest, 0, out)
+        for name, wanted in world.expected(scheme).items():
+            index = [spec.name for spec in manifest.tensors].index(name)
+            at = manifest.offsets_of(0)[index]
+            found = out[at : at + manifest.tensors[index].nbytes]
+            assert torch.equal(found, wanted.contiguous().view(-1).view(torch.uint8)), name
+        for storages in world.storages.values():
+            for storage in storages:
+                storage.mul_(-0.5)
+        world.full = {name: tensor * -0.5 for name, tensor in world.full.items()}

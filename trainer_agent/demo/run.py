@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from weightbus.control.provision import Member, provision
 from . import checkpoint
 from .checkpoint import policy_of
 from .elsewhere import Place, elsewhere
+from .ports import choose_ports
 from .processes import Program, ProgramEnded, Programs
 from .records import Follower, Round, Verdict, compare, verdict
 from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, Sync
@@ -50,36 +50,6 @@ _ANSWER_S: Final = 10.0
 
 class DemoFailed(Exception):
     """The demo could not be carried through; the message says where to look."""
-
-
-class Ports(msgspec.Struct, frozen=True):
-    """Every port of the demo, all on the loopback."""
-
-    router: int
-    pub: int
-    status: int
-    ranks: int
-    servers: tuple[int, ...]
-    sidecars: tuple[int, ...]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Ports:
-        """Name `4 + 2 * ENGINES` ports."""
-        router, pub, status, ranks, *agents = numbers
-        servers, sidecars = tuple(agents[:ENGINES]), tuple(agents[ENGINES:])
-        return cls(router, pub, status, ranks, servers, sidecars)
-
-
-def choose_ports(base: int) -> Ports:
-    """Consecutive ports from `base`, or free ones when it is 0."""
-    count = 4 + 2 * ENGINES
-    if base:
-        return Ports.of(range(base, base + count))
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return Ports.of([each.getsockname()[1] for each in sockets])
 
 
 class Demo:

@@ -46,7 +46,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     environment_s: Annotated[
         float,
         msgspec.Meta(ge=0, le=60, description="with asynchronous: how long answers are judged elsewhere"),
-    ] = 0.5
+    ] = 1.0
     save_every: Annotated[int, msgspec.Meta(ge=0, description="keep every n-th version as a checkpoint; 0: none")] = 0
     sync: Annotated[Sync, msgspec.Meta(description="off: train, but publish nothing; the reward stays flat")] = Sync.ON
     seed: Annotated[int, msgspec.Meta(ge=0, description="of the first weights and of the prompts")] = 1
