@@ -205,6 +205,22 @@ def test_near_replicas_come_first_and_equal_ones_take_turns() -> None:
     assert {source.holder for source in both.sources} == {0, 1}
 
 
+def test_workers_begin_with_different_replicas() -> None:
+    """What the first one reads of one holder, the second one reads of the other: neither serves all at a time."""
+    replicas, engine = two_replicas()
+    recording = recording_of(engine, 4000)
+
+    def givers(rank: int) -> dict[int, int]:
+        plan = make_plan(joined(replicas), exported(replicas), recording, msgspec.structs.replace(READER, rank=rank))
+        sources: list[int] = plan.copies.source.tolist()
+        return dict(zip(plan.copies.target_at.tolist(), (plan.sources[each].holder for each in sources), strict=True))
+
+    first, second = givers(0), givers(1)
+
+    assert first.keys() == second.keys()
+    assert all(first[at] != second[at] for at in first)
+
+
 def test_a_gpu_prefers_its_own_memory_to_its_neighbours() -> None:
     """Same GPU, then a peer; a GPU that it cannot read is as far as another host."""
     replicas, engine = two_replicas()

@@ -32,7 +32,7 @@ from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
 from weightbus.engine_agent.worker_state import WorkerState
 
-from ..kit.toy_direct import SPECS, WAIT_S, Shard, Trainer, World, holds
+from ..kit.toy_direct import SPECS, WAIT_S, Server, Shard, Trainer, World, holds
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
@@ -137,6 +137,35 @@ def test_a_trainer_that_began_anew_is_opened_anew(world: World) -> None:
     world.round()
 
     assert holds(world.server, world.trainer.values)
+
+
+def test_a_version_of_other_tensors_is_recorded_anew(world: World) -> None:
+    """The next trainer serves them in another order, and one in another dtype: what was recorded says nothing of it."""
+    world.round()
+    world.trainer.close()
+    others = (*reversed(SPECS[:5]), TensorSpec("wide", "float32", (8,)), SPECS[6])
+    world.trainer = Trainer(world.runtime, others)
+    world.trainer.step(6)
+
+    world.round()
+
+    assert holds(world.server, world.trainer.values)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_server_that_was_launched_with_other_workers_takes_the_next_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    """One sidecar, one trainer: of what was worked out for two workers nothing is left in the way, there and back."""
+    world = World(tmp_path / "r", 2, monkeypatch)
+    try:
+        for seed, workers in enumerate((2, tp, 2)):
+            world.server = Server(workers, monkeypatch)
+            world.trainer.step(seed)
+            world.round()
+            assert holds(world.server, world.trainer.values)
+    finally:
+        world.close()
 
 
 def test_memory_of_a_trainer_that_is_gone_is_let_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
