@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Final, cast
 from unittest import mock
 
 import torch
@@ -28,7 +28,7 @@ _INTERFACE: Final = "__cuda_array_interface__"
 
 @contextlib.contextmanager
 def without_addresses(memory_of: Callable[[torch.Tensor], Memory | None]) -> Generator[None]:
-    """Refuse to this thread the ways out of torch for what is followed; `item` gives what may only be stored.
+    """Refuse to this thread the ways out of torch for what is followed.
 
     The methods are exchanged for the time. A function mode would see them too, and also every other call, which made
     recording half as slow again.
@@ -55,17 +55,40 @@ def without_addresses(memory_of: Callable[[torch.Tensor], Memory | None]) -> Gen
         look(tensor, _INTERFACE)
         return interface.__get__(tensor)
 
-    def item(tensor: torch.Tensor) -> object:
-        memory = memory_of(tensor) if threading.get_ident() == mine else None
-        value: object = read(tensor)
-        return Number.of(value, memory.sources()) if memory is not None and isinstance(value, float) else value
-
-    read = torch.Tensor.item
     with contextlib.ExitStack() as exchanged:
-        exchanged.enter_context(mock.patch.object(torch.Tensor, "item", item))
-        for name in (*_ADDRESSES, *_CONVERSIONS):
+        for name in _ADDRESSES:
             exchanged.enter_context(mock.patch.object(torch.Tensor, name, guarded(name)))
         exchanged.enter_context(mock.patch.object(torch.Tensor, _INTERFACE, property(shown)))
+        yield
+
+
+@contextlib.contextmanager
+def noting_numbers(memory_of: Callable[[torch.Tensor], Memory | None], read: set[int]) -> Generator[None]:
+    """Have `read` get the sources whose only element this thread decides or calculates by."""
+    mine = threading.get_ident()
+    number_of = torch.Tensor.item
+
+    def followed(tensor: torch.Tensor) -> Memory | None:
+        return memory_of(tensor) if threading.get_ident() == mine else None
+
+    def item(tensor: torch.Tensor) -> object:
+        memory, value = followed(tensor), cast("object", number_of(tensor))
+        return Number.of(value, memory.sources(), read) if memory is not None and isinstance(value, float) else value
+
+    def noting(name: str) -> Callable[[torch.Tensor], object]:
+        method = getattr(torch.Tensor, name)
+
+        def convert(tensor: torch.Tensor) -> object:
+            memory = followed(tensor)
+            read.update(memory.sources() if memory is not None else ())
+            return method(tensor)
+
+        return convert
+
+    with contextlib.ExitStack() as exchanged:
+        exchanged.enter_context(mock.patch.object(torch.Tensor, "item", item))
+        for name in _CONVERSIONS:
+            exchanged.enter_context(mock.patch.object(torch.Tensor, name, noting(name)))
         yield
 
 

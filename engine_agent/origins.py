@@ -5,9 +5,9 @@ Torch is used for dtypes and storages only; tracing.py turns operations into cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final, NoReturn
+from typing import Final
 
 import torch
 
@@ -35,22 +35,30 @@ class ReadsValues(Exception):
 
 
 class Number(float):
-    """What `item` gives of a source: it may be stored in a tensor, and nothing be decided or calculated by it."""
+    """What `item` gives of sources. It may be stored in a tensor; who decides or calculates by it has read them."""
 
     sources: frozenset[int] = frozenset()
+    read: set[int]
+    """Sources by whose numbers something was decided; those of this one are added then."""
 
     @classmethod
-    def of(cls, value: float, sources: frozenset[int]) -> Number:
+    def of(cls, value: float, sources: frozenset[int], read: set[int]) -> Number:
         """`value`, which stands for the only element of these."""
         number = cls(value)
-        number.sources = sources
+        number.sources, number.read = sources, read
         return number
 
     __hash__ = float.__hash__
 
 
-def _refuse(number: Number, *_: object) -> NoReturn:
-    raise ReadsValues(number.sources, "item")
+def _noted(name: str) -> Callable[..., object]:
+    does: Callable[..., object] = getattr(float, name)
+
+    def noting(number: Number, *others: object) -> object:
+        number.read.update(number.sources)
+        return does(number, *others)
+
+    return noting
 
 
 for _name in (
@@ -58,7 +66,7 @@ for _name in (
     "mul", "ne", "neg", "pos", "pow", "radd", "rdivmod", "rfloordiv", "rmod", "rmul", "round", "rpow", "rsub",
     "rtruediv", "sub", "truediv", "trunc",
 ):  # fmt: skip
-    setattr(Number, f"__{_name}__", _refuse)
+    setattr(Number, f"__{_name}__", _noted(f"__{_name}__"))
 
 
 @dataclass(frozen=True, slots=True)

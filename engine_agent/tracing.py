@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.recording import Cause
 
-from .confinement import in_one_thread, without_addresses
+from .confinement import in_one_thread, noting_numbers, without_addresses
 from .hollow import HollowTensors
 from .origins import Memory, Origin, ReadsValues, Write, calculated, constant, identity_of, window_of
 from .provenance import MOST_BOXES, Move, Window
@@ -40,6 +40,8 @@ class Tracer:
         """Sources that were written to memory of which nothing is known, with the operation."""
         self.touched: set[int] = set()
         """Sources that any operation was given."""
+        self.decided: set[int] = set()
+        """Sources by whose only element something was decided or calculated."""
         self.current: int | None = None
         """The source that the loader was given last."""
         self._device = device
@@ -68,9 +70,9 @@ class Tracer:
         """What is known of a tensor's storage; None when it is not followed."""
         return self._memories.get(identity_of(tensor))
 
-    def read_and_forgotten(self) -> frozenset[int]:
-        """Sources whose only element was read as a number that was not stored as it is."""
-        return frozenset(self._unclaimed.values())
+    def read_and_forgotten(self) -> set[int]:
+        """Sources whose only element was read as a number that was not stored as it is, or that decided something."""
+        return self.decided.union(self._unclaimed.values())
 
     def _follow(self, tensor: torch.Tensor, *, source: int | None = None, engine: bool = False) -> Memory:
         memory = Memory(tensor.untyped_storage(), tensor.dtype, source, engine)
@@ -337,7 +339,9 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextlib.contextmanager
 def traced(tracer: Tracer) -> Generator[None]:
     """Everything that this thread does with torch goes through `tracer`."""
-    with in_one_thread(), torch.no_grad(), without_addresses(tracer.memory_of), _Dispatch(tracer):
+    known = tracer.memory_of
+    numbers = noting_numbers(known, tracer.decided)
+    with in_one_thread(), torch.no_grad(), without_addresses(known), numbers, _Dispatch(tracer):
         yield
 
 

@@ -393,6 +393,38 @@ def test_a_number_that_becomes_a_tensor_is_a_read() -> None:
     assert loaded(check(load)[0]) == {"c": Cause.READ}
 
 
+@pytest.mark.parametrize("read", [lambda tensor: tensor.item() * 2, lambda tensor: float(tensor.max())])
+def test_what_every_layer_reads_is_found_in_a_few_runs(read: Callable[[torch.Tensor], float]) -> None:
+    """A run for each of a hundred layers would keep a server standing for minutes."""
+    specs = [TensorSpec(f"layers.{at}.scale", "float32", (1,)) for at in range(100)]
+    specs += [TensorSpec(f"layers.{at}.weight", "bfloat16", (2, 4)) for at in range(100)]
+    runs = [0]
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.zeros(100), requires_grad=False)
+            self.weight = torch.nn.Parameter(torch.zeros(100, 2, 4, dtype=torch.bfloat16), requires_grad=False)
+
+        def load_weights(self, weights: NamedTensors) -> None:
+            runs[0] += 1
+            for name, tensor in weights:
+                at, kind = int(name.split(".")[1]), name.split(".")[2]
+                if kind == "scale":
+                    self.scale.data[at].fill_(read(tensor))
+                else:
+                    self.weight.data[at].copy_(tensor)
+
+    model = Layers()
+
+    recording = record(model, model.load_weights, specs, rank=0)
+
+    assert {each.tensor for each in recording.loaded} == set(range(100))
+    assert {each.cause for each in recording.loaded} == {Cause.READ}
+    assert len(recording.copies) == 100
+    assert runs[0] <= 16
+
+
 @pytest.mark.parametrize("number", [float, bool, int])
 def test_a_number_of_pythons_own_is_a_read(number: Callable[[torch.Tensor], float]) -> None:
     """Nothing is known of it any more."""
