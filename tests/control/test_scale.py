@@ -199,7 +199,7 @@ def test_the_status_is_written_for_readers_only() -> None:
     assert len(written) == 1, "once, when it was made"
     asked, found = threading.Event(), []
     thread = reader(desk, asked.set, found)
-    assert asked.wait(5)
+    assert asked.wait(30)
     assert desk.due() is not None
     while not found:
         desk.serve()
@@ -235,8 +235,8 @@ def test_a_loop_that_is_over_keeps_nobody_waiting() -> None:
     desk.open()
     asked, found = threading.Event(), []
     thread = reader(desk, asked.set, found)
-    assert asked.wait(5)
+    assert asked.wait(30)
     desk.close()
-    thread.join(5)
+    thread.join(30)
     assert found == [QUIET]
     assert desk.read(lambda: None) is QUIET

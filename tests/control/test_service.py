@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,8 +28,8 @@ from weightbus.control.status import StatusView
 from weightbus.control.trust import TRUST_FILE
 
 CHANNEL = Channel("policy")
-DEADLINE_S = 20.0
-QUICK = Timing(resend_first_s=0.1, resend_max_s=0.2, silence_s=1.0)
+DEADLINE_S = 60.0
+QUICK = Timing(resend_first_s=0.1, resend_max_s=0.2, silence_s=DEADLINE_S)
 LOCAL = m.TransportKind.LOCAL
 TRAINER = m.TrainerInfo(host="h", device="cpu", ranks=1, transports=(LOCAL,))
 
@@ -41,7 +42,7 @@ def settings(folder: Path, port: int = 0) -> CoordinatorSettings:
         http_port=0,
         journal=folder / "journal.sqlite",
         heartbeat_s=0.1,
-        silence_s=1.0,
+        silence_s=DEADLINE_S,  # nobody is lost because the machine is busy
         takeover_s=0.5,
     )
 
@@ -226,7 +227,7 @@ def test_round_over_real_sockets(running: Running) -> None:
                 'weightbus_round_seconds_count{channel="policy",phase="transferring"} 2.0',
                 'weightbus_round_seconds_count{channel="policy",phase="total"} 2.0',
             ):
-                assert running.metric(line), line
+                running.wait_for(lambda _, line=line: running.metric(line))  # type: ignore[misc]
     finally:
         for each in engines:
             each.close()
@@ -330,12 +331,12 @@ def test_memory_bus_is_as_faithful_as_sockets() -> None:
 
 def test_one_thread_owns_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever HTTP, signals or others ask for: the bus is touched by the loop's thread alone, but for `wake`."""
-    users: set[int] = set()
+    users: dict[object, set[int]] = defaultdict(set)
     for name in ("poll", "send", "forget", "hint"):
         real = getattr(RouterBus, name)
 
         def noted(bus: RouterBus, *args: object, real: Callable[..., object] = real) -> object:
-            users.add(threading.get_ident())
+            users[bus].add(threading.get_ident())
             return real(bus, *args)
 
         monkeypatch.setattr(RouterBus, name, noted)
@@ -343,8 +344,8 @@ def test_one_thread_owns_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyP
     client = agent(running.port, "t0", m.Role.TRAINER)
     with client:
         client.start(DEADLINE_S)
-        urllib.request.urlopen(f"http://127.0.0.1:{running.service.http.port}/status", timeout=5).close()
+        urllib.request.urlopen(f"http://127.0.0.1:{running.service.http.port}/status", timeout=DEADLINE_S).close()
         client.status()
         running.service.look_again()
     running.stop()
-    assert users == {running._thread.ident}
+    assert users[running.service.server._bus] == {running._thread.ident}

@@ -28,7 +28,7 @@ def attend(store: TCPStore, token: str, epoch: int = EPOCH) -> Attendance:
 
 
 def until(what: Callable[[], object]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not what():
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from .loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_sessi
 BUCKETS = 3
 PATIENCE_S = 60.0
 """For what should take no time: machines that run tests are busy."""
+JOIN_S = 4.0
+"""Costs as much where somebody is absent; whoever is there comes sooner, also on a busy machine."""
 PROMPT_S = 30.0
 """Well below `PATIENCE_S`: whatever took longer waited for a deadline."""
 
@@ -96,7 +99,7 @@ class Halves:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(60)
         self._process.stdout.close()
 
 
@@ -164,12 +167,14 @@ class TransportContract:
         sender, engine = places.sender(self.kind), make_engine("e0")
         address = sender.offer(make_session(5, 50, manifest), [Peer("e0", 1)])
         engine.start(make_session(told, 50, manifest), address, 1)
-        with pytest.raises(TransferFailed):
-            sender.ready(0.5)
-        assert isinstance(engine.join(), StaleSession)
+        with ThreadPoolExecutor(1) as waiting:
+            ready = waiting.submit(sender.ready, PATIENCE_S)  # for the one that it expects
+            assert isinstance(engine.join(), StaleSession)
+            sender.withdraw("e0", "it is of another epoch")
+            assert isinstance(ready.exception(PATIENCE_S), TransferFailed)
         assert engine.server.loads == engine.server.joins == 0
         assert not engine.receiver.touched
-        assert "e0" in sender.failed
+        assert set(sender.failed) == {"e0"}
         sender.close()
 
     def test_whoever_does_not_come_is_named(
@@ -184,14 +189,14 @@ class TransportContract:
         began = time.monotonic()
         if self.collective:
             with pytest.raises(TransferFailed, match="absent"):
-                sender.ready(PATIENCE_S, join_s=1.0)
+                sender.ready(PATIENCE_S, join_s=JOIN_S)
             assert time.monotonic() - began < PROMPT_S
             assert set(sender.failed) == {"here", "absent"}
             assert isinstance(engine.join(), TransferFailed)
         else:
-            sender.ready(PATIENCE_S, join_s=1.0)
+            sender.ready(PATIENCE_S, join_s=JOIN_S)
             assert time.monotonic() - began < PROMPT_S
-            assert "did not come within 1.0 s" in sender.failed["absent"]
+            assert f"did not come within {JOIN_S} s" in sender.failed["absent"]
             send_all(sender, session, pool, PATIENCE_S)
             assert set(sender.failed) == {"absent"}
             assert engine.join() == Receipt(manifest.nbytes, BUCKETS, checked=self.checked)
@@ -346,7 +351,7 @@ class TransportContract:
         )  # fmt: skip
         sender.ready(PATIENCE_S)
         try:
-            send_all(sender, session, pool, 3.0)
+            send_all(sender, session, pool, 5.0)
         except TransferFailed:
             assert self.collective
         sender.close()

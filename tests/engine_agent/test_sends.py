@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -123,10 +124,12 @@ def test_another_epoch_is_refused(world: SendsWorld) -> None:
     """A receiver of an older epoch gets nothing, and its server is not called."""
     address = world.offer(world.trainer.session(5))
     taken = world.receive(world.trainer.session(4), "e", address)
-    with pytest.raises(TransferFailed):
-        world.trainer.sends.ready(WAIT_S, 1.0)
+    with ThreadPoolExecutor(1) as waiting:
+        ready = waiting.submit(world.trainer.sends.ready, WAIT_S)  # for the one that it expects
+        assert isinstance(taken.exception(WAIT_S), StaleSession)
+        world.trainer.sends.withdraw("e", "it is of another epoch")
+        assert isinstance(ready.exception(WAIT_S), TransferFailed)
 
-    assert isinstance(taken.exception(WAIT_S), StaleSession)
     assert world.server.calls == 0
     assert not world.receiver.touched
 

@@ -166,7 +166,7 @@ def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
         def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = bool) -> bytes:
             assert deadline_s > 0
             fetching.set()
-            assert go_on.wait(10.0)
+            assert go_on.wait(60.0)
             if unwanted():
                 raise NotWanted(digest, 0)
             return b""
@@ -184,11 +184,11 @@ def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
     busy.blobs = SlowBlobs()
     with ThreadPoolExecutor(1) as thread:
         ended = thread.submit(busy.perform, Receive(TRANSFER, ""), "", 7)
-        assert fetching.wait(10.0)
+        assert fetching.wait(60.0)
         busy.cancel(6)  # of an operation that is over
         busy.cancel(7)
         go_on.set()
-        result = ended.result(10.0)
+        result = ended.result(60.0)
     assert isinstance(result, Broken)
     assert "called off" in result.reason
     assert (result.touched, made) == (False, [])

@@ -52,7 +52,7 @@ class LoopbackEngine:
 
     def close(self) -> None:
         self._over.set()
-        self._thread.join(10)
+        self._thread.join(60)
         self._receiver.shutdown()
         self._bus.close()
 
@@ -162,4 +162,4 @@ class LoopbackEngine:
 
     def _say(self, message: m.EngineMessage) -> None:
         with contextlib.suppress(RequestRefused):  # the round moved on without this engine
-            self._bus.request(message, deadline_s=5.0)
+            self._bus.request(message, deadline_s=30.0)

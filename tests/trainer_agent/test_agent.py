@@ -38,7 +38,7 @@ class Rig:
 
     def __init__(self, ranks: int, coordinator: FakeCoordinator, settings: TrainerSettings) -> None:
         self.weights = tiny_qwen3()
-        self.sources = group_of(self.weights, ranks, timeout_s=3.0)
+        self.sources = group_of(self.weights, ranks, timeout_s=30.0)
         self.coordinator = coordinator
         self.senders = {kind: FakeSender() for kind in m.TransportKind}
         self.manifest = Manifest.of("Qwen3ForCausalLM", self.sources[0].tensors(), settings.bucket_bytes)
@@ -57,7 +57,7 @@ class Rig:
                 return error
 
         with ThreadPoolExecutor(len(self.agents)) as pool:
-            return [each.result(timeout=30) for each in [pool.submit(one, agent) for agent in self.agents]]
+            return [each.result(timeout=120) for each in [pool.submit(one, agent) for agent in self.agents]]
 
     def report(self, version: int) -> PublishReport:
         """The report, which is the same on every rank."""
@@ -133,7 +133,7 @@ def test_every_engine_gets_every_byte(rig: Build, ranks: int, slots: int) -> Non
     assert report.bytes == one.manifest.nbytes
     assert report.buckets == len(one.manifest.buckets)
     assert {"acquire", "assemble", "digest", "announce", "transfer", "total"} <= report.seconds.keys()
-    assert report.seconds["total"] < 9.0
+    assert report.seconds["total"] < 30.0, "nobody waited for a rank that did not come"
 
 
 @pytest.mark.parametrize(("slots", "passes"), [(2, 2), (64, 1)])
@@ -257,7 +257,7 @@ def test_a_refused_version_is_refused_on_every_rank(rig: Build) -> None:
 def test_a_busy_channel_is_waited_for(rig: Build) -> None:
     """The lease is asked for again after the pause that the coordinator names; ranks hear beats meanwhile."""
     one = rig(2, beat_s=0.01)
-    busy = RequestRefused(m.Code.LEASE_HELD, "other has it", 0.05)
+    busy = RequestRefused(m.Code.LEASE_HELD, "other has it", 0.5)
     one.coordinator.refusals[m.Acquire] = deque([busy, busy])
     assert one.report(1).committed
     assert len(one.coordinator.said(m.Acquire)) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from weightbus.trainer_agent.source import AssemblyFailed
 
 from .test_rounds import Deployment
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Gate:
@@ -55,6 +56,21 @@ class Loop(Deployment):
         status = leader._outfit.bus.status()  # type: ignore[attr-defined]  # a BusClient, which has one
         found: dict[str, object] = json.loads(status)["channels"]["c"]["round"]
         return found
+
+    def committed(self) -> int:
+        """The version that every later request is answered from, now or when its engine goes on."""
+        leader = self.agents[0]._leader
+        assert leader is not None
+        status = leader._outfit.bus.status()  # type: ignore[attr-defined]  # a BusClient, which has one
+        found: int = json.loads(status)["channels"]["c"]["committed"]["version"]
+        return found
+
+    def until(self, what: Callable[[], bool]) -> None:
+        """What is committed is labelled a moment later, by the engine's own thread."""
+        give_up_at = time.monotonic() + PATIENCE_S
+        while not what():
+            assert time.monotonic() < give_up_at, "it never happened"
+            time.sleep(0.01)
 
     def snapshot(self, version: int) -> list[PublishHandle]:
         return [

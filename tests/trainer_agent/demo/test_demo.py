@@ -67,8 +67,16 @@ def test_three_rounds_reach_both_engines_both_ways(tmp_path: Path) -> None:
     assert int(found[7]) <= 1
     assert found[8] == "0"
     assert sum("round " in line and "/3" in line for line in out.splitlines()) == 6
-    assert started_by(tmp_path) == []
+    until_nothing_runs(tmp_path)
     assert list(tmp_path.glob("weightbus-demo-*")) == []
+
+
+def until_nothing_runs(folder: Path) -> None:
+    """What was killed takes a moment on a busy machine."""
+    until = time.monotonic() + 60
+    while left := started_by(folder):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
 
 
 def until_a_server_starts(process: "subprocess.Popen[str]", folder: Path) -> None:
@@ -77,7 +85,7 @@ def until_a_server_starts(process: "subprocess.Popen[str]", folder: Path) -> Non
     for line in process.stdout:
         if "starting 2 SGLang servers" in line:
             break
-    until = time.monotonic() + 60
+    until = time.monotonic() + 180
     while not any("launch_server" in line for line in started_by(folder)):
         assert time.monotonic() < until, "no server was started"
         time.sleep(0.05)
@@ -93,7 +101,7 @@ def test_an_interrupted_demo_ends_everything_it_started(tmp_path: Path, number: 
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 130
     assert "logs are in" in errors
-    assert started_by(tmp_path) == []
+    until_nothing_runs(tmp_path)
 
 
 @pytest.mark.real
@@ -103,10 +111,7 @@ def test_a_killed_demo_leaves_nothing_running(tmp_path: Path) -> None:
     until_a_server_starts(process, tmp_path)
     process.kill()
     process.communicate(timeout=150)
-    until = time.monotonic() + 10
-    while left := started_by(tmp_path):
-        assert time.monotonic() < until, left
-        time.sleep(0.05)
+    until_nothing_runs(tmp_path)
 
 
 @pytest.mark.real
@@ -118,7 +123,7 @@ def test_a_coordinator_killed_under_the_demo_is_named_with_its_log(tmp_path: Pat
     began = time.monotonic()
     os.kill(coordinator, signal.SIGKILL)
     out, errors = process.communicate(timeout=150)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert process.returncode == 1
     last = out.splitlines()[-1]
     assert re.fullmatch(r"demo: failed: coordinator was ended by signal 9; its log is (\S+/coordinator\.log)", last), (
@@ -126,7 +131,7 @@ def test_a_coordinator_killed_under_the_demo_is_named_with_its_log(tmp_path: Pat
     )
     assert Path(last.split()[-1]).exists()
     assert "logs are in" in errors
-    assert started_by(tmp_path) == []
+    until_nothing_runs(tmp_path)
 
 
 def children_of(parent: int) -> list[tuple[int, str]]:

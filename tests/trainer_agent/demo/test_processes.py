@@ -21,7 +21,7 @@ time.sleep(600)
 """
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
     """Poll until `condition` holds."""
     until = time.monotonic() + deadline_s
     while not condition():
@@ -45,8 +45,7 @@ def test_workers_end_with_their_program(tmp_path: Path, monkeypatch: pytest.Monk
         eventually(lambda: stubborn.log.read_text().endswith("\n"))
         worker = int(stubborn.log.read_text())
         assert not gone(worker)
-    assert gone(stubborn.process.pid)
-    assert gone(worker)
+    eventually(lambda: gone(stubborn.process.pid) and gone(worker))  # killed; the kernel has its own pace
 
 
 PARENT = """
@@ -104,7 +103,7 @@ def test_a_program_that_ends_is_named_with_its_log(tmp_path: Path) -> None:
     """The reader of the error need not look for the log."""
     with Programs(tmp_path) as programs:
         short = programs.start("short", [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"])
-        short.process.wait(10)
+        short.process.wait(60)
         with pytest.raises(ProgramEnded, match=r"short ended with status 3; its log is .*/short\.log") as ended:
             programs.check()
     assert "\n" not in str(ended.value)
@@ -115,7 +114,7 @@ def test_a_program_that_may_end_must_end_well(tmp_path: Path) -> None:
     """The trainer's ranks end by themselves; only a failure is an error."""
     with Programs(tmp_path) as programs:
         well = programs.start("well", [sys.executable, "-c", "pass"])
-        well.process.wait(10)
+        well.process.wait(60)
         programs.check(may_end=[well])
         with pytest.raises(ProgramEnded, match="well ended with status 0"):
             programs.check()
@@ -126,7 +125,7 @@ def test_a_signal_is_named(tmp_path: Path) -> None:
     with Programs(tmp_path) as programs:
         killed = programs.start("killed", [sys.executable, "-c", "import time; time.sleep(600)"])
         os.kill(killed.process.pid, signal.SIGKILL)
-        killed.process.wait(10)
+        killed.process.wait(60)
         with pytest.raises(ProgramEnded, match="killed was ended by signal 9"):
             programs.check()
 
@@ -136,7 +135,7 @@ def test_environment_is_added_to_ours(tmp_path: Path) -> None:
     with Programs(tmp_path) as programs:
         script = "import os; print(os.environ['GIVEN'], 'PATH' in os.environ)"
         program = programs.start("env", [sys.executable, "-c", script], {"GIVEN": "yes"})
-        assert program.process.wait(10) == 0
+        assert program.process.wait(60) == 0
         assert program.log.read_text() == "yes True\n"
 
 
@@ -149,6 +148,6 @@ def test_programs_have_groups_of_their_own(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=10,
+            timeout=60,
         )
         assert int(listed.stdout) == sleeper.process.pid
