@@ -257,6 +257,24 @@ def test_both_sides_make_the_same_plan() -> None:
     assert CopyTable.decode(plan.copies.encode()).digest() == plan.copies.digest()
 
 
+def test_every_part_of_a_plan_is_in_its_digest() -> None:
+    """What both sides agree to is all that a worker does: what is copied, what is staged, and from where."""
+    replicas, engine = two_replicas()
+    plan = make_plan(joined(replicas), exported(replicas), recording_of(engine[1:], 4000, loaded=(0,)), READER)
+    none = np.zeros(0, np.int64)
+
+    others = [
+        replace(plan, reader=msgspec.structs.replace(READER, rank=1)),
+        replace(plan, recording="0" * 64),
+        replace(plan, sources=plan.sources[:1]),
+        replace(plan, copies=plan.copies.take(none)),
+        replace(plan, staging=plan.staging.take(none)),
+        replace(plan, staged=()),
+    ]
+
+    assert len({plan.digest(), *(other.digest() for other in others)}) == 1 + len(others)
+
+
 def replace_place(export: ExportMap) -> ExportMap:
     return ExportMap(export.holder, export.host, export.regions, (Place(0, 32),))
 
