@@ -67,13 +67,20 @@ def test_dead_processes_leave_nothing() -> None:
         "import os, signal; from weightbus.dataplane import segments; "
         "own = segments.Segment.create('victim', 64); print(own.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    dead = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False, timeout=120)
-    name = dead.stdout.strip()
     own = segments.Segment.create("own", 64)
-    assert (segments.DIRECTORY / name).exists()
-    assert name in segments.sweep()
-    assert not (segments.DIRECTORY / name).exists()
-    assert own.path.exists()
+    for _ in range(10):  # any other program of ours that starts on this host may be the one that sweeps
+        dead = subprocess.run(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False, timeout=120
+        )
+        name = dead.stdout.strip()
+        swept = segments.sweep()
+        assert name.startswith("weightbus-victim-")
+        assert not (segments.DIRECTORY / name).exists()
+        assert own.path.exists()
+        if name in swept:
+            break
+    else:
+        pytest.fail("ten times it was gone before")
     own.close()
 
 

@@ -97,7 +97,7 @@ class Fleet:
                 f"--keys={self.keys}",
             ],
         )
-        poll("the coordinator", lambda: self.get("/healthz").status_code == 200, 30)
+        poll("the coordinator", lambda: self.get("/healthz").status_code == 200)
 
     def start_engine(self, name: str, tp: int) -> None:
         """Start one server and its sidecar; returns at once."""
@@ -136,7 +136,7 @@ class Fleet:
         process = self._running[program].process
         os.killpg(process.pid, number)
         if number == signal.SIGKILL:
-            process.wait(30)
+            process.wait(120)
 
     def signal_worker(self, program: str, number: int) -> None:
         """Signal one of a server's workers that leads nothing."""

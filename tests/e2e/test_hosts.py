@@ -94,4 +94,4 @@ def test_a_version_crosses_from_host_to_host_under_keys(places: dict[str, Host],
         body = {"input_ids": [5, 17, 33], "sampling_params": {"temperature": 0.0, "max_new_tokens": 4}}
         answer = trainer.request("POST", f"{url}/generate", json=body)
         assert answer["meta_info"]["weight_version"] == "1"
-        assert channel()["ready"] == [url]
+        poll("the engine to be ready again", lambda: channel()["ready"] == [url])
