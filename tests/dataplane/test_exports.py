@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -144,6 +147,34 @@ def test_an_exporter_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, 
     importer.open(second.address(), 0, 1, [0], OPEN_S)
     assert importer.region(0, 0).view(torch.float32).tolist() == [2.0] * 8
     second.close()
+
+
+def test_memory_of_another_user_is_not_opened(
+    exporter: RegionExporter, importer: RegionImporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can listen at that name may not be the trainer."""
+    exporter.export([torch.zeros(8)])
+    own = os.getuid()
+    monkeypatch.setattr(wire.os, "getuid", lambda: own + 1)
+
+    with pytest.raises(PeerLost, match=f"belongs to user {own}, expected {own + 1}"):
+        importer.open(exporter.address(), 3, 1, [0], OPEN_S)
+
+
+def test_another_users_reader_is_hung_up_on(exporter: RegionExporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given nothing, however well it asks."""
+    exporter.export([torch.zeros(8)])
+    own = os.getuid()
+    monkeypatch.setattr(wire.os, "getuid", lambda: own + 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(OPEN_S)
+        stranger.connect(exporter.address().address)
+
+        with contextlib.suppress(ConnectionError):  # it may have hung up by then
+            stranger.send(wire.encode_ask(wire.Ask(1, (0,))))
+            assert stranger.recv(4096) == b""
+
+    wait_until(lambda: not exporter.readers)
 
 
 def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImporter) -> None:
