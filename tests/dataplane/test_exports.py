@@ -155,7 +155,7 @@ def test_memory_of_another_user_is_not_opened(
     """Whoever can listen at that name may not be the trainer."""
     exporter.export([torch.zeros(8)])
     own = os.getuid()
-    monkeypatch.setattr(wire.os, "getuid", lambda: own + 1)
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
 
     with pytest.raises(PeerLost, match=f"belongs to user {own}, expected {own + 1}"):
         importer.open(exporter.address(), 3, 1, [0], OPEN_S)
@@ -165,7 +165,7 @@ def test_another_users_reader_is_hung_up_on(exporter: RegionExporter, monkeypatc
     """It is given nothing, however well it asks."""
     exporter.export([torch.zeros(8)])
     own = os.getuid()
-    monkeypatch.setattr(wire.os, "getuid", lambda: own + 1)
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(OPEN_S)
         stranger.connect(exporter.address().address)
