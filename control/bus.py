@@ -68,8 +68,11 @@ HANDSHAKE_MS: Final = 10_000
 those at the end are cut off, come again, and make the line longer."""
 MAX_SPEAKERS: Final = 8192
 """Connections whose key is remembered; it is read again from their next message."""
+UNREAD: Final = 64
+"""Messages that libzmq keeps for a peer that does not take them, whatever their size."""
 QUEUE_LIMIT: Final = 1000
-"""Messages kept for a peer that does not take them; with one more it counts as gone."""
+QUEUE_BYTES: Final = 16 * 1024 * 1024
+"""What is kept for it beyond that; with one more it counts as gone."""
 LOOK_S: Final = 0.1
 """How often it is looked what became of connections."""
 FLUSH_S: Final = 0.05
@@ -109,7 +112,7 @@ class RouterBus:
         self.throttled: Counter[AgentId] = Counter()
         """Messages that were dropped because their agent said too much, by the name of its key."""
         self._throttle = Throttle()
-        self._queues: dict[Peer, deque[codec.Frames]] = {}
+        self._queues: dict[Peer, _Queue] = {}
         self._speakers: dict[Peer, str] = {}
         """The key of each connection. A key never changes under a connection, and the ROUTER uses no name twice."""
         self._more = False
@@ -136,6 +139,7 @@ class RouterBus:
             self._authenticate()
             self._secure(self._router)
             self._router.set(zmq.ROUTER_MANDATORY, 1)
+            self._router.set(zmq.SNDHWM, UNREAD)
             self._monitor(self._router)
             self.router_port = _bind(self._router, self._host, router_port, "router_port")
             self.pub_port = self._open_pub(pub_port)
@@ -294,11 +298,10 @@ class RouterBus:
             outcome = self._offer(peer, frames)
             if outcome is not Delivery.QUEUED:
                 return outcome
-            queue = self._queues[peer] = deque()
-        if len(queue) >= QUEUE_LIMIT:
+            queue = self._queues[peer] = _Queue()
+        if not queue.add(frames):
             self.forget(peer)
             return Delivery.GONE
-        queue.append(frames)
         return Delivery.QUEUED
 
     def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
@@ -380,16 +383,42 @@ class RouterBus:
 
     def _flush(self) -> None:
         for peer, queue in list(self._queues.items()):
-            while queue:
-                outcome = self._offer(peer, queue[0])
-                if outcome is Delivery.QUEUED:
-                    break
-                if outcome is Delivery.GONE:
-                    queue.clear()
-                    break
-                queue.popleft()
-            if not queue:
+            outcome = Delivery.SENT
+            while queue and outcome is Delivery.SENT:
+                outcome = self._offer(peer, queue.first)
+                if outcome is Delivery.SENT:
+                    queue.drop_first()
+            if not queue or outcome is Delivery.GONE:
                 del self._queues[peer]
+
+
+class _Queue:
+    """Messages for one peer, bounded in number and bytes."""
+
+    def __init__(self) -> None:
+        self._messages: deque[codec.Frames] = deque()
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def add(self, frames: codec.Frames) -> bool:
+        """Whether there was room for it."""
+        nbytes = self._nbytes + sum(map(len, frames))
+        if len(self._messages) >= QUEUE_LIMIT or nbytes > QUEUE_BYTES:
+            return False
+        self._messages.append(frames)
+        self._nbytes = nbytes
+        return True
+
+    @property
+    def first(self) -> codec.Frames:
+        """The one that is due."""
+        return self._messages[0]
+
+    def drop_first(self) -> None:
+        """It was sent."""
+        self._nbytes -= sum(map(len, self._messages.popleft()))
 
 
 class _Doorman:

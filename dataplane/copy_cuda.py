@@ -15,7 +15,7 @@ from .copy_engine import Lanes
 from .copy_table import CopyTable
 from .copy_torch import TorchCopies
 from .digest_table import BoxTable
-from .tiles import copy_tiles, word_tiles
+from .tiles import SOURCE, VECTORS, copy_tiles, word_tiles
 
 
 class CudaEngine:
@@ -48,7 +48,8 @@ class CudaCopies:
         self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)
         tiles = copy_tiles(plain, _bases(sources), _bases(targets)) if len(plain) else []
         self._tiles = [(each.vector, _on(device, each.packed())) for each in tiles]
-        self._memory = (sources, targets)
+        self._memory = (tuple(sources), tuple(targets))
+        self._source_at = sources[0].data_ptr() if sources else 0
 
     def run(self) -> None:
         """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
@@ -65,6 +66,19 @@ class CudaCopies:
             for vector, table in self._tiles:
                 copy(table, vector)
             self._casts.launch()
+
+    def follow(self, source: torch.Tensor | None) -> None:
+        """The only region that is copied from lies here now. Raises `ValueError` where it is aligned otherwise."""
+        if source is not None:
+            moved = source.data_ptr() - self._source_at
+            if moved % VECTORS[0]:
+                raise ValueError(f"what lay at {self._source_at:#x} cannot be followed to {source.data_ptr():#x}")
+            if moved:
+                for _, table in self._tiles:
+                    table[:, SOURCE] += moved
+            self._source_at += moved
+        self._casts.follow(source)
+        self._memory = ((source,) if source is not None else (), self._memory[1])
 
     def close(self) -> None:
         """Let go of the memory."""

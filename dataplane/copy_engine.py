@@ -33,6 +33,14 @@ class PreparedCopies(Protocol):
         """Copy every row, in the order of the current stream. Returns at once where the device works by itself."""
         ...
 
+    def follow(self, source: torch.Tensor | None) -> None:
+        """The only region that is copied from lies here now; None: nowhere, until it is told again.
+
+        Costs much less than to bind the table anew. Raises `ValueError` where addresses are aligned otherwise than
+        before, to 16 bytes.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of the memory; `run` must not be called again."""
         ...

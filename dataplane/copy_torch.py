@@ -35,13 +35,11 @@ class TorchCopies:
     """Implements `PreparedCopies`."""
 
     def __init__(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        self._from: list[torch.Tensor] = []
+        self._rows: list[list[int]] = table.numbers().tolist()
+        self._from = self._views(sources)
         self._to: list[torch.Tensor] = []
-        rows: list[list[int]] = table.numbers().tolist()
-        for source, target, source_at, target_at, source_dtype, target_dtype, run, *shape in rows:
-            grid, source_step, target_step = shape[:3], shape[3:6], shape[6:]
-            self._from.append(_view(sources[source], source_at, source_dtype, (*grid, run), source_step))
-            self._to.append(_view(targets[target], target_at, target_dtype, (*grid, run), target_step))
+        for _, target, _, target_at, _, target_dtype, run, *shape in self._rows:
+            self._to.append(_view(targets[target], target_at, target_dtype, (*shape[:3], run), shape[6:]))
 
     def run(self) -> None:
         """Copy every row."""
@@ -54,9 +52,19 @@ class TorchCopies:
         if self._to:
             torch._foreach_copy_(self._to, self._from)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
+    def follow(self, source: torch.Tensor | None) -> None:
+        """The only region that is copied from lies here now. Raises `ValueError` where it is aligned otherwise."""
+        self._from = [] if source is None else self._views([source])
+
     def close(self) -> None:
         """Let go of the memory."""
         self._from, self._to = [], []
+
+    def _views(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for source, _, source_at, _, source_dtype, _, run, *shape in self._rows:
+            found.append(_view(sources[source], source_at, source_dtype, (*shape[:3], run), shape[3:6]))
+        return found
 
 
 class TorchDigest:

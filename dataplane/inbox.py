@@ -2,7 +2,8 @@
 
 In place, messages go straight into the parameters where they lie there in one piece, and the rest through a buffer of
 one turn: the server must stand still. *Beside* them, everything goes into a buffer as large as the worker's share,
-while the server goes on generating; `flip` then copies all of it into place, as fast as memory is read.
+while the server goes on generating; `flip` then copies all of it into place, as fast as memory is read. That buffer is
+let go of between versions (`detach`), and what was made for it is kept: tables of 30 GB take longer than its copy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Inbox:
         *,
         beside: bool,
     ) -> None:
-        """`holder` of a message is its sender's rank in the group.
+        """Attached. `holder` of a message is its sender's rank in the group.
 
         Raises `ManifestError`, and `torch.OutOfMemoryError` where there is no room beside the parameters.
         """
@@ -52,9 +53,8 @@ class Inbox:
         if not beside:
             at, self.staging_bytes = shared_out(at, self.staging_bytes, messages)
         self._device = device
-        self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
-        self.memory = (self._staging,) if beside else (self._staging, *targets)
-        """All that messages may lie in."""
+        self._targets = targets
+        self._staging: torch.Tensor | None = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
         placed = replace(unpack, source=np.zeros_like(unpack.source), source_at=unpack.source_at + at[unpack.source])
         self._flip: PreparedCopies | None = None
         self._unpacks: list[PreparedCopies | None] = [None] * messages.turns
@@ -68,22 +68,36 @@ class Inbox:
                 rows = np.flatnonzero(messages.turn[unpack.source] == turn)
                 if len(rows):
                     self._unpacks[turn] = engine.copies(placed.take(rows), [self._staging], targets)
-        self._receives: list[list[Parcel]] = [[] for _ in range(messages.turns)]
-        columns = (messages.turn, messages.holder, messages.nbytes, messages.target, messages.target_at, at, staged)
-        table: list[list[int]] = np.stack(columns, axis=1).tolist()
-        for turn, holder, nbytes, target, target_at, begin, aside in table:
-            region, first = (self._staging, begin) if aside else (targets[target], target_at)
-            self._receives[turn].append(Parcel(region[first : first + nbytes], holder))
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = int(messages.nbytes.sum())
         """Of all messages."""
-        return sum(each.memory.numel() for turn in self._receives for each in turn)
+        self.peers: frozenset[int] = frozenset(np.unique(messages.holder).tolist())
+        """From whom something is received."""
+        columns = (messages.turn, messages.holder, messages.nbytes, messages.target, messages.target_at, at, staged)
+        self._places: list[list[int]] = np.stack(columns, axis=1).tolist()
+        self._receives = self._parcels(self._staging)
 
     @property
-    def peers(self) -> frozenset[int]:
-        """From whom something is received."""
-        return frozenset(each.peer for turn in self._receives for each in turn)
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """All that messages may lie in."""
+        staging = () if self._staging is None else (self._staging,)
+        return staging if self.beside else (*staging, *self._targets)
+
+    def attach(self) -> None:
+        """Take memory for what is received, unless it is there. Raises `torch.OutOfMemoryError`."""
+        if self._staging is not None:
+            return
+        self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
+        if self._flip is not None:
+            self._flip.follow(self._staging)
+        self._receives = self._parcels(self._staging)
+
+    def detach(self) -> None:
+        """Let go of memory that is taken beside the parameters, and keep what was made for it."""
+        if self.beside:
+            self._staging = None
+            self._receives.clear()
+            if self._flip is not None:
+                self._flip.follow(None)
 
     def receive(self, group: Exchange, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`."""
@@ -116,7 +130,15 @@ class Inbox:
             if each is not None:
                 each.close()
         self._flip, self._unpacks, self._receives = None, [], []
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = None
+
+    def _parcels(self, staging: torch.Tensor) -> list[list[Parcel]]:
+        """What is received in each turn."""
+        found: list[list[Parcel]] = [[] for _ in self._unpacks]
+        for turn, holder, nbytes, target, target_at, begin, aside in self._places:
+            region, first = (staging, begin) if aside else (self._targets[target], target_at)
+            found[turn].append(Parcel(region[first : first + nbytes], holder))
+        return found
 
 
 def beside_bytes(messages: Messages) -> int:

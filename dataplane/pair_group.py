@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Final, Protocol, cast
 
 import torch
@@ -24,7 +25,7 @@ import torch
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
 
-from . import backends
+from . import backends, torch_threads
 from .deadline import Deadline
 from .errors import DeadlineExceeded, PeerLost, TransferFailed
 from .own_stream import OwnStream
@@ -244,9 +245,7 @@ class _Posted:
 
 def _aside(function: Callable[[], None]) -> threading.Thread:
     """On a thread of its own: what NCCL does there may take as long as the driver likes."""
-    thread = threading.Thread(target=_quietly, args=(function,), name="weightbus-nccl-end", daemon=True)
-    thread.start()
-    return thread
+    return torch_threads.start(partial(_quietly, function), "weightbus-nccl-end")
 
 
 def _quietly(function: Callable[[], None]) -> None:

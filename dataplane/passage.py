@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from . import torch_threads
 from .deadline import Deadline
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from .nixl_group import NixlGroup
@@ -75,8 +77,7 @@ class Passage:
         breaks the group for all. Raises `TransferFailed`.
         """
         outcome, forming = _Outcome(), Deadline(self._where.form_s + _END_S)
-        thread = threading.Thread(target=self._pass, args=(move, outcome), name="weightbus-sends", daemon=True)
-        thread.start()
+        torch_threads.start(partial(self._pass, move, outcome), "weightbus-sends")
         due = time.monotonic() + BEAT_S
         while not outcome.over.wait(_LOOK_S):
             if time.monotonic() >= due:

@@ -25,9 +25,12 @@ _KNOWN: Final = (
 _ADVICE: Final = "serve a checkpoint that is quantised so, or the plain one"
 
 _LINEAR: Final = re.compile(
-    r"(.*_proj|.*_proj_with_mqa|in_proj_qkvz?|[qkvo]|qkv|proj|wq_a|wq_b|wkv_a|wkv_b|wk|wq|wv|wo|w[123]|fc[123]?|linear\w*|dense\w*)"
+    r"(?!eh_proj$)(.*_proj|.*_proj_with_mqa|in_proj_qkvz?|[qkvo]|qkv|proj|wq_a|wq_b|wkv_a|wkv_b|wk|wq|wv|wo|w[123]|fc[123]?|linear\w*|dense\w*)"
 )
-"""Last part of the names of modules that are linear layers, and that SGLang quantises unless it is told not to."""
+"""Last part of the names of modules that are linear layers, and that SGLang quantises unless it is told not to.
+
+``eh_proj``, of prediction layers, is quantised in some models and not in others, DeepSeek's among them.
+"""
 _OTHER: Final = re.compile(
     r"(.*embed\w*|wte|wpe|.*norm\w*|ln_\w+|gate|router|shared_expert_gate|weights_proj|.*conv\w*|in_proj_ba|in_proj_[ab])"
 )

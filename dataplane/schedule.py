@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -142,7 +143,11 @@ class Schedule:
     """By the receiver: `source` numbers messages. Target regions are those of the recording, then the plan's buffer."""
 
     def digest(self) -> str:
-        """SHA-256, hexadecimal."""
+        """SHA-256, hexadecimal. Every round compares it: counted once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         parts = (self.plan.encode(), self.messages.encode(), self.pack.encode(), self.unpack.encode())
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 

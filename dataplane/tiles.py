@@ -22,6 +22,8 @@ TILE_WORDS: Final = 4 * TILE_VECTORS
 """64 KB to digest: a block adds up its threads' sums only once for all of it."""
 VECTORS: Final = (16, 8, 4, 2, 1)
 """Bytes. A thread moves one with a single instruction."""
+SOURCE: Final = 0
+"""The column of `CopyTiles.packed` that holds addresses of sources."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,8 +67,7 @@ class Taker:
             raise TransferFailed("nothing was taken that could be put into place")
         self._taken = False
         self._inbox.flip()
-        if self._inbox.beside:
-            self._drop()
+        self._detach()
 
     def close(self) -> None:
         """Let go of everything. What is under way is broken off."""
@@ -126,8 +125,7 @@ class Taker:
             )
             seconds = passage.run(move, self._called_off, self._beat)
         except Exception as error:  # noqa: BLE001 - see above
-            if message.beside:
-                self._drop()
+            self._detach()
             return wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048], touched=self._touched)
         self._taken = True
         return wire.Taken(seconds=seconds, nbytes=inbox.nbytes)
@@ -137,7 +135,13 @@ class Taker:
             self._drop()
             engine = engine_for(self._device)
             self._inbox = Inbox(self._messages, self._unpack, self._targets, engine, self._device, beside=beside)
+        self._inbox.attach()
         return self._inbox
+
+    def _detach(self) -> None:
+        """The scheduler may have this memory again."""
+        if self._inbox is not None:
+            self._inbox.detach()
 
     def _drop(self) -> None:
         inbox, self._inbox = self._inbox, None

@@ -83,7 +83,9 @@ def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], *, alone: bool) -> 
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """What a process was started with. Raises `OSError` where it may not be read."""
+    """What a process was started with. Raises `OSError` where it may not be read, and while it begins or ends."""
     entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    if not any(entries):
+        raise ProcessLookupError(f"process {pid} has no environment: it is about to begin, or has ended")
     pairs = (entry.decode(errors="replace").partition("=") for entry in entries if entry)
     return {name: value for name, _, value in pairs}

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from weightbus.control.log import get_log
-from weightbus.dataplane.checkpoint_writer import CheckpointWriter
+from weightbus.dataplane.checkpoint_writer import NOTES, CheckpointWriter
 from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.saved_version import leaving, place_of
@@ -87,12 +87,17 @@ class Archive:
 
     def make_room(self, target: Path) -> None:
         """Take away what has the name of a new checkpoint: of a version behind which the channel went back."""
-        if target.exists() and not self._drop(target):
+        if not target.exists():
+            return
+        if not _is_ours(target):
+            raise BadCheckpoint(target, "somebody else's files are there: name a folder of its own with save_dir")
+        if not self._drop(target):
             raise BadCheckpoint(target, "a server is loading what is there: an older version of this number")
 
     def prune(self, version: int) -> None:
         """Remove what the policy does not keep, now that `version` is there. What fails is tried again next time."""
-        found = {int(match[1]): path for path in self._root.glob("*") if (match := _NAME.fullmatch(path.name))}
+        named = ((path, _NAME.fullmatch(path.name)) for path in self._root.glob("*"))
+        found = {int(match[1]): path for path, match in named if match and _is_ours(path)}
         for each in self._policy.dropped(found, version):
             log = _log.bind(channel=self._channel, version=each)
             try:
@@ -117,6 +122,11 @@ class Archive:
             if _LEFT_OVER.fullmatch(path.name):
                 _log.info("left_over_removed", channel=self._channel, folder=str(path))
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """A trainer may keep its own checkpoints in this folder, under such names too."""
+    return (path / NOTES).is_file()
 
 
 class Saving:

@@ -194,13 +194,18 @@ def quantised(source: Source, served: Path | Mapping[str, Any] | None) -> Source
             _check_no_other(served)
             return source
         stored = _stored(served) if isinstance(served, Path) else None
-        if any(spec.dtype in ("float8_e4m3fn", "float8_e5m2", "int32") for spec in source.tensors()):
+        if any(_is_quantised(spec) for spec in source.tensors()):
             return source  # a checkpoint that is published as it lies there; engines compare it with their own
         if isinstance(source, ReadableSource):
             return ReadableQuantisedSource(source, quantisation, stored, served)
         return QuantisedSource(source, quantisation, stored, served)
     except UnknownScheme as error:
         raise UnsupportedModel(str(error)) from error
+
+
+def _is_quantised(spec: TensorSpec) -> bool:
+    """Integers alone say nothing: models have buffers of them."""
+    return spec.dtype in {"float8_e4m3fn", "float8_e5m2"} or spec.name.endswith(".weight_packed")
 
 
 def _check_no_other(served: Path | Mapping[str, Any]) -> None:

@@ -18,10 +18,10 @@ from weightbus.control.bus import RouterBus, ServerKeys
 from weightbus.control.dealer import DealerLink, HintReader
 from weightbus.control.errors import ConfigurationError, Malformed, WeightbusError, WrongProtocol
 from weightbus.control.events import MessageReceived, Peer, Principal
-from weightbus.control.ids import AgentId, Channel, Epoch, RequestId
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId
 from weightbus.control.keys import COORDINATOR, CurveFiles, write_pair
 from weightbus.control.links import Delivery, Distrusted, Rejected, Throttled, TurnedAway
-from weightbus.control.messages import Ack, Bye, GetStatus, Hint, Role
+from weightbus.control.messages import Ack, BlobPage, Bye, GetStatus, Hint, Role
 from weightbus.control.provision import Member, provision
 from weightbus.control.sockets import new_keypair, public_of
 from weightbus.control.throttle import Throttle
@@ -126,6 +126,26 @@ def test_slow_peer_is_queued_then_gone(bus: RouterBus, monkeypatch: pytest.Monke
     until(lambda: got.extend(link.poll(0.5)) or len(got) == 3)
     assert got == [(each, None) for each in answers[:3]]
     link.close()
+
+
+def test_what_is_not_taken_is_bounded_in_bytes(bus: RouterBus) -> None:
+    """Whoever asks for pages and reads none of them costs tens of megabytes, and then counts as gone."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    reads_nothing: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    reads_nothing.set(zmq.RCVHWM, 1)
+    reads_nothing.connect(f"tcp://127.0.0.1:{bus.router_port}")
+    reads_nothing.send_multipart(codec.pack(codec.TO_COORDINATOR.encode(GetStatus(request=RequestId("k")))))
+    found: list[object] = []
+    until(lambda: found.extend(bus.poll(0.1)) or found)
+    (asked,) = found
+    assert isinstance(asked, MessageReceived)
+    page = BlobPage(request=RequestId("k"), digest=Digest("0" * 64), page=0, pages=1)
+    blob, taken = bytes(512 * 1024), 0
+    while bus.send(asked.peer, page, blob) is not Delivery.GONE:
+        taken += 1
+        assert taken < 2 * bus_module.UNREAD + bus_module.QUEUE_BYTES // len(blob)
+    assert taken > bus_module.QUEUE_BYTES // len(blob)
+    context.destroy(linger=0)
 
 
 def test_a_flood_is_dropped_and_its_neighbour_heard(bus: RouterBus) -> None:
@@ -468,7 +488,7 @@ def test_the_profile_of_every_socket(curve_bus: RouterBus, folder: Path) -> None
     until(lambda: curve_bus.poll(0.3))
     until(lambda: curve_bus.poll(0.02) or curve_bus._pub not in (None, before))
     for socket_, options in (
-        (curve_bus._router, COMMON | BOUND),
+        (curve_bus._router, COMMON | BOUND | {zmq.SNDHWM: 64}),
         (curve_bus._pub, COMMON | BOUND),
         (link._socket, COMMON | CONNECTED | {zmq.IMMEDIATE: 1, zmq.MAXMSGSIZE: 4 << 20}),
         (reader._sub, COMMON | CONNECTED),

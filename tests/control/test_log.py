@@ -32,7 +32,7 @@ OURS = "from weightbus.control.telemetry import configure_logging; configure_log
 def said(before: str, program: str = TALK) -> tuple[list[str], list[str]]:
     """Lines on standard output and on standard error of a program of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", f"{before}\n{program}"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", f"{before}\n{program}"], capture_output=True, text=True, timeout=300, check=True
     )
     return done.stdout.splitlines(), done.stderr.splitlines()
 

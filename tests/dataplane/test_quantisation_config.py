@@ -208,6 +208,7 @@ def test_what_is_not_understood_is_refused(config: Config, said: str) -> None:
     ("name", "shape", "said"),
     [
         ("model.layers.0.mixer.fancy_table.weight", (256, 512), "nothing says whether"),
+        ("model.layers.61.eh_proj.weight", (256, 512), "nothing says whether"),
         ("model.layers.0.mlp.experts.gate_up_proj", (8, 256, 512), "one by one"),
     ],
 )

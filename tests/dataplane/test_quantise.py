@@ -160,7 +160,7 @@ def ugly(kind: str, shape: tuple[int, int]) -> torch.Tensor:
             values[0, 0] = -3e38
         case "ties":  # quotients and zero points half-way between two integers
             values = (torch.arange(values.numel()) % 31 - 15.0).view(shape) / 2
-            values[1::2] = values[1::2].clamp(min=-1.5, max=6)
+            values[1::2] = values[1::2].clamp(min=-1.25, max=6.25)
         case "of one sign":
             values = values.abs() + 1
             values[1::2] *= -1

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane.copy_torch import TorchEngine
+from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.copy_torch import TorchCopies, TorchEngine
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.exports import ExportMap, Place, Region
@@ -174,6 +175,58 @@ def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
     assert (
         all(box.staging_bytes == beside_bytes(each.messages) for box, each in zip(ins, made, strict=True)) or not beside
     )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_next_version_needs_no_new_tables(data: st.DataObject) -> None:
+    """What is taken beside has its memory for one version only, and what was made for it follows to the next place."""
+    trainer = data.draw(layouts(TENSORS, 3, data.draw(st.integers(1, 3))))
+    worker = data.draw(layouts(TENSORS[:3], 1))[0]
+    memories = fill(trainer, random_values())
+    recording = recording_of(worker, sizes([worker])[0], loaded=(3,))
+    plan = make_plan(joined(trainer), exported(trainer), recording, SENT_TO)
+    made = schedule(plan, 1, data.draw(PAIR_BYTES), data.draw(ALONE_BYTES))
+    target = torch.zeros(sizes([worker])[0], dtype=torch.bfloat16)
+    buffer = torch.zeros(plan.staging_bytes, dtype=torch.uint8)
+    engine = CountingEngine()
+    inbox = Inbox(
+        made.messages, made.unpack, [target.view(torch.uint8), buffer], engine, target.device, beside=True
+    )  # fmt: skip
+    bound, kept = engine.bound, []
+
+    for version in range(3):
+        for memory in memories:
+            memory.random_(-100, 100, generator=torch.Generator().manual_seed(version))
+        expected, expected_buffer = torch.zeros_like(target), torch.zeros_like(buffer)
+        inbox.attach()
+        (arena,) = inbox.memory
+        deliver([*outboxes([plan], [made], memories), inbox], eager=True)
+        inbox.flip()
+        inbox.detach()
+        assert inbox.memory == ()
+        kept.append(arena)  # so that the next one lies elsewhere
+        again = Inbox(
+            made.messages, made.unpack, [expected.view(torch.uint8), expected_buffer], TorchEngine(), target.device,
+            beside=False,
+        )  # fmt: skip
+        deliver([*outboxes([plan], [made], memories), again], eager=True)
+        assert torch.equal(target, expected)
+        assert torch.equal(buffer, expected_buffer)
+
+    assert len({arena.data_ptr() for arena in kept}) == len(kept) or not inbox.staging_bytes
+    assert engine.bound == bound
+
+
+class CountingEngine(TorchEngine):
+    """Knows how often a table was bound."""
+
+    bound = 0
+
+    def copies(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> TorchCopies:
+        """As always."""
+        self.bound += 1
+        return super().copies(table, sources, targets)
 
 
 def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tuple[Pieces, list[ExportMap], Recording]:

@@ -14,7 +14,8 @@ import pytest
 
 from weightbus.control.ids import Digest, Epoch, Version
 from weightbus.control.messages import Abort, EngineHealth, Held, Pause, Prepare, Step, Transfer, TransportKind
-from weightbus.dataplane.saved_version import PUBLICATION
+from weightbus.dataplane.saved_version import PUBLICATION, SavedReceiver, leaving
+from weightbus.dataplane.transport import Receipt, Session
 from weightbus.engine_agent import saved_versions
 from weightbus.engine_agent.catch_up import AGAIN_S, SAVED, STEP_S, CatchUp, Stage
 from weightbus.engine_agent.stages import View
@@ -149,8 +150,22 @@ def publish(deployment: Deployment, version: int, **more: object) -> None:
         assert trainer.publish(version).saved
 
 
-def test_a_server_that_was_launched_again_loads_what_was_kept(deployment: Deployment) -> None:
-    """No trainer is there any more. It is verified, labelled and ready as after a round, and paused until then."""
+def test_a_server_that_was_launched_again_loads_what_was_kept(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No trainer is there any more. It is verified, labelled and ready as after a round, and paused until then.
+
+    While it is loaded no trainer takes it away.
+    """
+    free: list[bool] = []
+    load = SavedReceiver._load
+
+    def looked(receiver: SavedReceiver, session: Session, target: Path, *more: Any) -> Receipt:
+        with leaving(target) as now:
+            free.append(now)
+        return load(receiver, session, target, *more)
+
+    monkeypatch.setattr(SavedReceiver, "_load", looked)
     publish(deployment, 7)
     deployment.fake.restart()
     until("the pause", lambda: deployment.fake.mode == "retract")
@@ -160,6 +175,8 @@ def test_a_server_that_was_launched_again_loads_what_was_kept(deployment: Deploy
     assert deployment.agent is not None
     until("the ready list", lambda: deployment.agent is not None and deployment.agent._readiness().ready)
     assert "update_weights_from_disk" in " ".join(deployment.fake.calls)
+    assert free
+    assert not any(free)
 
 
 @pytest.mark.parametrize("how", ["bytes", "forged", "gone"])

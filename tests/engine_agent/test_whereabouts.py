@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.kit.waiting import until
 from weightbus.control import codec
 from weightbus.control.ids import RequestId
 from weightbus.control.messages import Reach, TransportKind
@@ -48,6 +49,7 @@ def test_workers_lie_on_the_gpus_that_sglang_numbers(driver: list[dict[str, str]
     given = facts_of({**INFO, "base_gpu_id": 0, "gpu_id_step": 2}, {}, "http://elsewhere:1")
     assert given.gpus == (0, 2)
     with subprocess.Popen(["sleep", "60"], env={"PATH": os.environ["PATH"], "OF": "the server"}) as server:
+        until(Path(f"/proc/{server.pid}/environ").read_bytes)  # the kernel has it a moment after the program began
         found = places_of(msgspec.structs.replace(given, process=(server.pid, 1)))
         server.kill()
     assert [(each.rank, each.device, each.reach) for each in found] == [
@@ -79,6 +81,18 @@ def test_a_worker_that_sees_only_its_own_gpu_reaches_no_other(monkeypatch: pytes
 def test_what_cannot_be_found_out_is_not_told(changes: dict[str, object]) -> None:
     """A guess would be taken for what the driver says."""
     assert places_of(facts(**{"device": "cuda", "gpus": (0,), "process": (os.getpid(), 1), **changes})) == ()
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_process_without_an_environment_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is about to begin, or to end: with another environment than its own it would see other GPUs."""
+    (tmp_path / "7").mkdir()
+    environ = tmp_path / "7" / "environ"
+    monkeypatch.setattr(whereabouts, "_PROC", tmp_path)
+    environ.write_bytes(b"PATH=/bin\0")
+    assert places_of(facts(device="cuda", gpus=(0,), process=(7, 1)))
+    environ.write_bytes(b"")
+    assert places_of(facts(device="cuda", gpus=(0,), process=(7, 1))) == ()
 
 
 def test_several_nodes_are_not_numbered() -> None:

@@ -69,7 +69,7 @@ _WIDE = {**rig.QWEN3_30B_A3B, "num_hidden_layers": 2, "vocab_size": 32768}
 CASES = {
     "draft": Case(
         _read("deepseek"), _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--speculative-algorithm=EAGLE",),
-        stock=False, refused="does not offer it, and its log says why",
+        stock=False, refused="only direct copies reach and prove its draft models",
     ),
     "ep2": Case(_WIDE, _TINY, {"ep": 2, "etp": 1, "dp": 2}, ("--ep-size=2",), tp=2),
     "dpa": Case(_WIDE, _TINY, {"tp": 2}, ("--dp-size=2", "--enable-dp-attention"), tp=2),

@@ -27,10 +27,14 @@ from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.recorder import record
 from weightbus.engine_agent.worker_state import WorkerState
 
+ANSWERS = os.dup(1)
+"""What was standard output: libraries write to that, too (NCCL its warnings), and now to standard error."""
+os.dup2(2, 1)
+
 
 def say(**answer: object) -> None:
     """One line."""
-    os.write(1, json.dumps(answer).encode() + b"\n")
+    os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
 
 
 def trainer(job: dict[str, Any]) -> None:

@@ -44,9 +44,14 @@ POINTS = ("begun", "forming", "formed", "moving", "through")
 OF_WORKERS = (*POINTS, "flip", "flipped")
 
 
+ANSWERS = os.dup(1)
+"""What was standard output: libraries write to that, too (NCCL its warnings), and now to standard error."""
+os.dup2(2, 1)
+
+
 def say(**answer: object) -> None:
     """One line."""
-    os.write(1, json.dumps(answer).encode() + b"\n")
+    os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
 
 
 def doomed(job: dict[str, Any]) -> None:

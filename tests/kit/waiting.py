@@ -1,9 +1,12 @@
-"""Waiting for a descriptor, whatever its number (``select.select`` refuses those above 1023); and what a host has."""
+"""Waiting: for a descriptor, whatever its number (``select.select`` refuses those above 1023), and for anything."""
 
 from __future__ import annotations
 
 import select
 import socket
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
 
 def readable(descriptor: int, deadline_s: float) -> bool:
@@ -20,3 +23,15 @@ def has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+Found = TypeVar("Found")
+
+
+def until(done: Callable[[], Found], what: str = "what was waited for", deadline_s: float = 60.0) -> Found:
+    """The first true answer of `done`, asked again and again."""
+    end = time.monotonic() + deadline_s
+    while not (found := done()):
+        assert time.monotonic() < end, f"{what} did not come about within {deadline_s:.0f} s"
+        time.sleep(0.01)
+    return found

@@ -208,6 +208,22 @@ def test_a_version_that_is_being_loaded_stays(deployment: Deployment, tmp_path: 
     assert names(tmp_path) == {"checkpoint-3"}
 
 
+def test_what_somebody_else_keeps_there_is_not_touched(deployment: Deployment, tmp_path: Path) -> None:
+    """Trainers call their own checkpoints the same, and may have been told the same folder."""
+    served(tmp_path)
+    root = tmp_path / "saved" / "c"
+    for version in (1, 3):
+        (root / f"checkpoint-{version}").mkdir(parents=True)
+        (root / f"checkpoint-{version}" / "optimizer.pt").touch()
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path, save_every=1, keep_last=1))
+    assert deployment.publish(2).saved
+    assert "somebody else's" in deployment.publish(3).save_error
+    assert deployment.publish(4).saved
+    assert names(tmp_path) == {"checkpoint-1", "checkpoint-3", "checkpoint-4"}
+    assert all((root / f"checkpoint-{version}" / "optimizer.pt").exists() for version in (1, 3))
+
+
 def test_who_comes_while_a_version_is_taken_away_is_told_so(tmp_path: Path) -> None:
     """It gets all of it, or nothing."""
     version = tmp_path / "checkpoint-1"

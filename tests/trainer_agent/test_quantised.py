@@ -146,6 +146,17 @@ def test_what_is_quantised_already_is_left_alone() -> None:
     world.tensors = (TensorSpec("a.q_proj.weight", "float8_e4m3fn", (96, 64)),)
     source = Opaque(world, root=True)
     assert quantised(source, {"quantization_config": QUANTISATION}) is source
+    world.tensors = (TensorSpec("a.q_proj.weight_packed", "int32", (96, 8)),)
+    assert quantised(source, {"quantization_config": QUANTISATION}) is source
+
+
+def test_a_buffer_of_integers_is_no_quantised_weight() -> None:
+    """A model that has one is quantised like any other, and does not pass in bfloat16."""
+    world = World()
+    world.tensors = (*world.tensors, TensorSpec("a.places", "int32", (8,)))
+    found = quantised(Opaque(world, root=True), {"quantization_config": QUANTISATION})
+    assert isinstance(found, QuantisedSource)
+    assert any(spec.dtype == "float8_e4m3fn" for spec in found.tensors())
 
 
 def test_names_dtypes_and_shapes_are_those_of_the_files(tmp_path: Path) -> None:

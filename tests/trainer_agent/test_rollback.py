@@ -59,7 +59,7 @@ def command(
             "--bucket-bytes": "4096",
             "--transport": "local",
             "--checkpoint": str(scene.folder / folder),
-            "--acquire-timeout-s": "10",
+            "--acquire-timeout-s": "60",
         }
         flags = [word for pair in fixed.items() for word in pair]
         code = main(["rollback", str(version), *flags, "--insecure-loopback", *more])

@@ -1,0 +1,61 @@
+"""What a sidecar takes for the committed version among the files that a trainer keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from weightbus.control.ids import Version
+from weightbus.dataplane.disk_session import Notes
+from weightbus.dataplane.manifest import blob_digest
+from weightbus.dataplane.saved_version import MANIFEST, PUBLICATION, TABLE, place_of
+from weightbus.engine_agent import saved_versions
+from weightbus.engine_agent.saved_versions import SavedVersions
+from weightbus.engine_agent.settings import EngineAgentSettings
+
+
+class Coordinator:
+    """Says which table is committed as version 7."""
+
+    committed = Version(7)
+
+    def status(self, deadline_s: float = 10.0) -> bytes:
+        del deadline_s
+        return b""
+
+
+def keep(folder: Path, channel: str, manifest: bytes = b"m", table: bytes = b"t") -> None:
+    """Version 7, as a trainer leaves it."""
+    folder.mkdir(parents=True)
+    notes = Notes(channel=channel, epoch=3, version=7, manifest=blob_digest(manifest), table=blob_digest(table))
+    files = {MANIFEST: manifest, TABLE: table, PUBLICATION: b"{}", "weightbus.json": msgspec.json.encode(notes)}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("channel", "committed", "found"),
+    [("c", b"t", True), ("c", b"of after a rollback", False), ("other", b"t", False)],
+)
+def test_only_what_was_committed_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, channel: str, committed: bytes, found: bool
+) -> None:
+    """Not another version of that number, and not another channel's that somebody moved there; it is said once."""
+    said: list[str] = []
+    keep(place_of(tmp_path, "c", 7), channel)
+    status = SimpleNamespace(version=7, table=blob_digest(committed))
+    channels = {"c": SimpleNamespace(committed=status)}
+    monkeypatch.setattr(saved_versions, "parse", lambda _: SimpleNamespace(channels=channels))
+    monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(warning=lambda event, **_: said.append(event)))
+    settings = EngineAgentSettings(name="e0", channel="c", server="http://127.0.0.1:1", saved_dir=tmp_path)
+    versions = SavedVersions(settings, cast("Any", None))
+    try:
+        for _ in range(2):
+            assert (versions._search(Coordinator()) is not None) == found
+    finally:
+        versions.close()
+    assert said == ([] if found else ["saved_version_not_found"])
