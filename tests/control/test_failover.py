@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with ExitStack() as undo:
-        yield Pair(tmp_path_factory.mktemp("ha"), undo, leader_s=2.0, engines=2)
+        yield Pair(tmp_path_factory.mktemp("ha"), undo, leader_s=4.0, engines=2)
 
 
 def test_the_standby_takes_over_from_a_dead_leader(pair: Pair) -> None:
