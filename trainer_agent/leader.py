@@ -160,6 +160,7 @@ class Leader:
             return end, None
         self._times[version] = Times(watch.seconds["snapshot"], self._stood_s + watch.seconds["claim"])
         future = self._background.hand_over(version)
+        future.add_done_callback(lambda _: self._times.pop(version, None))  # nobody drives what is superseded
         with watch.phase("hold"):
             ahead = self._pacer.hold(version, self._outfit.ranks)
         self._stood_s = watch.seconds["hold"]

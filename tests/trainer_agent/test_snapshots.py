@@ -156,6 +156,9 @@ def test_a_newer_snapshot_supersedes_what_has_not_begun(loop: Loop) -> None:
     assert loop.wait(third).version == 3
     assert engine.label == 3
     assert loop.holds("e0")
+    leader = loop.agents[0]._leader
+    assert leader is not None
+    assert leader._times == {}, "nothing is kept of what was superseded"
 
 
 def test_with_one_buffer_the_second_snapshot_waits(loop: Loop) -> None:
