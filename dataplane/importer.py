@@ -7,7 +7,7 @@ import os
 import select
 import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import torch
@@ -34,6 +34,7 @@ class RegionImporter:
         known = self._exporters.get(holder)
         if known is None or known.generation != generation or known.address != address or known.dead():
             if known is not None:
+                del self._exporters[holder]
                 known.close()
             known = self._exporters[holder] = _Exporter(address, generation, self._device, Deadline(deadline_s))
         missing = [region for region in regions if region not in known.regions]
@@ -43,6 +44,11 @@ class RegionImporter:
     def region(self, holder: int, region: int) -> torch.Tensor:
         """1-D uint8, to be read only. It must not be used after `close` or after a newer generation was opened."""
         return self._exporters[holder].regions[region]
+
+    def keep(self, holders: Collection[int]) -> None:
+        """Let go of all others: they are read no more, and their end is nobody's."""
+        for holder in [each for each in self._exporters if each not in holders]:
+            self._exporters.pop(holder).close()
 
     def check(self) -> None:
         """Raise `PeerLost` when the process behind an open region has died or has closed its exports."""

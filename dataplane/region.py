@@ -10,7 +10,7 @@ frees.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -57,6 +57,10 @@ class Importer(Protocol):
 
     def region(self, holder: int, region: int) -> torch.Tensor:
         """1-D uint8 tensor over an open region, to be read only."""
+        ...
+
+    def keep(self, holders: Collection[int]) -> None:
+        """Let go of the regions of all others."""
         ...
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
-"""What a loader must not do unseen while it is recorded: work in threads of its own, and take addresses of tensors.
+"""What a loader must not do unseen while it is recorded: work in threads of its own, take addresses, decide by values.
 
-torch's modes belong to one thread and see operations. These two ways past them are closed for the time, for the thread
+torch's modes belong to one thread and see operations. These ways past them are closed for the time, for the thread
 that records and no other.
 """
 
@@ -10,16 +10,18 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final
+from typing import Final, cast
 from unittest import mock
 
 import torch
 
-from .origins import Memory, ReadsValues
+from .origins import Memory, Number, ReadsValues
 
 _ALONE: Final = threading.Lock()
 _ADDRESSES: Final = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
 """Ways out of torch: whoever takes one can read or write without being seen."""
+_CONVERSIONS: Final = ("__bool__", "__complex__", "__float__", "__index__", "__int__")
+"""Numbers of Python's own, of which nothing is known any more. Torch asks for none of them by these names."""
 _INTERFACE: Final = "__cuda_array_interface__"
 """One more, which is a property."""
 
@@ -57,6 +59,36 @@ def without_addresses(memory_of: Callable[[torch.Tensor], Memory | None]) -> Gen
         for name in _ADDRESSES:
             exchanged.enter_context(mock.patch.object(torch.Tensor, name, guarded(name)))
         exchanged.enter_context(mock.patch.object(torch.Tensor, _INTERFACE, property(shown)))
+        yield
+
+
+@contextlib.contextmanager
+def noting_numbers(memory_of: Callable[[torch.Tensor], Memory | None], read: set[int]) -> Generator[None]:
+    """Have `read` get the sources whose only element this thread decides or calculates by."""
+    mine = threading.get_ident()
+    number_of = torch.Tensor.item
+
+    def followed(tensor: torch.Tensor) -> Memory | None:
+        return memory_of(tensor) if threading.get_ident() == mine else None
+
+    def item(tensor: torch.Tensor) -> object:
+        memory, value = followed(tensor), cast("object", number_of(tensor))
+        return Number.of(value, memory.sources(), read) if memory is not None and isinstance(value, float) else value
+
+    def noting(name: str) -> Callable[[torch.Tensor], object]:
+        method = getattr(torch.Tensor, name)
+
+        def convert(tensor: torch.Tensor) -> object:
+            memory = followed(tensor)
+            read.update(memory.sources() if memory is not None else ())
+            return method(tensor)
+
+        return convert
+
+    with contextlib.ExitStack() as exchanged:
+        exchanged.enter_context(mock.patch.object(torch.Tensor, "item", item))
+        for name in _CONVERSIONS:
+            exchanged.enter_context(mock.patch.object(torch.Tensor, name, noting(name)))
         yield
 
 

@@ -15,7 +15,7 @@ from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
 from weightbus.dataplane.recording import Cause, Constant, LoadedTensor, Patch, Recording, Target
 
 from .model_tensors import ModelTensors
-from .origins import Origin, Write, identity_of, window_of
+from .origins import Memory, Origin, Write, identity_of, window_of
 from .provenance import Move, Scattered, Window, boxes_of, reverse
 from .tracing import Tracer
 
@@ -93,9 +93,9 @@ class Findings:
             memory = self._tracer.memory_of(self._live[numbers[0]])
             assert memory is not None
             for write in memory.writes:
-                yield from self._locate(write, numbers)
+                yield from self._locate(write, memory, numbers)
 
-    def _locate(self, write: Write, numbers: Sequence[int]) -> Iterator[_Landed]:
+    def _locate(self, write: Write, memory: Memory, numbers: Sequence[int]) -> Iterator[_Landed]:
         """The boxes of one write, in the first tensor of its memory that it lies in."""
         reasons: list[str] = []
         for number in numbers:
@@ -112,7 +112,8 @@ class Findings:
             yield from (_Landed(number, box, write.origin, there) for box, there in boxes)
             return
         detail = reasons[0] if reasons else "outside of every tensor of its memory"
-        for index in write.origin.sources:
+        # Without a source, it may have written over anything that is there.
+        for index in write.origin.sources or memory.sources():
             self._load(index, Cause.SCATTERED, f"{self._targets[numbers[0]].name}: {detail}")
 
     def _pieces(self, landed: Sequence[_Landed]) -> Iterator[tuple[int, Piece]]:

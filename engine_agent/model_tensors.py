@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, cast
+from collections.abc import Iterable, Iterator
+from typing import Final, Protocol, TypeAlias, cast
 
 import torch
 
 from weightbus.dataplane.manifest import ITEM_BYTES
 from weightbus.dataplane.recording import Target
 
-from .origins import Memory, identity_of, window_of
+from .origins import Memory, Number, identity_of, window_of
+
+_Container: TypeAlias = list[object] | dict[object, object]
+_TORCHS_OWN: Final = frozenset({"_parameters", "_buffers", "_modules"})
+_DEPTH: Final = 2
+"""Of containers in containers."""
 
 
 class Known(Protocol):
@@ -50,6 +55,13 @@ class ModelTensors:
             else:
                 first.aliases.append(held.name)
         self._before = {module: [dict(each) for each in _dictionaries(module)] for module in model.modules()}
+        self._containers = [
+            (f"{prefix}.{attribute}", container, _copy(container))
+            for prefix, module in _modules(model)
+            for attribute, value in _dictionaries(module)[2].items()
+            if attribute not in _TORCHS_OWN
+            for container in _containers(value)
+        ]
         parameters = [held.tensor for held in self._held if held.parameter]
         self.device = parameters[0].device if parameters else torch.device("cpu")
 
@@ -92,6 +104,10 @@ class ModelTensors:
             ):
                 found.append((_sources(tensor, tracer), held.name))
                 tensor.data = held.data
+        for name, container, copy in self._containers:
+            if strange := _strange(container, tracer) - _strange(copy, tracer):
+                found.append((strange, name))
+                _refill(container, copy)
         names = {module: name for name, module in _modules(self._model)}
         for module, before in self._before.items():
             for now, kept in zip(_dictionaries(module), before, strict=True):
@@ -136,18 +152,64 @@ def _reset(
 ) -> Iterator[tuple[frozenset[int], str]]:
     """Make one dictionary of a module what it was, as far as tensors go."""
     for name, value in list(now.items()):
-        if value is before.get(name) or not isinstance(value, torch.Tensor):
+        if value is before.get(name) or name in _TORCHS_OWN:
             continue
+        if not isinstance(value, torch.Tensor | Number):
+            strange = next((_strange(each, tracer) for each in _containers(value)), None)
+            if not strange:
+                continue
+            yield strange, f"{prefix}.{name}"
         if name in before:
             now[name] = before[name]
         else:
             del now[name]
-        yield _sources(value, tracer), f"{prefix}.{name}"
+        if isinstance(value, torch.Tensor | Number):
+            yield _sources(value, tracer), f"{prefix}.{name}"
     for name, value in before.items():
         if isinstance(value, torch.Tensor) and name not in now:
             now[name] = value
 
 
-def _sources(tensor: torch.Tensor, tracer: Known) -> frozenset[int]:
+def _containers(value: object, depth: int = 0) -> Iterator[_Container]:
+    """`value`, if it is a list or a dictionary, and those in it: models keep tensors there, too."""
+    if not isinstance(value, list | dict) or depth > _DEPTH:
+        return
+    container = cast("_Container", value)
+    yield container
+    for each in list(_elements(container)):
+        yield from _containers(each, depth + 1)
+
+
+def _elements(container: _Container) -> Iterable[object]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _copy(container: _Container) -> _Container:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _refill(container: _Container, before: _Container) -> None:
+    container.clear()
+    if isinstance(container, dict) and isinstance(before, dict):
+        container.update(before)
+    elif isinstance(container, list) and isinstance(before, list):
+        container.extend(before)
+
+
+def _strange(container: _Container, tracer: Known) -> frozenset[int]:
+    """What the tensors and numbers in it, or in what it contains, were made from that are not the model's own."""
+    found = frozenset[int]()
+    for each in (each for inner in _containers(container) for each in _elements(inner)):
+        if isinstance(each, Number):
+            found |= each.sources
+        elif isinstance(each, torch.Tensor):
+            memory = tracer.memory_of(each)
+            found |= frozenset() if memory is None or memory.engine else memory.sources()
+    return found
+
+
+def _sources(tensor: torch.Tensor | Number, tracer: Known) -> frozenset[int]:
+    if isinstance(tensor, Number):
+        return tensor.sources
     memory = tracer.memory_of(tensor)
     return frozenset() if memory is None else memory.sources()

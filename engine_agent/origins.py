@@ -5,7 +5,7 @@ Torch is used for dtypes and storages only; tracing.py turns operations into cal
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -32,6 +32,41 @@ class ReadsValues(Exception):
         self.sources = frozenset(sources)
         self.operation = operation
         super().__init__(f"{operation} reads values of tensors {sorted(self.sources)[:4]}")
+
+
+class Number(float):
+    """What `item` gives of sources. It may be stored in a tensor; who decides or calculates by it has read them."""
+
+    sources: frozenset[int] = frozenset()
+    read: set[int]
+    """Sources by whose numbers something was decided; those of this one are added then."""
+
+    @classmethod
+    def of(cls, value: float, sources: frozenset[int], read: set[int]) -> Number:
+        """`value`, which stands for the only element of these."""
+        number = cls(value)
+        number.sources, number.read = sources, read
+        return number
+
+    __hash__ = float.__hash__
+
+
+def _noted(name: str) -> Callable[..., object]:
+    does: Callable[..., object] = getattr(float, name)
+
+    def noting(number: Number, *others: object) -> object:
+        number.read.update(number.sources)
+        return does(number, *others)
+
+    return noting
+
+
+for _name in (
+    "abs", "add", "bool", "ceil", "divmod", "eq", "float", "floor", "floordiv", "ge", "gt", "int", "le", "lt", "mod",
+    "mul", "ne", "neg", "pos", "pow", "radd", "rdivmod", "rfloordiv", "rmod", "rmul", "round", "rpow", "rsub",
+    "rtruediv", "sub", "truediv", "trunc",
+):  # fmt: skip
+    setattr(Number, f"__{_name}__", _noted(f"__{_name}__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +137,14 @@ class Memory:
 
     def sources(self) -> frozenset[int]:
         """Every tensor that anything here was made from."""
-        if self.source is not None:
-            return frozenset({self.source})
-        return frozenset[int]().union(*(write.origin.sources for write in self.writes))
+        own = frozenset[int]() if self.source is None else frozenset({self.source})
+        return own.union(*(write.origin.sources for write in self.writes))
 
     def read(self, tensor: torch.Tensor, here: Window) -> list[Write]:
         """What `tensor`, a view of this memory, holds, as writes to a memory where its elements are at `here`."""
         move = Move(tuple(tensor.shape), here, window_of(tensor))
-        if self.source is not None:
-            origin = Origin(frozenset({self.source}), (self.dtype,)).read_as(tensor.dtype, self.dtype)
-            return [Write(move, origin)]
+        if self.source is not None and not self.writes:
+            return [Write(move, self._before(tensor.dtype))]
         if tensor.dtype.itemsize != self.dtype.itemsize:
             detail = f"memory of {self.dtype} read as {tensor.dtype}"
             return [Write(move, calculated(self.sources(), Cause.COMPUTED, detail))]
@@ -120,8 +153,14 @@ class Memory:
         except Scattered as scattered:
             return [Write(move, calculated(self.sources(), Cause.SCATTERED, str(scattered)))]
         written = [Write(part, self.writes[at].origin.read_as(tensor.dtype, self.dtype)) for part, at in found]
-        before = "what the model held before" if self.engine else "memory that nothing was written to"
-        return [*written, *(Write(part, calculated((), Cause.COMPUTED, before)) for part in missing)]
+        return [*written, *(Write(part, self._before(tensor.dtype)) for part in missing)]
+
+    def _before(self, dtype: torch.dtype) -> Origin:
+        """What is here where nothing was written, seen as `dtype`: loaders change sources, too, in place."""
+        if self.source is not None:
+            return Origin(frozenset({self.source}), (self.dtype,)).read_as(dtype, self.dtype)
+        what = "what the model held before" if self.engine else "memory that nothing was written to"
+        return calculated((), Cause.COMPUTED, what)
 
 
 def window_of(tensor: torch.Tensor) -> Window:

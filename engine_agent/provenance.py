@@ -134,6 +134,7 @@ def boxes_of(move: Move, shape: Sequence[int], strides: Sequence[int]) -> Iterat
     if simple is not None:
         yield simple
         return
+    move = _flattened(move)
     axes = sorted((axis for axis in range(len(shape)) if shape[axis] > 1), key=lambda axis: -strides[axis])
     chain = radix(_long_strides(move.shape, move.here), (strides[axis] for axis in axes))
     count = 0
@@ -162,6 +163,21 @@ def _squeezed(move: Move) -> Move:
         Window(move.here.offset, tuple(move.here.strides[axis] for axis in kept)),
         Window(move.there.offset, tuple(move.there.strides[axis] for axis in kept)),
     )
+
+
+def _flattened(move: Move) -> Move:
+    """Axes that continue each other on both sides as one: what was written by another shape than the tensor's."""
+    shape: list[int] = []
+    here: list[int] = []
+    there: list[int] = []
+    for extent, near, far in zip(move.shape, move.here.strides, move.there.strides, strict=True):
+        if shape and here[-1] == near * extent and there[-1] == far * extent:
+            shape[-1], here[-1], there[-1] = shape[-1] * extent, near, far
+        else:
+            shape.append(extent)
+            here.append(near)
+            there.append(far)
+    return Move(tuple(shape), Window(move.here.offset, tuple(here)), Window(move.there.offset, tuple(there)))
 
 
 def _uncarried(move: Move, chain: tuple[int, ...]) -> list[Move] | None:

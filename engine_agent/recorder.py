@@ -9,7 +9,8 @@ Runs inside the engine's worker, in the thread that owns the model. Imports torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -26,6 +27,10 @@ from .tracing import Tracer, traced
 _ATTEMPTS: Final = 32
 """Runs of the loader. Each but the last one leaves out at least one tensor more than the one before."""
 
+_ONE_BY_ONE: Final = 8
+"""Then the same tensors of all layers are left out with the one that was found: what is loaded is right, too."""
+_NUMBER: Final = re.compile(r"\d+")
+
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -41,14 +46,14 @@ def record(
 ) -> Recording:
     """What `load`, the bound `load_weights` of `model`, does with `tensors`. Raises `NotRecordable`."""
     left_out: dict[int, LoadedTensor] = {}
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         tracer, held, found = _attempt(model, load, tensors, left_out)
         if not found:
             findings = Findings(tensors, held, tracer, left_out)
             return findings.recording(rank)
         if set(found) <= set(left_out):
             raise NotRecordable(next(iter(found.values())).detail)
-        left_out |= found
+        left_out |= found if attempt < _ONE_BY_ONE else _kin(found, tensors) | found
     names = ", ".join(tensors[index].name for index in sorted(left_out)[:4])
     detail = next(iter(left_out.values())).detail
     raise NotRecordable(f"more and more tensors must be left out ({names} .., {detail})")
@@ -96,6 +101,17 @@ def _stream(
         tracer.current = number
         yield spec.name, sources[number]
     tracer.current = None
+
+
+def _kin(found: Mapping[int, LoadedTensor], tensors: Sequence[TensorSpec]) -> dict[int, LoadedTensor]:
+    """The tensors whose names differ from those in numbers only."""
+    known = {_NUMBER.sub("#", tensors[index].name): each for index, each in found.items()}
+    forms = {number: known.get(_NUMBER.sub("#", spec.name)) for number, spec in enumerate(tensors)}
+    return {
+        number: LoadedTensor(number, each.cause, f"as {tensors[each.tensor].name}: {each.detail}")
+        for number, each in forms.items()
+        if each is not None
+    }
 
 
 def _current(tracer: Tracer) -> frozenset[int]:

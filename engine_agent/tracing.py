@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.recording import Cause
 
-from .confinement import in_one_thread, without_addresses
+from .confinement import in_one_thread, noting_numbers, without_addresses
 from .hollow import HollowTensors
 from .origins import Memory, Origin, ReadsValues, Write, calculated, constant, identity_of, window_of
 from .provenance import MOST_BOXES, Move, Window
@@ -40,6 +40,8 @@ class Tracer:
         """Sources that were written to memory of which nothing is known, with the operation."""
         self.touched: set[int] = set()
         """Sources that any operation was given."""
+        self.decided: set[int] = set()
+        """Sources by whose only element something was decided or calculated."""
         self.current: int | None = None
         """The source that the loader was given last."""
         self._device = device
@@ -68,9 +70,9 @@ class Tracer:
         """What is known of a tensor's storage; None when it is not followed."""
         return self._memories.get(identity_of(tensor))
 
-    def read_and_forgotten(self) -> frozenset[int]:
-        """Sources whose only element was read as a number that was not stored as it is."""
-        return frozenset(self._unclaimed.values())
+    def read_and_forgotten(self) -> set[int]:
+        """Sources whose only element was read as a number that was not stored as it is, or that decided something."""
+        return self.decided.union(self._unclaimed.values())
 
     def _follow(self, tensor: torch.Tensor, *, source: int | None = None, engine: bool = False) -> Memory:
         memory = Memory(tensor.untyped_storage(), tensor.dtype, source, engine)
@@ -163,7 +165,7 @@ class Tracer:
             memory = self._follow(target)
             memory.writes.append(_present(target))
         if target.dtype.itemsize != memory.dtype.itemsize:
-            sources = frozenset[int]().union(*(write.origin.sources for write in writes))
+            sources = memory.sources().union(*(write.origin.sources for write in writes))
             detail = f"memory of {memory.dtype} written as {target.dtype}"
             whole = torch.empty(0, dtype=memory.dtype, device=target.device).set_(memory.storage)
             memory.writes.append(Write(_everywhere(whole), calculated(sources, Cause.SCATTERED, detail)))
@@ -300,7 +302,8 @@ class Tracer:
         tensor = args[0]
         memory = self.memory_of(tensor)
         assert memory is not None
-        if memory.source is None or memory.storage.nbytes() != tensor.element_size() or not tensor.is_floating_point():
+        alone = memory.storage.nbytes() == tensor.element_size() and not memory.writes
+        if memory.source is None or not alone or not tensor.is_floating_point():
             raise ReadsValues(memory.sources(), str(operation))
         value = 0.37 + (len(self._values) + 1) * 2.0**-40
         self._values[value] = Origin(frozenset({memory.source}), (tensor.dtype,))
@@ -336,7 +339,9 @@ class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextlib.contextmanager
 def traced(tracer: Tracer) -> Generator[None]:
     """Everything that this thread does with torch goes through `tracer`."""
-    with in_one_thread(), torch.no_grad(), without_addresses(tracer.memory_of), _Dispatch(tracer):
+    known = tracer.memory_of
+    numbers = noting_numbers(known, tracer.decided)
+    with in_one_thread(), torch.no_grad(), without_addresses(known), numbers, _Dispatch(tracer):
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -196,6 +196,7 @@ class WorkerState:
         if self._bound is not None and self._bound.exports == exports and self._importer.alive():
             return self._bound
         self._unbind()
+        self._importer.keep({each.holder for each in exports})
         for each in exports:
             self._importer.open(Address(each.address), each.holder, each.generation, each.regions, _OPEN_S)
         sources = [self._importer.region(holder, region) for holder, region in plan.sources]
@@ -210,16 +211,17 @@ class WorkerState:
         )
         return self._bound
 
-    def _staged(self, staged: Sequence[int]) -> list[tuple[str, torch.Tensor]]:
-        """The tensors in the staging buffer, as plan.py lays them out."""
-        found: list[tuple[str, torch.Tensor]] = []
+    def _staged(self, staged: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors in the staging buffer, as plan.py lays them out: copies, one at a time.
+
+        A loader may change what it is given, or keep it; the buffer is proven afterwards, and written in every round.
+        """
         at = 0
         for index in staged:
             spec = self._tensors[index]
             flat = self._buffer[at : at + spec.nbytes]
-            found.append((spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape)))
+            yield spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape).clone()
             at += -(-spec.nbytes // 16) * 16
-        return found
 
     def _part(self, constant: Constant) -> torch.Tensor:
         cut = tuple(slice(a, b) for a, b in zip(constant.box.start, constant.box.stop, strict=True))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -123,6 +126,55 @@ def test_an_exporter_that_closes_hangs_up(tmp_path: Path) -> None:
     assert importer.region(0, 0).view(torch.float32).tolist() == [3.0] * 8
     importer.close()
     exporter.close()
+
+
+def test_an_exporter_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, importer: RegionImporter) -> None:
+    """A trainer dies while its successor is waited for: what was open of it is closed, and not asked again."""
+    first = RegionExporter(tmp_path / "run", "c", 0)
+    first.export([torch.zeros(8)])
+    address = first.address()
+    importer.open(address, 0, 1, [0], OPEN_S)
+    first.close()
+
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="does not answer"):
+            importer.open(address, 0, 1, [0], OPEN_S)
+
+    assert importer.alive()
+    importer.check()
+    second = RegionExporter(tmp_path / "run", "c", 0)
+    second.export([torch.full((8,), 2.0)])
+    importer.open(second.address(), 0, 1, [0], OPEN_S)
+    assert importer.region(0, 0).view(torch.float32).tolist() == [2.0] * 8
+    second.close()
+
+
+def test_memory_of_another_user_is_not_opened(
+    exporter: RegionExporter, importer: RegionImporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can listen at that name may not be the trainer."""
+    exporter.export([torch.zeros(8)])
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+
+    with pytest.raises(PeerLost, match=f"belongs to user {own}, expected {own + 1}"):
+        importer.open(exporter.address(), 3, 1, [0], OPEN_S)
+
+
+def test_another_users_reader_is_hung_up_on(exporter: RegionExporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given nothing, however well it asks."""
+    exporter.export([torch.zeros(8)])
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.settimeout(OPEN_S)
+        stranger.connect(exporter.address().address)
+
+        with contextlib.suppress(ConnectionError):  # it may have hung up by then
+            stranger.send(wire.encode_ask(wire.Ask(1, (0,))))
+            assert stranger.recv(4096) == b""
+
+    wait_until(lambda: not exporter.readers)
 
 
 def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImporter) -> None:

@@ -219,4 +219,4 @@ def test_a_model_of_20000_tensors_on_64_ranks_takes_seconds() -> None:
     pieces = cover.once(Pieces.join(parts))
     cover.prove(pieces)
     assert len(cover.merge(pieces)) == count * ranks
-    assert time.process_time() - began < 30, "about 7 s on a slow core; a loop takes minutes"
+    assert time.process_time() - began < 90, "about 7 s on a slow core of its own; a loop takes minutes"

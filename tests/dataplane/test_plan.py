@@ -205,6 +205,22 @@ def test_near_replicas_come_first_and_equal_ones_take_turns() -> None:
     assert {source.holder for source in both.sources} == {0, 1}
 
 
+def test_workers_begin_with_different_replicas() -> None:
+    """What the first one reads of one holder, the second one reads of the other: neither serves all at a time."""
+    replicas, engine = two_replicas()
+    recording = recording_of(engine, 4000)
+
+    def givers(rank: int) -> dict[int, int]:
+        plan = make_plan(joined(replicas), exported(replicas), recording, msgspec.structs.replace(READER, rank=rank))
+        sources: list[int] = plan.copies.source.tolist()
+        return dict(zip(plan.copies.target_at.tolist(), (plan.sources[each].holder for each in sources), strict=True))
+
+    first, second = givers(0), givers(1)
+
+    assert first.keys() == second.keys()
+    assert all(first[at] != second[at] for at in first)
+
+
 def test_a_gpu_prefers_its_own_memory_to_its_neighbours() -> None:
     """Same GPU, then a peer; a GPU that it cannot read is as far as another host."""
     replicas, engine = two_replicas()
@@ -239,6 +255,24 @@ def test_both_sides_make_the_same_plan() -> None:
     )
     assert make_plan(joined(replicas), moved, recording, READER).digest() != plan.digest()
     assert CopyTable.decode(plan.copies.encode()).digest() == plan.copies.digest()
+
+
+def test_every_part_of_a_plan_is_in_its_digest() -> None:
+    """What both sides agree to is all that a worker does: what is copied, what is staged, and from where."""
+    replicas, engine = two_replicas()
+    plan = make_plan(joined(replicas), exported(replicas), recording_of(engine[1:], 4000, loaded=(0,)), READER)
+    none = np.zeros(0, np.int64)
+
+    others = [
+        replace(plan, reader=msgspec.structs.replace(READER, rank=1)),
+        replace(plan, recording="0" * 64),
+        replace(plan, sources=plan.sources[:1]),
+        replace(plan, copies=plan.copies.take(none)),
+        replace(plan, staging=plan.staging.take(none)),
+        replace(plan, staged=()),
+    ]
+
+    assert len({plan.digest(), *(other.digest() for other in others)}) == 1 + len(others)
 
 
 def replace_place(export: ExportMap) -> ExportMap:
@@ -304,4 +338,4 @@ def test_large_models_are_planned_in_seconds() -> None:
 
     assert int(plan.copies.elements.sum()) == count * 4096
     assert len(plan.copies) == ranks
-    assert seconds < 20
+    assert seconds < 60

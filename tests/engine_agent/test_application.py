@@ -83,6 +83,16 @@ def test_the_label_is_set_while_the_coordinator_commits() -> None:
     assert only(world.end()).version == 7
 
 
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_commit_flushes_as_the_policy_says(flush: bool) -> None:
+    """The cache is kept where the channel wants it kept."""
+    world = World()
+    world.to_loaded()
+    world.commit(flush=flush)
+    assert isinstance(world.doing, Release)
+    assert world.doing.flush is flush
+
+
 @pytest.mark.parametrize("spoilt", ["failed", "taken again", "launched again"])
 def test_a_label_that_is_not_known_to_be_there_is_set_at_the_commit(spoilt: str) -> None:
     """Whatever happened to it: no server is resumed with the label of another version."""

@@ -21,6 +21,7 @@ from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
+from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.frames import FrameListener, Frames
 from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.manifest import TensorSpec
@@ -30,8 +31,9 @@ from weightbus.dataplane.transport import Peer, Receipt
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
+from weightbus.engine_agent.worker_state import WorkerState
 
-from ..kit.toy_direct import SPECS, WAIT_S, Shard, Trainer, World, holds
+from ..kit.toy_direct import SPECS, WAIT_S, Server, Shard, Trainer, World, holds
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
@@ -48,6 +50,50 @@ def test_a_round_brings_the_live_weights(world: World) -> None:
     assert holds(world.server, world.trainer.values)
     assert receipt.checked
     assert world.trainer.sender.failed == {}
+
+
+def test_a_round_brings_the_padding_too(world: World) -> None:
+    """A server that was launched with random weights has none: what its loader fills is filled in every round."""
+    for seed in (1, 2):
+        for model in world.server.models:
+            model.embed.data.fill_(7.0)
+        world.trainer.step(seed)
+        world.round()
+
+        assert holds(world.server, world.trainer.values)
+
+
+class InPlace(Shard):
+    """Its loader changes what it is given, as Gemma's does, and keeps some of it."""
+
+    def load_weights(self, weights: NamedTensors) -> None:
+        for name, tensor in weights:
+            if name == "norm":
+                tensor.add_(1.0)
+            if name == "wide":
+                tensor.mul_(3)
+            if name == "scaled":
+                tensor.mul_(0.5)
+            super().load_weights([(name, tensor)])
+            if name == "scaled":
+                self.kept = tensor
+
+
+def test_a_loader_that_changes_what_it_is_given_gets_tensors_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every round the same: what was staged is proven as it came, and what the loader kept stays as it was."""
+    world = World(tmp_path / "r", 2, monkeypatch, shard=InPlace)
+    try:
+        for seed in (1, 2, 3):
+            world.trainer.step(seed)
+            world.round()
+            oracle = InPlace(0, 2)
+            oracle.load_weights([(name, value.clone()) for name, value in world.trainer.values.items()])
+            for name in ("norm", "wide", "scaled", "kept"):
+                assert torch.equal(getattr(world.server.models[0], name), getattr(oracle, name)), (seed, name)
+    finally:
+        world.close()
 
 
 def test_a_steady_round_only_copies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +140,35 @@ def test_a_trainer_that_began_anew_is_opened_anew(world: World) -> None:
     assert holds(world.server, world.trainer.values)
 
 
+def test_a_version_of_other_tensors_is_recorded_anew(world: World) -> None:
+    """The next trainer serves them in another order, and one in another dtype: what was recorded says nothing of it."""
+    world.round()
+    world.trainer.close()
+    others = (*reversed(SPECS[:5]), TensorSpec("wide", "float32", (8,)), SPECS[6])
+    world.trainer = Trainer(world.runtime, others)
+    world.trainer.step(6)
+
+    world.round()
+
+    assert holds(world.server, world.trainer.values)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_server_that_was_launched_with_other_workers_takes_the_next_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int
+) -> None:
+    """One sidecar, one trainer: of what was worked out for two workers nothing is left in the way, there and back."""
+    world = World(tmp_path / "r", 2, monkeypatch)
+    try:
+        for seed, workers in enumerate((2, tp, 2)):
+            world.server = Server(workers, monkeypatch)
+            world.trainer.step(seed)
+            world.round()
+            assert holds(world.server, world.trainer.values)
+    finally:
+        world.close()
+
+
 def test_memory_of_a_trainer_that_is_gone_is_let_go(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between rounds, by itself: a GPU's memory is not free before its last reader has closed it."""
     released = threading.Event()
@@ -109,6 +184,22 @@ def test_memory_of_a_trainer_that_is_gone_is_let_go(world: World, monkeypatch: p
     world.trainer.close()
 
     assert released.wait(WAIT_S)
+
+
+def test_the_end_of_a_rank_that_is_read_no_more_is_nobodys(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer begins anew with fewer ranks: those that it had are gone, and no round fails for them."""
+    monkeypatch.setattr(WorkerState, "release", lambda _: None)  # what does it between rounds comes too late
+    world.round()
+    former = RegionExporter(world.runtime, "c", 7)
+    former.export([torch.zeros(8)])
+    for model in world.server.models:
+        worker_loader._states[model]._importer.open(former.address(), 7, 1, [0], WAIT_S)
+    former.close()
+    world.trainer.step(5)
+
+    world.round()
+
+    assert holds(world.server, world.trainer.values)
 
 
 def test_a_model_whose_tensors_moved_is_recorded_again(world: World) -> None:

@@ -103,6 +103,19 @@ def test_a_launch_is_looked_at_before_the_pause_and_not_again_at_once(
     server.close()
 
 
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_a_pause_is_of_the_kind_that_was_asked_for(fake: FakeSGLang, mode: str) -> None:
+    """Requests that run are kept, computed again or ended: that is the channel's policy, and nobody else's."""
+    server = SGLangServer(fake.url)
+    server.connect(5)
+
+    server.pause(mode, 5)
+
+    assert fake.mode == mode
+    server.resume(5)
+    server.close()
+
+
 def test_a_server_that_cannot_be_looked_at_is_paused_all_the_same(fake: FakeSGLang) -> None:
     """It may be one that must not generate; what changes it afterwards looks again."""
     server = SGLangServer(fake.url)

@@ -28,6 +28,9 @@ class Model(torch.nn.Module):
         self.wide = torch.nn.Parameter(torch.zeros(8, 6), requires_grad=False)
         self.scale = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
         self.derived = torch.zeros(6, 8, dtype=torch.bfloat16)
+        self.factor = 0.0
+        self.kept = [torch.zeros(1)]
+        self.named: dict[str, object] = {}
         self.register_buffer("table", torch.zeros(4, 4))
         self._load = load
 
@@ -81,7 +84,7 @@ def replay(recording: Recording, tensors: dict[str, torch.Tensor], model: Model)
         live[each.target][cut].fill_(each.value)
     names = [recording.tensors[each.tensor].name for each in recording.loaded]
     if names:
-        model.load_weights(iter([(name, tensors[name]) for name in names]))
+        model.load_weights(iter([(name, tensors[name].clone()) for name in names]))
 
 
 def loaded(recording: Recording) -> dict[str, Cause]:
@@ -113,6 +116,35 @@ def test_chains_of_movements_are_composed() -> None:
     assert {recording.targets[index].name for index in recording.copies.storage.tolist()} == {"fused", "derived"}
 
 
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda a, _: a.index_select(0, torch.tensor([4, 5, 0, 0, 2, 1])),
+        lambda a, _: a.index_select(-1, torch.tensor([1, 3, 5, 7, 0, 2, 4, 6])),
+        lambda a, _: a[torch.tensor([-1, 0, -2, 1, 2, 3])],
+        lambda a, _: a[:, torch.tensor([7, 1, 2, 3, 0, 0, 5, 4])],
+        lambda a, _: a.flip(1),
+        lambda a, b: torch.stack([a[:3], b[:3]], dim=1).reshape(6, 8),
+        lambda a, b: torch.stack([a[:, :4], b[:, 4:]], dim=-1).reshape(6, 8),
+        lambda a, _: a[1:3].repeat(3, 1),
+        lambda a, _: a[:, :4].repeat(1, 2),
+        lambda a, _: a[2:3].expand(6, 8),
+        lambda a, _: torch.nn.functional.pad(a[:4, :5], (1, 2, 2, 0), value=2.0),
+        lambda a, b: torch.cat((a[:, :3], b[:, 2:7]), -1),
+    ],
+)
+def test_every_movement_is_copies(moved: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """Reordered, doubled, interleaved, padded: each element still has one place to come from, or one value."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[6:].copy_(moved(weights["a"], weights["b"]))
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert int(recording.copies.boxes.sizes.sum()) + sum(each.box.size for each in recording.constants) == 48
+
+
 def test_casts_and_transposes_are_copies() -> None:
     """A transposed float32 tensor is stored as bfloat16: the piece says so, and its strides do."""
 
@@ -124,6 +156,34 @@ def test_casts_and_transposes_are_copies() -> None:
 
     assert recording.loaded == ()
     assert {recording.copies.at(row).dtype for row in range(len(recording.copies))} == {"bfloat16", "float32"}
+
+
+def test_a_cast_by_way_of_a_wider_type_is_a_copy() -> None:
+    """bfloat16 loses nothing in float32: what comes back is what went there."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[:6].copy_(weights["a"].float())
+        model.derived.copy_(weights["b"].to(torch.float32).contiguous().to(torch.bfloat16))
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert {recording.copies.at(row).dtype for row in range(len(recording.copies))} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_memory_that_is_read_in_elements_of_another_size_is_a_calculation(filled: bool) -> None:
+    """The halves of a float32 are no elements of its tensor, nor the value that it was filled with."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, {name: weights[name] for name in ("b",) if name in weights})
+        if "d" in weights:
+            own = weights["d"].clone()
+            if filled:
+                own.fill_(1.1)
+            model.fused.data[:6].copy_(own.view(torch.bfloat16)[:, 1::2])
+
+    assert loaded(check(load)[0]) == {"d": Cause.COMPUTED}
 
 
 def test_a_cast_by_way_of_a_narrower_type_is_a_calculation() -> None:
@@ -147,6 +207,77 @@ def test_arithmetic_sends_all_its_tensors_through_the_loader() -> None:
 
     assert loaded(recording) == {"a": Cause.COMPUTED}
     assert [recording.copies.at(row).tensor for row in range(len(recording.copies))] == ["b"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_source_that_is_changed_in_place_is_calculated(whole: bool) -> None:
+    """Gemma's loader adds one to its norms where they are: what is stored then is not the tensor that was served."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, {name: weights[name] for name in ("b",) if name in weights})
+        if "a" in weights:
+            part = weights["a"] if whole else weights["a"][2:4]
+            part += 1.0
+            model.fused.data[:6].copy_(weights["a"])
+
+    recording, _ = check(load)
+
+    assert loaded(recording) == {"a": Cause.COMPUTED}
+    assert {recording.copies.at(row).tensor for row in range(len(recording.copies))} == {"b"}
+
+
+def test_a_source_that_is_written_over_is_not_copied_there() -> None:
+    """gpt-oss's loader zeroes a bias on all ranks but one, in place; the rest of the tensor is copied as it is."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        weights["a"].t()[2:5].zero_()
+        weights["a"][5].copy_(weights["b"][0])
+        model.fused.data[:6].copy_(weights["a"])
+        weights["d"].zero_()
+        model.wide.data.copy_(weights["d"].t())
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert {recording.targets[each.target].name for each in recording.constants} == {"fused", "wide"}
+    assert [SPECS[index].name for index in recording.dropped] == ["d"]
+
+
+def test_a_number_of_a_source_that_was_changed_is_a_read() -> None:
+    """The number is not the one that is served."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            weights["c"].mul_(2)
+            model.scale.data.fill_(weights["c"].item())
+
+    assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+def test_what_is_filled_by_another_shape_is_a_constant() -> None:
+    """Rows that the parameter does not have, over what was copied before: the later write counts there as anywhere."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[:6].copy_(weights["a"])
+        model.fused.data.view(-1)[:36].view(3, 12).zero_()
+
+    recording, _ = check(load)
+
+    assert recording.loaded == ()
+    assert sum(each.box.size for each in recording.constants) == 36
+    assert int(recording.copies.boxes.sizes.sum()) == 12
+
+
+def test_a_constant_in_places_that_are_no_boxes_takes_along_what_it_may_have_written_over() -> None:
+    """Every fifth element of rows of eight: what was copied there before goes through the loader, as the constant."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "a" in weights:
+            model.fused.data[:6].copy_(weights["a"])
+            model.fused.data.as_strided((19,), (5,)).zero_()
+        model.wide.data.copy_(weights["d"].t() if "d" in weights else model.wide.data)
+
+    assert loaded(check(load)[0]) == {"a": Cause.SCATTERED}
 
 
 def test_values_that_decide_are_read() -> None:
@@ -231,6 +362,96 @@ def test_a_number_that_is_used_otherwise_is_a_read() -> None:
     assert loaded(check(load)[0]) == {"c": Cause.READ}
 
 
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda number: number if number < 1 else number / 2,
+        lambda number: max(number, 0.25),
+        lambda number: number or 1.0,
+        lambda number: number if round(number, 6) else 0.0,
+        lambda number: number if int(number) == 0 else 1.0,
+        lambda number: number if number == 1.0 else 0.0,
+    ],
+)
+def test_a_number_that_decides_is_a_read(decide: Callable[[float], float]) -> None:
+    """It is stored as it is in the end, this time: with other values it might be another one."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            model.scale.data.fill_(decide(weights["c"].item()))
+
+    assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+def test_a_number_that_becomes_a_tensor_is_a_read() -> None:
+    """What torch makes of it is followed no further."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            model.scale.data.copy_(torch.full((3,), weights["c"].item()))
+
+    assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+@pytest.mark.parametrize("read", [lambda tensor: tensor.item() * 2, lambda tensor: float(tensor.max())])
+def test_what_every_layer_reads_is_found_in_a_few_runs(read: Callable[[torch.Tensor], float]) -> None:
+    """A run for each of a hundred layers would keep a server standing for minutes."""
+    specs = [TensorSpec(f"layers.{at}.scale", "float32", (1,)) for at in range(100)]
+    specs += [TensorSpec(f"layers.{at}.weight", "bfloat16", (2, 4)) for at in range(100)]
+    runs = [0]
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.zeros(100), requires_grad=False)
+            self.weight = torch.nn.Parameter(torch.zeros(100, 2, 4, dtype=torch.bfloat16), requires_grad=False)
+
+        def load_weights(self, weights: NamedTensors) -> None:
+            runs[0] += 1
+            for name, tensor in weights:
+                at, kind = int(name.split(".")[1]), name.split(".")[2]
+                if kind == "scale":
+                    self.scale.data[at].fill_(read(tensor))
+                else:
+                    self.weight.data[at].copy_(tensor)
+
+    model = Layers()
+
+    recording = record(model, model.load_weights, specs, rank=0)
+
+    assert {each.tensor for each in recording.loaded} == set(range(100))
+    assert {each.cause for each in recording.loaded} == {Cause.READ}
+    assert len(recording.copies) == 100
+    assert runs[0] <= 16
+
+
+@pytest.mark.parametrize("number", [float, bool, int])
+def test_a_number_of_pythons_own_is_a_read(number: Callable[[torch.Tensor], float]) -> None:
+    """Nothing is known of it any more."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            model.scale.data.fill_(number(weights["c"]))
+
+    assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+def test_a_number_that_the_model_keeps_is_not_kept_of_a_recording() -> None:
+    """Scales are stored twice, in a parameter and as a number for kernels: both are the real ones after a round."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            value = weights["c"].item()
+            model.scale.data.fill_(value)
+            model.factor = value
+
+    recording, model = check(load)
+
+    assert loaded(recording) == {"c": Cause.REBOUND}
+    assert type(model.factor) is float
+    assert model.factor == model.scale[0].item()
+
+
 def test_padding_is_a_constant() -> None:
     """Zeros that the loader writes are part of the recording."""
 
@@ -290,6 +511,61 @@ def test_a_tensor_that_replaces_another_is_put_back() -> None:
 
     assert model.derived is kept
     assert loaded(recording) == {"d": Cause.REBOUND}
+
+
+def test_a_parameter_that_gets_other_memory_gets_its_own_back() -> None:
+    """What was recorded speaks of the memory that the parameter had, and kernels were captured with it."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        if "d" in weights:
+            model.scale.data = weights["d"][0, :3].clone()
+
+    model = Model(load)
+    place = model.scale.data_ptr()
+
+    recording = record(model, model.load_weights, SPECS, rank=0)
+
+    assert model.scale.data_ptr() == place
+    assert loaded(recording) == {"d": Cause.REBOUND}
+
+
+@pytest.mark.parametrize("way", ["list", "dictionary", "deep", "new", "clone"])
+def test_a_tensor_that_the_model_keeps_in_a_container_goes_through_the_loader(way: str) -> None:
+    """No copy brings it there; and nothing without contents stays in the model."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        if "d" not in weights:
+            return
+        match way:
+            case "list":
+                model.kept[0] = weights["d"]
+            case "dictionary":
+                model.named["d"] = weights["d"].t()
+            case "deep":
+                model.named["more"] = [{"d": weights["d"]}]
+            case "clone":
+                model.kept.append(weights["d"].to(torch.bfloat16).clone())
+            case _:
+                model.__dict__["fresh"] = [weights["d"]]
+
+    model = Model(load)
+
+    recording = record(model, model.load_weights, SPECS, rank=0)
+
+    assert loaded(recording) == {"d": Cause.REBOUND}
+    assert ([each.tolist() for each in model.kept], model.named, hasattr(model, "fresh")) == ([[0.0]], {}, False)
+
+
+def test_a_list_of_the_models_own_tensors_is_nothing_of_a_source() -> None:
+    """Loaders write down what they have loaded."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        model.kept.append(model.fused)
+
+    assert loaded(check(load)[0]) == {}
 
 
 def test_a_partner_goes_along() -> None:

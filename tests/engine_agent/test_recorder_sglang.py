@@ -19,6 +19,8 @@ KIT = Path(__file__).parents[1] / "kit" / "sglang_models.py"
 MOVED = [[0, 5, 2, 3, 4, 1, 6, 7, 5, 5], [7, 6, 5, 4, 3, 2, 1, 0, 0, 7]]
 """As in the kit: which expert lies in each place."""
 DRAFT = "deepseek-v3-draft:tp2:ep1:rank1"
+GEMMA = "gemma:tp2:ep1:rank1"
+GPT_OSS = "gpt-oss:tp2:ep1:rank1"
 CASES = (
     "llama-tied:tp2:ep1:rank0",
     "llama:tp1:ep1:rank0",
@@ -42,11 +44,12 @@ def found() -> Mapping[str, dict[str, object]]:
     paths = [os.environ.get("WEIGHTBUS_SGLANG_OVERLAY", ""), os.environ.get("PYTHONPATH", "")]
     overlaid = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment = cpu_server.environment(overlaid, 1, [0])
+    cases = (*CASES, GEMMA, GPT_OSS)
     done = subprocess.run(
-        [sys.executable, KIT, *CASES], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, KIT, *cases], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-    assert len(reports) == len(CASES), done.stderr[-4000:]
+    assert len(reports) == len(cases), done.stderr[-4000:]
     return {str(report["case"]): report for report in reports}
 
 
@@ -127,3 +130,28 @@ def test_derived_weights_of_latent_attention_are_copies(found: Mapping[str, dict
     assert isinstance(targets, list)
     assert "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa.weight" in targets
     assert {"model.layers.0.self_attn.w_kc", "model.layers.0.self_attn.w_vc"} <= set(targets)
+
+
+def test_norms_that_a_loader_adds_to_go_through_it(found: Mapping[str, dict[str, object]]) -> None:
+    """Gemma's loader changes them where they were given to it: they are no copies, and everything else is."""
+    report = found[GEMMA]
+
+    assert report.get("error") is None
+    assert report["differs"] == []
+    assert isinstance(report["loaded"], dict)
+    assert set(report["loaded"]) == {
+        "model.norm.weight",
+        *(f"model.layers.{at}.{name}_layernorm.weight" for at in (0, 1) for name in ("input", "post_attention")),
+    }
+
+
+def test_a_bias_that_one_rank_adds_is_zero_on_the_others(found: Mapping[str, dict[str, object]]) -> None:
+    """gpt-oss's loader zeroes it there; experts in one tensor, transposed, are copies like all others."""
+    report = found[GPT_OSS]
+
+    assert report.get("error") is None
+    assert report["differs"] == []
+    assert report["loaded"] == {}
+    assert report["dropped"] == [f"model.layers.{at}.mlp.experts.down_proj_bias" for at in (0, 1)]
+    assert isinstance(report["constants"], list)
+    assert {f"model.layers.{at}.mlp.experts.w2_weight_bias" for at in (0, 1)} <= set(report["constants"])

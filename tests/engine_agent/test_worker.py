@@ -19,7 +19,7 @@ from weightbus.control.telemetry import Meters, Side
 from weightbus.control.trust import TRUST_FILE, TrustList
 from weightbus.dataplane.errors import OutOfSharedMemory
 from weightbus.engine_agent.dialects import dialect_of
-from weightbus.engine_agent.events import Broken, Receive, Validate
+from weightbus.engine_agent.events import Broken, Receive, Release, Validate
 from weightbus.engine_agent.identity import facts_of
 from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.worker import Worker
@@ -118,6 +118,23 @@ def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
     assert "/model_info" in result.reason
     assert not result.touched
     assert not made
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_the_cache_is_flushed_where_it_is_asked_for_and_before_anything_is_generated(flush: bool) -> None:
+    """KV of other weights is kept where the policy says so, and dropped where it does not."""
+    calls: list[str] = []
+
+    def noting(call: str) -> Callable[..., None]:
+        return lambda *_: calls.append(call)
+
+    names = ("expect", "set_label", "take_rest_back", "flush", "resume")
+    server = cast("Any", SimpleNamespace(**{name: noting(name) for name in names}))
+    made = Worker("e0", server, cast("Any", None), None, Meters(Side.ENGINE))
+
+    made.perform(Release(7, flush=flush, deadline_s=5.0))
+
+    assert calls[1:] == ["set_label", "take_rest_back", *(["flush"] if flush else []), "resume"]
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ class World:
             deadline_s=30.0,
         )
 
-    def commit(self, epoch: int = 1, version: int = 7, table: str = TABLE) -> tuple[Effect, ...]:
-        return self._say(m.Commit, epoch, version=Version(version), table=table, flush=True)
+    def commit(self, epoch: int = 1, version: int = 7, table: str = TABLE, *, flush: bool = True) -> tuple[Effect, ...]:
+        return self._say(m.Commit, epoch, version=Version(version), table=table, flush=flush)
 
     def abort(self, epoch: int = 1) -> tuple[Effect, ...]:
         return self._say(m.Abort, epoch, reason="the test says so")

@@ -79,6 +79,13 @@ CONFIGS: dict[str, Config] = {
         first_k_dense_replace=1, routed_scaling_factor=1.0, use_qk_norm=True, attention_bias=True,
         partial_rotary_factor=0.5,
     ),
+    "gemma": _config("GemmaForCausalLM", "gemma", tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
+    "gpt-oss": _config(
+        "GptOssForCausalLM", "gpt_oss", num_local_experts=8, num_experts_per_tok=2, intermediate_size=64,
+        attention_bias=True, sliding_window=32, layer_types=["sliding_attention", "full_attention"], swiglu_limit=7.0,
+        rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256, "beta_fast": 32.0,
+                      "beta_slow": 1.0, "truncate": False},
+    ),
     "qwen3-moe-moved": _config(
         "Qwen3MoeForCausalLM", "qwen3_moe", **_MOE, num_experts=8, decoder_sparse_step=1, mlp_only_layers=[]
     ),
@@ -100,15 +107,33 @@ def shapes(config: Config) -> Shapes:
         at = f"model.layers.{layer}"
         found |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
         found |= _latent(config, at) if "kv_lora_rank" in config else _attention(config, at)
-        found |= (
-            _experts(config, at) if _sparse(config, layer) else _mlp(f"{at}.mlp", hidden, config["intermediate_size"])
-        )
+        found |= _feed_forward(config, layer)
     if config.get("num_nextn_predict_layers"):
         found |= _prediction(config, f"model.layers.{config['num_hidden_layers']}")
     found["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (vocabulary, hidden)
     return _scaled(found) if "quantization_config" in config else found
+
+
+def _feed_forward(config: Config, layer: int) -> Shapes:
+    at, hidden = f"model.layers.{layer}", config["hidden_size"]
+    if "num_local_experts" in config:
+        return _stacked_experts(config, f"{at}.mlp")
+    return _experts(config, at) if _sparse(config, layer) else _mlp(f"{at}.mlp", hidden, config["intermediate_size"])
+
+
+def _stacked_experts(config: Config, at: str) -> Shapes:
+    """gpt-oss keeps all experts of a layer in one tensor, each transposed, and gives everything a bias."""
+    hidden, inner, count = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    return {
+        f"{at}.router.weight": (count, hidden),
+        f"{at}.router.bias": (count,),
+        f"{at}.experts.gate_up_proj": (count, hidden, 2 * inner),
+        f"{at}.experts.gate_up_proj_bias": (count, 2 * inner),
+        f"{at}.experts.down_proj": (count, inner, hidden),
+        f"{at}.experts.down_proj_bias": (count, hidden),
+    }
 
 
 def _prediction(config: Config, at: str) -> Shapes:
@@ -165,6 +190,8 @@ def _attention(config: Config, at: str) -> Shapes:
     if config["model_type"] in ("qwen3", "qwen3_moe") or config.get("use_qk_norm"):
         found |= {f"{at}.self_attn.{part}_norm.weight": (head,) for part in ("q", "k")}
     found[f"{at}.self_attn.o_proj.weight"] = (hidden, rows["q"])
+    if config["model_type"] == "gpt_oss":
+        found |= {f"{at}.self_attn.o_proj.bias": (hidden,), f"{at}.self_attn.sinks": (config["num_attention_heads"],)}
     return found
 
 
@@ -211,7 +238,8 @@ def build(config: Config, folder: str, *, tp: int, ep: int, rank: int, places: l
         placed["init_expert_location"] = json.dumps({"physical_to_logical_map": places})
     arguments = ServerArgs(
         model_path=folder, device="cpu", tp_size=tp, ep_size=ep, load_format="dummy",
-        attention_backend="torch_native", disable_custom_all_reduce=True, skip_tokenizer_init=True, **placed,
+        attention_backend="triton" if config["model_type"] == "gpt_oss" else "torch_native",
+        disable_custom_all_reduce=True, skip_tokenizer_init=True, **placed,
     )  # fmt: skip
     older = _publish(arguments, rank)
     if "quantization_config" in config:
@@ -357,7 +385,7 @@ def replay(recording: Any, tensors: Any, model: Any) -> None:
         live[each.target][cut].fill_(each.value)
     names = [recording.tensors[each.tensor].name for each in recording.loaded]
     if names:
-        model.load_weights(iter([(each, tensors[each]) for each in names]))
+        model.load_weights(iter([(each, tensors[each].clone()) for each in names]))
 
 
 def equal(one: Any, other: Any) -> bool:

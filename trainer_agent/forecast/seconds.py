@@ -83,7 +83,7 @@ def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> 
     proof = figures.CHECKSUM_GB_S if whole else figures.PROOF_GB_S
     steps = (
         Step("acquire", figures.ACQUIRE_S.value, paused=False),
-        Step("digest", _digest(volume, assembled=bool(whole)), paused=False),
+        Step("digest", _digest(volume, ground, assembled=bool(whole)), paused=False),
         Step("announce", figures.ANNOUNCE_S.value, paused=False),
         Step("prepare", figures.PREPARE_S.value + barrier, paused=False),
         Step("offer", figures.OFFER_S.value, paused=False),
@@ -100,12 +100,17 @@ def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> 
     return Round(steps, sum(step.seconds for step in steps), pause, ordered, volume.kept / _GB)
 
 
-def _digest(volume: Volume, *, assembled: bool) -> float:
-    """Before anybody pauses."""
+def _digest(volume: Volume, ground: Ground, *, assembled: bool) -> float:
+    """Before anybody pauses: servers on the trainer's GPUs generate, and take their turns there."""
     if assembled:
         gathered = volume.near_parcels / rate(None, figures.GATHER_GB_S)
         return gathered + volume.buckets * figures.DIGEST_BUCKET_S.value
-    return volume.digested / rate(None, figures.DIGEST_GB_S) + volume.tensors * figures.DIGEST_TENSOR_S.value
+    beside = [
+        each.engines for each in ground.groups if any(gpu < ground.trainer.gpus for row in each.gpu for gpu in row)
+    ]
+    speed = rate(None, figures.DIGEST_BESIDE_GB_S if beside else figures.DIGEST_GB_S)
+    waits = figures.DIGEST_BESIDE_TP_S.value if any(engines.tp > 1 for engines in beside) else 0.0
+    return volume.digested / speed + volume.tensors * figures.DIGEST_TENSOR_S.value + waits
 
 
 def _links(links: Links, ground: Ground, traffic: Traffic) -> Iterator[Load]:
@@ -184,7 +189,6 @@ def _calls(volume: Volume, groups: list[Placed]) -> float:
         if group.way is Way.DISK:
             continue
         each = figures.LOCAL_BUCKET_S if group.way is Way.LOCAL else figures.GROUP_BUCKET_S
-        far = group.way is Way.LOCAL and any(gpu != 0 for row in group.gpu for gpu in row)
-        loader = figures.LOAD_FAR_TENSOR_S if far else figures.LOAD_TENSOR_S
+        loader = figures.LOAD_PART_TENSOR_S if group.engines.tp > 1 else figures.LOAD_TENSOR_S
         slowest = max(slowest, volume.buckets * each.value + volume.tensors * loader.value)
     return slowest

@@ -1,7 +1,8 @@
 """Forecasts beside what GPUs did: every run in tests/gpu/results, one set of constants for all of them.
 
-The constants were taken from these runs, each from one part of one or two of them; that they fit all the others, of 39
-to 9,435 tensors and 0.08 to 31 GB, is what is shown. There is no run on several hosts yet to compare with.
+The constants were taken from these runs, each from one part of one or two of them; that they fit all the others, of 16
+to 61 GB, is what is shown. There is no run on several hosts yet to compare with. The small models (model-*.json) were
+run before rounds were shortened: of these only bytes and tensors are compared.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from weightbus.trainer_agent.forecast.tensors import Tensors
 GPU = Path(__file__).parents[2] / "gpu"
 FACTOR = 1.25
 """Between prediction and measurement, either way: of a round that is not the first, by the median of its kind."""
-FIRST_FACTOR = 1.35
-"""Of the one round by SGLang's buckets in each run of direct.py: an agent's first, which also plans."""
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
@@ -41,6 +40,7 @@ TWO = Trainer(gpus=2, gpus_per_host=2, tp=2)
 PLACES = {
     "colocated": (ONE, Engines(where=Where.GPUS)),
     "peer": (ONE, Engines(where=Where.HOSTS)),
+    "colocated-48": (ONE, Engines(where=Where.GPUS)),
     "crosswise": (TWO, Engines(tp=2, where=Where.GPUS, shift=1)),
     "model-llama": (ONE, Engines(where=Where.GPUS)),
     "model-qwen3": (ONE, Engines(where=Where.GPUS)),
@@ -54,13 +54,13 @@ def recorded(name: str) -> Any:
 
 def model_of(name: str) -> Mapping[str, object]:
     if not name.startswith("model-"):
-        return QWEN3_30B_A3B
+        return {**QWEN3_30B_A3B, "num_hidden_layers": 48 if name.endswith("-48") else 24}
     config: dict[str, object] = json.loads((GPU / "models" / f"{name.removeprefix('model-')}.json").read_text())
     return config
 
 
-FORMED_S = 0.28
-"""nccl.json: a transfer by sends but for the wire, the call and the proof."""
+BOUND_S = 0.39
+"""nccl.json: the tables of what is taken beside, which were made anew in each version when that was measured."""
 
 
 def near(predicted: float, measured: float, factor: float) -> None:
@@ -79,34 +79,32 @@ def test_direct_rounds(name: str) -> None:
     found = forecast.round(Fleet(trainer, (engines,)))
     for layout in recorded(name)["layouts"].values():
         assert (forecast.tensors.total, len(forecast.tensors.specs)) == (layout["bytes"], layout["tensors"])
+        if name.startswith("model-"):
+            continue
         steady = layout["steady"]
         near(found.total_s, statistics.median(each["publish_s"] for each in steady), FACTOR)
         near(found.pause_s, statistics.median(each["engine_s"]["paused"] for each in steady), FACTOR)
         near(found.pause_s, statistics.median(each["pause_gap_s"] for each in steady), FACTOR)
 
 
-@pytest.mark.parametrize("name", ["colocated", "peer", "crosswise"])
+@pytest.mark.parametrize("name", ["colocated", "colocated-48", "peer", "crosswise"])
 def test_rounds_by_sglangs_buckets(name: str) -> None:
-    """The same weights by CUDA IPC buckets into the same server: the transfer, and the round."""
+    """The same weights by CUDA IPC buckets into the same server: the transfer, of an agent's first round of them."""
     trainer, engines = PLACES[name]
     by_buckets = Engines(tp=engines.tp, where=engines.where, shift=engines.shift, way=Way.LOCAL)
     found = Forecast(Tensors.parse(model_of(name))).round(Fleet(trainer, (by_buckets,)))
     for layout in recorded(name)["layouts"].values():
         measured = layout["flattened_bucket"]
         near(step(found, "offer") + step(found, "transfer"), measured["trainer_s"]["transfer"], FACTOR)
-        near(found.total_s, measured["publish_s"], FIRST_FACTOR)
 
 
 def test_rounds_by_sends() -> None:
-    """NCCL to the other GPU: a whole steady round. Its engine took the version beside what it served.
-
-    When that was measured a group was formed in every round.
-    """
-    forecast = Forecast(Tensors.parse({**QWEN3_30B_A3B, "num_hidden_layers": 12}))
+    """NCCL to the other GPU: a whole steady round. Its engine took the version beside what it served."""
+    forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
     found = forecast.round(Fleet(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
     sent = recorded("nccl")["parts"]["speed"]
     assert forecast.tensors.total == sent["bytes"]
-    near(found.total_s + FORMED_S, statistics.median(each["publish_s"] for each in sent["sends"][2:]), FACTOR)
+    near(found.total_s + BOUND_S, statistics.median(each["publish_s"] for each in sent["sends"][2:]), FACTOR)
 
 
 @pytest.mark.parametrize(
