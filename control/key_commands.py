@@ -120,8 +120,9 @@ class TrustCommand(SettingsCommand[TrustSettings]):
             case Action.ADD:
                 entries = {name: _entry(given, name) for name in self._named()}
                 with edited(path) as agents:
+                    _require_same_roles(agents, entries)
                     for name, entry in entries.items():
-                        print(f"{'kept' if agents.get(name) == entry else 'trusted':<9} {name}")  # noqa: T201
+                        print(f"{_outcome(agents.get(name), entry):<9} {name}")  # noqa: T201
                         agents[name] = entry
             case Action.REMOVE:
                 with edited(path) as agents:
@@ -147,6 +148,22 @@ def _entry(given: TrustSettings, name: str) -> Entry:
         return entry_of(keys_folder(given.keys), member)
     except msgspec.ValidationError as problem:
         raise ConfigurationError(f"channels = {', '.join(given.channels)}: {explained(problem)}") from problem
+
+
+def _require_same_roles(before: Mapping[str, Entry], entries: Mapping[str, Entry]) -> None:
+    """Who is taken for something else is likely to be a typing error, and would get other rights by it."""
+    for name, entry in entries.items():
+        if name in before and before[name].role is not entry.role:
+            raise ConfigurationError(
+                f"{name!r} is trusted as {before[name].role.value}, and nothing was changed: to make it"
+                f" {entry.role.value}, first `weightbus trust remove {name}`, which ends its sessions"
+            )
+
+
+def _outcome(before: Entry | None, entry: Entry) -> str:
+    if before is None:
+        return "trusted"
+    return "kept" if before == entry else "changed"
 
 
 def _show(agents: Mapping[AgentId, Entry]) -> None:

@@ -315,10 +315,13 @@ def test_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         [*add, "e0"],
         [*add, "--role", "engine", "--channels", "policy"],
         [*add, "e0", "--role", "engine", "--channels", "no/slash"],
+        [*add, "t0", "e0", "--role", "trainer", "--channels", "policy"],
     ):
         assert main(wrong) == 2
         assert "weightbus: error: " in capsys.readouterr().err
     assert (folder / "trust.toml").read_bytes() == before
+    assert main([*add, "t0", "--role", "trainer", "--channels", "policy"]) == 0
+    assert capsys.readouterr().out.split() == ["changed", "t0"]
 
 
 @pytest.mark.parametrize(
