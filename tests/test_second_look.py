@@ -99,6 +99,17 @@ def test_what_passes_the_second_time_is_named_and_counts_as_passed(tmp_path: Pat
     assert run.stdout.splitlines()[-1] == "3 passed, 0 failed, 0 skipped"
 
 
+def test_tests_of_a_folder_with_a_conftest_get_one_too(tmp_path: Path) -> None:
+    """As ours are: pytest sorts its plugins by folder then."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "conftest.py").write_text("")
+    (inner / "test_once.py").write_text(ONCE)
+    run = judged(tmp_path, {"good": GOOD}, *TWO_PROCESSES)
+    assert run.returncode == 0, run.stdout
+    assert "FLAKY (failed, then passed): inner/test_once.py::test_once" in run.stdout
+
+
 def test_what_fails_twice_fails(tmp_path: Path) -> None:
     """A failure that stays turns the run red, beside a flaky test, too."""
     run = judged(tmp_path, {"good": GOOD, "once": ONCE, "bad": BAD})
