@@ -8,11 +8,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from weightbus.control.etcd import Etcd, EtcdUnavailable
 
 from .ports import free_port
+from .waiting import stands_still, until
 
 BINARY = shutil.which("etcd")
 MISSING = "there is no etcd here (Debian: apt-get install etcd-server)"
@@ -53,9 +55,11 @@ class EtcdMember:
                 time.sleep(0.05)
 
     def signal(self, number: int) -> None:
-        """SIGSTOP, SIGCONT, ..."""
+        """SIGSTOP, SIGCONT, ... Returns when it stands still, if it is to."""
         assert self._process
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            until(partial(stands_still, self._process.pid), "a process that was stopped")
 
     def kill(self) -> None:
         """End it at once."""

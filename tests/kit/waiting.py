@@ -6,6 +6,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 
@@ -23,6 +24,12 @@ def has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+def stands_still(pid: int) -> bool:
+    """All threads of a process are stopped. The others go on until the one that takes a SIGSTOP is on a processor."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(each.read_text().rpartition(") ")[2][0] == "T" for each in tasks)
 
 
 Found = TypeVar("Found")
