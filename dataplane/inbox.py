@@ -86,10 +86,10 @@ class Inbox:
         """Take memory for what is received, unless it is there. Raises `torch.OutOfMemoryError`."""
         if self._staging is not None:
             return
-        self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
+        staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
         if self._flip is not None:
-            self._flip.follow(self._staging)
-        self._receives = self._parcels(self._staging)
+            self._flip.follow(staging)
+        self._receives, self._staging = self._parcels(staging), staging  # last: it is whole, or not attached
 
     def detach(self) -> None:
         """Let go of memory that is taken beside the parameters, and keep what was made for it."""

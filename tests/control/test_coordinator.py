@@ -361,11 +361,8 @@ def test_nothing_is_published_while_the_journal_fails() -> None:
     assert not engine.got(Prepare)
 
 
-@pytest.mark.parametrize("recovers", [True, False])
-def test_commit_waits_for_the_disk_and_gives_up_at_its_deadline(recovers: bool) -> None:
-    """A commit that cannot be written is tried until `commit_s`; then nobody is told to serve it."""
-    world = World()
-    engine, trainer = world.engine("e0"), world.trainer()
+def fill_the_disk_at_its_transfer(world: World, engine: Engine) -> None:
+    """From then on nothing can be written."""
     take = engine.answers
 
     def fill(message: Message) -> list[object]:
@@ -373,6 +370,14 @@ def test_commit_waits_for_the_disk_and_gives_up_at_its_deadline(recovers: bool) 
         return take(message)  # type: ignore[return-value]
 
     engine.answers = fill  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_commit_waits_for_the_disk_and_gives_up_at_its_deadline(recovers: bool) -> None:
+    """A commit that cannot be written is tried until `commit_s`; then nobody is told to serve it."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    fill_the_disk_at_its_transfer(world, engine)
     trainer.acquire(1)
     world.settle()
     world.advance(10)
@@ -394,13 +399,7 @@ def test_a_commit_that_waited_for_the_disk_counts_its_engines_again() -> None:
     world = World()
     kept, lost, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
     trainer.policy = Policy(min_engines=2)
-    take = kept.answers
-
-    def fill(message: Message) -> list[object]:
-        world.disk_full = world.disk_full or isinstance(message, Transfer)
-        return take(message)  # type: ignore[return-value]
-
-    kept.answers = fill  # type: ignore[method-assign, assignment]
+    fill_the_disk_at_its_transfer(world, kept)
     trainer.acquire(1)
     world.settle()
     world.advance(1)
