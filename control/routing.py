@@ -109,9 +109,9 @@ _Rule = Callable[[Ends], Objection | None]
 
 def _engine_offers(kind: TransportKind) -> _Rule:
     def rule(ends: Ends) -> Objection | None:
-        if kind in ends.engine.transports:
-            return None
         told = ends.from_engine.lacking.get(kind) if ends.from_engine else None
+        if kind in ends.engine.transports and told is None:
+            return None
         untold = "the engine agent does not offer it, and its log says why"
         return Objection(told.found, told.needed) if told else Objection(untold)
 

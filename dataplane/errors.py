@@ -12,6 +12,7 @@
         NotExportable            this memory cannot be shared with another process: use staging
         OutOfSharedMemory        the host has no room for a staging buffer: says how much is asked and free
         Unsupported              the transport cannot serve this engine: says which can
+            NotRecordable        nothing can be copied straight into its parameters, in this launch of its server
 
 Errors carry their fields; messages say what was found, what was expected and what to do.
 """
@@ -98,3 +99,7 @@ class OutOfSharedMemory(DataplaneError):
 
 class Unsupported(DataplaneError):
     """The transport cannot serve this engine; the message says which one can."""
+
+
+class NotRecordable(Unsupported):
+    """An engine's loader cannot be followed, or what it keeps not be proven. Whole buckets can serve it."""

@@ -25,7 +25,7 @@ from . import integrity
 from .boxes import Box, Boxes, Column, doubly_held, intersect, volumes
 from .copy_table import CopyTable
 from .digest_table import BoxTable, Lanes, odd_boxes, table_of
-from .errors import DigestMismatch, Unsupported
+from .errors import DigestMismatch, NotRecordable
 from .manifest import DigestTable, TensorSpec
 from .packing import digest_of, packed, parts_of, put_together
 from .pieces import DTYPES, Pieces
@@ -149,7 +149,7 @@ def provable(recording: Recording) -> Recording:
 
 
 def make_proof(recordings: Sequence[Recording], plans: Sequence[Plan]) -> Proof:
-    """What the workers with these recordings, in the order of their ranks, report. Raises `Unsupported`."""
+    """What the workers with these recordings, in the order of their ranks, report. Raises `NotRecordable`."""
     tensors = recordings[0].tensors
     held = [_held(recording, plan) for recording, plan in zip(recordings, plans, strict=True)]
     odd = np.unique(np.concatenate([each.boxes.space[odd_boxes(each)] for each, _, _ in held]))
@@ -163,7 +163,7 @@ def make_proof(recordings: Sequence[Recording], plans: Sequence[Plan]) -> Proof:
     if max(rank.odd_bytes for rank in ranks) > MOST_ODD_BYTES:
         first: list[int] = odd[:3].tolist()
         names = ", ".join(tensors[index].name for index in first)
-        raise Unsupported(
+        raise NotRecordable(
             f"{max(rank.odd_bytes for rank in ranks)} bytes of {len(odd)} tensors ({names} ..) lie in boxes that are "
             "no multiple of 8 bytes and cannot be digested in place: let this engine take the local transport"
         )
@@ -231,7 +231,7 @@ def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Se
     for index in np.flatnonzero(found).tolist():
         spec = tensors[index]
         if found[index] != prod(spec.shape):
-            raise Unsupported(
+            raise NotRecordable(
                 f"the engine keeps {found[index]} of {prod(spec.shape)} elements of {spec.name!r}, which cannot be "
                 "compared with the digest of the whole tensor: let this engine take the local transport"
             )

@@ -180,6 +180,8 @@ class Failed(WireMessage, frozen=True, tag=True):
 
     reason: str
     touched: bool = False
+    unrecordable: bool = False
+    """The worker's loader is what cannot be followed: it would fail again."""
 
 
 ToWorker = Record | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed

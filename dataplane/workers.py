@@ -16,7 +16,7 @@ import msgspec
 from . import worker_wire as wire
 from .deadline import Deadline
 from .direct_wire import Exporting
-from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
+from .errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, TransferFailed
 from .frames import FrameListener, Frames
 from .host import host_identity
 from .manifest import Manifest
@@ -94,7 +94,10 @@ class Workers:
     def record(
         self, manifest: Manifest, known: Mapping[str, Recording], deadline: Deadline
     ) -> tuple[tuple[str, ...], dict[str, Recording]]:
-        """The digest of each worker's recording, and those that were made now: by whoever has none of this layout."""
+        """The digest of each worker's recording, and those that were made now: by whoever has none of this layout.
+
+        Raises `NotRecordable`, `TransferFailed`.
+        """
         layout = manifest.digest()
         without = [
             worker for worker in self._workers if worker.hello.layout != layout or worker.hello.recording not in known
@@ -104,6 +107,8 @@ class Workers:
         made: dict[str, Recording] = {}
         for worker in without:
             reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
+            if isinstance(reply, wire.Failed) and reply.unrecordable:
+                raise NotRecordable(f"worker {worker.hello.rank}: {reply.reason}")
             if not isinstance(reply, wire.Recorded):
                 raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
             recording = provable(Recording.decode(reply.recording, manifest.tensors))

@@ -48,6 +48,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """It can give its GPU memory back (``--enable-memory-saver``)."""
     undefined: bool = False
     """It has given its weights back since it was launched."""
+    unrecordable: str = ""
+    """Why nothing can be copied straight into its parameters, once that has been found out."""
     gpus: tuple[int, ...] = ()
     """Which of the GPUs that it sees its workers use, by rank; none where that does not follow from its settings."""
 

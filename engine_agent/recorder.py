@@ -15,10 +15,10 @@ from typing import Final, TypeAlias
 
 import torch
 
+from weightbus.dataplane.errors import NotRecordable
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.recording import Cause, LoadedTensor, Recording
 
-from .errors import EngineAgentError
 from .findings import Findings
 from .model_tensors import ModelTensors
 from .origins import ReadsValues
@@ -34,13 +34,6 @@ _NUMBER: Final = re.compile(r"\d+")
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 
-class NotRecordable(EngineAgentError):
-    """The loader of this model does what cannot be followed; the stock path can serve it."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__(f"this model's loader cannot be recorded: {detail}; let this engine take the local transport")
-
-
 def record(
     model: torch.nn.Module, load: Callable[[NamedTensors], object], tensors: Sequence[TensorSpec], rank: int
 ) -> Recording:
@@ -52,11 +45,15 @@ def record(
             findings = Findings(tensors, held, tracer, left_out)
             return findings.recording(rank)
         if set(found) <= set(left_out):
-            raise NotRecordable(next(iter(found.values())).detail)
+            raise _lost(next(iter(found.values())).detail)
         left_out |= found if attempt < _ONE_BY_ONE else _kin(found, tensors) | found
     names = ", ".join(tensors[index].name for index in sorted(left_out)[:4])
     detail = next(iter(left_out.values())).detail
-    raise NotRecordable(f"more and more tensors must be left out ({names} .., {detail})")
+    raise _lost(f"more and more tensors must be left out ({names} .., {detail})")
+
+
+def _lost(detail: str) -> NotRecordable:
+    return NotRecordable(f"this model's loader cannot be recorded: {detail}; let this engine take the local transport")
 
 
 def _attempt(
@@ -79,7 +76,7 @@ def _attempt(
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         if tracer.current is None:
-            raise NotRecordable(detail) from error
+            raise _lost(detail) from error
         return tracer, held, _loaded(_current(tracer), Cause.READ, detail)
     finally:
         rebound = held.restore(tracer)

@@ -158,6 +158,7 @@ class EngineAgent:
         self._place: tuple[str, tuple[Place, ...]] = ("", ())
         """Of which launch, and where its workers are."""
         self._takes: dict[str, int] = {}
+        self._unrecordable = ""
         self._stopping = threading.Event()
         """The bus that is being closed has not failed."""
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
@@ -280,12 +281,12 @@ class EngineAgent:
         self._connect()
 
     def _look_around(self) -> bool:
-        """See where the workers of this launch are and what they take; whether that is anything new."""
-        facts, before = self._server.facts, (self._place, self._takes)
+        """See where the workers of this launch are, what they take and what not; whether that is anything new."""
+        facts, before = self._server.facts, (self._place, self._takes, self._unrecordable)
         if self._view.up and facts.identity != self._place[0]:
             self._place = facts.identity, places_of(facts)
-        self._takes = self._worker.takes
-        return (self._place, self._takes) != before
+        self._takes, self._unrecordable = self._worker.takes, facts.unrecordable
+        return (self._place, self._takes, self._unrecordable) != before
 
     def _next(self) -> Event | _Stop | Noticed | None:
         try:

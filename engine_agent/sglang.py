@@ -42,6 +42,8 @@ class SGLangServer:
         self._wire = Wire(url, keys or Keys())
         self._override = dialect
         self._facts: ServerFacts | None = None
+        self._unrecordable = ("", "")
+        """Of which launch nothing can be copied straight into its parameters, and why."""
         self._dialect: Dialect | None = None
         self._session = False
         self._touched = False
@@ -60,7 +62,13 @@ class SGLangServer:
             self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s), self.url
         )
         identity = self._lending.named(facts.identity)
-        facts = msgspec.structs.replace(facts, identity=identity, undefined=self._lending.undefined)
+        launch, reason = self._unrecordable
+        facts = msgspec.structs.replace(
+            facts,
+            identity=identity,
+            undefined=self._lending.undefined,
+            unrecordable=reason if launch == identity else "",
+        )
         self._dialect = dialect_of(facts.version, self._override)
         if self._facts is not None and self._facts.identity != facts.identity:
             self._session, self._touched = False, False
@@ -77,6 +85,11 @@ class SGLangServer:
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of every call."""
         self._wire.observer = observer
+
+    def unrecordable(self, reason: str) -> None:
+        """Remember for this launch that its loader cannot be recorded."""
+        self._unrecordable = self.facts.identity, reason
+        self._facts = msgspec.structs.replace(self.facts, unrecordable=reason)
 
     @property
     def facts(self) -> ServerFacts:

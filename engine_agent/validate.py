@@ -33,7 +33,8 @@ def transports_of(facts: ServerFacts) -> tuple[str, ...]:
         return ("direct",)
     if facts.pp > 1:
         return ("local", "disk")
-    in_place = ("direct", "sends") if LOADER in facts.loaders and not facts.moves_experts else ()
+    recordable = LOADER in facts.loaders and not facts.moves_experts and not facts.unrecordable
+    in_place = ("direct", "sends") if recordable else ()
     return (*in_place, "local", "distributed", "disk")
 
 
@@ -59,6 +60,8 @@ def limits(facts: ServerFacts) -> Iterator[tuple[str, str]]:
             f"it moves experts while it serves ({facts.moves_experts}), and what was recorded of them would not hold",
             "launch it without that flag, with fixed places (--init-expert-location), or take local or distributed",
         )
+    elif facts.unrecordable:
+        yield facts.unrecordable, "local, distributed and disk go through its own loader; a new launch is tried again"
 
 
 def lacking(facts: ServerFacts) -> dict[str, tuple[str, str]]:

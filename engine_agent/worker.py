@@ -26,7 +26,7 @@ from weightbus.control.telemetry import (
     Meters,
 )
 from weightbus.control.trust import TrustList
-from weightbus.dataplane.errors import DataplaneError
+from weightbus.dataplane.errors import DataplaneError, NotRecordable
 from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.saved_version import SavedReceiver, SavedVersion
 from weightbus.dataplane.transport import Address, Receiver, Session, Sized, Stager, Timed
@@ -120,6 +120,8 @@ class Worker:
         try:
             result = self._perform(operation)
         except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
+            if isinstance(error, NotRecordable):
+                self._server.unrecordable(str(error))
             result = Broken(str(error) or type(error).__name__, self._touched(operation))
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)

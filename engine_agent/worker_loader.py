@@ -20,7 +20,7 @@ import torch
 
 from weightbus.dataplane import worker_wire as wire
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import DataplaneError, PeerLost
+from weightbus.dataplane.errors import DataplaneError, NotRecordable, PeerLost
 from weightbus.dataplane.frames import Frames
 
 from .worker_state import WorkerState
@@ -123,7 +123,8 @@ def _obey(state: WorkerState, message: wire.ToWorker) -> wire.ToSidecar:  # noqa
                 return wire.Failed(reason=f"{type(message).__name__} is not for the loader", touched=state.touched)
     except Exception as error:  # noqa: BLE001 - see above
         _log.exception("weightbus: %s failed", type(message).__name__)
-        return wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048], touched=state.touched)
+        reason = f"{type(error).__name__}: {error}"[:2048]
+        return wire.Failed(reason=reason, touched=state.touched, unrecordable=isinstance(error, NotRecordable))
 
 
 def _rank() -> int:

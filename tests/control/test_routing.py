@@ -242,6 +242,14 @@ def test_what_an_agent_lacks_is_said_in_its_own_words() -> None:
     assert route.hurdles[SENDS] == ("trainer: left out", "add it")
 
 
+def test_what_was_found_out_since_the_hello_counts() -> None:
+    """An engine that offered a transport says later that it cannot: the next one of the trainer's is taken."""
+    told_engine = told(lacking={DIRECT: Lack(found="its loader begins threads", needed="another model")})
+    route = choose(Ends(trainer(), engine(), None, told_engine))
+    assert route.transport not in {None, DIRECT}
+    assert route.hurdles[DIRECT] == ("its loader begins threads", "another model")
+
+
 def test_the_advice_for_a_loopback_address_names_the_interfaces() -> None:
     """So that nobody has to look for the address that is to be set."""
     found = objection(SENDS, Ends(trainer(), engine(**AWAY), told(address="127.0.0.1", nics=(ETH,))))

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from weightbus.dataplane.errors import NotRecordable
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.recording import Cause, Recording
 from weightbus.engine_agent.model_tensors import ModelTensors
-from weightbus.engine_agent.recorder import NamedTensors, NotRecordable, record
+from weightbus.engine_agent.recorder import NamedTensors, record
 
 Load = Callable[["Model", dict[str, torch.Tensor]], None]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
+import functools
 import itertools
+import re
 import shutil
 import subprocess
 import sys
@@ -28,15 +31,19 @@ from weightbus.control.messages import EngineHealth, Held, Role
 from weightbus.control.provision import Member, provision
 from weightbus.control.trust import TRUST_FILE, edited
 from weightbus.dataplane.transport import JOIN_S
+from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.errors import ServerInUse
 from weightbus.engine_agent.events import Commanded, Release
+from weightbus.engine_agent.payload import LOADER
 from weightbus.engine_agent.record_file import RecordFile
 from weightbus.engine_agent.runner import EngineAgent
 from weightbus.engine_agent.settings import EngineAgentSettings
 from weightbus.engine_agent.stages import View
 from weightbus.engine_agent.weights import WeightState
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.errors import RoundAborted
+from weightbus.trainer_agent.errors import PublishFailed, RoundAborted
+from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.trainer_agent.source import Source
 
 from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang
@@ -110,15 +117,17 @@ class Deployment:
         assert self.agent is not None
         return self.agent._view
 
-    def publish(self, version: int, folder: Path | None = None) -> Any:
-        """One round from a trainer that holds the weights of `folder`."""
-        source = FakeSource(read(folder or self.second))
+    def publish(
+        self, version: int, folder: Path | None = None, *, source: Source | None = None, transport: str = "local"
+    ) -> Any:
+        """One round from a trainer that holds the weights of `folder`, or from `source`."""
+        source = source or FakeSource(read(folder or self.second))
         with TrainerAgent.connect(
             source,
             channel=self.channel,
             coordinator=self.coordinator,
             keys=self.keys,
-            transport=("local",),
+            transport=tuple(transport.split()),
             bucket_bytes=100_000,
             runtime_dir=Path(self.run.name),
             redrives=0,
@@ -446,6 +455,63 @@ def test_an_unfit_manifest_never_reaches_the_server(deployment: Deployment, tmp_
         deployment.publish(7, other)
     assert not {"/begin_weight_update", "/update_weights_from_tensor"} & set(deployment.fake.calls[calls:])
     assert deployment.view.health.value == "clean"
+
+
+class Threading(torch.nn.Module):
+    """Its loader begins a thread."""
+
+    def load_weights(self, weights: Any) -> None:
+        threading.Thread(target=dict, args=(weights,)).start()
+
+
+class Unfollowed(FakeSGLang):
+    """Launched with our loader, and such a model."""
+
+    model = Threading()
+
+    def server_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {**super().server_info(body), "custom_weight_loader": [LOADER]}
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body["load_format"] != LOADER:
+            return super().update_weights_from_tensor(body)
+        (payload,) = body["serialized_named_tensors"]
+        found = re.search(rb"weightbus:[\x20-\x7e]+?\.sock", base64.b64decode(payload))
+        assert found
+        worker_loader.load(self.model, [(found[0].decode(), torch.empty(0))])
+        return {"success": True, "message": "Success."}
+
+
+def test_whose_loader_cannot_be_followed_takes_buckets(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves what it had until then, says why, and takes the next version by another transport of the trainer's.
+
+    A new launch is tried again.
+    """
+    monkeypatch.setattr(worker_loader, "_rank", lambda: 0)
+    deployment.stop()
+    deployment.fake.stop()
+    deployment.fake = Unfollowed(deployment.first).start()
+    deployment.start()
+    module = torch.nn.Module()
+    for name, tensor in read(deployment.second).items():
+        *path, leaf = name.split(".")
+        where = module
+        for part in path:
+            where.add_module(part, where._modules.get(part) or torch.nn.Module())
+            where = where.get_submodule(part)
+        where.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=False))
+    source = HFModuleSource(module, model="Qwen3ForCausalLM")
+    publish = functools.partial(deployment.publish, source=source, transport="direct local")
+    with pytest.raises(PublishFailed, match="starts a thread"):
+        publish(7)
+    assert "starts a thread" in deployment.agent._server.facts.unrecordable  # type: ignore[union-attr]
+    until("it to go on", lambda: not deployment.fake.mode)
+    assert deployment.view.health.value == "clean"
+    report = publish(8)
+    assert (report.engines[0].verified_by, deployment.fake.label) == ("live-digest", "8")
+    deployment.fake.restart()
+    until("the new launch", lambda: not deployment.agent._server.facts.unrecordable)  # type: ignore[union-attr]
+    worker_loader.forget()
 
 
 @pytest.fixture
