@@ -36,8 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rig
 
-ENGINES = {"speed": ("remote",), "death": ("remote",), "hosts": ("near", "far"), "sizes": ("remote",)}
-LIMITS_S = {"speed": 240.0, "death": 120.0, "hosts": 200.0, "sizes": 120.0}
+ENGINES = {"speed": ("remote",), "death": ("remote",), "hosts": ("near", "far")}
+LIMITS_S = {"speed": 240.0, "death": 120.0, "hosts": 200.0}
 """Of a part, once its engines are there."""
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 FIGURES = (
@@ -166,7 +166,7 @@ class Run:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", default="speed,death,hosts", help="and sizes: sends cut otherwise")
+    parser.add_argument("--parts", default="speed,death,hosts", help="some of them")
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--config", help="config.json of another model")
     parser.add_argument("--memory", type=float, default=0.6, help="the servers' --mem-fraction-static")

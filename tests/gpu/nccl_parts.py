@@ -25,8 +25,6 @@ import direct
 import rig
 
 STEADY = 3
-SIZES = ((256, 16), (512, 16), (1024, 16), (2048, 16), (1024, 1))
-"""Of a turn of a pair of ranks, and from which on a row is a message of its own, in MiB."""
 CHUNK_BYTES = 512 * 1024 * 1024
 """Of the bare send: what is one message."""
 BARE_ROUNDS = 5
@@ -143,35 +141,6 @@ def speed(part: Part) -> None:
             equal = equal and ours == fleet.checksum(place)
             part.say(**{f"equal_{key.removesuffix('_distributed_s')}": equal})
     part.say(equal=equal)
-
-
-def sizes(part: Part) -> None:
-    """Sends with larger turns, and with more messages that are one row each: seconds on the wire, of every round.
-
-    A bare send of as many bytes is beside them.
-    """
-    from weightbus.dataplane import sends
-
-    source, fleet, (place,) = part.source, part.fleet, part.places
-    numbers = itertools.count(1)
-    part.called()
-    found: dict[str, list[float]] = {}
-    nbytes = 0
-    part.say(equal=True)
-    for turn_mb, alone_mb in SIZES:
-        sends.pair_bytes_of = lambda _ranks, mb=turn_mb: mb << 20  # type: ignore[misc]
-        sends.alone_bytes_on = lambda _kind, mb=alone_mb: mb << 20  # type: ignore[misc]
-        reports: list[dict[str, Any]] = []
-        with direct.rounds(source, part.layout, place, "sends") as (publish_one, agent):
-            nbytes = agent.manifest.nbytes
-            for version in itertools.islice(numbers, STEADY + 2):
-                source.refill(version)
-                reports.append(publish_one(version, fleet))
-        found[f"{turn_mb} MB a turn, {alone_mb} MB alone"] = [
-            each["sidecar_s"].get("step:transfer_wire", 0.0) for each in reports[2:]
-        ]
-        part.say(sizes=found, equal=all(each["outcome"].endswith("committed") for each in reports))
-    part.say(bytes=nbytes, **bare(part.device, nbytes))
 
 
 def bare(device: str, nbytes: int) -> dict[str, Any]:
@@ -491,7 +460,6 @@ def main() -> None:
         "speed": (speed, "model", ("remote",)),
         "death": (death, "model", ("remote",)),
         "hosts": (hosts, "small", ("near", "far")),
-        "sizes": (sizes, "model", ("remote",)),
     }[part]
     made = Part(part, Path(folder), rest[0], model, places)
     run(made)
