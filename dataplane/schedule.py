@@ -29,6 +29,8 @@ from .plan import Plan
 STAGING_BYTES: Final = 256 * 1024 * 1024
 """What all pairs of one rank may stage in a turn, where the group is not so large that `MIN_PAIR_BYTES` is more. Two
 turns move at a time."""
+STAGING_BYTES_ON_GPU: Final = 1024 * 1024 * 1024
+"""There every turn costs the same on top of its bytes: a schedule in half as many is faster (tests/gpu/wire.py)."""
 MIN_PAIR_BYTES: Final = 1024 * 1024
 ALONE_BYTES: Final = 64 * 1024
 """A row of so many bytes is a message of its own if it lies in one piece on either side: a copy costs more than it."""
@@ -40,12 +42,13 @@ _ALIGNMENT: Final = 16
 _COLUMNS: Final = 7
 
 
-def pair_bytes_of(ranks: int) -> int:
-    """What one pair may move in a turn, where the larger side of the group has up to `ranks` ranks.
+def pair_bytes_of(ranks: int, device: str = "cpu") -> int:
+    """What one pair may move in a turn, where the larger side of the group has up to `ranks` ranks on such devices.
 
     The same for all numbers up to the next power of two: a member more should not change the schedules of the others.
     """
-    return max(STAGING_BYTES >> (max(ranks, 1) - 1).bit_length(), MIN_PAIR_BYTES)
+    most = STAGING_BYTES_ON_GPU if device == "cuda" else STAGING_BYTES
+    return max(most >> (max(ranks, 1) - 1).bit_length(), MIN_PAIR_BYTES)
 
 
 def alone_bytes_on(device: str) -> int:

@@ -28,7 +28,7 @@ from .frames import Frames
 from .meeting import new_token
 from .plan import Plan, make_plan
 from .recording import Recording
-from .schedule import Schedule, alone_bytes_on, pair_bytes_of, schedule
+from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
 from .sealed_frames import SealedListener
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
@@ -37,9 +37,11 @@ FORM_S: Final = 15.0
 KEEP_S: Final = 900.0
 """How long a group that nobody uses is kept for the next version. It costs its members connections and buffers."""
 TURN_S: Final = 10.0
-"""For one turn of a rank: a rank that stands still is given up after it. 512 MB in it are 50 MB/s."""
+"""For one turn of a rank: a rank that stands still is given up after it. 1 GB in it is 100 MB/s."""
 _SHRUNK: Final = 8
 """To what part of itself a group may shrink before its messages are cut anew."""
+_OUT_OF_MEMORY: Final = "OutOfMemoryError"
+"""In the reason of whoever had no room for its staging: the type of torch's error."""
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 _PACKET_S: Final = 10.0
@@ -98,6 +100,8 @@ class SendsSender:
         self._epoch = 0
         self._token = ""
         self._pair_bytes = 0
+        self._ceiling: int | None = None
+        """Of `_pair_bytes`, once there was no memory for more."""
         self._alone_bytes = alone_bytes_on(device.type)
         self._plans: dict[str, tuple[Plan, int]] = {}
         """Plans that were agreed to, by digest, and how many targets their recordings have."""
@@ -195,7 +199,9 @@ class SendsSender:
 
         It is part of every schedule, and who is told a new one has to stand still for it.
         """
-        most = pair_bytes_of(ranks)
+        most = pair_bytes_of(ranks, self._device.type)
+        if self._ceiling is not None:
+            most = min(most, self._ceiling)
         if most // _SHRUNK <= self._pair_bytes <= most:
             return self._pair_bytes
         self._schedules.clear()
@@ -311,6 +317,8 @@ class SendsSender:
                 case wire.Finished() if end.through:
                     end.finished = True
                 case wire.Failed(reason=reason):
+                    if _OUT_OF_MEMORY in reason:
+                        self._ceiling = max(self._pair_bytes // 2, MIN_PAIR_BYTES)
                     self._drop(end, reason)
                 case message:
                     self._drop(end, f"it said {type(message).__name__} out of turn")

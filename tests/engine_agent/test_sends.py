@@ -6,11 +6,12 @@ import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from weightbus.dataplane import sends
+from weightbus.dataplane import rank_sends, sends
 from weightbus.dataplane.errors import DigestMismatch, StaleSession, TransferFailed
 from weightbus.dataplane.nixl_group import _MODULES
 from weightbus.dataplane.transport import Peer
@@ -64,7 +65,7 @@ def test_over_nixl_as_over_gloo(world: SendsWorld, monkeypatch: pytest.MonkeyPat
     """In place and beside, in several turns, the workers read what they store out of the ranks' memory."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    monkeypatch.setattr(sends, "pair_bytes_of", lambda _ranks: 256)
+    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 256)
     world.trainer.close()
     world.trainer = SendingTrainer(world.runtime, nixl=True)
     for step, mode in enumerate(("paused", "beside", "beside")):
@@ -92,6 +93,27 @@ def test_without_room_it_is_paused(world: SendsWorld, monkeypatch: pytest.Monkey
     world.trainer.step(1)
     world.round(stage=True)
     assert "100 free" in world.receiver.mode
+    assert holds(world.server, world.trainer.values)
+
+
+def test_turns_shrink_where_memory_is_short(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without room for what it packs costs one attempt: the next one is cut into turns of half the size."""
+    made, most = rank_sends.Outbox, 1 << 20
+    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 4 * most)
+
+    def roomy(mail: Any, regions: Any, engine: Any) -> Any:
+        if world.trainer.sends._pair_bytes > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made(mail, regions, engine)
+
+    monkeypatch.setattr(rank_sends, "Outbox", roomy)
+    tried = []
+    for _ in range(2):
+        with pytest.raises(TransferFailed):
+            world.round()
+        tried.append(world.trainer.sends._pair_bytes)
+    world.round()
+    assert [*tried, world.trainer.sends._pair_bytes] == [4 * most, 2 * most, most]
     assert holds(world.server, world.trainer.values)
 
 

@@ -194,7 +194,7 @@ def carry_out(args: argparse.Namespace, struck: list[tuple[str, str, str]], tell
     from weightbus.dataplane.broadcast_group import backend_for
 
     backend_for(torch.device("cuda"))  # raises where the environment would make NCCL hang: in a dry run, too
-    sends.pair_bytes_of = lambda _ranks: 256
+    sends.pair_bytes_of = lambda *_: 256
     sends_wire.SILENT_S, takers._END_S = SILENT_S, END_S  # type: ignore[misc]
     ends, work, until = Ends("sends_ends.py"), Path(tempfile.mkdtemp(prefix="wb-d-")), time.monotonic() + args.budget
     for number, each in enumerate(struck):

@@ -300,7 +300,7 @@ def hosts(part: Part) -> None:
     from weightbus.dataplane import sends
 
     if part.device == "cpu":
-        sends.pair_bytes_of = lambda _ranks: SMALL_TURNS
+        sends.pair_bytes_of = lambda *_: SMALL_TURNS
     part.called()
     part.say(equal=False)
     numbers = itertools.count(1)
@@ -455,7 +455,7 @@ def main() -> None:
 
         megatron_cpu.install()
         if part == "death":
-            sends.pair_bytes_of = lambda _ranks: SMALL_TURNS
+            sends.pair_bytes_of = lambda *_: SMALL_TURNS
     run, model, places = {
         "speed": (speed, "model", ("remote",)),
         "death": (death, "model", ("remote",)),
