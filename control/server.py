@@ -57,7 +57,11 @@ IDLE_S: Final = 1.0
 YIELD_S: Final = 0.05
 """How long hints may wait while messages come in: of several that say the same, the last is as good as all."""
 GATHER_S: Final = 0.05
-"""How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
+"""How long messages may gather while no lease is held and no round runs, if they come in a stream."""
+GATHER_PACE: Final = 64.0
+"""From so many messages in a second on it is one. Of fewer agents each wakes the loop, and a lease is granted at once."""
+SETTLE_S: Final = 1.0
+"""So long after a round nothing gathers: its trainer may come with the next one."""
 STREAM_S: Final = 0.002
 STREAM: Final = 16
 """When so many came together, the next may gather for a moment whatever is waited for: of a few thousand answers each
@@ -98,6 +102,10 @@ class Server:
         """When something last came in."""
         self._came = 0
         """How much came together last."""
+        self._pace = 0.0
+        """How much came within about a second, when something last came."""
+        self._busy_at = clock()
+        """When a lease was last seen held, or a round running."""
         self.moved_at = clock()
         """When the loop was last seen to move."""
 
@@ -145,7 +153,9 @@ class Server:
         received = self._bus.poll(0.0 if self.yields else timeout_s, self._gather_s())
         self._came = len(received)
         if received:
-            self._came_at = self._clock()
+            now = self._clock()
+            self._pace = self._pace_at(now) + len(received)
+            self._came_at = now
         self._say_the_rest(quiet=not received)
         self._journal.confirm()
         if self._stop.is_set() and self._stop_by is None:
@@ -167,10 +177,15 @@ class Server:
 
     def _gather_s(self) -> float:
         """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
-        streaming = self._clock() - self._came_at < GATHER_S
-        if streaming and not self.yields and self.machine.calm:
+        now = self._clock()
+        if not self.machine.calm:
+            self._busy_at = now
+        elif now - self._busy_at >= SETTLE_S and not self.yields and self._pace_at(now) >= GATHER_PACE:
             return GATHER_S
         return STREAM_S if self._came >= STREAM else 0.0
+
+    def _pace_at(self, now: float) -> float:
+        return self._pace * math.exp(self._came_at - now)
 
     def _take(self, item: Incoming) -> None:
         match item:

@@ -41,7 +41,7 @@ from weightbus.control.messages import (
     Welcome,
 )
 from weightbus.control.reporter import TimedJournal
-from weightbus.control.server import GATHER_S, Server
+from weightbus.control.server import GATHER_PACE, GATHER_S, SETTLE_S, Server
 from weightbus.control.telemetry import Meters, Side
 
 from .world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
@@ -355,13 +355,19 @@ def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> No
             link.send(message)
         server.step(0.0)
         server.step(0.0)
-        return gathered[-1] > 0.0
+        return gathered[-1] >= GATHER_S
 
     now[0] = 10.0
-    assert gathers(hello), "the next may follow at once"
-    now[0] += 1.0
-    assert not gathers(), "nothing came for long"
-    assert gathers(Heartbeat(seq=1))
-    assert gathered[-1] == GATHER_S
+    assert not gathers(hello)
+    beats = [Heartbeat(seq=number) for number in range(int(GATHER_PACE))]
+    assert not gathers(*beats[:8]), "so few agents wait for nothing"
+    assert gathers(*beats)
+    now[0] += 5.0
+    assert not gathers(beats[0]), "nothing came for long"
+    assert gathers(*beats)
     assert not gathers(Acquire(request=RequestId("k"), channel=CHANNEL, version=Version(1))), "a lease is held"
+    link.send(Release(request=RequestId("l"), channel=CHANNEL, epoch=Epoch(1)))
+    assert not gathers(*beats), "its trainer may come again"
+    now[0] += SETTLE_S
+    assert gathers(*beats)
     journal.close()
