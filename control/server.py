@@ -59,7 +59,7 @@ YIELD_S: Final = 0.05
 GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if they come in a stream."""
 GATHER_PACE: Final = 64.0
-"""From so many messages in a second on it is one. Of fewer agents each wakes the loop, and a lease is granted at once."""
+"""From so many in a second on it is one. Of fewer agents each wakes the loop, and a lease is granted at once."""
 SETTLE_S: Final = 1.0
 """So long after a round nothing gathers: its trainer may come with the next one."""
 STREAM_S: Final = 0.002
