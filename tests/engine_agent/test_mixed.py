@@ -22,7 +22,7 @@ from weightbus.dataplane.transport import Address, Peer, Receipt
 from weightbus.engine_agent import worker_loader
 from weightbus.trainer_agent.delivery import Delivery
 
-from ..kit.ends import Ends
+from ..kit.ends import Ends, was_struck
 from ..kit.toy_direct import WAIT_S, Server, holds
 from ..kit.toy_sends import SendingTrainer
 from .test_sends_failures import PROMPT_S, STILL_S, Remote
@@ -139,6 +139,7 @@ def test_who_dies_in_the_middle_costs_the_other_transport_nothing(
     assert mixed.served("near")
     assert set(delivery.failed) == {"far"}
     assert dead.exception(WAIT_S) is not None
+    assert was_struck(victim.pid, signal.SIGKILL)
     delivery = mixed.deliver("near")
     assert mixed.come("near").result(WAIT_S).checked
     over(delivery)

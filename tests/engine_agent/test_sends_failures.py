@@ -27,7 +27,7 @@ from weightbus.dataplane.takers import StandsStill
 from weightbus.dataplane.transport import Peer, Receipt
 from weightbus.engine_agent.model_tensors import ModelTensors
 
-from ..kit.ends import Ends
+from ..kit.ends import Ends, was_struck
 from ..kit.sends_ends import OF_WORKERS, POINTS
 from ..kit.toy_direct import WAIT_S, Server, holds
 from ..kit.toy_sends import Remote, SendsWorld
@@ -84,7 +84,10 @@ def served(world: SendsWorld) -> None:
 @pytest.mark.parametrize("number", SIGNALS, ids=["killed", "stopped"])
 @pytest.mark.parametrize("point", RANKS_AT)
 def test_a_rank_of_the_trainer(world: SendsWorld, ends: Ends, point: str, number: int) -> None:
-    """Its engine goes on serving the version before, untouched; the next trainer's epoch is taken."""
+    """Its engine goes on serving the version before, untouched; the next trainer's epoch is taken.
+
+    When everything has moved the engine may have all of the new one instead.
+    """
     world.round(stage=True)
     before, old = state(world.server), dict(world.trainer.values)
     world.trainer.step(5)
@@ -100,15 +103,18 @@ def test_a_rank_of_the_trainer(world: SendsWorld, ends: Ends, point: str, number
     served(world)
 
     failure = taken.exception(PROMPT_S)
-    if point == "through":
-        assert failure is None
+    assert was_struck(pid, number)
+    if failure is None:
+        assert point == "through"
         assert holds(world.server, world.trainer.values)
+        assert not world.trainer.sends.failed
     else:
         assert isinstance(failure, DataplaneError)
         assert not world.receiver.touched
         assert unchanged(world.server, before)
         assert holds(world.server, old)
         assert set(world.trainer.sends.failed) == {"e"}
+        assert point != "through" or number == signal.SIGKILL
     os.kill(pid, signal.SIGKILL)
     world.epoch = 2
     world.trainer.step(6)
@@ -153,6 +159,7 @@ def test_a_worker_of_an_engine(  # noqa: PLR0917 - fixtures
             assert ours is None
             assert theirs is None
     assert isinstance(theirs, DataplaneError)
+    assert was_struck(victim.pid, number)
     if ours is None:
         assert holds(world.server, world.trainer.values)
     else:
@@ -196,6 +203,7 @@ def test_a_stopped_worker_costs_the_others_one_attempt(
         served(world)
         if epoch == 2:
             assert isinstance(theirs.exception(WAIT_S), DataplaneError)
+            assert was_struck(victim.pid, signal.SIGSTOP)
             assert point == "moving" or ours.exception(WAIT_S) is None
             continue
         ours.result(WAIT_S)

@@ -80,6 +80,12 @@ class Cell:
         if any(first["failed"].values()):
             return {"well": False, "problem": f"nobody was struck, and it failed: {first['failed']}"}
         struck = self._epoch(2, ("e", "v"))
+        if not self._was_struck(struck["failed"]):
+            return {
+                "well": False,
+                "problem": "the signal was never sent: an ordinary round",
+                "struck": struck["failed"],
+            }
         last = self._epoch(3, ("e",))
         well = (
             not last["failed"]["e"]
@@ -88,6 +94,15 @@ class Cell:
         )
         return {"well": well, "known_s": struck["known_s"], "struck": struck["failed"], "again_s": last["known_s"],
                 "again": last["failed"]}  # fmt: skip
+
+    def _was_struck(self, failed: dict[str, str]) -> bool:
+        """In the epoch that was the last one. A sidecar raises what it is struck by."""
+        from tests.kit.ends import was_struck
+
+        if self._victim == "sidecar":
+            return failed["v"].startswith(Struck.__name__)
+        pid = self._pids[-1] if self._victim == "source" else self._servers["v"].pid
+        return was_struck(pid, self._struck["signal"])
 
     def close(self) -> None:
         """End every process of the cell."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +54,19 @@ class Ends:
         assert self._template.stdout is not None
         assert readable(self._template.stdout.fileno(), WAIT_S), "no answer from the other process"
         return dict(json.loads(self._template.stdout.readline()))
+
+
+def was_struck(pid: int, number: int, deadline_s: float = WAIT_S) -> bool:
+    """Signal `number` ended the process, or stopped it; false where it ended in another way, or goes on.
+
+    It must be of `Ends`, which keeps what has ended until itself ends, and nobody else's signal may have come before.
+    """
+    until = time.monotonic() + deadline_s
+    while time.monotonic() < until:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] in "ZX":
+            return int(fields[-1]) == number  # as wait() has it: the signal, or 256 times the status
+        if fields[0] == "T":
+            return number == signal.SIGSTOP
+        time.sleep(0.01)
+    return False

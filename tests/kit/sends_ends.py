@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kit.toy_direct import SPECS, WAIT_S, Shard
 from tests.kit.toy_sends import SendingTrainer
+from weightbus.dataplane.outbox import Outbox
 from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.transport import Address
@@ -87,6 +88,7 @@ def doomed(job: dict[str, Any]) -> None:
     PairGroup.form = classmethod(formed)  # type: ignore[method-assign, assignment]
     before(PairGroup, "post", "moving")
     before(RankSends, "_bound", "begun")
+    before(Outbox, "send", "", "through")
     before(Taker, "_take", "begun", "through")
     before(Taker, "flip", "flip", "flipped")
 

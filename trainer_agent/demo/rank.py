@@ -1,8 +1,8 @@
 """The training program of the demo, one process a rank: generate, learn, publish, as an RL loop would.
 
-One after another, or (``asynchronous``) each round's generation while the one before is trained. Rank 0 asks the
-engines and reports; every rank learns and publishes. Started by `run.py` with torch's usual environment (RANK,
-WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and a `Plan` as its only argument.
+One after another, or (``asynchronous``) all of it at once, of different rounds. Rank 0 asks the engines and reports;
+every rank learns and publishes. Started by `run.py` with torch's usual environment (RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT) and a `Plan` as its only argument.
 """
 
 from __future__ import annotations
@@ -72,13 +72,17 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.spans: dict[str, tuple[float, float]] = {}
+        """Begin and end of each phase, in seconds of `time.perf_counter`; of the last one where it came again."""
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Add the time inside to `name`."""
         started = time.perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        ended = time.perf_counter()
+        self.spans[name] = (started, ended)
+        self.seconds[name] = self.seconds.get(name, 0.0) + ended - started
 
 
 def train(plan: Plan) -> None:
@@ -118,34 +122,44 @@ def _synchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: Tra
 
 
 def _asynchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: TrainerAgent) -> None:
-    """Learn from one batch while engines generate the next one, and while they take what was learned before.
+    """Learn from one batch while the next one is written and judged, and while engines take what was learned before.
 
-    The rollouts of round n begin when engines serve what round n - 2 published, while round n - 1 is trained. So what
-    they are learned from is one version newer, or they are mixed of that one and the one before.
+    The rollouts of round n begin when engines serve what round n - 2 published, whether or not those of round n - 1
+    are judged by then. So what they are learned from is one version newer, or they are mixed of that one and the one
+    before.
     """
     upcoming = actor.ahead(1, plan.base) if actor else None
-    ending: Callable[[], None] = lambda: None  # noqa: E731  nothing was published yet
+    ending: Callable[[Batch | None], None] = lambda _: None  # noqa: E731  nothing was published yet
     for number in range(1, plan.rounds + 1):
-        watch, current = Stopwatch(), plan.base + number - 1
-        with watch.phase("wait"):
-            batch = upcoming.result(2 * PATIENCE_S) if upcoming else None
-            tokens, counts = _share(batch, current, MAX_LAG)
+        watch, current, asked = Stopwatch(), plan.base + number - 1, upcoming
         if actor and number < plan.rounds:
             upcoming = actor.ahead(number + 1, current)
+        with watch.phase("wait"):
+            batch = asked.result(actor.deadline_s) if actor and asked else None
+            tokens, counts = _share(batch, current, MAX_LAG)
         with watch.phase("train"):
             learner.learn(tokens, counts)
         with watch.phase("publish"):
             handle = agent.publish(current + 1, mode="snapshot")
-        ending()
-        ending = partial(_end_round, actor, batch, current, watch, handle)
-    ending()
+        ending(batch)
+        ending = partial(_end_round, actor, batch, current, watch=watch, handle=handle)
+    ending(None)
 
 
-def _end_round(actor: Actor | None, batch: Batch | None, current: int, watch: Stopwatch, handle: PublishHandle) -> None:
+def _end_round(
+    actor: Actor | None,
+    batch: Batch | None,
+    current: int,
+    following: Batch | None,
+    *,
+    watch: Stopwatch,
+    handle: PublishHandle,
+) -> None:
     """The publication is over, or nearly so: with a lag of one, the one after it could begin."""
     published = handle.wait()
     if actor and batch:
-        actor.report(batch, current, MAX_LAG, watch.seconds | {"stood": handle.stood_s}, published)
+        overlap_s = following.overlap_s(*watch.spans["train"]) if following else 0.0
+        actor.report(batch, current, MAX_LAG, watch.seconds | {"stood": handle.stood_s}, published, overlap_s=overlap_s)
 
 
 def _share(batch: Batch | None, current: int, max_lag: int) -> tuple[torch.Tensor, torch.Tensor]:

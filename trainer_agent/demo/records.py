@@ -35,9 +35,11 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     lag: dict[str, int]
     """Per engine: committed version minus its own, after the round."""
     seconds: dict[str, float]
-    """By phase: generate, train, publish, and of publish: assemble, pause, transfer, verify, resume."""
+    """By phase: generate, judge, train, publish, and of publish: assemble, pause, transfer, verify, resume."""
     wall_s: float = 0.0
     """Since the end of the round before."""
+    overlap_s: float = 0.0
+    """Of its training, while engines wrote answers of the next round."""
     nbytes: int = 0
     """Moved to engines, all of them together."""
     ways: dict[str, str] = {}
@@ -57,6 +59,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     max_lag: int = 0
     wall_s: float = 0.0
     """All rounds, from the first rollout to the end of the last publication."""
+    train_s: float = 0.0
+    """Of it, training."""
+    overlap_s: float = 0.0
+    """Of training, while engines wrote answers of the next round."""
     sync_s: float | None = None
     """The same of the synchronous run before, where this one was asynchronous."""
     complaint: str
@@ -78,8 +84,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def compare(synchronous: Verdict, asynchronous: Verdict) -> Verdict:
     """The verdict over a run that did the same twice, one way after the other."""
     complaint = f"synchronous: {synchronous.complaint}" if synchronous.complaint else asynchronous.complaint
-    if not complaint and asynchronous.rounds >= ROUNDS_TO_RISE and asynchronous.wall_s >= synchronous.wall_s:
-        complaint = f"{asynchronous.wall_s:.1f} s asynchronously, {synchronous.wall_s:.1f} s synchronously"
+    if not complaint and asynchronous.rounds >= ROUNDS_TO_RISE:
+        if asynchronous.wall_s >= synchronous.wall_s:
+            complaint = f"{asynchronous.wall_s:.1f} s asynchronously, {synchronous.wall_s:.1f} s synchronously"
+        elif not asynchronous.overlap_s:
+            complaint = "nothing was trained while engines wrote the next answers"
     return msgspec.structs.replace(asynchronous, sync_s=synchronous.wall_s, complaint=complaint)
 
 
@@ -129,6 +138,8 @@ def verdict(
         dropped=sum(each.dropped for each in rounds),
         max_lag=max(each.behind for each in rounds),
         wall_s=sum(each.wall_s for each in rounds),
+        train_s=sum(each.seconds.get("train", 0.0) for each in rounds),
+        overlap_s=sum(each.overlap_s for each in rounds),
         complaint=complaint,
     )
 

@@ -74,10 +74,12 @@ class Demo:
         self._start_services(weights)
         if self._settings.asynchronous:
             judged = f"answers are judged elsewhere for {self._settings.environment_s:g} s a round, in both runs"
-            self._view.say(f"first one step after another, for comparison; {judged}")
+            self._view.say(f"first one round after another, for comparison; {judged}")
             before, _ = self._train(weights, base=1)
-            self._view.say("now each round is generated while the one before is trained")
+            self._view.say("now each round is generated while the one before is judged and trained")
             result, rounds = self._train(weights, base=self._settings.rounds + 2, asynchronous=True)
+            trained = f"of {result.train_s:.1f} s of training, {result.overlap_s:.1f} s while engines wrote"
+            self._view.say(f"{trained} the next round's answers; {result.mixed} answers were written by two versions")
             result = compare(before, result)
         else:
             result, rounds = self._train(weights)

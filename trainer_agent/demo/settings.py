@@ -41,11 +41,11 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     trainer: Annotated[Trainer, msgspec.Meta(description="what trains the policy")] = Trainer.MEGATRON
     asynchronous: Annotated[
-        bool, msgspec.Meta(description="then again, generating each round while the one before is trained; compared")
+        bool, msgspec.Meta(description="then again, each round generated while the one before is trained; compared")
     ] = False
     environment_s: Annotated[
         float,
-        msgspec.Meta(ge=0, le=60, description="with asynchronous: how long answers are judged elsewhere"),
+        msgspec.Meta(ge=0, le=60, description="with asynchronous: how long a round's answers are judged elsewhere"),
     ] = 1.0
     save_every: Annotated[int, msgspec.Meta(ge=0, description="keep every n-th version as a checkpoint; 0: none")] = 0
     sync: Annotated[Sync, msgspec.Meta(description="off: train, but publish nothing; the reward stays flat")] = Sync.ON

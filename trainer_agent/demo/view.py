@@ -16,7 +16,10 @@ from rich.table import Table
 
 from .records import Round, Verdict
 
-PHASES: Final = ("generate", "train", "publish", "assemble", "pause", "transfer", "verify", "resume")
+STEPS: Final = ("generate", "judge", "train", "publish")
+"""Of a round."""
+PHASES: Final = (*STEPS, "assemble", "pause", "transfer", "verify", "resume")
+"""The same, and the phases of a publication."""
 
 
 class View:
@@ -50,7 +53,7 @@ class View:
             self.last(msgspec.json.encode(each).decode())
             return
         bar = "#" * round(each.reward * 30)
-        seconds = " ".join(f"{name} {each.seconds.get(name, 0.0):.2f} s" for name in PHASES[:3])
+        seconds = " ".join(f"{name} {each.seconds[name]:.2f} s" for name in STEPS if name in each.seconds)
         self.say(f"round {each.number:2}/{of}  version {each.version:2}  reward {each.reward:.3f} {bar:30}  {seconds}")
 
     def table(self, rounds: Sequence[Round], verdict: Verdict) -> None:
@@ -58,10 +61,11 @@ class View:
         if self._json:
             return
         table = Table(title="Every round: what the engines earned, then what was published", title_justify="left")
-        for name in ("round", "reward", "version", "lag", "old", "kB", *PHASES):
+        phases = [name for name in PHASES if any(name in each.seconds for each in rounds)]
+        for name in ("round", "reward", "version", "lag", "old", "kB", *phases):
             table.add_column(name, justify="right")
         for each in rounds:
-            table.add_row(*_cells(each))
+            table.add_row(*_cells(each, phases))
         console = self._console if self._console.is_terminal else Console(highlight=False, width=140)
         console.print(table)
         if verdict.complaint:
@@ -73,8 +77,8 @@ class View:
         self._console.print(line, markup=False, soft_wrap=True, highlight=False)
 
 
-def _cells(each: Round) -> list[str]:
+def _cells(each: Round, phases: Sequence[str]) -> list[str]:
     lag = " ".join(f"{name}:{lag}" for name, lag in sorted(each.lag.items()))
-    seconds = [f"{each.seconds[name]:.3f}" if name in each.seconds else "-" for name in PHASES]
+    seconds = [f"{each.seconds[name]:.3f}" if name in each.seconds else "-" for name in phases]
     first = [str(each.number), f"{each.reward:.3f}", str(each.version), lag, str(each.behind)]
     return [*first, f"{each.nbytes / 1e3:.0f}", *seconds]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from weightbus.trainer_agent.demo import task
-from weightbus.trainer_agent.demo.actor import WIDTH, Actor, Batch
+from weightbus.trainer_agent.demo.actor import PARTS, WIDTH, Actor, Batch, Part
 from weightbus.trainer_agent.demo.engines import Fleet, Response
 from weightbus.trainer_agent.demo.program import Plan
 from weightbus.trainer_agent.demo.records import Follower
@@ -24,41 +29,71 @@ def response(*versions: str) -> Response:
 
 def batch(*responses: Response) -> Batch:
     rows = [[0] * task.PROMPT_TOKENS + each.output_ids for each in responses]
-    return Batch(3, rows, list(responses), 0.25)
+    return Batch(3, rows, [Part(list(responses), 10.0, 10.25)])
 
 
 class Engines:
-    """A fleet that answers by itself."""
+    """A fleet that answers by itself, in the order in which it is asked."""
 
     def __init__(self) -> None:
         self.waited: list[int] = []
+        self.asked: list[int] = []
+        """Prompts of each request."""
+        self.broken = False
 
     def wait_ready(self, _count: int, _deadline_s: float, version: int = 0) -> tuple[str, ...]:
         self.waited.append(version)
         return ("here",)
 
     def generate(self, _urls: object, prompts: list[list[int]]) -> list[Response]:
+        self.asked.append(len(prompts))
+        if self.broken:
+            raise OSError("no engine")
         return [response("7")] * len(prompts)
 
     def close(self) -> None:
         pass
 
 
-@pytest.fixture
-def actor(tmp_path: Path) -> Actor:
+def actor_of(folder: Path, environment_s: float, patience_s: float = 10.0) -> Actor:
     given = dict.fromkeys(
         ("checkpoint", "channel", "coordinator", "status_url", "transport", "host", "runtime_dir", "keys"), ""
     )
     plan = Plan(
         **given,
-        progress=str(tmp_path / "progress"),
+        progress=str(folder / "progress"),
         rounds=3,
         trainer=Trainer.MEGATRON,
         seed=1,
         publish=True,
         engines=1,
+        environment_s=environment_s,
     )
-    return Actor(plan, cast("Fleet", Engines()), 10.0)
+    return Actor(plan, cast("Fleet", Engines()), patience_s)
+
+
+def engines_of(actor: Actor) -> Engines:
+    return cast("Engines", actor._fleet)
+
+
+@pytest.fixture
+def actor(tmp_path: Path) -> Actor:
+    return actor_of(tmp_path, 0.0)
+
+
+class Judge:
+    """Judges nothing before it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.took = threading.Semaphore(0)
+        """One for each part that it began with."""
+        self.done = threading.Semaphore(0)
+        clock = SimpleNamespace(sleep=self.sleep, perf_counter=time.perf_counter)
+        monkeypatch.setattr("weightbus.trainer_agent.demo.actor.time", clock)
+
+    def sleep(self, _seconds: float) -> None:
+        self.took.release()
+        assert self.done.acquire(timeout=60)
 
 
 def test_only_what_is_new_enough_counts() -> None:
@@ -80,20 +115,83 @@ def test_the_weights_of_the_launch_are_version_zero() -> None:
 
 
 def test_rollouts_asked_for_ahead_wait_for_their_version(actor: Actor) -> None:
-    """On another thread, with all prompts of their round."""
+    """On another thread, with all prompts of their round at once where nobody judges elsewhere."""
     found = actor.ahead(2, 7).result(10)
-    assert cast("Any", actor._fleet).waited == [7]
+    assert engines_of(actor).waited == [7]
+    assert engines_of(actor).asked == [task.RESPONSES]
     assert len(found.responses) == task.RESPONSES
     assert found.number == 2
+    assert set(found.seconds) == {"generate"}
     actor.close()
+
+
+def test_engines_write_a_part_while_the_one_before_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across rounds, and never two parts ahead of the judge, who judges one at a time."""
+    actor, judge = actor_of(tmp_path, 1.0), Judge(monkeypatch)
+    asked = engines_of(actor).asked
+    first, second = actor.ahead(1, 7), actor.ahead(2, 8)
+    for judged in range(2 * PARTS):
+        assert judge.took.acquire(timeout=60)
+        until_asked(asked, min(judged + 2, 2 * PARTS))
+        assert not judge.took.acquire(timeout=0.05)
+        assert len(asked) == min(judged + 2, 2 * PARTS)
+        assert first.done() == (judged > PARTS - 1)
+        judge.done.release()
+    assert asked == [task.RESPONSES // PARTS] * 2 * PARTS
+    assert engines_of(actor).waited == [7] * PARTS + [8] * PARTS
+    for number, found in enumerate((first.result(60), second.result(60)), 1):
+        prompts = task.prompts(1, number)
+        assert [row[: task.PROMPT_TOKENS] for row in found.rows] == prompts
+        assert set(found.seconds) == {"generate", "judge"}
+    actor.close()
+
+
+def until_asked(asked: list[int], count: int) -> None:
+    """Requests reach the engines on another thread."""
+    until = time.monotonic() + 60
+    while len(asked) < count:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_the_judge_has_as_long_in_both_runs(tmp_path: Path) -> None:
+    """All parts of a round together take what was asked for, also where nothing was asked for ahead."""
+    actor = actor_of(tmp_path, 0.1)
+    assert 0.1 <= actor.rollout(1).seconds["judge"] < 5
+    actor.close()
+
+
+def test_engines_that_fail_end_a_round_and_not_the_next(tmp_path: Path) -> None:
+    """Nobody waits for the judge of answers that never came."""
+    actor = actor_of(tmp_path, 0.01)
+    engines_of(actor).broken = True
+    lost: list[Future[Batch]] = [actor.ahead(1, 7), actor.ahead(2, 7)]
+    for each in lost:
+        with pytest.raises(OSError, match="no engine"):
+            each.result(60)
+    engines_of(actor).broken = False
+    assert len(actor.rollout(3).responses) == task.RESPONSES
+    actor.close()
+
+
+def test_overlap_is_what_engines_wrote_meanwhile() -> None:
+    """Not what was judged then, nor the time between two parts."""
+    whole = batch(response("8"))
+    parts = [Part([], 10.0, 11.0), Part([], 12.0, 14.0)]
+    written = msgspec.structs.replace(whole, parts=parts)
+    assert written.overlap_s(0.0, 20.0) == 3.0
+    assert written.overlap_s(10.5, 12.5) == 1.0
+    assert written.overlap_s(11.0, 12.0) == 0.0
+    assert written.seconds == {"generate": 3.0}
 
 
 def test_a_report_says_how_old_answers_were(actor: Actor) -> None:
     """And counts those that no round should have had."""
     actor._fleet.state = lambda: cast("Any", type("S", (), {"engines": {}}))  # type: ignore[method-assign]
-    actor.report(batch(response("8"), response("7", "8"), response("5")), 8, 1, {"train": 1.0}, None)
+    actor.report(batch(response("8"), response("7", "8"), response("5")), 8, 1, {"train": 1.0}, None, overlap_s=0.5)
     (told,) = Follower(Path(actor._plan.progress)).new()
     assert (told.number, told.mixed, told.behind, told.dropped, told.mismatched) == (3, 1, 3, 1, 1)
     assert told.seconds == {"generate": 0.25, "train": 1.0}
     assert told.wall_s > 0
+    assert told.overlap_s == 0.5
     actor.close()

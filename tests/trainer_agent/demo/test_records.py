@@ -9,7 +9,14 @@ from weightbus.trainer_agent.demo.records import Follower, Round, Verdict, appen
 
 
 def round_of(
-    number: int, reward: float, *, mismatched: int = 0, mixed: int = 0, lag: int = 0, behind: int = 0
+    number: int,
+    reward: float,
+    *,
+    mismatched: int = 0,
+    mixed: int = 0,
+    lag: int = 0,
+    behind: int = 0,
+    overlap_s: float = 0.0,
 ) -> Round:
     return Round(
         number=number,
@@ -21,7 +28,8 @@ def round_of(
         behind=behind,
         lag={"e0": 0, "e1": lag},
         wall_s=1.5,
-        seconds={"generate": 0.5},
+        overlap_s=overlap_s,
+        seconds={"generate": 0.5, "train": 0.25},
         nbytes=1000,
     )
 
@@ -55,8 +63,9 @@ def test_every_broken_promise_is_a_complaint(rounds: list[Round], expected: int,
     assert words in verdict(rounds, 2, expected_rounds=expected, published=published).complaint
 
 
-def asynchronous(count: int = 20, **last: int) -> Verdict:
-    rounds = [*run_of(count - 1, 0.7), round_of(count, 0.95, mixed=40, **last)]
+def asynchronous(count: int = 20, *, overlap_s: float = 0.125, lag: int = 0, behind: int = 0) -> Verdict:
+    last = round_of(count, 0.95, mixed=40, overlap_s=overlap_s, lag=lag, behind=behind)
+    rounds = [*run_of(count - 1, 0.7), last]
     return verdict(rounds, 2, expected_rounds=count, published=True, max_lag=1)
 
 
@@ -80,6 +89,15 @@ def test_an_asynchronous_run_that_is_not_faster_is_a_complaint() -> None:
     assert compare(quick, quick).complaint == ""
     flat = verdict(run_of(20, 0.01), 2, expected_rounds=20, published=True)
     assert compare(flat, asynchronous()).complaint.startswith("synchronous: the reward gained")
+
+
+def test_an_asynchronous_run_that_overlaps_nothing_is_a_complaint() -> None:
+    """Faster by what else: its training must have met the generation of the next round at least once."""
+    slow = msgspec.structs.replace(asynchronous(), wall_s=40.0, max_lag=0)
+    told = asynchronous()
+    assert (told.train_s, told.overlap_s) == (5.0, 0.125)
+    assert compare(slow, told).complaint == ""
+    assert "nothing was trained" in compare(slow, asynchronous(overlap_s=0.0)).complaint
 
 
 def test_a_flat_reward_is_right_when_nothing_is_published() -> None:
