@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: basic, reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917, SIM300
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
