@@ -24,8 +24,9 @@ _LANES_BYTES: Final = 16
 _INT4_ROWS: Final = 32
 _PER_WARP: Final = 1024
 """Elements: at least 32 for each thread, so that all of its loads are of 16 bytes."""
-_REGISTERS: Final = 128
-"""Of a thread with 64 elements of a block: two programs fit a multiprocessor, 1.5 times as fast on an H200 as one."""
+_REGISTERS: Final = 80
+"""Of a thread with 64 elements of a block: on an H200 1.16 times as fast as with 128, since more programs fit a
+multiprocessor; 64 are too few (`by_registers` of tests/gpu/quantised.py)."""
 
 
 class Shape(NamedTuple):

@@ -26,7 +26,6 @@ import triton.language as tl
 TABLE_COLUMNS = 9
 
 _E4M3_MAX = tl.constexpr(448.0)
-_EPSILON = tl.constexpr(1.1920928955078125e-07)
 _LEAST_AMAX = tl.constexpr(1e-4)
 _SMALL = tl.constexpr(2.0**-60)
 _LARGER = tl.constexpr(2.0**64)
@@ -84,18 +83,20 @@ def _divided(values, scale, FAST: tl.constexpr):
 
 @triton.jit
 def _stored(scale, finite, SCALE: tl.constexpr):
-    """The scale in its own dtype, which may have no number for one so small: nothing is divided by zero.
+    """The scale in its own dtype, which may have no number for one so small: 2**-23, and nothing is divided by zero.
 
     NaN for a block that is not `finite`.
     """
-    stored = scale.to(SCALE)
-    stored = tl.where(stored == 0, _EPSILON, stored).to(SCALE)
-    # As bits: a NaN that was converted would have other ones than the reference's.
+    # As bits: a NaN that was converted would have other ones than the reference's, and on a GPU a bfloat16 that is zero
+    # was not found equal to zero.
     if SCALE == tl.float32:
-        bits = tl.where(finite, stored.to(tl.int32, bitcast=True), 0x7FC00000)
+        bits = scale.to(tl.int32, bitcast=True)
+        bits = tl.where(finite, tl.where(bits & 0x7FFFFFFF == 0, 0x34000000, bits), 0x7FC00000)
     else:
         nan: tl.constexpr = 0x7FC0 if SCALE == tl.bfloat16 else 0x7E00
-        bits = tl.where(finite, stored.to(tl.int16, bitcast=True), nan).to(tl.int16)
+        least: tl.constexpr = 0x3400 if SCALE == tl.bfloat16 else 0x0002
+        bits = scale.to(SCALE).to(tl.int16, bitcast=True)
+        bits = tl.where(finite, tl.where(bits & 0x7FFF == 0, least, bits), nan).to(tl.int16)
     return bits.to(SCALE, bitcast=True)
 
 
