@@ -16,6 +16,10 @@ of the weight that one element of the part speaks of.
 
 What is quantised are the values in the dtype in which the weight would be served otherwise: bfloat16 for a master in
 float32. So the result does not depend on who quantises, and where.
+
+Where a NaN or an infinity is among the elements that share a scale, that scale is NaN (255 as an exponent), and so is
+what an engine makes of every one of them: weights that were lost are served as such, as unquantised ones would be, and
+never as numbers. Their elements are NaN where the format has one, and zero, with a zero point of zero, in four bits.
 """
 
 from __future__ import annotations

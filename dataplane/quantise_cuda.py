@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from . import quantise_torch
 from .quantisation import Element, Scaling, Scheme
-from .quantise import Task
+from .quantise import ClearedSums, Task, run
+from .quantise_sums import WORD
 
 Table = npt.NDArray[np.int64]
 
@@ -20,11 +20,13 @@ TILE: Final = 128
 """Rows and columns of a tile of small blocks; a block of FP8 is a tile of its own."""
 ROW: Final = 16384
 """Most elements of a row that one program holds."""
+_LANES_BYTES: Final = 16
 _INT4_ROWS: Final = 32
 _PER_WARP: Final = 1024
 """Elements: at least 32 for each thread, so that all of its loads are of 16 bytes."""
-_REGISTERS: Final = 128
-"""Of a thread with 64 elements of a block: two programs fit a multiprocessor, 1.5 times as fast on an H200 as one."""
+_REGISTERS: Final = 80
+"""Of a thread with 64 elements of a block: on an H200 1.16 times as fast as with 128, since more programs fit a
+multiprocessor; 64 are too few (`by_registers` of tests/gpu/quantised.py)."""
 
 
 class Shape(NamedTuple):
@@ -44,6 +46,8 @@ class Kind(NamedTuple):
     aligned: bool
     """Addresses and steps are multiples of 16 bytes, widths of 16 elements."""
     tile: Shape
+    summed: bool = False
+    """What is stored is summed up."""
 
 
 class CudaTasks:
@@ -54,11 +58,12 @@ class CudaTasks:
         kinds: dict[Kind, list[Table]] = defaultdict(list)
         for task in tasks:
             tile = tile_of(task.scheme, task.weight.shape)
-            if tile is None or not _readable(task.weight):
+            if tile is None or not _readable(task.weight) or not _summable(task):
                 self._rest.append(task)
                 continue
             kind, table = _tiles(task, tile)
             kinds[kind].append(table)
+        self._sums = ClearedSums(tasks)
         device = tasks[0].weight.device if tasks else torch.device("cpu")
         self._tables = [(kind, torch.as_tensor(np.concatenate(found), device=device)) for kind, found in kinds.items()]
 
@@ -70,10 +75,11 @@ class CudaTasks:
     @torch.no_grad()
     def run(self) -> None:
         """One launch for each kind. What no kernel reads takes several passes of torch."""
+        self._sums.clear()
         for kind, table in self._tables:
             launch(kind, table)
         for task in self._rest:
-            quantise_torch.quantise(task.scheme, task.weight.to(task.served), task.outs)
+            run(task)
 
 
 def tile_of(scheme: Scheme, shape: Sequence[int]) -> Shape | None:
@@ -88,15 +94,15 @@ def tile_of(scheme: Scheme, shape: Sequence[int]) -> Shape | None:
     return Shape(rows, columns) if not scheme.flat and powers[0] * powers[1] <= ROW else None
 
 
-def launch(kind: Kind, table: torch.Tensor, *, fast: bool = True) -> None:
+def launch(kind: Kind, table: torch.Tensor, *, fast: bool = True, registers: int = _REGISTERS) -> None:
     """Quantise every tile of `table`, (tiles, 9) int64 on the device, on the current stream."""
     from . import quantise_triton as kernels  # noqa: PLC0415  Triton is there where a GPU is
 
-    name, constants = kernel_of(kind, fast=fast)
+    name, constants = kernel_of(kind, fast=fast, registers=registers)
     getattr(kernels, name)[(len(table),)](table, **constants)
 
 
-def kernel_of(kind: Kind, *, fast: bool = True) -> tuple[str, dict[str, object]]:
+def kernel_of(kind: Kind, *, fast: bool = True, registers: int = _REGISTERS) -> tuple[str, dict[str, object]]:
     """The kernel for tiles of a kind, and its constants. `fast`: where multiply-adds are fused, as on every GPU."""
     import triton.language as tl  # noqa: PLC0415
 
@@ -113,6 +119,7 @@ def kernel_of(kind: Kind, *, fast: bool = True) -> tuple[str, dict[str, object]]
         "ALIGN": 16 if kind.aligned else 1,
         "ROWS": rows,
         "COLUMNS": columns,
+        "FAST": fast,
         "num_warps": max(1, min(8, rows * columns // _PER_WARP)),
     }
     up = scheme.scaling is Scaling.UP
@@ -121,8 +128,9 @@ def kernel_of(kind: Kind, *, fast: bool = True) -> tuple[str, dict[str, object]]
         return "int4", {**common, **scale}
     if scheme.scale_dtype == "uint8":
         return "mxfp8", {**common, "UP": up}
-    few = {"maxnreg": _REGISTERS} if rows * columns == TILE * TILE else {}
-    return "fp8_block", {**common, **few, "SCALE": types[kind.scale], "UP": up, "FAST": fast}
+    fits = rows * columns == TILE * TILE and (kind.aligned or not kind.summed)
+    few = {"maxnreg": registers} if fits else {}
+    return "fp8_block", {**common, **few, "SCALE": types[kind.scale], "UP": up, "SUMMED": kind.summed}
 
 
 def _tiles(task: Task, tile: Shape) -> tuple[Kind, Table]:
@@ -144,14 +152,23 @@ def _tiles(task: Task, tile: Shape) -> tuple[Kind, Table]:
     height, width = np.minimum(rows - top, tile.rows), np.minimum(columns - left, tile.columns)
     table[:, 8] = (height << 32) + width
     aligned = bool((table[:, :4] % 16 == 0).all() and (width % 16 == 0).all())
-    kind = Kind(task.scheme, task.weight.dtype, task.served, task.outs[1].dtype, aligned, tile)
-    return kind, table
+    if task.sums is not None:
+        table[:, 6] = task.sums.lanes.data_ptr() + task.sums.number * _LANES_BYTES
+        table[:, 7] = (task.sums.step << 32) + task.sums.at + top * task.sums.step + left // WORD
+    dtypes = (task.weight.dtype, task.served, task.outs[1].dtype)
+    return Kind(task.scheme, *dtypes, aligned, tile, task.sums is not None), table
 
 
 def _readable(weight: torch.Tensor) -> bool:
     """Its rows are runs of a dtype that kernels know. Outputs always are: they lie in buckets and arenas."""
     runs = weight.shape[1] == 1 or weight.stride(1) == 1
     return runs and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _summable(task: Task) -> bool:
+    """Its elements, if they are to be summed up, are stored as words."""
+    out = task.outs[0]
+    return task.sums is None or (out.data_ptr() % WORD == 0 and out.stride(0) % WORD == 0)
 
 
 def _cells(scheme: Scheme, shape: Sequence[int]) -> list[tuple[int, int]]:

@@ -3,16 +3,19 @@
 The formats are those of the libraries that define them, bit for bit (tests/dataplane/test_quantise.py compares):
 compressed-tensors 0.18 (`calculate_qparams`, `quantize`, `pack_to_int32`) computed in float32, SGLang's
 `per_block_cast_to_fp8` for scales that are powers of two. Two bits differ: the sign of a zero, which compressed-tensors
-drops, and MXFP8's exponent where a block holds subnormal numbers alone, 1 here and 0 in SGLang.
+drops, and MXFP8's exponent where a block holds subnormal numbers alone, 1 here and 0 in SGLang. What becomes of a
+block with a NaN or an infinity, which those libraries leave open, is said in quantisation.py.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 
+from .integrity import LANE_B, PHI
 from .quantisation import PACKED, Element, Scaling, Scheme
 
 E4M3_MAX: Final = 448.0
@@ -24,6 +27,10 @@ _BIAS: Final = 127
 _MANTISSA_BITS: Final = 23
 _MX_SHIFT: Final = 8
 """The largest e4m3 number is 1.75 times two to the power of this."""
+_NO_EXPONENT: Final = 255
+"""NaN among the exponents."""
+_MIX: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+"""Of splitmix64's finaliser, as in integrity.py."""
 _ROUND_UP: Final = (1 << _MANTISSA_BITS) - 1
 _ROUND_NEAREST: Final = 1 << (_MANTISSA_BITS - 2)
 
@@ -52,10 +59,10 @@ def _fp8(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> 
     else:
         scale = _over(amax, E4M3_MAX)
     # What divides is the scale as it is stored: so an engine multiplies with the same number.
-    scale = _stored(scale, scales.dtype)
+    scale = _stored(scale, scales.dtype, torch.isfinite(amax))
     scales.copy_(scale.view(scales.shape))
     scaled = blocks / scale.float()[:, None, :, None]
-    elements.copy_(_joined(scaled, values).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
+    elements.copy_(_e4m3(_joined(scaled, values)))
 
 
 def _mx(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
@@ -66,10 +73,11 @@ def _mx(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> N
         bits = (_over(amax, E4M3_MAX).view(torch.int32) + _ROUND_UP) >> _MANTISSA_BITS
     else:
         bits = (((amax.view(torch.int32) + _ROUND_NEAREST) >> _MANTISSA_BITS) - _MX_SHIFT).clamp(min=0)
-    exponents.copy_(bits.to(torch.uint8))
+    finite = torch.isfinite(amax)
+    exponents.copy_(torch.where(finite, bits, _NO_EXPONENT).to(torch.uint8))
     inverse = ((2 * _BIAS - bits) << _MANTISSA_BITS).view(torch.float32)  # a finite magnitude leaves it normal
-    scaled = blocks * inverse[:, None, :, None]
-    elements.copy_(_joined(scaled, values).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
+    scaled = blocks * torch.where(finite, inverse, math.nan)[:, None, :, None]
+    elements.copy_(_e4m3(_joined(scaled, values)))
 
 
 def _int4(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
@@ -78,20 +86,56 @@ def _int4(scheme: Scheme, values: torch.Tensor, outs: Sequence[torch.Tensor]) ->
     low = blocks.amin(dim=(1, 3)).clamp(max=0)
     high = blocks.amax(dim=(1, 3)).clamp(min=0)
     scale = _over(torch.maximum(-low, high), 7.5) if scheme.symmetric else _over(high - low, 15.0)
-    zero = torch.where(scale == 0, 0, (-8 - low / scale).clamp(-8, 7)).round()
-    scale = _stored(scale, scales.dtype)
+    finite = torch.isfinite(torch.maximum(-low, high))
+    zero = torch.where((scale == 0) | ~finite, 0, (-8 - low / scale).clamp(-8, 7)).round()
+    scale = _stored(scale, scales.dtype, finite)
     scales.copy_(scale)
-    scaled = blocks / scale.float()[:, None, :, None]
+    scaled = torch.where(finite[:, None, :, None], blocks / scale.float()[:, None, :, None], 0)
     if not scheme.symmetric:
         scaled = scaled + zero[:, None, :, None]
         outs[2].copy_(_pack(zero.t()).t())
     packed.copy_(_pack(_joined(scaled, values).clamp(-8, 7).round()))
 
 
-def _stored(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale in its own dtype, which may have no number for one so small: nothing is divided by zero."""
+def add_sums(elements: torch.Tensor, at: int, step: int, lanes: torch.Tensor) -> None:
+    """Add what `elements`, (rows, columns) of one byte, make up of the digest of their tensor to `lanes`, (2,) int64.
+
+    `at` is the index of their first word in the packed tensor, `step` how many words are from one row to the next.
+    """
+    words = elements.contiguous().view(torch.int64)
+    rows, columns = (torch.arange(extent, device=words.device) for extent in words.shape)
+    x = words + (rows[:, None] * step + columns + at + 1) * _signed(PHI)
+    x = (x ^ _shifted(x, 30)) * _signed(_MIX[0])
+    x = (x ^ _shifted(x, 27)) * _signed(_MIX[1])
+    x ^= _shifted(x, 31)
+    y = x * _signed(LANE_B)
+    y ^= _shifted(y, 32)
+    lanes += torch.stack((x.sum(), y.sum()))
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, zeros from the left."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64 if number >> 63 else 0)
+
+
+def _stored(scale: torch.Tensor, dtype: torch.dtype, finite: torch.Tensor) -> torch.Tensor:
+    """The scale in its own dtype, which may have no number for one so small: nothing is divided by zero.
+
+    NaN where a block is not `finite`.
+    """
     stored = scale.to(dtype)
-    return torch.where(stored == 0, torch.full_like(stored, _EPSILON), stored)
+    stored = torch.where(stored == 0, torch.full_like(stored, _EPSILON), stored)
+    return torch.where(finite, stored, torch.full_like(stored, math.nan))
+
+
+def _e4m3(scaled: torch.Tensor) -> torch.Tensor:
+    """Rounded; a NaN has the sign that a GPU gives it."""
+    bounded = scaled.clamp(-E4M3_MAX, E4M3_MAX)
+    return bounded.masked_fill(scaled.isnan(), math.nan).to(torch.float8_e4m3fn)
 
 
 def _over(values: torch.Tensor, divisor: float) -> torch.Tensor:

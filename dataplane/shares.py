@@ -23,6 +23,7 @@ from .digest_table import BoxTable, Lanes, odd_boxes, table_of
 from .errors import ManifestError, Unsupported
 from .packing import Packed, digest_of, packed, packed_strides, parts_of, put_together, served_dtypes
 from .pieces import Pieces
+from .quantise_sums import complete
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """What ranks send each other in each round. Beyond, assembling buckets is no slower."""
@@ -59,12 +60,19 @@ class Division:
     odd: Column
     """(odd,): tensors that are put together."""
 
-    def share(self, rank: int, pass_bytes: int) -> Share:
-        """What falls to `rank`; it casts about `pass_bytes` at a time."""
+    def known(self, rank: int, summed: Pieces) -> Column:
+        """The tensors of which `rank` need not read what falls to it: it has just summed up all of that.
+
+        `summed` are disjoint pieces of that rank, of the same tensors.
+        """
+        return np.setdiff1d(complete(self.chosen.held_by(rank), summed), self.odd)
+
+    def share(self, rank: int, pass_bytes: int, known: Column = _NONE) -> Share:
+        """What falls to `rank`; it casts about `pass_bytes` at a time, and does not read what it has of `known`."""
         mine = self.chosen.held_by(rank)
         apart = np.isin(mine.boxes.space, self.odd)
         cast = ~apart & (mine.dtype != served_dtypes(mine))
-        even = mine.take(np.flatnonzero(~apart & ~cast))
+        even = mine.take(np.flatnonzero(~apart & ~cast & ~np.isin(mine.boxes.space, known)))
         wide = mine.take(np.flatnonzero(cast))
         odd = mine.take(np.flatnonzero(apart))
         return Share(

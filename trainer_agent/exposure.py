@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from weightbus.control.messages import Place
+from weightbus.dataplane.boxes import Column
+from weightbus.dataplane.copy_engine import Lanes
 from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
@@ -26,9 +28,10 @@ from weightbus.dataplane.exports import ExportMap
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.own_memory import OwnMemory
 from weightbus.dataplane.pieces import Pieces
+from weightbus.dataplane.quantise_sums import Summed
 from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.share_digest import PASS_BYTES, ShareDigest
-from weightbus.dataplane.shares import Division, divide
+from weightbus.dataplane.shares import Division, Share, divide
 from weightbus.dataplane.transport import Address
 
 from .mirror import Mirror
@@ -67,6 +70,19 @@ class Making(Exposable, Protocol):
 
     def memory(self, *, made: bool = False) -> Sequence[torch.Tensor]:
         """As of every exposable source; with `made`, what the last `make` began is not begun again."""
+        ...
+
+
+@runtime_checkable
+class Summing(Making, Protocol):
+    """A source that sums up what it makes while it makes it, so that the digests need not read all of it again."""
+
+    def summed(self, tensors: Sequence[TensorSpec]) -> Summed:
+        """The pieces of `held` that are summed up. Always the same ones."""
+        ...
+
+    def sums(self) -> Lanes:
+        """(2, sums of `summed`) uint64: both lanes of the bytes that are there since `make`. Waits for it."""
         ...
 
 
@@ -157,6 +173,8 @@ class Exposure:
         self._division: Division | None = None
         self._unsummed = ""
         self._share: ShareDigest | None = None
+        self._known: tuple[Column, Column] | None = None
+        """What the source sums up for this rank's share: which of its sums, and of which of the share's tensors."""
         self._maps: tuple[ExportMap | None, ExportMap | None] = (None, None)
         """What can be read, and what is sent out of."""
         self._name = ""
@@ -224,6 +242,8 @@ class Exposure:
         if division is None:
             return None
         lanes, odd = self._bound(division).run()
+        if self._known is not None and isinstance(self._source, Summing):
+            lanes[:, self._known[1]] += self._source.sums()[:, self._known[0]]
         sums = [_SUMS.decode(each) for each in self._source.collect(_encode(_Sums(_raw(lanes), odd)))]
         if self._source.rank:
             return b""
@@ -304,9 +324,22 @@ class Exposure:
     def _bound(self, division: Division) -> ShareDigest:
         """This rank's share over its memory as it is now: `_export` drops it when other memory was put there."""
         if self._share is None:
-            share = division.share(self._source.rank, PASS_BYTES)
+            share = self._share_of(division)
             self._share = ShareDigest(share, self._tensors, self._device, engine_for(self._device))
         return self._share
+
+    def _share_of(self, division: Division) -> Share:
+        """Without what the source sums up anyhow."""
+        rank, self._known = self._source.rank, None
+        if not isinstance(self._source, Summing):
+            return division.share(rank, PASS_BYTES)
+        summed = self._source.summed(self._manifest.tensors)
+        known = division.known(rank, summed.pieces)
+        share = division.share(rank, PASS_BYTES, known)
+        sums = np.flatnonzero(np.isin(summed.tensor, known))
+        if len(sums):
+            self._known = sums, np.searchsorted(share.tensors, summed.tensor[sums])
+        return share
 
     def _drop_share(self) -> None:
         if self._share is not None:

@@ -17,13 +17,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from weightbus.control.log import get_log
+from weightbus.dataplane.copy_engine import Lanes
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.quantisation import UnknownScheme
 from weightbus.dataplane.quantisation_config import Quantisation, outputs, read
+from weightbus.dataplane.quantise_sums import Summed
 
 from . import checkpoint_folder as folders
 from .assembly import check_manifest
@@ -147,6 +150,17 @@ class ReadableQuantisedSource(QuantisedSource):
         if not made:
             standing.make()
         return standing.memory
+
+    def summed(self, tensors: Sequence[TensorSpec]) -> Summed:
+        """What of `held` is summed up while it is made; see `exposure.Summing`."""
+        standing = self._standing_now()
+        number = {spec.name: index for index, spec in enumerate(tensors)}
+        of = np.array([number[name] for name in standing.sums_of], np.int64)
+        return Summed(standing.summed.ordered(tensors), of)
+
+    def sums(self) -> Lanes:
+        """(2, sums of `summed`) uint64, as of the last `make`. Waits for it."""
+        return self._standing_now().sums()
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
         """What every rank passed, by rank. Collective."""

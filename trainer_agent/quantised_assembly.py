@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
+from weightbus.dataplane.copy_engine import Lanes
 from weightbus.dataplane.manifest import ITEM_BYTES, Manifest
 from weightbus.dataplane.pieces import DTYPES as DTYPE_NAMES
 from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.quantise import PreparedTasks, Task, prepare
+from weightbus.dataplane.quantise import PreparedTasks, Sums, Task, prepare
 from weightbus.dataplane.tensor_bytes import addresses_of
 
 from .assembly import DTYPES, Assembler, Exchange, Reach
@@ -98,6 +100,8 @@ class Assembly:
         self._places: list[int] = []
         """Where they are: a parameter stays the same object when other memory is put under it."""
         self._arena = torch.empty(0, dtype=torch.uint8)
+        self._lanes = torch.empty((0, 2), dtype=torch.int64)
+        """Of what jobs sum up."""
         self._assembler: Assembler | None = None
         self._gatherer: Assembler | None = None
         self._kept: dict[int, torch.Tensor | None] = {}
@@ -180,7 +184,8 @@ class Assembly:
         weight = self._weights[job.weight]
         outs = tuple(_view(self._arena if each.arena else _given(out), each) for each in job.targets)
         source = self._source_of(job, weight) if near is None else near
-        return Task(weight.scheme, source, DTYPES[weight.spec.dtype], outs)
+        sums = None if job.sums is None else Sums(self._lanes, job.sums[0], *job.sums[1])
+        return Task(weight.scheme, source, DTYPES[weight.spec.dtype], outs, sums)
 
     def _source_of(self, job: Job, weight: Weight) -> torch.Tensor:
         if job.held is None:
@@ -262,6 +267,10 @@ class Standing(Assembly):
         """By bucket: what is gathered and needed behind it."""
         self.pieces = Pieces.of(division.manifest.tensors, pieces, source.rank)
         """Of the served tensors, in what `memory` gives."""
+        self.summed = Pieces.of(division.manifest.tensors, kept.summed, source.rank)
+        """Those of them that are summed up while they are made."""
+        self.sums_of = kept.sums
+        """The tensors that `sums` are of."""
 
     @torch.no_grad()
     def make(self) -> None:
@@ -273,6 +282,8 @@ class Standing(Assembly):
             self._take_memory()
             self._write_shapes()
         self._take_memory()
+        if len(self._lanes) < len(self.sums_of):
+            self._lanes = torch.zeros((len(self.sums_of), 2), dtype=torch.int64, device=self._source.device)
         for index, work in enumerate(self._work.buckets):
             for number in work.raws:
                 if number not in self._kept:
@@ -284,6 +295,10 @@ class Standing(Assembly):
     def memory(self) -> Sequence[torch.Tensor]:
         """The source's own tensors, and the arena once for each dtype, as `make` has left them."""
         return [*(self._storages or ()), *(_whole_items(self._arena, name) for name in DTYPE_NAMES)]
+
+    def sums(self) -> Lanes:
+        """(2, tensors of `sums_of`) uint64: what `make` has summed up. Waits for it."""
+        return np.ascontiguousarray(self._lanes.cpu().numpy().view(np.uint64).T)
 
     def _write_shapes(self) -> None:
         """Once for an arena: they are the same in every version."""

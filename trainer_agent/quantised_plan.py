@@ -27,6 +27,7 @@ from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import ITEM_BYTES, BucketSpec, Manifest, TensorSpec
 from weightbus.dataplane.pieces import DTYPES, Piece, Pieces, View, contiguous_strides
 from weightbus.dataplane.quantisation import Part, Scheme
+from weightbus.dataplane.quantise_sums import Words, words_of
 
 _ALIGNMENT: Final = 16
 
@@ -68,6 +69,8 @@ class Job(msgspec.Struct, frozen=True):
     """... the raw bucket in which that lies, and its first byte there."""
     targets: tuple[Place, ...]
     """Of every part but ``weight_shape``."""
+    sums: tuple[int, Words] | None = None
+    """The number of the sums that its elements are added to, and where they lie in their tensor."""
 
 
 class Copy(msgspec.Struct, frozen=True):
@@ -111,6 +114,10 @@ class Kept(msgspec.Struct, frozen=True):
     work: Work
     results: tuple[Piece, ...]
     """What lies in the arena then."""
+    summed: tuple[Piece, ...]
+    """Those of them that jobs sum up."""
+    sums: tuple[str, ...]
+    """By number: the tensor that they are of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +193,7 @@ class Division:
     def kept(self, rank: int, base: int) -> Kept:
         """What `rank` does where its results stay where it makes them; `base` numbers the arena's first storage."""
         draft = _Draft(self, rank, base)
-        return Kept(draft.work(), tuple(draft.results))
+        return Kept(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
 
     def travelling(self) -> Pieces:
         """Pieces of the manifest's tensors: what is quantised elsewhere than on the root, and what is not quantised."""
@@ -213,6 +220,9 @@ class _Draft:
         self._jobs: list[list[Job]] = [[] for _ in division.manifest.buckets]
         self.results: list[Piece] = []
         """What it makes for others, in its arena."""
+        self.summed: list[Piece] = []
+        self.sums: dict[str, int] = {}
+        """By tensor: their number."""
         self._ends = [0] * len(self._jobs)
         mine = None if division.pieces is None else division.pieces.held_by(rank)
         first = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
@@ -247,7 +257,17 @@ class _Draft:
             buckets = [0] if held is not None else buckets[:1]
         for bucket in buckets:
             targets = tuple(self._target(bucket, part, spec, part.box(box)) for part, spec in made)
-            self._jobs[bucket].append(Job(index, box.shape, held, raw, targets))
+            sums = self._summed(weight, box, held, len(made)) if self._keeps else None
+            self._jobs[bucket].append(Job(index, box.shape, held, raw, targets, sums))
+
+    def _summed(self, weight: Weight, box: Box, held: Piece | None, parts: int) -> tuple[int, Words] | None:
+        """Whether the elements of the job whose `parts` were placed last are summed up as they are made."""
+        words = words_of(weight.scheme, box, weight.spec.shape)
+        if words is None or (held is not None and held.view.strides[-1] != 1):
+            return None
+        elements = self.results[-parts]
+        self.summed.append(elements)
+        return self.sums.setdefault(elements.tensor, len(self.sums)), words
 
     def _target(self, bucket: int, part: Part, spec: TensorSpec, box: Box) -> Place:
         """In the bucket for the root; in the arena for the others, and for what belongs to another bucket."""

@@ -324,8 +324,8 @@ def test_mxfp8_as_sglang(seed: int, shape: tuple[int, int]) -> None:
     assert same(found[1], expected[1])
 
 
-def error(scheme: Scheme, values: torch.Tensor) -> torch.Tensor:
-    """How far the stored numbers are from the weight, in the largest step around them."""
+def read_back(scheme: Scheme, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an engine makes of the stored numbers, and the step around each of them."""
     if scheme.element is Element.INT4:
         packed, scale = quantised(scheme, values)[:2]
         shifts = torch.arange(0, 32, 4)
@@ -335,13 +335,21 @@ def error(scheme: Scheme, values: torch.Tensor) -> torch.Tensor:
             points = ((zero.long()[:, None, :] >> shifts[None, :, None]) & 15).reshape(-1, zero.shape[1]).float() - 8
             elements = elements - points.repeat_interleave(values.shape[1] // points.shape[1], 1)
         step = scale.float().repeat_interleave(values.shape[1] // scale.shape[1], 1)
-        return ((elements * step - values.float()) / step).abs().max()
+        return elements * step, step
     elements, scale = quantised(scheme, values)
     wide = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     wide = wide.view(1, 1) if scheme.flat else wide
     rows, columns = (size or extent for size, extent in zip(scheme.block, values.shape, strict=True))
     step = wide.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: values.shape[0], : values.shape[1]]
-    return ((elements.float() * step - values.float()).abs() / (step * 2**-6).maximum(values.float().abs())).max()
+    return elements.float() * step, step
+
+
+def error(scheme: Scheme, values: torch.Tensor) -> torch.Tensor:
+    """How far the stored numbers are from the weight, in the largest step around them."""
+    found, step = read_back(scheme, values)
+    if scheme.element is Element.INT4:
+        return ((found - values.float()) / step).abs().max()
+    return ((found - values.float()).abs() / (step * 2**-6).maximum(values.float().abs())).max()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
@@ -349,6 +357,28 @@ def test_what_is_stored_is_the_weight(scheme: Scheme) -> None:
     """Read back, every number is as near as the format allows: half of a step of INT4, one part in 16 of FP8."""
     bound = 1.01 if scheme.element is Element.INT4 else 1 / 15.9
     assert error(scheme, weight(3, (256, 256))) <= bound
+
+
+@pytest.mark.parametrize("lost", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_what_was_lost_is_served_as_lost(scheme: Scheme, lost: float) -> None:
+    """A NaN or an infinity makes NaN of all that shares its scale, always in the same bits, and of nothing else."""
+    sound = weight(4, (256, 256))
+    values = sound.clone()
+    values[130, 70] = lost
+    rows, columns = (size or 256 for size in scheme.block)
+    shared = torch.zeros(256, 256, dtype=torch.bool)
+    shared[
+        130 // rows * rows : 130 // rows * rows + rows, 70 // columns * columns : 70 // columns * columns + columns
+    ] = True
+
+    assert torch.equal(read_back(scheme, values)[0].isnan(), shared)
+    assert torch.equal(read_back(scheme, values)[0][~shared], read_back(scheme, sound)[0][~shared])
+    values[130, 71] = -lost
+    for one, other in zip(
+        quantised(scheme, values), quantised(scheme, values.where(~shared, float("nan"))), strict=True
+    ):
+        assert same(one, other)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)

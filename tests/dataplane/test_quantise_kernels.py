@@ -22,9 +22,12 @@ from weightbus.dataplane import quantise_cuda, quantise_torch
 
 launch = quantise_cuda.launch
 quantise_cuda.launch = lambda kind, table: launch(kind, table, fast=False)  # NumPy has no fused multiply-add
+from weightbus.dataplane import integrity
+from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.quantisation import fp8_block, fp8_channel, int4, mxfp8
-from weightbus.dataplane.quantise import Task
+from weightbus.dataplane.quantise import Sums, Task
+from weightbus.dataplane.quantise_sums import words_of
 
 SCHEMES = (
     fp8_block((128, 128)), fp8_block((128, 128), power_of_two=True), fp8_channel(), mxfp8(), mxfp8(compressed=True),
@@ -47,24 +50,34 @@ def rounded(values, source, target, mode):
     if source != tl.float32 or target not in kinds:
         return convert(values, source, target, mode)
     kind, bits = kinds[target]
-    made = torch.from_numpy(np.ascontiguousarray(values)).to(kind)
+    # A NaN comes out without its sign.
+    made = torch.from_numpy(np.ascontiguousarray(np.where(np.isnan(values), np.float32("nan"), values))).to(kind)
     return made.view(torch.uint8).numpy().view(bits).reshape(values.shape)
 
 interpreter._convert_float = rounded
 torch.cuda.device_of = lambda memory: nullcontext()
 
-def weight(shape, dtype):
+def weight(shape, dtype, lost):
     generator = torch.Generator().manual_seed(shape[0])
     spread = torch.exp2(torch.randint(-12, 4, (shape[0], 1), generator=generator))
     values = torch.randn(shape, generator=generator) * spread
     values[: shape[0] // 3, : shape[1] // 2] = 0
     values[-1, -1] = 14.0
     values[1] *= 2.0**-30  # float16 has no number for its scale
+    if lost:
+        values[2, 5], values[3, 70], values[4, 140] = -float("nan"), float("inf"), -float("inf")
     return values.to(dtype)
 
+def sums_of(elements, at, step):
+    # What integrity.py makes of the words that are in memory now.
+    words = np.ascontiguousarray(elements.contiguous().view(torch.uint8).numpy()).view(np.uint64)
+    places = at + np.arange(words.shape[0])[:, None] * step + np.arange(words.shape[1])
+    return integrity.mix(words.reshape(-1), places.reshape(-1))
+
+CASES = [((136, 256), torch.bfloat16, False), ((8, 384), torch.float32, False), ((8, 384), torch.bfloat16, True)]
 for scheme in SCHEMES:
-    for shape, dtype in (((136, 256), torch.bfloat16), ((8, 384), torch.float32)):
-        values = weight(shape, dtype)
+    for shape, dtype, lost in CASES:
+        values = weight(shape, dtype, lost)
         parts = [part for part in scheme.parts(TensorSpec("w.weight", "bfloat16", shape)) if part.cell[0]]
         expected = [torch.zeros(part.shape, dtype=getattr(torch, part.dtype)) for part in parts]
         # As in a bucket: rows farther apart than they are long, and what is between them stays.
@@ -76,9 +89,23 @@ for scheme in SCHEMES:
             source = torch.zeros(shape[0], shape[1] + beyond, dtype=dtype)[:, : shape[1]].copy_(values)
             for out in outs:
                 out.zero_()
-            tasks = quantise_cuda.CudaTasks([Task(scheme, source, torch.bfloat16, outs)])
+            # As a part of a larger tensor, of which another task holds something, too.
+            larger = (shape[0] + 256, shape[1] + 512)
+            words = words_of(scheme, Box((128, 256), (128 + shape[0], 256 + shape[1])), larger)
+            assert (words is not None) == (scheme.name.startswith("fp8"))
+            lanes = torch.full((3, 2), 7)
+            sums = None if words is None else Sums(lanes, 1, *words)
+            first = Task(scheme, source, torch.bfloat16, outs, sums)
+            again = [part.clone(memory_format=torch.contiguous_format) for part in outs]
+            second = Task(scheme, source, torch.bfloat16, tuple(again), sums)
+            tasks = quantise_cuda.CudaTasks([first, second])
             assert not tasks._rest
-            tasks.run()
+            for _ in range(2):
+                tasks.run()
+            if sums is not None:
+                expected_sums = sums_of(outs[0], *words) + sums_of(again[0], *words)
+                assert (lanes[1].numpy().view(np.uint64) == expected_sums).all(), (scheme.name, shape, dtype, beyond)
+            assert lanes[0].tolist() == lanes[2].tolist() == [7, 7]
             for part, found, each, around in zip(parts, outs, expected, wide):
                 assert torch.equal(found.contiguous().view(torch.uint8), each.view(torch.uint8)), (
                     scheme.name, shape, dtype, beyond, part.suffix)
@@ -103,8 +130,9 @@ for scheme in (SCHEMES[0], SCHEMES[2], SCHEMES[3], SCHEMES[6]):
         tile = tile_of(scheme, (2048, 768))
         kind = Kind(scheme, dtype, torch.bfloat16, torch.bfloat16 if scheme.name.startswith("int4") else torch.float32,
                     aligned, tile)
-        for fast in (False, True) if scheme.name == "fp8-block" else (False,):
-            name, constants = kernel_of(kind, fast=fast)
+        block = scheme.name == "fp8-block"
+        for fast, summed in ((False, False), (True, False), (True, True)) if block else ((True, False),):
+            name, constants = kernel_of(kind._replace(summed=summed), fast=fast)
             kernel = getattr(quantise_triton, name)
             options = {key: constants.pop(key) for key in ("num_warps", "maxnreg") if key in constants}
             signature = {name: "constexpr" for name in constants} | {"table": "*i64"}
@@ -112,8 +140,10 @@ for scheme in (SCHEMES[0], SCHEMES[2], SCHEMES[3], SCHEMES[6]):
             made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             text = made.asm["ptx"]
             assert "ld.local" not in text, f"{scheme.name} spills registers"
+            shared = made.metadata.shared
+            assert shared <= 2048 or not (block and aligned), f"threads hand each other the tile: {shared} bytes"
             wide = text.count("ld.global.v4") + text.count("ld.global.L1::no_allocate.v4")
-            print(scheme.name, dtype, fast, "wide loads", wide, "of", text.count("ld.global"))
+            print(scheme.name, dtype, fast, summed, "wide loads", wide, "of", text.count("ld.global"))
             narrow = "st.global.b8" in text or "st.global.u8" in text
             assert not (aligned and narrow and scheme.name == "fp8-block"), "stores less than 16 bytes at a time"
             assert wide or not aligned, f"{scheme.name} loads less than 16 bytes at a time"

@@ -1,4 +1,4 @@
-"""INT4 files in a real server: what a trainer quantises on its way and saves is what SGLang's Marlin kernels serve.
+"""INT4 files in a real server: what a trainer quantises on its way and saves is what SGLang's kernels serve.
 
 SGLang 0.5.17 repacks INT4 while it loads and cannot load it again, so versions reach such a server as files. For each
 model two shards of a trainer are quantised, as a compressed-tensors config says (symmetric, groups of 128), and
@@ -6,8 +6,21 @@ written as a checkpoint; compressed-tensors itself unpacks it into a second, pla
 has to give a prompt the probabilities that a server started from the second gives it: the error beside it, of the
 weights as they were before, shows how large a difference is that counts.
 
-    python3 tests/gpu/int4.py [dense moe]      one CUDA device
-    python3 tests/gpu/int4.py --device cpu     the same steps, tiny; SGLang has no INT4 on a CPU: the plain one twice
+By which kernels SGLang 0.5.17 serves such weights on Hopper, from its source:
+
+    linear layers    Marlin, always: no flag chooses another (CompressedTensorsWNA16). ``gptq_marlin_repack`` runs while
+                     weights are loaded, ``gptq_marlin`` from the first prompt on
+    experts          Marlin (``moe_wna16_marlin``), or with --moe-runner-backend=triton SGLang's Triton kernel, which
+                     takes the packed words as bytes (CompressedTensorsWNA16TritonMoE)
+
+None of Marlin's three is in sgl_kernel: they are compiled on the machine by nvcc at the first use
+(sglang/kernels/jit, tvm_ffi.cpp.load_inline), all their instances in one file, and kept in ``$TVM_FFI_CACHE_DIR``
+(~/.cache/tvm-ffi). The log does not say so; a server seems to hang, and its watchdog ends it after 300 s. So this
+program has them compiled first, side by side, and meanwhile takes the model `experts`, whose attention is left as it is
+and whose experts need none of them. The server with INT4 starts alone and first; every 15 s a line says what it does.
+
+    python3 tests/gpu/int4.py [experts dense moe]   one CUDA device and nvcc; little memory, beside other programs, too
+    python3 tests/gpu/int4.py --device cpu          the same steps, tiny, and the plain one twice
 
 Prints one JSON object; `--out FOLDER` writes int4.json there, after every model. Exits with 1 unless all were equal.
 """
@@ -20,7 +33,9 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,66 +43,185 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rig
 
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128},
-            "input_activations": None,
-            "output_activations": None,
-        }
-    },
-    "ignore": ["lm_head", "re:.*mlp.gate$"],
-}
-_TINY = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 512}
-MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, int | None]]] = {
-    "dense": (
-        {**rig.QWEN3_8B, "num_hidden_layers": 3, "vocab_size": 32768}, {**rig.TINY, **_TINY}, {"tp": 2},
-    ),
-    "moe": (
-        {**rig.QWEN3_30B_A3B, "num_hidden_layers": 2, "vocab_size": 32768},
-        {**rig.TINY_MOE, **_TINY, "moe_intermediate_size": 256}, {"ep": 2, "etp": 1, "dp": 2},
+HEAD = ("lm_head", "re:.*mlp.gate$")
+"""Not quantised in any model."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is served."""
+
+    wide: dict[str, Any]
+    """Its config on a GPU."""
+    tiny: dict[str, Any]
+    """... and on a CPU."""
+    layout: dict[str, int | None]
+    """Of the trainer."""
+    ignored: tuple[str, ...] = HEAD
+    flags: tuple[str, ...] = ()
+    """Of the server with INT4."""
+    kernels: tuple[str, ...] = ()
+    """Of `JIT`, that it needs."""
+
+    @property
+    def quantisation(self) -> dict[str, Any]:
+        """The ``quantization_config``."""
+        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group},
+            "ignore": [*self.ignored],
+        }  # fmt: skip
+
+
+JIT = {
+    "gptq_marlin_repack": ("sglang.kernels.ops.quantization.gptq_marlin_repack", "_jit_gptq_marlin_repack_module", ""),
+    "gptq_marlin": ("sglang.kernels.ops.quantization.gptq_marlin", "_jit_gptq_marlin_module", "torch.bfloat16"),
+    "moe_wna16_marlin": (
+        "sglang.kernels.ops.moe.moe_wna16_marlin", "_jit_moe_wna16_marlin_module", "torch.bfloat16, False, False",
     ),
 }  # fmt: skip
-"""On a GPU, on a CPU, and the trainer's layout."""
+"""What SGLang compiles: by its own name the module, the function and the arguments that have it compiled."""
+COMPILERS = frozenset({"nvcc", "ninja", "cicc", "ptxas", "cudafe++", "cc1plus", "fatbinary"})
+_TINY = {"hidden_size": 256, "head_dim": 128, "intermediate_size": 512}
+_MOE = (
+    {**rig.QWEN3_30B_A3B, "num_hidden_layers": 2, "vocab_size": 32768},
+    {**rig.TINY_MOE, **_TINY, "moe_intermediate_size": 256},
+    {"ep": 2, "etp": 1, "dp": 2},
+)
+MODELS: dict[str, Case] = {
+    "experts": Case(*_MOE, ignored=(*HEAD, "re:.*self_attn.*"), flags=("--moe-runner-backend=triton",)),
+    "dense": Case(
+        {**rig.QWEN3_8B, "num_hidden_layers": 3, "vocab_size": 32768}, {**rig.TINY, **_TINY}, {"tp": 2},
+        kernels=("gptq_marlin_repack", "gptq_marlin"),
+    ),
+    "moe": Case(*_MOE, kernels=("gptq_marlin_repack", "gptq_marlin", "moe_wna16_marlin")),
+}  # fmt: skip
 BUCKET_BYTES = 256 << 20
 PROMPT = 200
 """Tokens."""
+PROGRESS_S = 15.0
 FEW = 0.25
 """Of the difference that quantising makes: two servers of the same weights, by other kernels, differ by less."""
 
 
-def measure(args: argparse.Namespace, name: str, work: Path) -> dict[str, Any]:
+class Compiling:
+    """Kernels that are compiled in processes of their own, as a server would compile them."""
+
+    def __init__(self, programs: Any, names: Sequence[str]) -> None:
+        self._began = time.monotonic()
+        self._running = {
+            name: programs.start(f"jit-{name}", [sys.executable, "-c", self._code(name)]) for name in names
+        }
+        self.found: dict[str, Any] = {}
+        """By kernel: seconds, or what went wrong."""
+
+    def wait(self, names: Sequence[str], deadline_s: float) -> None:
+        """Until they are there. Raises `RuntimeError` for one that cannot be compiled, or not in time."""
+        progress = Progress("compiling " + ", ".join(names), [self._running[name].log for name in names])
+        while pending := [name for name in names if not self._ended(name)]:
+            if time.monotonic() - self._began > deadline_s:
+                self.found |= dict.fromkeys(pending, f"not compiled after {deadline_s:.0f} s")
+                raise RuntimeError(f"{', '.join(pending)} not compiled after {deadline_s:.0f} s")
+            progress()
+            time.sleep(0.5)
+        failed = [name for name in names if not isinstance(self.found[name], float)]
+        if failed:
+            raise RuntimeError(f"{failed[0]} was not compiled: {self.found[failed[0]]}")
+
+    def _ended(self, name: str) -> bool:
+        program = self._running[name]
+        code = program.process.poll()
+        if code is None:
+            return False
+        last = program.log.read_text(errors="replace").strip()
+        self.found.setdefault(name, float(last.split()[-1]) if code == 0 and last else last[-1500:] or f"status {code}")
+        return True
+
+    @staticmethod
+    def _code(name: str) -> str:
+        module, function, arguments = JIT[name]
+        return (
+            f"import time, torch; from {module} import {function} as made; began = time.monotonic();"
+            f" made({arguments}); print(time.monotonic() - began)"
+        )
+
+
+class Progress:
+    """A line to stderr every `PROGRESS_S`: what is waited for, which compilers run, and how the logs end."""
+
+    def __init__(self, what: str, logs: Sequence[Path]) -> None:
+        self._what, self._logs = what, logs
+        self._began = self._said = time.monotonic()
+        self.compiling_s = 0.0
+        """How long a compiler ran, as far as it was looked at."""
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._said < PROGRESS_S:
+            return
+        compilers = running(COMPILERS)
+        self.compiling_s += now - self._said if compilers else 0.0
+        self._said = now
+        ends = [lines[-1][:160] for log in self._logs if (lines := log.read_text(errors="replace").splitlines())]
+        rig.log(
+            f"{self._what}: {now - self._began:.0f} s, compilers {' '.join(compilers) or 'none'}; {' | '.join(ends)}"
+        )
+
+
+def running(names: frozenset[str]) -> list[str]:
+    """Which of these programs run on this machine, with how many processes each."""
+    found: dict[str, int] = {}
+    for each in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            name = each.read_text().strip()
+            if name in names:
+                found[name] = found.get(name, 0) + 1
+    return [f"{name}x{count}" for name, count in sorted(found.items())]
+
+
+def measure(args: argparse.Namespace, name: str, work: Path, compiling: Compiling | None) -> dict[str, Any]:
     """Three checkpoints of one model, two servers, one prompt."""
     from weightbus.trainer_agent.demo.processes import Programs
 
-    wide, tiny, layout = MODELS[name]
-    hf = dict(wide if args.device == "cuda" else tiny)
-    found = write_checkpoints(args, hf, layout, work)
-    served = {"int4": "int4" if args.device == "cuda" else "unpacked", "plain": "unpacked"}
-    places: dict[str, Any] = {"engines": {}}
-    fleet = rig.Fleet(places)
-    flags = ("--disable-cuda-graph", f"--mem-fraction-static={args.memory}") if args.device == "cuda" else ()
+    case, cuda = MODELS[name], args.device == "cuda"
+    hf = dict(case.wide if cuda else case.tiny)
+    found = write_checkpoints(args, hf, case, work)
+    served = {"int4": "int4" if cuda else "unpacked", "plain": "unpacked"}
+    fleet = rig.Fleet({"engines": {}})
+    flags: tuple[str, ...] = ()
+    if cuda:
+        flags = ("--disable-cuda-graph", f"--mem-fraction-static={args.memory}", f"--watchdog-timeout={args.deadline}")
+    if compiling is not None and case.kernels:
+        compiling.wait(case.kernels, args.deadline)
+    prompt = random.Random(5).choices(range(hf["vocab_size"]), k=PROMPT)
+    probabilities, tokens, starts = [], [], {}
     with Programs(work) as programs:
         try:
             for place, folder in served.items():
-                engine = rig.Engine(place, 0, 1, flags)
+                began = time.monotonic()
+                engine = rig.Engine(place, 0, 1, (*flags, *(case.flags if cuda and place == "int4" else ())))
                 port, _ = rig.start_server(programs, args.device, work / folder, engine, load_format="auto")
                 fleet.add(place, port)
-            for place in served:
-                fleet.wait_serving(place, args.deadline, programs.check)
+                progress = Progress(f"{name}, {place}", [work / f"server-{place}.log"])
+
+                def check(progress: Progress = progress) -> None:
+                    progress()
+                    programs.check()
+
+                fleet.wait_serving(place, args.deadline, check)
+                starts[place] = {"seconds": time.monotonic() - began, "compilers_ran_s": progress.compiling_s}
                 rig.log(f"{name}: {place} is there")
-            prompt = random.Random(5).choices(range(hf["vocab_size"]), k=PROMPT)
-            packed, unpacked = (fleet.logprobs(place, prompt) for place in served)
-            tokens = [fleet.tokens(place) for place in served]
+                probabilities.append(fleet.logprobs(place, prompt))
+                tokens.append(fleet.tokens(place))
             fleet.load("plain", work / "before")
             before = fleet.logprobs("plain", prompt)
         except Exception:
             rig.keep_logs(work, args.out, f"int4-{name}")
             raise
+    packed, unpacked = probabilities
     found |= {
+        "started": starts,
         "difference": difference(packed, unpacked),
         "difference_by_quantising": difference(packed, before),
         "tokens_equal": tokens[0] == tokens[1],
@@ -100,9 +234,7 @@ def difference(one: list[float], other: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def write_checkpoints(
-    args: argparse.Namespace, hf: dict[str, Any], layout: dict[str, int | None], work: Path
-) -> dict[str, Any]:
+def write_checkpoints(args: argparse.Namespace, hf: dict[str, Any], case: Case, work: Path) -> dict[str, Any]:
     """``before`` quantising; ``int4``; ``unpacked``, as compressed-tensors reads the second one."""
     import torch
     from compressed_tensors.compressors import unpack_from_int32
@@ -112,9 +244,11 @@ def write_checkpoints(
     from weightbus.trainer_agent.quantised import quantised
 
     rig.play_cuda(args.device)
-    source = Shards(hf, torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu"), 2, **layout)
+    source = Shards(
+        hf, torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu"), 2, **case.layout
+    )
     source.refill(1)
-    packing = quantised(source, {**hf, "quantization_config": INT4})
+    packing = quantised(source, {**hf, "quantization_config": case.quantisation})
     plain = Manifest.of(source.model, source.tensors(), BUCKET_BYTES)
     packed = Manifest.of(source.model, packing.tensors(), BUCKET_BYTES)
     save(work / "before", plain, hf, source.device, lambda index, out: source.assemble(plain, index, out))
@@ -126,7 +260,7 @@ def write_checkpoints(
             typed = out[at : at + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
             whole[spec.name] = typed.cpu()
 
-    save(work / "int4", packed, {**hf, "quantization_config": INT4}, source.device, keep)
+    save(work / "int4", packed, {**hf, "quantization_config": case.quantisation}, source.device, keep)
     weights = [name.removesuffix("_packed") for name in whole if name.endswith(".weight_packed")]
     for name in weights:
         number, scale = whole.pop(f"{name}_packed"), whole.pop(f"{name}_scale")
@@ -163,21 +297,32 @@ def save(target: Path, manifest: Any, config: dict[str, Any], device: Any, fill:
 
 
 def main() -> int:
-    parser = rig.parser(__doc__, memory=0.3, deadline=240.0, whose="for the servers of a model to come")
+    from weightbus.trainer_agent.demo.processes import Programs
+
+    parser = rig.parser(
+        __doc__, memory=0.3, deadline=420.0, whose="for a server to come, and for kernels to be compiled"
+    )
     parser.add_argument("model", nargs="*", choices=[[], *MODELS], default=[])
     args = parser.parse_args()
+    args.deadline = int(args.deadline)
     names = args.model or list(MODELS)
     work = Path(tempfile.mkdtemp(prefix="wb-int4-"))
-    found: dict[str, Any] = {**rig.describe("int4.py", args.device, MODELS[names[0]][0]), "equal": False, "models": {}}
-    for name in names:
-        (work / name).mkdir()
-        with contextlib.ExitStack() as stack:
-            stack.callback(rig.write_result, args.out, "int4", found)
-            try:
-                found["models"][name] = measure(args, name, work / name)
-            except Exception as error:  # noqa: BLE001  one model is not all of them
-                found["models"][name] = {"equal": False, "problem": f"{type(error).__name__}: {error}"}
-            found["equal"] = all(found["models"].get(each, {}).get("equal") for each in names)
+    found: dict[str, Any] = {
+        **rig.describe("int4.py", args.device, MODELS[names[0]].wide), "equal": False, "compiled_s": {}, "models": {},
+    }  # fmt: skip
+    kernels = sorted({kernel for name in names for kernel in MODELS[name].kernels}) if args.device == "cuda" else []
+    with Programs(work) as programs:
+        compiling = Compiling(programs, kernels) if kernels else None
+        for name in names:
+            (work / name).mkdir()
+            with contextlib.ExitStack() as stack:
+                stack.callback(rig.write_result, args.out, "int4", found)
+                try:
+                    found["models"][name] = measure(args, name, work / name, compiling)
+                except Exception as error:  # noqa: BLE001  one model is not all of them
+                    found["models"][name] = {"equal": False, "problem": f"{type(error).__name__}: {error}"}
+                found["compiled_s"] = compiling.found if compiling else {}
+                found["equal"] = all(found["models"].get(each, {}).get("equal") for each in names)
     sys.stdout.write(json.dumps(found) + "\n")
     return 0 if found["equal"] else 1
 

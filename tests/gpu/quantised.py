@@ -5,8 +5,10 @@
 
 Prints one JSON object and exits with 1 unless every scheme was equal. Weights are those of Qwen3-30B-A3B's experts,
 2048 x 768, and as many as fill `--gigabytes`. `quantise_s` is the time for FP8 in blocks of 128 x 128 from bfloat16,
-`bandwidth` its bytes read and written by second, `of_copy` the same beside a plain copy in the same run. Rounds
-(`bf16_round_s`, `fp8_round_s`, `peer_*`) need servers and are null here.
+`bandwidth` its bytes read and written by second, `of_copy` the same beside a plain copy in the same run. `summed` is
+the same with the sums of the digests, whose time belongs beside `quantise_s` and `digest_s` together; `by_registers`
+says how long both take by the most registers of a thread, as the kernel has them and not. Rounds (`bf16_round_s`,
+`fp8_round_s`, `peer_*`) need servers and are null here.
 """
 
 from __future__ import annotations
@@ -14,31 +16,47 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import json
+import math
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 import msgspec
+import numpy as np
 import torch
 
-from weightbus.dataplane import quantise_torch
+from weightbus.dataplane import integrity, quantise_torch
+from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.copy_engine import PreparedDigest
+from weightbus.dataplane.copy_engines import engine_for
+from weightbus.dataplane.digest_table import table_of
 from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Pieces, whole
 from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block, int4
-from weightbus.dataplane.quantise import Task, prepare
+from weightbus.dataplane.quantise import Sums, Task, prepare
+from weightbus.dataplane.quantise_sums import words_of
+from weightbus.dataplane.tensor_bytes import bytes_of
 
 EXPERT = (2048, 768)
 ROUNDS = 12
 ODD = ((200, 384), (136, 256), (8, 128), (2048, 768), (129, 4096))
 
 
-def weight(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Like a trained weight, with blocks of zeros and magnitudes that are 1.75 times a power of two."""
+def weight(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0, *, lost: bool = False) -> torch.Tensor:
+    """Like a trained weight, with blocks of zeros and magnitudes that are 1.75 times a power of two.
+
+    With `lost` there are a NaN and infinities in it.
+    """
     generator = torch.Generator().manual_seed(seed)
     spread = torch.exp2(torch.randint(-12, 4, (shape[0], 1), generator=generator))
     values = torch.randn(shape, generator=generator) * spread
     values[: shape[0] // 3, : shape[1] // 2] = 0
     values[-1, -1] = 14.0
+    values[1] *= 2.0**-90  # so small that quotients are corrected with larger numbers
+    if lost:
+        values[2, 5], values[4, 9], values[-2, -2] = -float("nan"), float("inf"), -float("inf")
     return values.to(dtype)
 
 
@@ -48,20 +66,32 @@ def outputs(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> tup
     return tuple(torch.zeros(part.shape, dtype=getattr(torch, part.dtype), device=device) for part in parts)
 
 
-def equal(scheme: Scheme, device: torch.device) -> bool:
-    """Every shape, from both dtypes, as the reference on the CPU has it."""
-    for shape in ODD:
+def equal(scheme: Scheme, device: torch.device, *, summed: bool = True) -> bool:
+    """Every shape, from both dtypes, as the reference on the CPU has it; and its sums as integrity.py has them."""
+    cases = [
+        (shape, dtype, lost) for shape in ODD for dtype in (torch.bfloat16, torch.float32) for lost in (False, True)
+    ]
+    for shape, dtype, lost in cases:
         if scheme.objection(shape):
             continue
-        for dtype in (torch.bfloat16, torch.float32):
-            values = weight(shape, dtype)
-            expected, found = outputs(scheme, shape, torch.device("cpu")), outputs(scheme, shape, device)
-            quantise_torch.quantise(scheme, values.bfloat16(), expected)
-            prepare([Task(scheme, values.to(device), torch.bfloat16, found)], device).run()
+        values = weight(shape, dtype, lost=lost)
+        expected = outputs(scheme, shape, torch.device("cpu"))
+        quantise_torch.quantise(scheme, values.bfloat16(), expected)
+        words = words_of(scheme, Box.whole(shape), shape) if summed else None
+        lanes = torch.full((3, 2), 5, device=device)
+        for sums in (None, Sums(lanes, 1, *words)) if words else (None,):
+            found = outputs(scheme, shape, device)
+            prepare([Task(scheme, values.to(device), torch.bfloat16, found, sums)], device).run()
             for one, other in zip(expected, found, strict=True):
                 if not torch.equal(one.view(-1).view(torch.uint8), other.cpu().view(-1).view(torch.uint8)):
-                    print(f"{scheme.name} differs for {shape} {dtype}", file=sys.stderr)  # noqa: T201
+                    print(f"{scheme.name} differs for {shape} {dtype} {lost} {sums}", file=sys.stderr)  # noqa: T201
                     return False
+        packed = expected[0].view(-1).view(torch.uint8)
+        made = np.ascontiguousarray(lanes[1:2].cpu().numpy().view(np.uint64).T)
+        digest = integrity.digest_tensors(packed, (0, len(packed)))
+        if words and integrity.finish(made, np.array([len(packed)])) != digest:
+            print(f"{scheme.name} is summed up wrongly for {shape} {dtype} {lost}", file=sys.stderr)  # noqa: T201
+            return False
     return True
 
 
@@ -83,16 +113,45 @@ def seconds(device: torch.device, run: Callable[[], object]) -> float:
     return min(found[2:])
 
 
+@dataclass(frozen=True)
+class Many:
+    """Experts that fill `nbytes` of bfloat16, and what they become."""
+
+    source: torch.Tensor
+    outs: list[tuple[torch.Tensor, ...]]
+
+    @classmethod
+    def of(cls, scheme: Scheme, device: torch.device, nbytes: int) -> Many:
+        """With random weights."""
+        count = max(1, nbytes // (2 * EXPERT[0] * EXPERT[1]))
+        source = torch.randn((count, *EXPERT), device=device, dtype=torch.bfloat16)
+        return cls(source, [outputs(scheme, EXPERT, device) for _ in range(count)])
+
+    def tasks(self, scheme: Scheme, *, summed: bool = False) -> list[Task]:
+        """One for each, each with sums of its own if they are `summed`."""
+        lanes = torch.zeros((len(self.source), 2), dtype=torch.int64, device=self.source.device)
+        words = words_of(scheme, Box.whole(EXPERT), EXPERT) if summed else None
+        return [
+            Task(scheme, self.source[at], torch.bfloat16, outs, None if words is None else Sums(lanes, at, *words))
+            for at, outs in enumerate(self.outs)
+        ]
+
+    def digest(self) -> PreparedDigest:
+        """Of all elements, by a pass of its own."""
+        specs = [TensorSpec(f"{at}", "float8_e4m3fn", EXPERT) for at in range(len(self.source))]
+        pieces = Pieces.of(specs, [whole(spec, spec.dtype, at) for at, spec in enumerate(specs)])
+        table = table_of(pieces, pieces.storage, np.zeros(len(pieces), np.int64))
+        return engine_for(self.source.device).digest(table, [bytes_of(outs[0]) for outs in self.outs])
+
+
 def speed(scheme: Scheme, device: torch.device, nbytes: int) -> dict[str, float]:
     """Experts that fill `nbytes` of bfloat16."""
-    count = max(1, nbytes // (2 * EXPERT[0] * EXPERT[1]))
-    source = torch.randn((count, *EXPERT), device=device, dtype=torch.bfloat16)
-    outs = [outputs(scheme, EXPERT, device) for _ in range(count)]
-    tasks = prepare([Task(scheme, source[index], torch.bfloat16, outs[index]) for index in range(count)], device)
-    read, written = source.nbytes, sum(each.nbytes for parts in outs for each in parts)
+    many = Many.of(scheme, device, nbytes)
+    tasks = prepare(many.tasks(scheme), device)
+    read, written = many.source.nbytes, sum(each.nbytes for parts in many.outs for each in parts)
     took = seconds(device, tasks.run)
-    target = torch.empty_like(source)
-    copied = seconds(device, lambda: target.copy_(source))
+    target = torch.empty_like(many.source)
+    copied = seconds(device, lambda: target.copy_(many.source))
     bandwidth, plain = (read + written) / took, 2 * read / copied
     return {
         "bytes_bf16": read, "bytes_quantised": written, "quantise_s": took, "bandwidth": bandwidth,
@@ -100,14 +159,54 @@ def speed(scheme: Scheme, device: torch.device, nbytes: int) -> dict[str, float]
     }  # fmt: skip
 
 
+def sums(device: torch.device, nbytes: int) -> dict[str, float]:
+    """FP8 in blocks with its digests: by one kernel, and by one after the other."""
+    scheme = fp8_block((128, 128))
+    many = Many.of(scheme, device, nbytes)
+    plain, summed = (prepare(many.tasks(scheme, summed=each), device) for each in (False, True))
+    digest = many.digest()
+    # In turns: what else the machine does falls on all of them.
+    found = {"quantise_s": math.inf, "digest_s": math.inf, "quantise_and_sum_s": math.inf}
+    for _ in range(3):
+        for name, run in zip(found, (plain.run, digest.run, summed.run), strict=True):
+            found[name] = min(found[name], seconds(device, run))
+    return {**found, "of_both": found["quantise_and_sum_s"] / (found["quantise_s"] + found["digest_s"])}
+
+
+def by_registers(device: torch.device, nbytes: int) -> dict[str, dict[str, float]]:
+    """Seconds for FP8 in blocks, plain and with sums, with so many registers for a thread at most."""
+    from weightbus.dataplane import quantise_cuda
+
+    scheme, launch = fp8_block((128, 128)), quantise_cuda.launch
+    many = Many.of(scheme, device, nbytes)
+    found: dict[str, dict[str, float]] = {}
+    try:
+        for registers in (64, 80, 96, 128, 168):
+
+            def with_registers(
+                kind: quantise_cuda.Kind, table: torch.Tensor, most: int = registers, **_: object
+            ) -> None:
+                launch(kind, table, registers=most)
+
+            quantise_cuda.launch = with_registers  # type: ignore[assignment]
+            tasks = {name: prepare(many.tasks(scheme, summed=name == "summed"), device) for name in ("plain", "summed")}
+            found[f"{registers}"] = {name: seconds(device, each.run) for name, each in tasks.items()}
+    finally:
+        quantise_cuda.launch = launch
+    return found
+
+
 def divided(device: torch.device, nbytes: int) -> dict[str, object]:
-    """FP8 in blocks with the divider's own quotients: whether they have the same bits, and how fast."""
+    """FP8 in blocks with the divider's own quotients: whether they have the same bits, and how fast.
+
+    Not summed up: without fused multiply-adds only Triton's interpreter does that.
+    """
     from weightbus.dataplane import quantise_cuda
 
     scheme, launch = fp8_block((128, 128)), quantise_cuda.launch
     try:
         quantise_cuda.launch = lambda kind, table, **_: launch(kind, table, fast=False)
-        return {"equal": equal(scheme, device), **speed(scheme, device, nbytes)}
+        return {"equal": equal(scheme, device, summed=False), **speed(scheme, device, nbytes)}
     finally:
         quantise_cuda.launch = launch
 
@@ -135,7 +234,9 @@ def main() -> int:
         "equal": all(found.values()),
         "schemes": measured,
         "equal_by_scheme": found,
+        "summed": sums(device, nbytes),
         "ieee_division": None if given.dry_run else divided(device, nbytes),
+        "by_registers": None if given.dry_run else by_registers(device, nbytes // 2),
     }  # fmt: skip
     text = msgspec.json.format(json.dumps(result), indent=2)
     print(text)  # noqa: T201

@@ -6,10 +6,13 @@ compared with what SGLang's own flattened buckets of the quantised tensors leave
 with noise in between; engines.py compares with checkpoints.
 
     python3 tests/gpu/quantised_rounds.py --kernels FILE    one or two CUDA devices, Qwen3-30B-A3B shapes, 24 layers
+    python3 tests/gpu/quantised_rounds.py --layers 48       two: 61 GB and 33 GB on either of them, quantised-48.json
     python3 tests/gpu/quantised_rounds.py --device cpu      the same steps, tiny, and nothing quantised
 
 Prints one JSON object, quantised.json with the figures of quantised.py in FILE; `--out FOLDER` writes it there, after
-every server. Exits with 1 unless everything was equal.
+every server. Exits with 1 unless everything was equal. All servers start together and decode with CUDA graphs, as in a
+deployment: a server that is asked to pause ends the step that it is in, and an eager one takes as long as a transfer.
+The fastest of the rounds and the median are both given.
 """
 
 from __future__ import annotations
@@ -17,9 +20,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,8 @@ import rig
 
 FIGURES = {"bf16": "bf16_round_s", "fp8": "fp8_round_s", "peer-bf16": "peer_bf16_s", "peer-fp8": "peer_fp8_s"}
 """By server: what its fastest round is called."""
+USUAL_LAYERS = 24
+"""With more, a trainer's GPU has room for no server."""
 
 
 def folder_of(place: str) -> str:
@@ -47,14 +54,14 @@ def orchestrate(args: argparse.Namespace) -> int:
     rig.write_model(work / "model", hf)
     rig.write_model(work / "model-fp8", {**hf, "quantization_config": rig.FP8} if cuda else hf)
     gpus = direct.gpus() if cuda else 1
-    places = [place for place in args.servers if gpus > 1 or not place.startswith("peer")]
+    places = [place for place in servers(args) if gpus > 1 or not place.startswith("peer")]
     problem = ""
     with Programs(work) as programs:
         layout = rig.start_coordinator(programs, work)
         for place in places:
             flags: tuple[str, ...] = (rig.LOADER,)
             if cuda:
-                flags += (f"--mem-fraction-static={args.memory}", "--disable-cuda-graph")
+                flags += (f"--mem-fraction-static={args.memory}", *rig.GRAPHS)
                 flags += rig.FP8_FLAGS if place.endswith("fp8") else ()
             gpu = 1 if place.startswith("peer") else 0
             engine = rig.Engine(place, gpu, 1, flags, "available", model=folder_of(place))
@@ -82,26 +89,37 @@ def orchestrate(args: argparse.Namespace) -> int:
     return 0 if result["equal"] and not problem else 1
 
 
+def servers(args: argparse.Namespace) -> list[str]:
+    """Those that were asked for, or those that there is room for."""
+    if args.servers:
+        return list(args.servers)
+    return [place for place in FIGURES if args.layers <= USUAL_LAYERS or place.startswith("peer")]
+
+
 def write(args: argparse.Namespace, work: Path, hf: dict[str, Any], problem: str) -> dict[str, Any]:
     """All that is known by now."""
     result = work / "result.json"
     rounds: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     kernels: dict[str, Any] = json.loads(Path(args.kernels).read_text()) if args.kernels else {}
-    servers: dict[str, Any] = rounds.get("servers", {})
+    measured: dict[str, Any] = rounds.get("servers", {})
+    seconds = {place: [float(each["publish_s"]) for each in found["steady"]] for place, found in measured.items()}
     found = {
         **kernels,
         **rig.describe("quantised_rounds.py", args.device, hf),
-        **{name: fastest(servers[place]) if place in servers else None for place, name in FIGURES.items()},
+        **{name: min(seconds[place]) if place in seconds else None for place, name in FIGURES.items()},
+        "median": {FIGURES[place]: statistics.median(each) for place, each in seconds.items()},
+        "median_phases_s": {place: phases(each["steady"]) for place, each in measured.items()},
         "quantise_model_s": rounds.get("quantise_model_s"),
-        "round_bytes": {place: each["bytes"] for place, each in servers.items()},
+        "round_bytes": {place: each["bytes"] for place, each in measured.items()},
         "equal": bool(kernels.get("equal", not args.kernels))
         and rounds.get("complete") is True
-        and all(each["equal"] and committed(each) for each in servers.values()),
+        and all(each["equal"] and committed(each) for each in measured.values()),
         "kernels": {key: kernels.get(key) for key in ("command", "model", "date")},
         "problem": problem,
-        "servers": servers,
+        "servers": measured,
     }
-    rig.write_result(args.out, "quantised", found)
+    layers = f"-{args.layers}" if args.layers != USUAL_LAYERS else ""
+    rig.write_result(args.out, f"quantised{layers}", found)
     return found
 
 
@@ -111,9 +129,14 @@ def committed(found: dict[str, Any]) -> bool:
     return all(each["outcome"].endswith("committed") for each in reports)
 
 
-def fastest(found: dict[str, Any]) -> float:
-    """Of the steady rounds, from the call of `publish` to its return."""
-    return min(float(each["publish_s"]) for each in found["steady"])
+def phases(steady: list[dict[str, Any]]) -> dict[str, float]:
+    """The median of every phase of the rounds, by the trainer's watch and, after ``sidecar:``, by the sidecar's."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for each in steady:
+        sidecar = {f"sidecar:{name}": value for name, value in each["sidecar_s"].items()}
+        for name, value in {**each["trainer_s"], **sidecar}.items():
+            found[name].append(float(value))
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def train(args: argparse.Namespace) -> None:
@@ -160,11 +183,11 @@ def quantising(source: Any, served: Path) -> float | None:
 
 def main() -> int:
     parser = rig.parser(__doc__, memory=0.85, deadline=330.0)
-    parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
+    parser.add_argument("--layers", type=int, default=USUAL_LAYERS, help="of the model's 48")
     parser.add_argument("--kernels", help="what quantised.py has written")
     parser.add_argument(
-        "--servers", type=lambda text: text.split(","), default=list(FIGURES),
-        help=f"some of {','.join(FIGURES)}: of all 48 layers a trainer's GPU has room for no server",
+        "--servers", type=lambda text: text.split(","),
+        help=f"some of {','.join(FIGURES)}; all, or with more layers than {USUAL_LAYERS} those on the other GPU",
     )  # fmt: skip
     args = parser.parse_args()
     if args.trainer_of:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import cover
+from weightbus.dataplane import cover, integrity
 from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.copy_engine import Lanes
+from weightbus.dataplane.copy_torch import TorchEngine
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block
+from weightbus.dataplane.share_digest import PASS_BYTES, ShareDigest
+from weightbus.dataplane.shares import divide
 from weightbus.trainer_agent.assembly import DTYPES
 from weightbus.trainer_agent.exposure import Exposable
 from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.trainer_agent.mirror import Mirror
 from weightbus.trainer_agent.quantised import QuantisedSource, ReadableQuantisedSource, quantised
 
 from ..kit import quantising
@@ -71,6 +77,58 @@ def test_any_pieces_are_read_as_the_quantised_whole(data: st.DataObject, scheme:
         for storage in (each for storages in world.storages.values() for each in storages):
             storage.mul_(0.5)
         world.full = {name: tensor * 0.5 for name, tensor in world.full.items()}
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data(), st.sampled_from([*map(small, SCHEMES), fp8_block((12, 20))]))
+def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, scheme: Scheme) -> None:
+    """Elements with the kernel that makes them where that can be, everything else by whoever it falls to; each once."""
+    world = World()
+    for name, shape in SHAPES.items():
+        for box in cut(Box.whole(shape), data):
+            for rank in data.draw(st.sets(st.integers(0, RANKS - 1), min_size=1)):
+                world.give(rank, name, box)
+    sources = sources_of(world, scheme)
+    tensors = sources[0].tensors()
+    read(sources)
+    mirrors = [Mirror(each.held(tensors), len(each.memory(made=True)), torch.device("cpu")) for each in sources]
+    division = divide(Pieces.join([each.pieces for each in mirrors]))
+    lanes: list[Lanes] = []
+    odd: list[bytes] = []
+    for source, mirror in zip(sources, mirrors, strict=True):
+        memory = source.memory(made=True)
+        mirror.refresh(memory)
+        summed = source.summed(tensors)
+        known = division.known(source.rank, summed.pieces)
+        share = division.share(source.rank, PASS_BYTES, known)
+        assert not np.isin(share.in_place.group, known).any()
+        digest = ShareDigest(share, [*memory, *mirror.tensors], torch.device("cpu"), TorchEngine())
+        sums, rest = digest.run()
+        here = np.flatnonzero(np.isin(summed.tensor, known))
+        sums[:, np.searchsorted(share.tensors, summed.tensor[here])] += source.sums()[:, here]
+        lanes.append(sums)
+        odd.append(rest)
+    expected = world.expected(scheme)
+    packed = [expected[spec.name].contiguous().view(-1).view(torch.uint8) for spec in tensors]
+
+    assert division.digests(lanes, odd) == b"".join(integrity.digest_tensors(each, (0, len(each))) for each in packed)
+
+
+def test_what_is_summed_up_is_not_read_again() -> None:
+    """All elements that ranks quantise for themselves; scales and what stays as it is are read."""
+    world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
+    sources = sources_of(world, scheme)
+    tensors = sources[0].tensors()
+    division = divide(Pieces.join([each.held(tensors) for each in sources]))
+
+    for source in sources:
+        summed = source.summed(tensors)
+        known = division.known(source.rank, summed.pieces)
+        names = {tensors[index].name for index in known.tolist()}
+        assert names == {piece.tensor for piece in map(source.held(tensors).at, range(len(source.held(tensors))))
+                         if piece.dtype == "float8_e4m3fn"}  # fmt: skip
+        read_again = division.share(source.rank, PASS_BYTES, known).in_place
+        assert not np.isin(read_again.group, known).any()
 
 
 def test_what_a_rank_quantises_is_quantised_once_and_stays() -> None:
