@@ -250,19 +250,20 @@ class BusClient:
 
     # -- blobs ---------------------------------------------------------------------------------------------------------
 
-    def put_blob(self, blob: bytes, deadline_s: float = 60.0) -> Digest:
+    def put_blob(self, blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
         """Give the coordinator `blob` in pages, unless it is known to have it; returns its digest.
 
+        `digest` is that of the blob, if it is known already: the coordinator takes pages under no other.
         After `RequestRefused(UNKNOWN_BLOB)` nothing is taken for known any more: put again, then ask again.
         """
-        digest = Digest(hashlib.sha256(blob).hexdigest())
+        name = Digest(digest or hashlib.sha256(blob).hexdigest())
         until = time.monotonic() + deadline_s
-        while digest not in self._known:
+        while name not in self._known:
             boot = self._boot()
-            self._put_pages(digest, blob, until, deadline_s)
+            self._put_pages(name, blob, until, deadline_s)
             if boot == self._boot():  # else some pages went to a coordinator that is no more
-                self._known.add(digest)
-        return digest
+                self._known.add(name)
+        return name
 
     def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = lambda: False) -> bytes:
         """The blob of that digest, from the coordinator or from the last few that were read.

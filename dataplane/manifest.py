@@ -186,7 +186,7 @@ class LiveDigests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Engine parameter name -> digest by rank."""
 
 
-class DigestTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DigestTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """Digests of one version: what a receiver compares the bytes that arrived with."""
 
     manifest: str
@@ -221,7 +221,11 @@ class DigestTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return table
 
     def digest(self) -> str:
-        """SHA-256 of the canonical bytes, hexadecimal: the name of exactly these bits."""
+        """SHA-256 of the canonical bytes, hexadecimal: the name of exactly these bits. Computed once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         return blob_digest(self.encode())
 
 

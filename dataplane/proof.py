@@ -35,6 +35,7 @@ from .recording import Cause, LoadedTensor, Recording
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """What is read back in each round. Beyond, another transport is quicker."""
 
+Rows = Column | slice
 _WIDER: Final = {
     ("bfloat16", "float32"),
     ("float16", "float32"),
@@ -70,10 +71,10 @@ class Proof:
     """Tensors that are put together from what was read back."""
 
     @cached_property
-    def _groups(self) -> tuple[Column, Column]:
-        """(proven,): the tensors that atoms are of; (atoms,): which of them each atom is a part of."""
+    def _groups(self) -> tuple[Column, Rows]:
+        """(proven,): the tensors that atoms are of; and which of them each atom is a part of."""
         proven, group = np.unique(self.atoms.space, return_inverse=True)
-        return proven, group
+        return proven, rows_of(group, len(proven))
 
     @cached_property
     def _sizes(self) -> Column:
@@ -81,24 +82,38 @@ class Proof:
         indexes: list[int] = self._groups[0].tolist()
         return np.array([self.tensors[index].nbytes for index in indexes], np.int64)
 
+    @cached_property
+    def _instances(self) -> tuple[tuple[Rows, Column], ...]:
+        """By worker: the atom that each of its instances is, and the instances of atoms that are in several places."""
+        places = np.bincount(np.concatenate([each.atom for each in self.ranks]), minlength=len(self.atoms))
+        return tuple(
+            (rows_of(each.atom, len(self.atoms)), np.flatnonzero(places[each.atom] > 1)) for each in self.ranks
+        )
+
     def check(self, table: DigestTable, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> None:
         """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere."""
         found = np.zeros((2, len(self.atoms)), np.uint64)
-        for rank, sums in zip(self.ranks, lanes, strict=True):
-            found[:, rank.atom] = sums
-        for number, (rank, sums) in enumerate(zip(self.ranks, lanes, strict=True)):
-            differs = np.flatnonzero((found[:, rank.atom] != sums).any(axis=0))
+        for (atom, _), sums in zip(self._instances, lanes, strict=True):
+            found[:, atom] = sums
+        for number, ((_, several), rank, sums) in enumerate(zip(self._instances, self.ranks, lanes, strict=True)):
+            differs = several[(found[:, rank.atom[several]] != sums[:, several]).any(axis=0)]
             if len(differs):
                 self._disagree(number, int(rank.atom[differs[0]]), found, sums[:, differs[0]])
         proven, group = self._groups
-        totals = np.zeros((2, len(proven)), np.uint64)
-        for lane in (0, 1):
-            np.add.at(totals[lane], group, found[lane])
-        digests = np.frombuffer(integrity.finish(totals, self._sizes), np.uint8).reshape(-1, integrity.DIGEST_BYTES)
-        expected = np.frombuffer(table.tensors, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[proven]
-        wrong = np.flatnonzero((digests != expected).any(axis=1))
-        if len(wrong):
-            self._compare(table, int(proven[wrong[0]]), digests[wrong[0]].tobytes())
+        totals = found
+        if not isinstance(group, slice):
+            totals = np.zeros((2, len(proven)), np.uint64)
+            for lane in (0, 1):
+                np.add.at(totals[lane], group, found[lane])
+        digests = integrity.finish(totals, self._sizes)
+        expected = table.tensors
+        if len(proven) < len(self.tensors):
+            expected = np.frombuffer(expected, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[proven].tobytes()
+        if digests != expected:
+            both = (np.frombuffer(each, np.uint8).reshape(-1, integrity.DIGEST_BYTES) for each in (digests, expected))
+            wrong = int(np.argmax(np.not_equal(*both).any(axis=1)))
+            size = integrity.DIGEST_BYTES
+            self._compare(table, int(proven[wrong]), digests[size * wrong : size * wrong + size])
         for index in self.odd:
             self._compare(table, index, digest_of(self._assembled(index, odd)))
 
@@ -122,6 +137,11 @@ class Proof:
             for part in parts_of(rank.odd_pieces, index, blob, f"worker {number}")
         ]
         return put_together(self.tensors[index], parts)
+
+
+def rows_of(column: Column, count: int) -> Rows:
+    """An index of `count` rows: the slice of all of them, which costs little, where `column` names each in turn."""
+    return slice(None) if np.array_equal(column, np.arange(count)) else column
 
 
 def provable(recording: Recording) -> Recording:

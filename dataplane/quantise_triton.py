@@ -77,7 +77,7 @@ def _divided(values, scale, FAST: tl.constexpr):
             values *= _LARGER
         inverse = tl.div_rn(1.0, scale)
         first = values * inverse
-        return tl.fma(tl.fma(-first, scale, values), inverse, first)
+        return tl.fma(tl.fma(first, -scale, values), inverse, first)
     return tl.div_rn(values, scale + tl.zeros_like(values))
 
 

@@ -50,8 +50,8 @@ class Bus(Protocol):
         """The answer; a refusal and silence are raised."""
         ...
 
-    def put_blob(self, blob: bytes, deadline_s: float = 60.0) -> Digest:
-        """See that the coordinator has `blob`."""
+    def put_blob(self, blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
+        """See that the coordinator has `blob`, of this `digest` if it is known."""
         ...
 
     def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
@@ -324,8 +324,9 @@ class Drive:
     def _announce(self, epoch: int) -> p.AnyEvent:
         staging, patience_s = self._of.staging, self._of.settings.request_timeout_s
         with self._watch.phase("announce"):
-            manifest = self._of.bus.put_blob(staging.blob, deadline_s=6 * patience_s)
-            table = self._of.bus.put_blob(staging.table.encode(), deadline_s=6 * patience_s)
+            put, deadline_s = self._of.bus.put_blob, 6 * patience_s
+            manifest = put(staging.blob, deadline_s, staging.name)
+            table = put(staging.table.encode(), deadline_s, staging.table.digest())
             message = m.Publish(
                 request=self._publish_keys.setdefault(epoch, self._key()),
                 channel=self._channel,

@@ -70,9 +70,10 @@ class FakeCoordinator:
         assert deadline_s > 0
         return b"{}"
 
-    def put_blob(self, blob: bytes, deadline_s: float = 60.0) -> Digest:
+    def put_blob(self, blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
         assert deadline_s > 0
         name = blob_digest(blob)
+        assert digest in {"", name}
         self.blobs[name] = blob
         return Digest(name)
 
