@@ -12,6 +12,7 @@
         NotExportable            this memory cannot be shared with another process: use staging
         OutOfSharedMemory        the host has no room for a staging buffer: says how much is asked and free
         Unsupported              the transport cannot serve this engine: says which can
+        NoCopyEngines            a GPU's copy engines cannot be used: a kernel copies instead
 
 Errors carry their fields; messages say what was found, what was expected and what to do.
 """
@@ -98,3 +99,13 @@ class OutOfSharedMemory(DataplaneError):
 
 class Unsupported(DataplaneError):
     """The transport cannot serve this engine; the message says which one can."""
+
+
+class NoCopyEngines(DataplaneError):
+    """The copy engines of a GPU cannot be given a table; the kernel copies what they would have."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(
+            f"{detail}: a kernel copies instead, slower where two GPUs read from each other."
+            " WEIGHTBUS_WORKER_BRANCHES=0 in the server's environment asks for the kernel at once"
+        )
