@@ -49,13 +49,14 @@ class Pair:
             os.sched_yield()
             if time.monotonic() > until:
                 raise Lost
-        if math.isinf(self._cells[other]):
+        if math.isinf(self._cells[other]) and self._turn > self._cells[other + 8]:
             raise Lost
         found = float(self._cells[other + 1 + self._turn % 2])
         return (number, found) if self._side == 0 else (found, number)
 
     def leave(self) -> None:
         """Nobody is to wait for this side any more."""
+        self._cells[self._side * 64 + 8] = self._turn
         self._cells[self._side * 64] = math.inf
 
 
