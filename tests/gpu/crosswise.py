@@ -3,7 +3,8 @@
 Each of two processes holds memory on a GPU of its own, exports it as a trainer does, and copies out of the other's, as
 workers of a TP2 engine do: both at once, and one alone. Rows are those of Qwen3-30B-A3B in 24 layers: 3,072 of 3 MB and
 as many of 1.5 MB. What is tried: the product's kernel, plain copies, CUDA graphs of memcpy nodes (copy engines) in
-some branches, cuMemcpyBatchAsync, graph and kernel together, slices of columns, and the owner writing instead.
+some branches, cuMemcpyBatchAsync, graph and kernel together, slices of columns, the owner writing instead, and a kernel
+of bulk copies.
 
     python3 tests/gpu/crosswise.py              two CUDA devices, 16 GB free on each twice over; under 100 s
     python3 tests/gpu/crosswise.py --dry        the same steps on host memory, with a driver of our own
@@ -38,6 +39,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
+import crosswise_bulk
 import rig
 from crosswise_parts import Lost, Side, columns, folded, rows, same, whole
 
@@ -194,6 +196,17 @@ def batch(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Ten
     return lambda: spread(side, runs), nothing, {"nodes": len(nodes), "branches": branches}
 
 
+def bulk(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, *, blocks: int) -> Made:
+    """A kernel of our own by bulk copies through shared memory, in so many blocks."""
+    if side.dry:
+        raise RuntimeError("there is no kernel for host memory")
+    cut = crosswise_bulk.tiles(copy_nodes(copied, bases(source), bases(target)), crosswise_bulk.PART)
+    tiles = torch.from_numpy(cut).to(side.device)
+    run = crosswise_bulk.compiled(crosswise_bulk.PART, crosswise_bulk.STAGES)
+    launch = lambda: run(grid=(blocks, 1, 1), block=(32, 1, 1), args=[tiles, len(tiles)])  # noqa: E731
+    return launch, nothing, {"tiles": len(cut), "blocks": blocks}
+
+
 def variants(side: Side, best: Callable[[], int]) -> list[Variant]:
     """All of them, the surest first. `best` says how many branches were fastest so far."""
     source, target, out = side.peer_source, side.target, side.peer_target
@@ -231,6 +244,11 @@ def variants(side: Side, best: Callable[[], int]) -> list[Variant]:
         Variant("push_plain", one, lambda: plain(side.source, out), push=True),
         Variant("push_graph_best", many, lambda: graph(side, many, side.source, out, best()), push=True),
     ]
+    found += [
+        Variant(f"bulk_{blocks}", many, lambda b=blocks: bulk(side, many, source, target, blocks=b))
+        for blocks in (528, 132, 32)
+    ]
+    found.append(Variant("push_bulk_528", many, lambda: bulk(side, many, side.source, out, blocks=528), push=True))
     if side.dry:  # what was opened of another process's host memory may not be written
         found = [each for each in found if not each.push]
     return found
