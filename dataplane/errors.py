@@ -102,7 +102,7 @@ class Unsupported(DataplaneError):
 
 
 class NoCopyEngines(DataplaneError):
-    """The copy engines of a GPU cannot be given a table; the kernel copies what they would have."""
+    """The copy engines of a GPU cannot be used; the kernel copies what they would have."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(

@@ -2,9 +2,8 @@
 
 Each of two processes holds memory on a GPU of its own, exports it as a trainer does, and copies out of the other's, as
 workers of a TP2 engine do: both at once, and one alone. Rows are those of Qwen3-30B-A3B in 24 layers: 3,072 of 3 MB and
-as many of 1.5 MB. What is tried: the product's kernel, plain copies, CUDA graphs of memcpy nodes (copy engines) in
-some branches, cuMemcpyBatchAsync, graph and kernel together, slices of columns, the owner writing instead, and a kernel
-of bulk copies.
+as many of 1.5 MB. What is tried: the product's kernel, plain copies, batches for copy engines in some branches, both
+together, slices of columns, shorter runs, and the owner writing instead.
 
     python3 tests/gpu/crosswise.py              two CUDA devices, 16 GB free on each twice over; under 100 s
     python3 tests/gpu/crosswise.py --dry        the same steps on host memory, with a driver of our own
@@ -18,10 +17,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import datetime as dt
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -39,14 +36,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 
-import crosswise_bulk
 import rig
-from crosswise_parts import Lost, Side, columns, folded, rows, same, whole
+from crosswise_parts import Lost, Side, columns, rows, same, whole
 
-from weightbus.dataplane import copy_graph
-from weightbus.dataplane.copy_engines import engine_for
-from weightbus.dataplane.copy_graph import CopyGraph
-from weightbus.dataplane.copy_nodes import copy_nodes
+from weightbus.dataplane.copy_batch import CopyBatch
+from weightbus.dataplane.copy_engines import BRANCHES, engine_for
+from weightbus.dataplane.copy_runs import copy_runs
 from weightbus.dataplane.copy_table import CopyTable
 
 ROUNDS = 6
@@ -90,165 +85,81 @@ def kernel(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Te
     return copies.launch, copies.close, {"rows": len(copied)}
 
 
-def captured(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, branches: int) -> Made:
-    """What torch records of its own copies on some streams: should our own nodes be refused, there is this."""
-    if side.dry:
-        raise RuntimeError("nothing is recorded on host memory")
-    nodes = copy_nodes(copied, bases(source) * 0, bases(target) * 0)
-    places = list(zip(nodes.source.tolist(), nodes.target.tolist(), nodes.width.tolist(), strict=True))
-    recorded = torch.cuda.CUDAGraph()
-
-    def copy(part: list[tuple[int, int, int]]) -> None:
-        for out, to, width in part:
-            target[to : to + width].copy_(source[out : out + width])
-
-    each = -(-len(places) // branches)
-    parts = [places[at : at + each] for at in range(0, len(places), each)]
-    with torch.cuda.graph(recorded):
-        spread(side, [lambda part=part: copy(part) for part in parts])
-    return recorded.replay, recorded.reset, {"nodes": len(nodes), "branches": branches}
-
-
-def by_device(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, branches: int) -> Made:
-    """The same nodes, with CU_MEMORYTYPE_DEVICE on both sides."""
-    named, copy_graph._UNIFIED = copy_graph._UNIFIED, 2
-    try:
-        return graph(side, copied, source, target, branches)
-    finally:
-        copy_graph._UNIFIED = named
-
-
 def plain(source: torch.Tensor, target: torch.Tensor) -> Made:
     return lambda: target.copy_(source), nothing, {}
 
 
-def graph(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, branches: int) -> Made:
-    nodes = copy_nodes(copied, bases(source), bases(target))
-    made = CopyGraph(nodes, branches, side.library)
-    return lambda: made.launch(side.stream()), made.close, {"nodes": len(nodes), "branches": branches}
+def batch(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, branches: int) -> Made:
+    """The product's batches, one on a stream for each branch."""
+    runs = copy_runs(copied, bases(source), bases(target))
+    made = CopyBatch(runs, branches, side.library)
+    streams = side.streams[: len(made)]
+
+    def run() -> None:
+        if side.dry:
+            return made.launch(range(1, len(made) + 1))
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        made.launch([int(stream.cuda_stream) for stream in streams])
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        return None
+
+    return run, nothing, {"runs": len(runs), "branches": branches}
 
 
-def spread(side: Side, runs: Sequence[Callable[[], object]]) -> None:
-    """Each on a stream of its own, between what is before and after on the current one."""
-    if side.dry:
-        for run in runs:
-            run()
-        return
-    current = torch.cuda.current_stream()
-    before = current.record_event()
-    for run, stream in zip(runs, side.streams, strict=False):
-        stream.wait_event(before)
-        with torch.cuda.stream(stream):
-            run()
-        current.wait_event(stream.record_event())
-
-
-def mixed(
-    side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, branches: int, *, every: int
-) -> Made:
+def mixed(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, *, every: int) -> Made:
     """The kernel takes one row of `every`, at the same time."""
     by_kernel = np.arange(len(copied)) % every == 0
-    engines = graph(side, copied.take(np.flatnonzero(~by_kernel)), source, target, branches)
+    engines = batch(side, copied.take(np.flatnonzero(~by_kernel)), source, target, BRANCHES)
     ours = kernel(side, copied.take(np.flatnonzero(by_kernel)), source, target)
+    beside = side.streams[-1]
 
-    def close() -> None:
-        engines[1]()
-        ours[1]()
+    def run() -> None:
+        if side.dry:
+            ours[0]()
+            engines[0]()
+            return
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            ours[0]()
+        engines[0]()
+        torch.cuda.current_stream().wait_stream(beside)
 
-    return lambda: spread(side, [engines[0], ours[0]]), close, {**engines[2], "by_kernel": 1 / every}
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes_v1."""
-
-    _fields_ = (
-        ("srcAccessOrder", ctypes.c_int),
-        ("srcLocHint", ctypes.c_int * 2),
-        ("dstLocHint", ctypes.c_int * 2),
-        ("flags", ctypes.c_uint),
-    )
+    return run, ours[1], {**engines[2], "by_kernel": 1 / every}
 
 
-def batch(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, branches: int) -> Made:
-    """CuMemcpyBatchAsync of CUDA 13 on some streams."""
-    if side.dry:
-        raise RuntimeError("the driver of the dry run has no batches")
-    library = ctypes.CDLL("libcuda.so.1")
-    nodes = copy_nodes(copied, bases(source), bases(target))
-    assert int(nodes.height.max()) == 1
-    attributes = _Attributes(1)  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    parts = []
-    for chosen in np.array_split(np.arange(len(nodes)), branches):
-        part = nodes.take(chosen)
-        parts.append([np.ascontiguousarray(each).astype(np.uint64) for each in (part.target, part.source, part.width)])
-    first = (ctypes.c_size_t * 1)(0)
-
-    def send(to: np.ndarray, out: np.ndarray, sizes: np.ndarray) -> None:
-        pointers = [each.ctypes.data_as(ctypes.c_void_p) for each in (to, out, sizes)]
-        code = library.cuMemcpyBatchAsync_v2(
-            *pointers, ctypes.c_size_t(len(to)), ctypes.byref(attributes), first, ctypes.c_size_t(1),
-            ctypes.c_void_p(side.stream()),
-        )  # fmt: skip
-        if code:
-            raise RuntimeError(f"cuMemcpyBatchAsync_v2: {code}")
-
-    runs = [lambda part=part: send(*part) for part in parts]
-    return lambda: spread(side, runs), nothing, {"nodes": len(nodes), "branches": branches}
-
-
-def bulk(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, *, blocks: int) -> Made:
-    """A kernel of our own by bulk copies through shared memory, in so many blocks."""
-    if side.dry:
-        raise RuntimeError("there is no kernel for host memory")
-    cut = crosswise_bulk.tiles(copy_nodes(copied, bases(source), bases(target)), crosswise_bulk.PART)
-    tiles = torch.from_numpy(cut).to(side.device)
-    run = crosswise_bulk.compiled(crosswise_bulk.PART, crosswise_bulk.STAGES)
-    launch = lambda: run(grid=(blocks, 1, 1), block=(32, 1, 1), args=[tiles, len(tiles)])  # noqa: E731
-    return launch, nothing, {"tiles": len(cut), "blocks": blocks}
-
-
-def variants(side: Side, best: Callable[[], int]) -> list[Variant]:
-    """All of them, the surest first. `best` says how many branches were fastest so far."""
+def variants(side: Side) -> list[Variant]:
+    """All of them."""
     source, target, out = side.peer_source, side.target, side.peer_target
-    many = rows(side.large, side.small, side.pairs)
-    few, one = folded(side.large, side.small, side.pairs), whole(side.nbytes)
+    many, one = rows(side.large, side.small, side.pairs), whole(side.nbytes)
     slices, lines = (side.nbytes, 8) if side.dry else (2 * 10**9, 2048)
     found = [
         Variant("kernel", many, lambda: kernel(side, many, source, target)),
         Variant("plain", one, lambda: plain(source, target)),
     ]
-    found += [Variant(f"graph_{k}", many, lambda k=k: graph(side, many, source, target, k)) for k in (1, 2, 4, 8)]
+    found += [Variant(f"batch_{k}", many, lambda k=k: batch(side, many, source, target, k)) for k in (1, 2, 4, 7)]
+    found += [Variant(f"batch_{k}_whole", one, lambda k=k: batch(side, one, source, target, k)) for k in (1, 4)]
     found += [
-        Variant("graph_best_folded", few, lambda: graph(side, few, source, target, best())),
-        Variant("graph_best_whole", one, lambda: graph(side, one, source, target, best())),
+        Variant(f"batch_{BRANCHES}_kernel_{every}", many, lambda e=every: mixed(side, many, source, target, every=e))
+        for every in (16, 8)
     ]
-    found += [
-        Variant(f"graph_best_kernel_{every}", many, lambda e=every: mixed(side, many, source, target, best(), every=e))
-        for every in (16, 8, 4)
-    ]
-    found += [
-        Variant("graph_device_4", many, lambda: by_device(side, many, source, target, 4)),
-        Variant("captured_4", many, lambda: captured(side, many, source, target, 4)),
-    ]
-    found += [Variant(f"batch_{k}", many, lambda k=k: batch(side, many, source, target, k)) for k in (1, 4)]
     for width in (768, 1536, 4096, 65536):
         cut = columns(width, lines, slices)
+        found.append(Variant(f"columns_{width}", cut, lambda t=cut: kernel(side, t, source, target), modes=("both",)))
+    for width in (256 * 1024, 2**20):
+        cut = columns(width, 8, slices)
         found += [
-            Variant(f"columns_{width}_kernel", cut, lambda t=cut: kernel(side, t, source, target), modes=("both",)),
+            Variant(f"runs_{width}_kernel", cut, lambda t=cut: kernel(side, t, source, target), modes=("both",)),
             Variant(
-                f"columns_{width}_graph", cut, lambda t=cut: graph(side, t, source, target, best()), modes=("both",)
+                f"runs_{width}_batch", cut, lambda t=cut: batch(side, t, source, target, BRANCHES), modes=("both",)
             ),
         ]
     found += [
         Variant("push_kernel", many, lambda: kernel(side, many, side.source, out), push=True),
         Variant("push_plain", one, lambda: plain(side.source, out), push=True),
-        Variant("push_graph_best", many, lambda: graph(side, many, side.source, out, best()), push=True),
+        Variant(f"push_batch_{BRANCHES}", many, lambda: batch(side, many, side.source, out, BRANCHES), push=True),
     ]
-    found += [
-        Variant(f"bulk_{blocks}", many, lambda b=blocks: bulk(side, many, source, target, blocks=b))
-        for blocks in (528, 132, 32)
-    ]
-    found.append(Variant("push_bulk_528", many, lambda: bulk(side, many, side.source, out, blocks=528), push=True))
     if side.dry:  # what was opened of another process's host memory may not be written
         found = [each for each in found if not each.push]
     return found
@@ -311,12 +222,7 @@ def run_side(number: int, work: Path, pairs: int, until: float, *, dry: bool) ->
 
 def try_all(side: Side, until: float) -> None:
     """One variant after another."""
-    speeds: dict[int, float] = {}
-
-    def best() -> int:
-        return max(speeds, key=lambda k: speeds[k]) if speeds else 4
-
-    for variant in variants(side, best):
+    for variant in variants(side):
         if max(side.pair.meet(float(time.time() > until))):
             say({"name": variant.name, "error": "left out: no time was left"})
             continue
@@ -324,6 +230,7 @@ def try_all(side: Side, until: float) -> None:
         began = time.perf_counter()
         with reporting() as built:
             made = variant.make()
+            made[0]()  # what is compiled or begun for the first time
             side.sync()
         found: dict[str, Any] = {"name": variant.name, "build_s": time.perf_counter() - began, **made[2]}
         if any(side.pair.meet(float(bool(built.text)))):
@@ -335,9 +242,7 @@ def try_all(side: Side, until: float) -> None:
         with reporting():
             side.sync()
             made[1]()
-        slowest = max(side.pair.meet(min(found.get("both", {}).get("s", [math.inf])[1:], default=math.inf)))
-        if variant.name.removeprefix("graph_").isdigit() and math.isfinite(slowest):
-            speeds[int(variant.name.removeprefix("graph_"))] = 1 / slowest
+        side.pair.meet()
     say({"ended": side.side})
     side.pair.meet()
     side.importer.close()

@@ -80,9 +80,9 @@ class Side:
         self.peer_source, self.peer_target = self._opened(work)
         self.library: Any = None
         if dry:
-            from tests.kit.fake_graphs import FakeGraphs
+            from tests.kit.fake_batches import FakeBatches
 
-            self.library = FakeGraphs()
+            self.library = FakeBatches()
         self.streams: list[Any] = [None] * STREAMS
         if not dry:
             self.streams = [torch.cuda.Stream(self.device) for _ in range(STREAMS)]
@@ -161,17 +161,6 @@ def rows(large: int, small: int, pairs: int) -> CopyTable:
         ]
     )
     return found.take(np.argsort(found.source_at, kind="stable"))
-
-
-def folded(large: int, small: int, pairs: int) -> CopyTable:
-    """The same bytes in two rows with an axis each."""
-    both, zero = large + small, np.zeros(1, np.int64)
-    return table(
-        [
-            (zero, zero, large, (pairs, both, large)),
-            (zero + large, zero + pairs * large, small, (pairs, both, small)),
-        ]
-    )
 
 
 def whole(nbytes: int) -> CopyTable:
