@@ -70,6 +70,10 @@ class Proof:
     """Tensors that are put together from what was read back."""
 
     @cached_property
+    def _reading(self) -> _Reading:
+        return _reading(self)
+
+    @cached_property
     def _groups(self) -> tuple[Column, Column]:
         """(proven,): the tensors that atoms are of; (atoms,): which of them each atom is a part of."""
         proven, group = np.unique(self.atoms.space, return_inverse=True)
@@ -82,7 +86,25 @@ class Proof:
         return np.array([self.tensors[index].nbytes for index in indexes], np.int64)
 
     def check(self, table: DigestTable, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> None:
-        """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere."""
+        """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere.
+
+        A server may stand still for it: what only depends on the layout is worked out once.
+        """
+        reading = self._reading
+        for number, (rank, each) in enumerate(zip(self.ranks, lanes, strict=True)):
+            if each.shape != (2, len(rank.atom)):
+                raise ValueError(f"worker {number} reported {each.shape} sums, expected 2 for {len(rank.atom)} boxes")
+        sums = np.concatenate(lanes, axis=1)
+        agreed = np.array_equal(sums[:, reading.again], sums[:, reading.before])
+        totals = np.add.reduceat(sums[:, reading.by_tensor], reading.begins, axis=1) if len(reading.begins) else sums
+        digests = integrity.finish(totals, self._sizes)
+        if not agreed or digests != reading.of(table.tensors):
+            self._explain(table, lanes)
+        for index in self.odd:
+            self._compare(table, index, digest_of(self._assembled(index, odd)))
+
+    def _explain(self, table: DigestTable, lanes: Sequence[Lanes]) -> None:
+        """Raise for the first box that differs between workers, or the first tensor that is another one."""
         found = np.zeros((2, len(self.atoms)), np.uint64)
         for rank, sums in zip(self.ranks, lanes, strict=True):
             found[:, rank.atom] = sums
@@ -99,8 +121,7 @@ class Proof:
         wrong = np.flatnonzero((digests != expected).any(axis=1))
         if len(wrong):
             self._compare(table, int(proven[wrong[0]]), digests[wrong[0]].tobytes())
-        for index in self.odd:
-            self._compare(table, index, digest_of(self._assembled(index, odd)))
+        raise AssertionError("sums that are not what they must be, and no tensor that is wrong")
 
     def _disagree(self, rank: int, atom: int, found: Lanes, sums: Lanes) -> None:
         box = self.atoms.at(atom)
@@ -122,6 +143,38 @@ class Proof:
             for part in parts_of(rank.odd_pieces, index, blob, f"worker {number}")
         ]
         return put_together(self.tensors[index], parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """How the sums of all workers, one after another, are read."""
+
+    again: Column
+    """Instances of an atom that another one is of, too; and that other one, at the same place of `before`."""
+    before: Column
+    by_tensor: Column
+    """(atoms,): one instance of each atom, those of a tensor together, in the order of the tensors."""
+    begins: Column
+    """(proven,): where each tensor begins there."""
+    proven: Column | None
+    """(proven,): the tensors; None: all of the manifest."""
+
+    def of(self, digests: bytes) -> bytes:
+        """Of the digests of all tensors, those of the proven ones."""
+        if self.proven is None:
+            return digests
+        return np.frombuffer(digests, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[self.proven].tobytes()
+
+
+def _reading(proof: Proof) -> _Reading:
+    atom = np.concatenate([rank.atom for rank in proof.ranks])
+    first = np.full(len(proof.atoms), len(atom), np.int64)
+    np.minimum.at(first, atom, np.arange(len(atom)))
+    again = np.flatnonzero(first[atom] != np.arange(len(atom)))
+    order = np.argsort(proof.atoms.space, kind="stable")
+    proven, begins = np.unique(proof.atoms.space[order], return_index=True)
+    everything = len(proven) == len(proof.tensors)
+    return _Reading(again, first[atom[again]], first[order], begins, None if everything else proven)
 
 
 def provable(recording: Recording) -> Recording:
