@@ -1,0 +1,90 @@
+"""Sums of all workers against the digest table: whatever is wrong in any place of any worker is found, and named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane import integrity
+from weightbus.dataplane.boxes import Boxes
+from weightbus.dataplane.errors import DigestMismatch
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.proof import Proof, RankProof
+
+TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 8)) for number in range(6))
+
+
+class Held:
+    """Workers that hold atoms of some tensors, in any order, each atom one of them or several, or one several times."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        atoms = draw(st.lists(st.sampled_from(draw(st.sampled_from([(0, 1, 2, 3, 4, 5), (1, 3, 4)]))), max_size=12))
+        workers = draw(st.integers(1, 3))
+        self.space = np.array(atoms, np.int64)
+        held: list[list[int]] = [[] for _ in range(workers)]
+        for atom in range(len(atoms)):
+            for worker in draw(st.lists(st.integers(0, workers - 1), min_size=1, max_size=3)):
+                held[worker].append(atom)
+        ranks = [np.array(draw(st.permutations(each)), np.int64) for each in held]
+        rng = np.random.default_rng(draw(st.integers(0, 100)))
+        sums = rng.integers(0, 2**64, (2, len(atoms)), np.uint64)
+        self.lanes = [sums[:, rank] for rank in ranks]
+        corner = np.zeros((len(atoms), 2), np.int64)
+        parts = tuple(RankProof(cast("Any", None), rank, cast("Any", None), cast("Any", None), 0) for rank in ranks)
+        self.proof = Proof(TENSORS, Boxes(self.space, corner, corner), parts, ())
+        totals = np.zeros((2, len(TENSORS)), np.uint64)
+        for lane in (0, 1):
+            np.add.at(totals[lane], self.space, sums[lane])
+        self.digests = integrity.finish(totals, np.array([spec.nbytes for spec in TENSORS]))
+
+    def check(self, digests: bytes | None = None) -> None:
+        table = SimpleNamespace(tensors=self.digests if digests is None else digests)
+        self.proof.check(cast("Any", table), self.lanes, [b""] * len(self.lanes))
+
+
+@st.composite
+def helds(draw: st.DrawFn) -> Held:
+    return Held(draw)
+
+
+@given(helds(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_wrong_is_named(held: Held, data: st.DataObject) -> None:
+    """One bit, in either lane, of any place that any worker holds; also where another worker has the same box right."""
+    held.check()
+    full = [worker for worker, lanes in enumerate(held.lanes) if lanes.shape[1]]
+    if not full:
+        return
+    worker = data.draw(st.sampled_from(full))
+    place = data.draw(st.integers(0, held.lanes[worker].shape[1] - 1))
+    held.lanes[worker][data.draw(st.integers(0, 1)), place] ^= np.uint64(1 << data.draw(st.integers(0, 63)))
+    name = TENSORS[int(held.space[held.proof.ranks[worker].atom[place]])].name
+    with pytest.raises(DigestMismatch, match=name):
+        held.check()
+
+
+@given(helds(), st.integers(0, 16 * len(TENSORS) - 1))
+@settings(max_examples=100, deadline=None)
+def test_another_version_is_named_and_what_is_not_held_does_not_matter(held: Held, byte: int) -> None:
+    """A digest of the table is another one."""
+    digests = bytearray(held.digests)
+    digests[byte] ^= 1
+    if byte // 16 not in held.space:
+        return held.check(bytes(digests))
+    with pytest.raises(DigestMismatch, match=f"t{byte // 16}'"):
+        held.check(bytes(digests))
+    return None
+
+
+@given(helds())
+@settings(max_examples=50, deadline=None)
+def test_sums_of_other_boxes_are_refused(held: Held) -> None:
+    """A worker that reports one box too many."""
+    held.lanes[-1] = np.concatenate([held.lanes[-1], np.zeros((2, 1), np.uint64)], axis=1)
+    with pytest.raises(ValueError, match="reported"):
+        held.check()
