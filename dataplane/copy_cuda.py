@@ -1,32 +1,69 @@
 """Copies and digests on a GPU: tables are cut into tiles once, and every round is one launch for each vector size.
 
-Rows that cast are done by torch, all in one call; few recordings have any.
+Where it is asked for, copy engines take long runs out of a peer's memory (copy_peer.py). Rows that cast are done by
+torch, all in one call; few recordings have any.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from .boxes import Column
+from .copy_batch import CopyBatch
 from .copy_engine import Lanes
+from .copy_peer import PeerCopies
+from .copy_runs import Mask, copy_runs, for_copy_engines
 from .copy_table import CopyTable
 from .copy_torch import TorchCopies
+from .cuda_driver import Driver
 from .digest_table import BoxTable
+from .errors import NoCopyEngines, NotExportable
 from .tiles import SOURCE, VECTORS, copy_tiles, word_tiles
 
 
 class CudaEngine:
     """Implements `CopyEngine` for one GPU. Sources may be a peer's memory that was opened for it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, branches: int = 0, library: ctypes.CDLL | None = None) -> None:
+        """Copy engines read from peers in so many `branches`; 0: the kernel does. `library` stands for libcuda."""
         self._device = device
+        self._branches = branches
+        self._library = library
 
-    def copies(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> CudaCopies:
+    def copies(
+        self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> CudaCopies | PeerCopies:
         """Bind a table."""
-        return CudaCopies(self._device, table, sources, targets)
+        by_engines: Mask = np.zeros(len(table), np.bool_)
+        if self._branches and len(table):
+            by_engines = for_copy_engines(table, self._remote(sources))
+        if not by_engines.any():
+            return CudaCopies(self._device, table, sources, targets)
+        long, rest = (table.take(np.flatnonzero(rows)) for rows in (by_engines, ~by_engines))
+        try:
+            batch = CopyBatch(copy_runs(long, _bases(sources), _bases(targets)), self._branches, self._library)
+        except NoCopyEngines as error:
+            return CudaCopies(self._device, table, sources, targets, str(error))
+
+        def instead() -> CudaCopies:
+            return CudaCopies(self._device, long, sources, targets)
+
+        kernel = CudaCopies(self._device, rest, sources, targets)
+        return PeerCopies(self._device, batch, kernel, instead, (*sources, *targets))
+
+    def _remote(self, sources: Sequence[torch.Tensor]) -> Column:
+        """(regions,): 1 for memory of another GPU."""
+        try:
+            driver = Driver(self._library)
+        except NotExportable:
+            return np.zeros(len(sources), np.int64)  # whoever opened a peer's memory has it
+        own = self._device.index if self._device.type == "cuda" else -1
+        found = [driver.ordinal(region.data_ptr()) for region in sources]
+        return np.array([each not in {-1, own} for each in found], np.int64)
 
     def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> CudaDigest:
         """Bind a table of boxes."""
@@ -42,7 +79,9 @@ class CudaCopies:
         table: CopyTable,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
+        remark: str = "",
     ) -> None:
+        self.remark = remark
         self._device = device
         plain = table.take(np.flatnonzero(table.casts == 0))
         self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)

@@ -22,6 +22,9 @@ Lanes = npt.NDArray[np.uint64]
 class PreparedCopies(Protocol):
     """A table bound to memory. Used from one thread."""
 
+    remark: str
+    """Why it is slower than it could be; empty where it is not."""
+
     def run(self) -> None:
         """Copy every row. Returns when the bytes are in the targets, and other streams may read them.
 

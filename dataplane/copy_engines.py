@@ -1,6 +1,9 @@
-"""Which engine copies on a device."""
+"""Which engine copies on a device, and by how many branches of a GPU's own copy engines."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
 
 import torch
 
@@ -9,11 +12,35 @@ from .copy_engine import CopyEngine
 from .copy_torch import TorchEngine
 from .errors import Unsupported
 
+BRANCHES: Final = 4
+"""Unless the environment says otherwise."""
 
-def engine_for(device: torch.device) -> CopyEngine:
-    """The engine of a device. Raises `Unsupported` for one that has none."""
+
+BRANCHES_SETTING: Final = "WEIGHTBUS_WORKER_BRANCHES"
+"""In the environment of the engine's server, whose workers copy."""
+MOST_BRANCHES: Final = 32
+
+
+def branches_asked(environment: Mapping[str, str]) -> int:
+    """In how many branches copy engines are to read from a peer; 0: a kernel copies all. Raises `Unsupported`."""
+    asked = environment.get(BRANCHES_SETTING, "")
+    if not asked:
+        return BRANCHES
+    if not asked.isascii() or not asked.isdecimal() or int(asked) > MOST_BRANCHES:
+        raise Unsupported(
+            f"{BRANCHES_SETTING} in the server's environment is {asked!r}, expected a whole number from 0 (a kernel"
+            f" copies all) to {MOST_BRANCHES}: correct it, and start the server again"
+        )
+    return int(asked)
+
+
+def engine_for(device: torch.device, branches: int = 0) -> CopyEngine:
+    """The engine of a device. Raises `Unsupported` for one that has none.
+
+    On a GPU, long runs out of a peer's memory go through copy engines, in so many `branches`, if any are asked for.
+    """
     if device.type == "cpu":
         return TorchEngine()
     if device.type == "cuda":
-        return CudaEngine(device)
+        return CudaEngine(device, branches)
     raise Unsupported(f"there is no copy engine for {device}: let this engine take the local transport")

@@ -35,6 +35,7 @@ class TorchCopies:
     """Implements `PreparedCopies`."""
 
     def __init__(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        self.remark = ""
         self._rows: list[list[int]] = table.numbers().tolist()
         self._from = self._views(sources)
         self._to: list[torch.Tensor] = []

@@ -2,7 +2,8 @@
 
 It moves no bytes itself. It has the server call our loader in every worker, and leads the workers that then connect
 through one exchange (worker_wire.py): record and plan where something is new, copy, and say what they hold. It compares
-that with the digest table while they return, to a server that is paused and stays so.
+that with the digest table while they return, to a server that is paused and stays so: `receive` is done when that is
+right, and `returned` when the server is to be asked for something that has to come after.
 
 A server that speculates calls the loader for one model after another, in an order of its own: the one it serves, and
 its draft models. Each is an exchange of its own within the one call, and takes from the version what its loader asks
@@ -85,6 +86,10 @@ class DirectReceiver:
         self._agreements: dict[int, Agreement] = {}
         """By the model, in the order in which the server calls the loader."""
         self._caller: ThreadPoolExecutor | None = None
+        self._returning: Future[None] | None = None
+        """The server's call in which the last version was taken."""
+        self.remark = ""
+        """Why the last copies were slower than they could be."""
         self.seconds: dict[str, float] = {}
         """Where the time of the last round went, all models together. `copy` and `verify` are of the slowest worker.
 
@@ -104,7 +109,7 @@ class DirectReceiver:
     def receive(  # noqa: PLR0917
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
-        """Have every worker take the version, and prove it."""
+        """Have every worker take the version, and prove it. The server may still have to return: see `returned`."""
         del rank_offset  # there is no group here
         self.close()
         self._touched = False
@@ -123,6 +128,12 @@ class DirectReceiver:
         finally:
             self.close()
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
+
+    def returned(self, deadline_s: float) -> None:
+        """Implements `Returning`."""
+        if self._returning is not None:
+            _wait(self._returning, deadline_s)
+            _returned(self._returning, deadline_s)
 
     def close(self) -> None:
         """Hang up. Workers that wait for us return from their call."""
@@ -189,12 +200,12 @@ class DirectReceiver:
         server: EngineServer,
         deadline: Deadline,
     ) -> None:
-        """From the server's call to its return."""
+        """From the server's call to the proof. Where that fails, or there are draft models, to its return."""
         open_runtime_dir(self._runtime_dir)
         listener = self._listener = FrameListener(self._runtime_dir / f"{engine}-{os.getpid()}-w.sock")
         if self._caller is None:
             self._caller = ThreadPoolExecutor(1, "weightbus-direct")
-        call = self._caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
+        call = self._returning = self._caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
         try:
             for model in itertools.count() if server.drafts else (0,):
                 with self._timed("gather"):
@@ -213,12 +224,11 @@ class DirectReceiver:
                     agreement.proof.check(session.table, lanes, [each.odd for each in replayed])
         except Exception as error:
             self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
-            raise
-        finally:
             listener.close()
             with self._timed("return"):
                 _wait(call, self._patience_s(deadline))
-        _returned(call, deadline)
+            raise
+        listener.close()
 
     def _pulse(self) -> None:
         """Called often while workers are waited for: raises `TransferFailed` where that is in vain."""
@@ -288,6 +298,7 @@ class DirectReceiver:
             # Every worker has answered: if none of them began to write, the engine holds what it held.
             self._touched = touched or failed.touched
             raise
+        self.remark = next((each.remark for each in replayed if each.remark), "")
         self._add("copy", max(each.copy_s for each in replayed))
         self._add("verify", max(each.verify_s for each in replayed))
         return replayed
@@ -312,9 +323,9 @@ def _wait(call: Future[None], seconds: float) -> None:
         return
 
 
-def _returned(call: Future[None], deadline: Deadline) -> None:
+def _returned(call: Future[None], waited_s: float) -> None:
     if not call.done():
-        raise DeadlineExceeded("the server to return from our loader", deadline.seconds)
+        raise DeadlineExceeded("the server to return from our loader", waited_s)
     call.result()
 
 

@@ -13,6 +13,7 @@
         OutOfSharedMemory        the host has no room for a staging buffer: says how much is asked and free
         Unsupported              the transport cannot serve this engine: says which can
             NotRecordable        nothing can be copied straight into its parameters, in this launch of its server
+        NoCopyEngines            a GPU's copy engines cannot be used: a kernel copies instead
 
 Errors carry their fields; messages say what was found, what was expected and what to do.
 """
@@ -103,3 +104,13 @@ class Unsupported(DataplaneError):
 
 class NotRecordable(Unsupported):
     """An engine's loader cannot be followed, or what it keeps not be proven. Whole buckets can serve it."""
+
+
+class NoCopyEngines(DataplaneError):
+    """The copy engines of a GPU cannot be used; the kernel copies what they would have."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(
+            f"{detail}: a kernel copies instead, slower where two GPUs read from each other."
+            " WEIGHTBUS_WORKER_BRANCHES=0 in the server's environment asks for the kernel at once"
+        )

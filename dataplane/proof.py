@@ -35,7 +35,6 @@ from .recording import Cause, LoadedTensor, Recording
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """What is read back in each round. Beyond, another transport is quicker."""
 
-Rows = Column | slice
 _WIDER: Final = {
     ("bfloat16", "float32"),
     ("float16", "float32"),
@@ -71,10 +70,14 @@ class Proof:
     """Tensors that are put together from what was read back."""
 
     @cached_property
-    def _groups(self) -> tuple[Column, Rows]:
-        """(proven,): the tensors that atoms are of; and which of them each atom is a part of."""
+    def _reading(self) -> _Reading:
+        return _reading(self)
+
+    @cached_property
+    def _groups(self) -> tuple[Column, Column]:
+        """(proven,): the tensors that atoms are of; (atoms,): which of them each atom is a part of."""
         proven, group = np.unique(self.atoms.space, return_inverse=True)
-        return proven, rows_of(group, len(proven))
+        return proven, group
 
     @cached_property
     def _sizes(self) -> Column:
@@ -82,40 +85,43 @@ class Proof:
         indexes: list[int] = self._groups[0].tolist()
         return np.array([self.tensors[index].nbytes for index in indexes], np.int64)
 
-    @cached_property
-    def _instances(self) -> tuple[tuple[Rows, Column], ...]:
-        """By worker: the atom that each of its instances is, and the instances of atoms that are in several places."""
-        places = np.bincount(np.concatenate([each.atom for each in self.ranks]), minlength=len(self.atoms))
-        return tuple(
-            (rows_of(each.atom, len(self.atoms)), np.flatnonzero(places[each.atom] > 1)) for each in self.ranks
-        )
-
     def check(self, table: DigestTable, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> None:
-        """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere."""
+        """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere.
+
+        A server may stand still for it: what only depends on the layout is worked out once.
+        """
+        reading = self._reading
+        for number, (rank, each) in enumerate(zip(self.ranks, lanes, strict=True)):
+            if each.shape != (2, len(rank.atom)):
+                raise ValueError(f"worker {number} reported {each.shape} sums, expected 2 for {len(rank.atom)} boxes")
+        sums = np.concatenate(lanes, axis=1)
+        agreed = np.array_equal(sums[:, reading.again], sums[:, reading.before])
+        totals = np.add.reduceat(sums[:, reading.by_tensor], reading.begins, axis=1) if len(reading.begins) else sums
+        digests = integrity.finish(totals, self._sizes)
+        if not agreed or digests != reading.of(table.tensors):
+            self._explain(table, lanes)
+        for index in self.odd:
+            self._compare(table, index, digest_of(self._assembled(index, odd)))
+
+    def _explain(self, table: DigestTable, lanes: Sequence[Lanes]) -> None:
+        """Raise for the first box that differs between workers, or the first tensor that is another one."""
         found = np.zeros((2, len(self.atoms)), np.uint64)
-        for (atom, _), sums in zip(self._instances, lanes, strict=True):
-            found[:, atom] = sums
-        for number, ((_, several), rank, sums) in enumerate(zip(self._instances, self.ranks, lanes, strict=True)):
-            differs = several[(found[:, rank.atom[several]] != sums[:, several]).any(axis=0)]
+        for rank, sums in zip(self.ranks, lanes, strict=True):
+            found[:, rank.atom] = sums
+        for number, (rank, sums) in enumerate(zip(self.ranks, lanes, strict=True)):
+            differs = np.flatnonzero((found[:, rank.atom] != sums).any(axis=0))
             if len(differs):
                 self._disagree(number, int(rank.atom[differs[0]]), found, sums[:, differs[0]])
         proven, group = self._groups
-        totals = found
-        if not isinstance(group, slice):
-            totals = np.zeros((2, len(proven)), np.uint64)
-            for lane in (0, 1):
-                np.add.at(totals[lane], group, found[lane])
-        digests = integrity.finish(totals, self._sizes)
-        expected = table.tensors
-        if len(proven) < len(self.tensors):
-            expected = np.frombuffer(expected, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[proven].tobytes()
-        if digests != expected:
-            both = (np.frombuffer(each, np.uint8).reshape(-1, integrity.DIGEST_BYTES) for each in (digests, expected))
-            wrong = int(np.argmax(np.not_equal(*both).any(axis=1)))
-            size = integrity.DIGEST_BYTES
-            self._compare(table, int(proven[wrong]), digests[size * wrong : size * wrong + size])
-        for index in self.odd:
-            self._compare(table, index, digest_of(self._assembled(index, odd)))
+        totals = np.zeros((2, len(proven)), np.uint64)
+        for lane in (0, 1):
+            np.add.at(totals[lane], group, found[lane])
+        digests = np.frombuffer(integrity.finish(totals, self._sizes), np.uint8).reshape(-1, integrity.DIGEST_BYTES)
+        expected = np.frombuffer(table.tensors, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[proven]
+        wrong = np.flatnonzero((digests != expected).any(axis=1))
+        if len(wrong):
+            self._compare(table, int(proven[wrong[0]]), digests[wrong[0]].tobytes())
+        raise AssertionError("sums that are not what they must be, and no tensor that is wrong")
 
     def _disagree(self, rank: int, atom: int, found: Lanes, sums: Lanes) -> None:
         box = self.atoms.at(atom)
@@ -139,9 +145,36 @@ class Proof:
         return put_together(self.tensors[index], parts)
 
 
-def rows_of(column: Column, count: int) -> Rows:
-    """An index of `count` rows: the slice of all of them, which costs little, where `column` names each in turn."""
-    return slice(None) if np.array_equal(column, np.arange(count)) else column
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """How the sums of all workers, one after another, are read."""
+
+    again: Column
+    """Instances of an atom that another one is of, too; and that other one, at the same place of `before`."""
+    before: Column
+    by_tensor: Column
+    """(atoms,): one instance of each atom, those of a tensor together, in the order of the tensors."""
+    begins: Column
+    """(proven,): where each tensor begins there."""
+    proven: Column | None
+    """(proven,): the tensors; None: all of the manifest."""
+
+    def of(self, digests: bytes) -> bytes:
+        """Of the digests of all tensors, those of the proven ones."""
+        if self.proven is None:
+            return digests
+        return np.frombuffer(digests, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[self.proven].tobytes()
+
+
+def _reading(proof: Proof) -> _Reading:
+    atom = np.concatenate([rank.atom for rank in proof.ranks])
+    first = np.full(len(proof.atoms), len(atom), np.int64)
+    np.minimum.at(first, atom, np.arange(len(atom)))
+    again = np.flatnonzero(first[atom] != np.arange(len(atom)))
+    order = np.argsort(proof.atoms.space, kind="stable")
+    proven, begins = np.unique(proof.atoms.space[order], return_index=True)
+    everything = len(proven) == len(proof.tensors)
+    return _Reading(again, first[atom[again]], first[order], begins, None if everything else proven)
 
 
 def provable(recording: Recording) -> Recording:
@@ -234,7 +267,7 @@ def _cells(boxes: Boxes) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
 
 
 def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Sequence[Boxes]) -> None:
-    """Raise `Unsupported` for a tensor that the workers hold only a part of: its digest speaks of the whole."""
+    """Raise `NotRecordable` for a tensor that the workers hold only a part of: its digest speaks of the whole."""
     found = volumes(atoms, len(tensors))
     parts: Mapping[int, list[Box]] = defaultdict(list)
     for boxes in held:

@@ -206,6 +206,25 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 @runtime_checkable
+class Returning(Protocol):
+    """A receiver that has taken and proven a version before the server has returned from the call it was taken in."""
+
+    def returned(self, deadline_s: float) -> None:
+        """Wait until it has. Raises `TransferFailed` if it did not, or not well, and again whenever it is asked."""
+        ...
+
+
+@runtime_checkable
+class Remarking(Protocol):
+    """A receiver that can say why it is slower than it could be."""
+
+    @property
+    def remark(self) -> str:
+        """Of the last version; empty where there is nothing to say."""
+        ...
+
+
+@runtime_checkable
 class Timed(Protocol):
     """A receiver that knows where its last transfer's time went."""
 

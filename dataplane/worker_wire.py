@@ -109,13 +109,15 @@ class Replay(WireMessage, frozen=True, tag=True):
     exports: tuple[Exports, ...]
 
 
-class Replayed(WireMessage, frozen=True, tag=True):
+class Replayed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Worker: done. Lanes are of its groups, as little-endian uint64; `odd` are the bytes that were read back."""
 
     lanes: bytes
     odd: bytes
     copy_s: float
     verify_s: float
+    remark: str = ""
+    """Why it was slower than it could be."""
 
 
 class Expect(WireMessage, frozen=True, tag=True):

@@ -19,8 +19,12 @@ class Dispatcher:
         write: Callable[[Record], None],
         carry_out: Callable[[Effect], None],
         post: Callable[[Event], None],
+        write_late: Callable[[Record], None] | None = None,
     ) -> None:
-        """`write` makes a record durable or raises `OSError`; `post` gives back an event for the next turn."""
+        """`write` makes a record durable or raises `OSError`; `post` gives back an event for the next turn.
+
+        `write_late` begins to write one that nothing depends on; should it fail, `lost` is to be told.
+        """
         self.machine: Final = machine
         self.unsaved: Record | None = None
         """A record that could not be written yet."""
@@ -29,19 +33,27 @@ class Dispatcher:
         self._write = write
         self._carry_out = carry_out
         self._post = post
+        self._write_late = write_late
 
     def dispatch(self, event: Event, now: float) -> None:
         """Hand over `event`, check the machine, carry out what follows."""
         effects = self.machine.handle(event, now)
         self.machine.check()
         for effect in effects:
-            if isinstance(effect, Remember):
+            if isinstance(effect, Remember) and effect.late and self._write_late is not None:
+                self._write_late(effect.record)
+            elif isinstance(effect, Remember):
                 self._remember(effect.record)
             elif self.unsaved is not None and isinstance(effect, Run) and isinstance(effect.operation, Receive):
                 # Nobody would know after a crash that the weights are mixed: the transfer does not begin.
                 self._post(Operated(effect.number, Broken(self.problem)))
             else:
                 self._carry_out(effect)
+
+    def lost(self, record: Record, error: OSError) -> None:
+        """`record` could not be written late, and no newer one was since."""
+        self.unsaved = record
+        self.problem = f"the record cannot be written: {error.strerror or error}"
 
     def retry(self) -> None:
         """Try again to write what could not be written."""
@@ -56,7 +68,6 @@ class Dispatcher:
         try:
             self._write(record)
         except OSError as error:
-            self.unsaved = record
-            self.problem = f"the record cannot be written: {error.strerror or error}"
-            return
+            return self.lost(record, error)
         self.unsaved, self.problem = None, ""
+        return None

@@ -175,6 +175,8 @@ class Remember(msgspec.Struct, frozen=True):
     """Make `record` durable before anything that follows."""
 
     record: Record
+    late: bool = False
+    """... or at the same time: nothing that follows depends on it."""
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -27,10 +27,10 @@ class Ledger:
         return self.record.identity if self.record else ""
 
     def remember(self, identity: str, health: EngineHealth, held: Held | None, epoch: Epoch, folder: str) -> Remember:
-        """Write what is true now."""
+        """Write what is true now. That a version waits for its commit may be written late: nothing depends on it."""
         self.ahead = False
         self.record = Record(identity=identity, health=health, held=held, epoch=epoch, checkpoint=folder)
-        return Remember(self.record)
+        return Remember(self.record, late=held is not None and health is not EngineHealth.CLEAN)
 
     def arm(self, identity: str, health: EngineHealth, epoch: Epoch, folder: str) -> tuple[Remember, ...]:
         """Write what will be true once a transfer begins; nothing, when it is written already.

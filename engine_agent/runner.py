@@ -78,6 +78,7 @@ from .events import (
 from .giving import Giving, Noticed
 from .identity import ServerFacts
 from .key_files import read_keys
+from .late_records import LateRecords
 from .lending import Lending
 from .record_file import RecordFile
 from .saved_versions import SavedVersions
@@ -143,7 +144,8 @@ class EngineAgent:
         self._server.observe(self._worker.called)
         self.meters.live(SIDECAR_CONNECTED, self._connected)
         self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
-        self._dispatcher = Dispatcher(self._machine, self._write, self._carry_out, self._post)
+        self._late = LateRecords(self._write)
+        self._dispatcher = Dispatcher(self._machine, self._late.now, self._carry_out, self._post, self._late.later)
         self._view = self._machine.view()
         self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
         self._operations: queue.SimpleQueue[Run | Future[None] | None] = queue.SimpleQueue()
@@ -303,6 +305,8 @@ class EngineAgent:
             event.event.set()
         elif event is not None:
             self._dispatch(event)
+        if (lost := self._late.failure()) is not None:
+            self._dispatcher.lost(*lost)
         self._dispatcher.retry()
         self._dispatch(Ticked(self._heard_at()))
         if (bus := self._bus) is not None and (command := self._saved.next(self._view, bus, time.monotonic())):
@@ -372,6 +376,7 @@ class EngineAgent:
         self._worker.close()
         self._server.close()
         http.stop()
+        self._late.close()
         self._records.release()
         self._claim.release()
 

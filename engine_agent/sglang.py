@@ -116,6 +116,11 @@ class SGLangServer:
         return bool(self.facts.speculative)
 
     @property
+    def updating(self) -> bool:
+        """A session is open, which `end_update` has to close before anything generates."""
+        return self._session
+
+    @property
     def touched(self) -> bool:
         """A call that changes weights has been made since `untouched`."""
         return self._touched

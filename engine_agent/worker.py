@@ -29,7 +29,8 @@ from weightbus.control.trust import TrustList
 from weightbus.dataplane.errors import DataplaneError, NotRecordable
 from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.saved_version import SavedReceiver, SavedVersion
-from weightbus.dataplane.transport import Address, Receiver, Session, Sized, Stager, Timed
+from weightbus.dataplane.transport import Address, Receiver, Remarking, Returning, Session, Sized, Stager, Timed
+from weightbus.dataplane.workers import RETURN_S
 
 from . import checkpoint, validate
 from .catch_up import SAVED
@@ -101,19 +102,22 @@ class Worker:
         self._meters = meters
         self._proof = proof
         self._trust = trust
-        self._number = 0
+        self._number, self._launch = 0, ""
         self._called_off = -1
         """The last operation that nobody wants any more."""
         self._signer: AgentId | None = None
         """Of the publication that was believed last."""
         self._layouts: dict[str, Manifest] = {}
-        self._table: tuple[str, DigestTable] | None = None
-        """The last one that was read, by its digest: the steps of a round read it again."""
+        self._table: tuple[tuple[str, str], DigestTable] | None = None
+        """The last one that was read, by its manifest's digest and its own: the steps of a round read it again."""
         self._fits: set[tuple[str, str, str]] = set()
+        self._returning: tuple[Returning, str] | None = None
+        """Who took the last version, and of which launch: its server may still have to return from the call."""
+        self._remark = ""
 
     def perform(self, operation: Operation, identity: str = "", number: int = 0) -> Result:
         """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
-        self._number = number
+        self._number, self._launch = number, identity
         self._server.expect(identity)
         step = type(operation).__name__.lower()
         started = time.monotonic()
@@ -169,12 +173,15 @@ class Worker:
             case PauseServer(mode, deadline_s):
                 self._server.pause(mode, min(deadline_s, CALL_S))
             case Stage(command, folder):
+                self._settle_quietly(command.deadline_s)
                 self._stage(command, folder)
             case Receive(command, folder):
                 return self._receive(command, folder)
             case Verify(command, checked):
                 return self._verify(command, checked=checked)
             case Label(version, deadline_s):
+                if self._server.updating:
+                    self._settle(min(deadline_s, CALL_S))
                 self._server.set_label(str(version), min(deadline_s, CALL_S))
             case Release():
                 self._release(operation)
@@ -201,7 +208,9 @@ class Worker:
         if layout is None:
             layout = Manifest.decode(self._blob(manifest, deadline_s))
             self._layouts = {manifest: layout}
-        return layout, DigestTable.decode(self._blob(table, deadline_s), layout)
+        if self._table is None or self._table[0] != (manifest, table):
+            self._table = (manifest, table), DigestTable.decode(self._blob(table, deadline_s), layout)
+        return layout, self._table[1]
 
     def _blob(self, digest: str, deadline_s: float) -> bytes:
         if self.saved is not None and digest in self.saved.blobs:
@@ -253,6 +262,7 @@ class Worker:
 
     def _receive(self, command: Transfer, folder: str) -> Result:
         started = time.monotonic()
+        self._settle_quietly(command.deadline_s)
         self._active = None
         self._server.untouched()
         self._believe_offer(command)
@@ -275,7 +285,11 @@ class Worker:
         except Exception:
             self._end_update_quietly()
             raise
-        self._server.end_update()
+        if isinstance(receiver, Returning):
+            self._returning = receiver, self._launch
+        else:
+            self._server.end_update()
+        self._tell_remark(receiver)
         if isinstance(receiver, Timed):
             for step, seconds in receiver.seconds.items():
                 self._meters.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
@@ -285,6 +299,38 @@ class Worker:
 
     def _receiver_of(self, kind: str) -> Receiver:
         return SavedReceiver() if kind == SAVED else self._make(kind)
+
+    def _tell_remark(self, receiver: Receiver) -> None:
+        """Once for each."""
+        remark = receiver.remark if isinstance(receiver, Remarking) else ""
+        if remark and remark != self._remark:
+            _log.warning("copies_are_slower", reason=remark)
+        self._remark = remark
+
+    def _settle(self, deadline_s: float) -> None:
+        """Wait until the server has returned from the call in which the last version was taken, and end its update.
+
+        The version was proven before; what is asked of the server meanwhile has to bear it. Raises what kept it from
+        returning well, and goes on to do so until another version is taken: it generates nothing before.
+        """
+        if self._returning is None:
+            return
+        receiver, launch = self._returning
+        if launch == self._launch:
+            began = time.monotonic()
+            receiver.returned(deadline_s)
+            self._meters.observe(STEP_SECONDS, time.monotonic() - began, step="transfer_return")
+            self._server.end_update()
+        self._returning = None
+
+    def _settle_quietly(self, deadline_s: float) -> None:
+        """Another version is to be taken: how the call of the one before ended does not matter, but that it did."""
+        try:
+            self._settle(min(deadline_s, RETURN_S))
+        except (EngineAgentError, DataplaneError) as error:
+            _log.warning("server_did_not_return", reason=str(error))
+            self._end_update_quietly()
+        self._returning = None
 
     def _end_update_quietly(self) -> None:
         """After a failure: the session must not stay open, but what is reported is the failure, not this."""
@@ -332,6 +378,7 @@ class Worker:
         if isinstance(self._active, Stager):
             self._active.close()  # what was taken and not put into place is nobody's
         until = time.monotonic() + release.deadline_s
+        self._settle(min(release.deadline_s, RETURN_S))
         if release.version is not None and not release.labelled:
             self._server.set_label(str(release.version), min(release.deadline_s, CALL_S))
         self._server.take_rest_back(min(release.deadline_s, CALL_S))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +15,7 @@ import torch
 
 from weightbus.dataplane import worker_wire as wire
 from weightbus.dataplane.copy_engine import PreparedCopies, PreparedDigest
-from weightbus.dataplane.copy_engines import engine_for
+from weightbus.dataplane.copy_engines import branches_asked, engine_for
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.device_name import device_name, readable_peers
 from weightbus.dataplane.digest_table import BoxTable
@@ -32,6 +34,8 @@ from .taker import Taker
 _OPEN_S = 30.0
 """For all memory of one trainer rank."""
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True, eq=False)
 class _Bound:
@@ -40,6 +44,11 @@ class _Bound:
     exports: tuple[wire.Exports, ...]
     copies: PreparedCopies
     staging: PreparedCopies
+
+    @property
+    def remark(self) -> str:
+        """Why it is slower than it could be."""
+        return self.copies.remark or self.staging.remark
 
 
 class WorkerState:
@@ -52,6 +61,8 @@ class WorkerState:
         """The last replay began to write."""
         self._model = model
         self._held = ModelTensors(model)
+        self._device_name = device_name(self._held.device)
+        self._peers = readable_peers(self._held.device)
         self._engine = engine_for(self._held.device)
         self._importer = RegionImporter(self._held.device)
         self._layout = ""
@@ -66,6 +77,7 @@ class WorkerState:
         self._casts: list[Callable[[], bool]] = []
         self._bound: _Bound | None = None
         self._taker: Taker | None = None
+        self._remark = ""
 
     def hello(self, rank: int) -> wire.Hello:
         """Who this is. A model whose tensors were replaced since has nothing."""
@@ -74,8 +86,8 @@ class WorkerState:
         plan = self._plan
         return wire.Hello(
             rank=rank,
-            device=device_name(self._held.device),
-            peers=readable_peers(self._held.device),
+            device=self._device_name,
+            peers=self._peers,
             layout=self._layout if plan else "",
             recording=plan.recording if plan else "",
             plan=plan.plan if plan else "",
@@ -149,6 +161,9 @@ class WorkerState:
         bound.copies.run()
         if plan.staged:
             bound.staging.run()
+        if bound.remark != self._remark:
+            self._remark = bound.remark
+            _log.warning("weightbus: %s", bound.remark or "copies are as fast as they can be again")
         self._finish(plan)
         self._importer.check()
         return self._proven(began)
@@ -176,6 +191,7 @@ class WorkerState:
             odd=self._odd_buffer.cpu().numpy().tobytes(),
             copy_s=copied - began,
             verify_s=time.perf_counter() - copied,
+            remark=self._bound.remark if self._bound is not None else "",
         )
 
     def release(self) -> None:
@@ -202,12 +218,13 @@ class WorkerState:
         sources = [self._importer.region(holder, region) for holder, region in plan.sources]
         targets = [bytes_of(tensor) for tensor in self._held.tensors]
         copies, staging = self._tables
+        reader = engine_for(self._held.device, branches_asked(os.environ))
         copies.check(sizes_of(sources), sizes_of(targets))
         staging.check(sizes_of(sources), sizes_of([self._buffer]))
         self._bound = _Bound(
             exports,
-            self._engine.copies(copies, sources, targets),
-            self._engine.copies(staging, sources, [self._buffer]),
+            reader.copies(copies, sources, targets),
+            reader.copies(staging, sources, [self._buffer]),
         )
         return self._bound
 

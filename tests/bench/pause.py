@@ -3,7 +3,8 @@
 A coordinator, a sidecar and a light server (tests/kit/fake_sglang.py, here with our loader and a tiny model) are
 processes of their own; this one trains and publishes over `direct`. The server notes when each call came and went, so
 every hop of the pause is measured where requests feel it: from the moment it stands still to the moment it goes on.
-What a real server takes for its part (its step, its scheduler, the copy) is not in it; tests/gpu/direct.py has that.
+What a real server takes for its part (its step, its scheduler, the copy) is not in it, but for ``--hop-ms``: so long
+every call takes to the workers, and its answer back. tests/gpu/direct.py has all of it.
 
 Prints one JSON object: milliseconds, medians over the rounds, and `gap` = from the end of the pause call to the end of
 the call that lets it generate.
@@ -62,8 +63,9 @@ class Served(torch.nn.Module):
 class NotingServer(FakeSGLang):
     """Says when each call came and went."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        super().__init__(checkpoint)
+    def __init__(self, checkpoint: Path, version: str, hop_s: float) -> None:
+        super().__init__(checkpoint, version)
+        self.hop_s = hop_s
         self.model = Served(model.weights(checkpoint, model.LAUNCH))
 
     def server_info(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +91,10 @@ class NotingServer(FakeSGLang):
         """As the light server."""
         came = time.monotonic()
         try:
-            return super().answer(method, path, body)
+            time.sleep(self.hop_s)
+            found = super().answer(method, path, body)
+            time.sleep(self.hop_s)
+            return found
         finally:
             note(path, came)
 
@@ -100,7 +105,7 @@ def note(what: str, came: float) -> None:
     sys.stdout.flush()
 
 
-def serve(checkpoint: Path) -> None:
+def serve(checkpoint: Path, version: str, hop_s: float) -> None:
     """Until killed."""
     from weightbus.engine_agent import worker_loader
 
@@ -115,7 +120,7 @@ def serve(checkpoint: Path) -> None:
             note(type(message).__name__, came)
 
     worker_loader._obey = noting
-    server = NotingServer(checkpoint).start()
+    server = NotingServer(checkpoint, version, hop_s).start()
     note(f"http://127.0.0.1:{server.port}", 0.0)
     signal.pause()
 
@@ -123,7 +128,7 @@ def serve(checkpoint: Path) -> None:
 # -- the rounds --------------------------------------------------------------------------------------------------------
 
 
-def run(rounds: int, folder: Path) -> dict[str, Any]:
+def run(rounds: int, folder: Path, release: str, hop_ms: float) -> dict[str, Any]:
     """Publish `rounds` versions and take the pauses of the steady ones apart."""
     from weightbus.trainer_agent import TrainerAgent
     from weightbus.trainer_agent.hf_module import HFModuleSource
@@ -142,7 +147,8 @@ def run(rounds: int, folder: Path) -> dict[str, Any]:
     try:
         ports = (f"--router-port={bus}", f"--pub-port={free_port()}", f"--http-port={status}")
         start(*weightbus, "coordinator", "--insecure-loopback", *ports, f"--journal={folder / 'journal.sqlite'}")
-        start(sys.executable, __file__, "--serve", str(checkpoint), out=notes)
+        as_told = ("--release", release, "--hop-ms", str(hop_ms))
+        start(sys.executable, __file__, "--serve", str(checkpoint), *as_told, out=notes)
         wait("the server", lambda: bool(noted(notes)))
         sidecar = ("--insecure-loopback", "--name=e0", "--channel=bench", f"--server={noted(notes)[0][0]}")
         sidecar += (f"--coordinator=tcp://127.0.0.1:{bus}", f"--http-port={free_port()}", "--verify=available")
@@ -191,7 +197,7 @@ def taken_apart(notes: list[tuple[str, float, float]]) -> list[dict[str, float]]
                 "loader_called_to_copy": replay[0] - update[0],
                 "copy_and_digest": replay[1] - replay[0],
                 "copied_to_loader_left": update[1] - replay[1],
-                "loader_left_to_resume_called": resume[0] - update[1],
+                "loader_left_to_resume_called": max(resume[0] - update[1], 0.0),
                 "resume_call": resume[1] - resume[0],
                 "of_it_label_call": label[1] - label[0],
                 "pause_call": pause[1] - pause[0],
@@ -243,11 +249,15 @@ def main() -> None:
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=40, help="versions to publish")
     parser.add_argument("--disk", help="folder for journal and records: what their fsyncs take is in the figures")
+    parser.add_argument(
+        "--release", default="0.5.23", help="of SGLang, whose calls the server takes; 0.5.17: no sessions"
+    )
+    parser.add_argument("--hop-ms", type=float, default=0.0, help="of every call to the workers, and of its answer")
     given = parser.parse_args()
     if given.serve:
-        return serve(given.serve)
+        return serve(given.serve, given.release, given.hop_ms / 1000)
     with tempfile.TemporaryDirectory(prefix="wbp", dir=given.disk) as folder:
-        sys.stdout.write(json.dumps(run(given.rounds, Path(folder)), indent=1) + "\n")
+        sys.stdout.write(json.dumps(run(given.rounds, Path(folder), given.release, given.hop_ms), indent=1) + "\n")
     return None
 
 

@@ -1,92 +1,90 @@
-"""What workers report is compared with the digest table: whatever differs is found, wherever it is held."""
+"""Sums of all workers against the digest table: whatever is wrong in any place of any worker is found, and named."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weightbus.dataplane import integrity
 from weightbus.dataplane.boxes import Boxes
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.digest_table import BoxTable, Lanes, table_of
 from weightbus.dataplane.errors import DigestMismatch
-from weightbus.dataplane.manifest import DigestTable, TensorSpec
-from weightbus.dataplane.packing import packed
-from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.proof import Proof, RankProof, rows_of
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.proof import Proof, RankProof
 
-SPECS = tuple(TensorSpec(name, "bfloat16", (8, 16)) for name in ("a", "b", "c", "d"))
-NOTHING = Pieces.of(SPECS, [])
-NONE = np.zeros(0, np.int64)
+TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 8)) for number in range(6))
 
 
-def rank(*atoms: int) -> RankProof:
-    """A worker that holds these atoms, in this order."""
-    table: BoxTable = table_of(NOTHING, NONE, NONE)
-    copies: CopyTable = packed(NOTHING, NONE, NONE).copies
-    return RankProof(table, np.array(atoms, np.int64), copies, NOTHING, 0)
+class Held:
+    """Workers that hold atoms of some tensors, in any order, each atom one of them or several, or one several times."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        atoms = draw(st.lists(st.sampled_from(draw(st.sampled_from([(0, 1, 2, 3, 4, 5), (1, 3, 4)]))), max_size=12))
+        workers = draw(st.integers(1, 3))
+        self.space = np.array(atoms, np.int64)
+        held: list[list[int]] = [[] for _ in range(workers)]
+        for atom in range(len(atoms)):
+            for worker in draw(st.lists(st.integers(0, workers - 1), min_size=1, max_size=3)):
+                held[worker].append(atom)
+        ranks = [np.array(draw(st.permutations(each)), np.int64) for each in held]
+        rng = np.random.default_rng(draw(st.integers(0, 100)))
+        sums = rng.integers(0, 2**64, (2, len(atoms)), np.uint64)
+        self.lanes = [sums[:, rank] for rank in ranks]
+        corner = np.zeros((len(atoms), 2), np.int64)
+        parts = tuple(RankProof(cast("Any", None), rank, cast("Any", None), cast("Any", None), 0) for rank in ranks)
+        self.proof = Proof(TENSORS, Boxes(self.space, corner, corner), parts, ())
+        totals = np.zeros((2, len(TENSORS)), np.uint64)
+        for lane in (0, 1):
+            np.add.at(totals[lane], self.space, sums[lane])
+        self.digests = integrity.finish(totals, np.array([spec.nbytes for spec in TENSORS]))
+
+    def check(self, digests: bytes | None = None) -> None:
+        table = SimpleNamespace(tensors=self.digests if digests is None else digests)
+        self.proof.check(cast("Any", table), self.lanes, [b""] * len(self.lanes))
 
 
-def proof(halves: tuple[int, ...], *ranks: RankProof) -> Proof:
-    """Of tensors that are whole atoms, or two halves of rows if they are among `halves`; the last one is not held."""
-    boxes = [
-        (tensor, top, bottom)
-        for tensor in range(3)
-        for top, bottom in (((0, 4), (4, 8)) if tensor in halves else ((0, 8),))
-    ]
-    space, start, stop = (np.array(column, np.int64) for column in zip(*boxes, strict=True))
-    along = np.zeros_like(start)
-    atoms = Boxes(space, np.stack([start, along], 1), np.stack([stop, along + 16], 1))
-    return Proof(SPECS, atoms, ranks, ())
+@st.composite
+def helds(draw: st.DrawFn) -> Held:
+    return Held(draw)
 
 
-def sums(count: int) -> Lanes:
-    return np.random.default_rng(count).integers(0, 1 << 63, (2, count)).astype(np.uint64) * np.uint64(2)
+@given(helds(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_whatever_is_wrong_is_named(held: Held, data: st.DataObject) -> None:
+    """One bit, in either lane, of any place that any worker holds; also where another worker has the same box right."""
+    held.check()
+    full = [worker for worker, lanes in enumerate(held.lanes) if lanes.shape[1]]
+    if not full:
+        return
+    worker = data.draw(st.sampled_from(full))
+    place = data.draw(st.integers(0, held.lanes[worker].shape[1] - 1))
+    held.lanes[worker][data.draw(st.integers(0, 1)), place] ^= np.uint64(1 << data.draw(st.integers(0, 63)))
+    name = TENSORS[int(held.space[held.proof.ranks[worker].atom[place]])].name
+    with pytest.raises(DigestMismatch, match=name):
+        held.check()
 
 
-def table(made: Proof, lanes: Lanes) -> DigestTable:
-    """Of these sums of all atoms."""
-    totals = np.zeros((2, len(SPECS)), np.uint64)
-    for atom, tensor in enumerate(made.atoms.space.tolist()):
-        totals[:, tensor] += lanes[:, atom]
-    digests = integrity.finish(totals, np.array([spec.nbytes for spec in SPECS], np.int64))
-    return DigestTable("m", 1, integrity.ALGORITHM, digests)
+@given(helds(), st.integers(0, 16 * len(TENSORS) - 1))
+@settings(max_examples=100, deadline=None)
+def test_another_version_is_named_and_what_is_not_held_does_not_matter(held: Held, byte: int) -> None:
+    """A digest of the table is another one."""
+    digests = bytearray(held.digests)
+    digests[byte] ^= 1
+    if byte // 16 not in held.space:
+        return held.check(bytes(digests))
+    with pytest.raises(DigestMismatch, match=f"t{byte // 16}'"):
+        held.check(bytes(digests))
+    return None
 
 
-CASES = {
-    "one worker, whole tensors": proof((), rank(0, 1, 2)),
-    "in another order": proof((), rank(2, 0, 1)),
-    "halves on two workers": proof((0, 2), rank(0, 2, 3), rank(1, 4)),
-    "held several times": proof((1,), rank(0, 1, 2, 3), rank(3, 2, 0), rank(1, 0)),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_sums_that_are_the_tables_are_taken(case: str) -> None:
-    """Whoever holds what, in whatever order, and a tensor that nobody holds is not asked for."""
-    made = CASES[case]
-    lanes = sums(len(made.atoms))
-    made.check(table(made, lanes), [lanes[:, each.atom] for each in made.ranks], [b""] * len(made.ranks))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_one_bit_anywhere_is_found(case: str) -> None:
-    """On any worker, of any atom and lane, also where another worker holds the same atom rightly."""
-    made = CASES[case]
-    lanes = sums(len(made.atoms))
-    for number, each in enumerate(made.ranks):
-        for instance in range(len(each.atom)):
-            for lane in (0, 1):
-                found = [lanes[:, other.atom].copy() for other in made.ranks]
-                found[number][lane, instance] ^= np.uint64(1 << 40)
-                tensor = SPECS[int(made.atoms.space[each.atom[instance]])].name
-                with pytest.raises(DigestMismatch, match=rf"\b{tensor}\b"):
-                    made.check(table(made, lanes), found, [b""] * len(made.ranks))
-
-
-def test_only_all_rows_in_their_order_are_a_slice() -> None:
-    """Another order or a part is the column itself."""
-    assert rows_of(np.arange(3), 3) == slice(None)
-    for other in ([0, 2, 1], [0, 1], [0, 1, 2, 2]):
-        assert rows_of(np.array(other), 3) is not slice(None)
-        assert np.array_equal(rows_of(np.array(other), 3), other)
+@given(helds())
+@settings(max_examples=50, deadline=None)
+def test_sums_of_other_boxes_are_refused(held: Held) -> None:
+    """A worker that reports one box too many."""
+    held.lanes[-1] = np.concatenate([held.lanes[-1], np.zeros((2, 1), np.uint64)], axis=1)
+    with pytest.raises(ValueError, match="reported"):
+        held.check()

@@ -28,7 +28,7 @@ from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.plan import Plan
 from weightbus.dataplane.proof import Proof
 from weightbus.dataplane.transport import Peer, Receipt
-from weightbus.engine_agent import worker_loader
+from weightbus.engine_agent import worker_loader, worker_state
 from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
 from weightbus.engine_agent.worker_state import WorkerState
@@ -426,10 +426,9 @@ def test_a_round_says_where_its_time_went(world: World) -> None:
         "copy",
         "verify",
         "compare",
-        "return",
     } <= first.keys()
     assert steady.keys() == first.keys() - {"plan", "agree"}
-    steps = ("gather", "record", "adopt", "replay", "compare", "return")
+    steps = ("gather", "record", "adopt", "replay", "compare")
     assert sum(steady[step] for step in steps) <= steady["held"] + 1e-6
 
 
@@ -456,6 +455,57 @@ def test_the_server_returns_while_it_is_proven(world: World, monkeypatch: pytest
         world.round(session)
     assert returned.is_set()
     assert world.receiver.touched
+
+
+def test_a_version_is_taken_when_it_is_proven(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server may still have to return, which is waited for by whoever asks it for something that comes after."""
+    go_on, load = threading.Event(), world.server.load_direct
+
+    def slow(socket: str, deadline_s: float) -> None:
+        load(socket, deadline_s)
+        assert go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(world.server, "load_direct", slow)
+    assert world.round().checked
+    for _ in range(2):
+        with pytest.raises(DeadlineExceeded, match="to return from our loader"):
+            world.receiver.returned(0.01)
+    go_on.set()
+    world.receiver.returned(WAIT_S)
+    world.receiver.returned(WAIT_S)
+
+
+def test_a_server_that_returns_badly_does_so_until_another_version_is_taken(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it holds is proven; that nothing is wrong with it is not."""
+    load = world.server.load_direct
+
+    def bad(socket: str, deadline_s: float) -> None:
+        load(socket, deadline_s)
+        raise TransferFailed("the server says no")
+
+    monkeypatch.setattr(world.server, "load_direct", bad)
+    assert world.round().checked
+    for _ in range(2):
+        with pytest.raises(TransferFailed, match="says no"):
+            world.receiver.returned(WAIT_S)
+    monkeypatch.setattr(world.server, "load_direct", load)
+    world.trainer.step(2)
+    assert world.round().checked
+    world.receiver.returned(WAIT_S)
+
+
+def test_copies_that_could_be_faster_are_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the worker to whoever leads it, for as long as it is so."""
+    world.round()
+    assert world.receiver.remark == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_state._Bound, "remark", property(lambda _: "no engines"))
+        world.round()
+        assert world.receiver.remark == "no engines"
+    world.round()
+    assert world.receiver.remark == ""
 
 
 @pytest.mark.parametrize("told", [4, 6])

@@ -17,9 +17,10 @@ from weightbus.control.messages import Offer, Policy, Prepare, Role, Seal, Trans
 from weightbus.control.provision import Member, provision
 from weightbus.control.telemetry import Meters, Side
 from weightbus.control.trust import TRUST_FILE, TrustList
-from weightbus.dataplane.errors import OutOfSharedMemory
+from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed
+from weightbus.dataplane.transport import Receipt
 from weightbus.engine_agent.dialects import dialect_of
-from weightbus.engine_agent.events import Broken, Receive, Release, Validate
+from weightbus.engine_agent.events import Broken, Label, Receive, Release, Validate
 from weightbus.engine_agent.identity import facts_of
 from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.worker import Worker
@@ -172,6 +173,88 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
     assert str(problem) in result.reason
     assert result.touched is touched
     assert calls == ["end_update"]
+
+
+class Early:
+    """A receiver that is done before the server has returned from its call."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.touched, self.wrong = calls, True, ""
+
+    def receive(self, *_: object) -> Receipt:
+        self.calls.append("receive")
+        return Receipt(1, 1, checked=True)
+
+    def returned(self, deadline_s: float) -> None:
+        assert deadline_s > 0
+        self.calls.append("returned")
+        if self.wrong:
+            raise TransferFailed(self.wrong)
+
+
+class Returns:
+    """A worker with such a receiver, and the calls that it makes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, session: bool) -> None:
+        self.calls: list[str] = []
+        self.receiver = Early(self.calls)
+        names = ("expect", "untouched", "take_weights_back", "set_label", "take_rest_back", "resume", "end_update")
+        quiet = {name: self.noting(name) for name in names}
+        server = SimpleNamespace(touched=False, updating=session, pause=self.noting("pause"), **quiet)
+        self.worker = Worker("e0", cast("Any", server), cast("Any", lambda _kind: self.receiver), None, METERS)
+        monkeypatch.setattr(self.worker, "_fit", lambda *_: (None, None))
+        self.take()
+
+    def noting(self, call: str) -> Callable[..., None]:
+        return lambda *_: self.calls.append(call) if call not in {"expect", "untouched", "take_weights_back"} else None
+
+    def take(self, launch: str = "one") -> object:
+        direct = Offer(transport=TransportKind.DIRECT, address="/run/x")
+        return self.worker.perform(Receive(msgspec.structs.replace(TRANSFER, offer=direct), ""), launch)
+
+    def did(self, operation: Any, launch: str = "one") -> tuple[object, list[str]]:
+        """How it ended, and which calls it made."""
+        self.calls.clear()
+        return self.worker.perform(operation, launch), list(self.calls)
+
+
+METERS = Meters(Side.ENGINE)
+RELEASE = Release(7, flush=False, deadline_s=5.0, labelled=True)
+
+
+def test_what_comes_after_the_call_waits_for_its_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A label does not; that the server generates does, and is waited for once."""
+    made = Returns(monkeypatch, session=False)
+    assert made.calls == ["receive"]
+    assert made.did(Label(7, 5.0))[1] == ["set_label"]
+    assert made.did(RELEASE)[1] == ["returned", "end_update", "take_rest_back", "resume"]
+    assert made.did(RELEASE)[1] == ["take_rest_back", "resume"]
+
+
+def test_where_there_are_sessions_the_label_comes_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has promised that one may be set while an update is open."""
+    made = Returns(monkeypatch, session=True)
+    assert made.did(Label(7, 5.0))[1] == ["returned", "end_update", "set_label"]
+
+
+def test_a_server_that_returned_badly_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is asked for, until another version is taken, or another launch is there."""
+    made = Returns(monkeypatch, session=False)
+    made.receiver.wrong = "it said no"
+    for _ in range(2):
+        result, calls = made.did(RELEASE)
+        assert isinstance(result, Broken)
+        assert "it said no" in result.reason
+        assert calls == ["returned"]
+    assert made.did(RELEASE, "another")[1] == ["take_rest_back", "resume"]
+
+    made = Returns(monkeypatch, session=False)
+    made.receiver.wrong = "it said no"
+    made.calls.clear()
+    made.take()
+    assert made.calls == ["returned", "end_update", "receive"]
+    made.receiver.wrong = ""
+    assert made.did(RELEASE)[1] == ["returned", "end_update", "take_rest_back", "resume"]
 
 
 def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:

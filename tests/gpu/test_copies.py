@@ -165,6 +165,36 @@ def test_a_reader_sees_what_the_trainer_writes(trainer: Trainer) -> None:
     importer.close()
 
 
+@pytest.mark.parametrize("branches", [0, 1, 4])
+def test_copy_engines_and_kernel_share_a_table(trainer: Trainer, branches: int) -> None:
+    """Long and short runs of a peer's memory, once and again; on the same GPU the kernel takes all of them."""
+    importer = RegionImporter(GPU)
+    address, generation, offset, _ = trainer.ask("export")
+    importer.open(Address(address), 0, int(generation), [0], OPEN_S)
+    run = column(1 << 20, 100, 2 << 20, 64 << 10) // 2
+    at, zero = int(offset) + 2 * (np.cumsum(run) - run), run * 0
+    grid, steps = np.ones((4, 3), np.int64), np.zeros((4, 3), np.int64)
+    grid[3, 2], steps[3, 2] = 8, 128 << 10
+    bf16 = zero + DTYPES.index("bfloat16")
+    table = CopyTable(zero, zero, at, at - int(offset), bf16, bf16, run, grid, steps, steps)
+    found = torch.zeros(4 << 20, dtype=torch.uint8, device=GPU)
+    copies = engine_for(GPU, branches).copies(table, [importer.region(0, 0)], [found])
+    assert copies.remark == ""
+
+    for value in (5.0, 9.0):
+        if value == 9.0:
+            trainer.ask("write")
+        found.zero_()
+        copies.run()
+        expected = torch.zeros(4 << 20, dtype=torch.uint8)
+        source = torch.full((1 << 20,), value).view(torch.uint8)
+        rows = replace(table, source_at=at - int(offset))
+        TorchEngine().copies(rows, [source], [expected]).run()
+        assert torch.equal(found.cpu(), expected)
+    copies.close()
+    importer.close()
+
+
 def test_memory_is_kept_until_readers_have_let_go(trainer: Trainer) -> None:
     """A trainer that closes and frees does not pull memory away from under a kernel."""
     importer = RegionImporter(GPU)

@@ -1,0 +1,73 @@
+"""Which rows of a table the copy engines of a GPU carry out, and as which copies of theirs. Pure, by column.
+
+A copy engine moves bytes that lie one after another with one command. That is fast where they are many. Two GPUs that
+read from each other at the same time are faster with it than with a kernel, whose requests take room on the way of the
+other's bytes; on one GPU the kernel is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .boxes import Column
+from .copy_table import AXES, ITEM_SIZES, CopyTable
+
+LEAST_RUN: Final = 1024 * 1024
+"""Bytes. Shorter runs are the kernel's: to hand one over costs the host half a microsecond, and an engine as much."""
+MOST_RUN: Final = 32 * 1024 * 1024
+"""Bytes. Longer ones are cut, so that branches can be of one length."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class CopyRuns:
+    """Bytes that lie one after another on both sides. All columns are (runs,) int64."""
+
+    source: Column
+    """Address of the first byte."""
+    target: Column
+    nbytes: Column
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, runs: Column) -> CopyRuns:
+        """The runs named, in their order."""
+        return CopyRuns(*(getattr(self, field.name)[runs] for field in fields(self)))
+
+
+def for_copy_engines(table: CopyTable, remote: Column) -> Mask:
+    """(rows,): rows without casts that read from a peer (`remote`: (regions,) 0 or 1) in runs that are worth it."""
+    worth: Mask = (table.run * ITEM_SIZES[table.target_dtype] >= LEAST_RUN) & (table.casts == 0)
+    found: Mask = worth & (remote[table.source] != 0)
+    return found
+
+
+def copy_runs(table: CopyTable, source_base: Column, target_base: Column) -> CopyRuns:
+    """The runs of a table without casts, long ones in parts; bases are the addresses of the regions."""
+    nbytes = table.run * ITEM_SIZES[table.target_dtype]
+    parts = -(-nbytes // MOST_RUN)
+    count: Column = table.grid.prod(axis=1, dtype=np.int64) * parts
+    row = np.repeat(np.arange(len(table)), count)
+    number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    number, part = np.divmod(number, parts[row])
+    begin = part * MOST_RUN
+    source: Column = (source_base[table.source] + table.source_at)[row] + begin
+    target: Column = (target_base[table.target] + table.target_at)[row] + begin
+    for axis in range(AXES - 1, -1, -1):
+        number, index = np.divmod(number, table.grid[row, axis])
+        source += index * table.source_step[row, axis]
+        target += index * table.target_step[row, axis]
+    return CopyRuns(source, target, np.minimum(nbytes[row] - begin, MOST_RUN))
+
+
+def branches_of(runs: CopyRuns, count: int) -> list[CopyRuns]:
+    """At most so many branches, none of them empty: runs that follow one another, with about as many bytes in each."""
+    done = np.cumsum(runs.nbytes) - runs.nbytes
+    branch: Column = done * count // max(int(runs.nbytes.sum()), 1)
+    return [runs.take(np.flatnonzero(branch == each)) for each in np.unique(branch).tolist()]

@@ -1,0 +1,169 @@
+"""Batches for copy engines: what libcuda is told, and that a kernel copies what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from tests.kit.fake_batches import NOT_SUPPORTED, Attributes, FakeBatches
+from weightbus.dataplane import copy_batch
+from weightbus.dataplane.copy_batch import CopyBatch
+from weightbus.dataplane.copy_cuda import CudaCopies, CudaEngine
+from weightbus.dataplane.copy_engines import BRANCHES, branches_asked
+from weightbus.dataplane.copy_peer import PeerCopies
+from weightbus.dataplane.copy_runs import CopyRuns, copy_runs
+from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.copy_torch import TorchCopies
+from weightbus.dataplane.errors import NoCopyEngines, Unsupported
+from weightbus.dataplane.pieces import DTYPES
+
+from .test_tiles import column, copies, fits, memory
+
+CPU = torch.device("cpu")
+U8 = DTYPES.index("uint8")
+MB = 2**20
+
+
+def rows(*runs: int) -> CopyTable:
+    """Of bytes, one after another on both sides."""
+    run = column(*runs)
+    at, zero, wide = np.cumsum(run) - run, run * 0, np.zeros((len(run), 3), np.int64)
+    return CopyTable(zero, zero, at, at, zero + U8, zero + U8, run, wide + 1, wide, wide)
+
+
+MIXED = rows(2 * MB, 5000, 3 * MB, MB, 17)
+
+
+def test_the_struct_is_that_of_cuda_h() -> None:
+    """CUmemcpyAttributes_v1 of CUDA 13.0: sizeof 24, and each field where a compiler of C put it."""
+    for kind in (copy_batch._Attributes, Attributes):
+        assert ctypes.sizeof(kind) == 24
+        places = [getattr(kind, name).offset for name in ("srcAccessOrder", "srcLocHint", "dstLocHint", "flags")]
+        assert places == [0, 4, 12, 20]
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+@given(copies())
+@settings(max_examples=60, deadline=None)
+def test_a_batch_copies_what_the_table_says(branches: int, table: CopyTable) -> None:
+    """One call for each branch, on the stream it is told, as often as it is launched."""
+    if not fits(table):
+        return
+    source, expected, found, driver = memory(1), memory(2), memory(2), FakeBatches()
+    TorchCopies(table, [source], [expected]).run()
+    runs = copy_runs(table, column(source.data_ptr()), column(found.data_ptr()))
+    batch = CopyBatch(runs, branches, cast("Any", driver))
+    before = found.clone()
+    streams = [0x5_0000_0001 + at for at in range(len(batch))]
+    for _ in range(2):
+        found.copy_(before)
+        batch.launch(streams)
+        assert torch.equal(found, expected)
+    assert len(batch) <= branches
+    assert [stream for stream, _ in driver.launched] == streams * 2
+    assert sum(count for _, count in driver.launched) == 2 * len(runs)
+
+
+def test_a_driver_without_batches_is_told() -> None:
+    """A symbol is missing."""
+    with pytest.raises(NoCopyEngines, match=r"older than 13.0.*WEIGHTBUS_WORKER_BRANCHES=0"):
+        CopyBatch(CopyRuns(column(1), column(1), column(1)), 1, cast("Any", object()))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The kernel's work is done by torch; bytes of every launch of it."""
+    found: list[int] = []
+    bind = CudaCopies.__init__
+
+    def binding(self: CudaCopies, device: Any, table: CopyTable, *memory: Any) -> None:
+        sources, targets = memory[:2]
+        bind(self, device, table, *memory)
+        self.twin = TorchCopies(table, sources, targets)  # type: ignore[attr-defined]
+        self.moves = int(table.target_bytes.sum())  # type: ignore[attr-defined]
+
+    def launch(self: CudaCopies) -> None:
+        found.append(self.moves)  # type: ignore[attr-defined]
+        self.twin.launch()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(CudaCopies, "__init__", binding)
+    monkeypatch.setattr(CudaCopies, "launch", launch)
+    return found
+
+
+def bound(driver: Any, branches: int) -> tuple[CudaCopies | PeerCopies, torch.Tensor, torch.Tensor]:
+    """`MIXED`, out of the memory of GPU 1."""
+    source = torch.randint(0, 256, (7 * MB,), dtype=torch.uint8)
+    found, expected = torch.zeros_like(source), torch.zeros_like(source)
+    TorchCopies(MIXED, [source], [expected]).run()
+    return CudaEngine(CPU, branches, driver).copies(MIXED, [source], [found]), found, expected
+
+
+def test_engines_and_kernel_share_a_table(launched: list[int]) -> None:
+    """Each row is copied by one of the two, in every launch."""
+    driver = FakeBatches()
+    copies, found, expected = bound(driver, 2)
+    for _ in range(2):
+        found.zero_()
+        copies.launch()
+        assert torch.equal(found, expected)
+    assert launched == [5017, 5017]
+    assert [count for _, count in driver.launched] == [2, 1] * 2
+    assert copies.remark == ""
+    copies.close()
+
+
+@pytest.mark.parametrize("case", ["none asked for", "own memory", "no batches"])
+def test_the_kernel_takes_what_engines_do_not(case: str, launched: list[int]) -> None:
+    """All rows; and that there are no batches is told."""
+    driver = FakeBatches()
+    if case == "own memory":
+        driver.gpu_of = lambda _: -1
+    if case == "no batches":
+        driver.cuMemcpyBatchAsync_v2 = None  # type: ignore[assignment]
+        monkey = {"cuPointerGetAttribute": driver.cuPointerGetAttribute}
+        driver = type("Older", (), {name: staticmethod(call) for name, call in monkey.items()})()
+    copies, found, expected = bound(driver, 0 if case == "none asked for" else 4)
+    copies.launch()
+    assert torch.equal(found, expected)
+    assert launched == [int(MIXED.target_bytes.sum())]
+    assert ("a kernel copies instead" in copies.remark) == (case == "no batches")
+
+
+def test_a_call_that_is_refused_is_the_kernels_from_then_on(launched: list[int]) -> None:
+    """In the same launch, all of what the engines would have copied; and it is told, and not tried again."""
+    driver = FakeBatches()
+    driver.code = NOT_SUPPORTED
+    copies, found, expected = bound(driver, 2)
+    copies.launch()
+    assert torch.equal(found, expected)
+    assert "CUDA_ERROR_NOT_SUPPORTED, 801" in copies.remark
+    assert "WEIGHTBUS_WORKER_BRANCHES=0" in copies.remark
+    driver.code = 0
+    found.zero_()
+    copies.launch()
+    assert torch.equal(found, expected)
+    assert not driver.launched
+    assert launched == [5017, 6 * MB] * 2
+    copies.close()
+
+
+def test_a_peers_memory_follows_nobody() -> None:
+    """Its addresses are in the batch."""
+    copies, _, _ = bound(FakeBatches(), 2)
+    with pytest.raises(ValueError, match="bound anew"):
+        copies.follow(None)
+
+
+def test_what_the_environment_may_say() -> None:
+    """A number of branches, or nothing; everything else is told by its name."""
+    assert branches_asked({}) == branches_asked({"WEIGHTBUS_WORKER_BRANCHES": ""}) == BRANCHES
+    assert [branches_asked({"WEIGHTBUS_WORKER_BRANCHES": each}) for each in ("0", "8")] == [0, 8]
+    for wrong in ("-1", "33", "two", "\u0663"):
+        with pytest.raises(Unsupported, match=r"WEIGHTBUS_WORKER_BRANCHES.*expected a whole number"):
+            branches_asked({"WEIGHTBUS_WORKER_BRANCHES": wrong})

@@ -1,0 +1,104 @@
+"""Records that may be written late are written in order, and a failure of one is told once."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+
+from tests.engine_agent.world import World
+from weightbus.control.ids import Epoch
+from weightbus.control.messages import EngineHealth, Held
+from weightbus.engine_agent.dispatch import Dispatcher
+from weightbus.engine_agent.events import Record
+from weightbus.engine_agent.late_records import LateRecords
+
+WAIT_S = 20.0
+
+
+def record(epoch: int) -> Record:
+    return Record(identity="i", health=EngineHealth.PENDING, held=None, epoch=Epoch(epoch), checkpoint="")
+
+
+class Disk:
+    """Writes when it is let."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.full = False
+
+    def write(self, each: Record) -> None:
+        self.begun.set()
+        assert self.go_on.wait(WAIT_S)
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.written.append(each.epoch)
+
+
+def test_late_is_beside_and_now_is_behind_what_was_begun() -> None:
+    """Whoever writes late goes on at once; whoever writes now has the newest record on disk afterwards."""
+    disk = Disk()
+    late = LateRecords(disk.write)
+    late.later(record(1))
+    assert disk.begun.wait(WAIT_S)
+    late.later(record(2))
+    writer = threading.Thread(target=late.now, args=(record(3),))
+    writer.start()
+    disk.go_on.set()
+    writer.join(WAIT_S)
+    assert disk.written[-1] == 3
+    assert disk.written[0] == 1
+    late.later(record(4))
+    late.close()
+    assert disk.written[-1] == 4
+    assert disk.written == sorted(disk.written)
+
+
+def test_what_could_not_be_written_late_is_told_once() -> None:
+    """With its record, so that it can be tried again; not, when a newer one was written since."""
+    disk = Disk()
+    disk.full = True
+    disk.go_on.set()
+    late = LateRecords(disk.write)
+    late.later(record(1))
+    late.close()
+    failure = late.failure()
+    assert failure is not None
+    assert failure[0].epoch == 1
+    assert late.failure() is None
+    with pytest.raises(OSError, match="No space left"):
+        late.now(record(2))
+
+    late = LateRecords(disk.write)
+    late.later(record(1))
+    late.close()
+    disk.full = False
+    late.now(record(2))
+    assert late.failure() is None
+
+
+def test_only_a_proven_version_that_waits_for_its_commit_is_written_late() -> None:
+    """Dirty records are there before the first byte, clean ones as before."""
+    world = World()
+    now: list[Record] = []
+    later: list[Record] = []
+    dispatcher = Dispatcher(world.machine, now.append, lambda _: None, lambda _: None, later.append)
+    world.to_paused()
+    kept = [each.late for effects in (world.transfer(), world.end()) for each in effects if hasattr(each, "late")]
+    assert True not in kept
+    ledger = world.machine._ledger
+    held = Held(version=7, manifest="a" * 64, table="b" * 64)  # type: ignore[arg-type]
+    for health, holds, late in (
+        (EngineHealth.DIRTY, None, False),
+        (EngineHealth.PENDING, None, False),
+        (EngineHealth.PENDING, held, True),
+        (EngineHealth.CLEAN, held, False),
+    ):
+        assert ledger.remember("i", health, holds, Epoch(1), "").late is late
+    dispatcher.lost(record(5), OSError(errno.ENOSPC, "No space left on device"))
+    assert dispatcher.unsaved == record(5)
+    dispatcher.retry()
+    assert now == [record(5)]
+    assert dispatcher.unsaved is None
