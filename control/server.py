@@ -19,13 +19,13 @@ from . import plan_document, status
 from .coordinator import Coordinator
 from .deadlines import earlier
 from .effects import (
+    Acknowledge,
     AnyEffect,
     AnyObservation,
     Evict,
     Observe,
     Persist,
     PublishHint,
-    Receipt,
     Refusal,
     SendTo,
     SendToAll,
@@ -195,8 +195,8 @@ class Server:
 
     def _perform(self, effect: AnyEffect, now: float) -> None:
         match effect:
-            case Receipt():
-                self._receipts.owe(effect.peer, effect.message, effect.answer, now)
+            case Acknowledge():
+                self._receipts.owe(effect.owed, now)
             case Observe():
                 self._observe(effect.what)
             case SendTo():

@@ -16,6 +16,7 @@ from weightbus.control.effects import (
     PublishHint,
     ReadinessChanged,
     RoundEnded,
+    RoundReadiness,
     SendTo,
     StateEntered,
 )
@@ -509,7 +510,8 @@ def test_observations_and_hints_tell_the_round() -> None:
     (ended,) = [note for note in world.observed if isinstance(note, RoundEnded)]
     assert set(ended.done.seconds) == {"prepare", "offer", "pause", "transfer", "verify", "commit", "resume", "total"}
     changes = [(note.engine, note.ready) for note in world.observed if isinstance(note, ReadinessChanged)]
-    assert changes == [("e0", True), ("e0", False), ("e0", True)]
+    of_round = [(note.engines, note.ready) for note in world.observed if isinstance(note, RoundReadiness)]
+    assert (changes, of_round) == ([("e0", True)], [(("e0",), False), (("e0",), True)])
     assert [hint.event for hint in world.hints] == [
         "ready",
         "granted",

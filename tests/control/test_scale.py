@@ -161,10 +161,10 @@ def test_the_longest_due_goes_first() -> None:
     duties.assign(AgentId("a"), abort(9), 0.3)
     duties.drop(AgentId("b"))
     assert duties.next_deadline() == 0.2
-    assert [(agent, command.epoch) for agent, command in duties.due(0.5)] == [("c", 3), ("a", 9)]
+    assert [(*agents, command.epoch) for agents, command in duties.due(0.5)] == [("c", 3), ("a", 9)]
     assert duties.due(1.4) == []
     assert duties.next_deadline() == 1.5
-    assert [agent for agent, _ in duties.due(1.5)] == ["c", "a"]
+    assert [agents for agents, _ in duties.due(1.5)] == [("c",), ("a",)]
     assert duties.next_deadline() == 3.5, "each waits twice as long as before"
     duties.drop(AgentId("c"))
     duties.drop(AgentId("a"))
@@ -178,9 +178,9 @@ def test_only_the_newest_order_is_given() -> None:
         duties.assign(AgentId(name), abort(number + 1), 0.0)
     duties.drop(AgentId("b"))
     duties.assign(AgentId("c"), abort(4), 5.0)
-    assert [(agent, command.epoch) for agent, command in duties.due(0.0)] == [("a", 3)]
+    assert [(*agents, command.epoch) for agents, command in duties.due(0.0)] == [("a", 3)]
     assert duties.due(0.5) == []
-    assert [agent for agent, _ in duties.due(5.0)] == ["a", "c"]
+    assert [agents for agents, _ in duties.due(5.0)] == [("a",), ("c",)]
 
 
 def reader(desk: StatusDesk[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:

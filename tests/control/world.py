@@ -14,6 +14,7 @@ import msgspec
 
 from weightbus.control.coordinator import Coordinator
 from weightbus.control.effects import (
+    Acknowledge,
     AnyEffect,
     AnyObservation,
     AnyRecord,
@@ -23,7 +24,6 @@ from weightbus.control.effects import (
     Observe,
     Persist,
     PublishHint,
-    Receipt,
     Refusal,
     RoundClosed,
     SendTo,
@@ -137,8 +137,8 @@ def one_by_one(effects: Iterable[AnyEffect]) -> Iterator[AnyEffect]:
         match effect:
             case SendToAll():
                 yield from (SendTo(peer, effect.message) for peer in effect.peers)
-            case Receipt():
-                yield SendTo(effect.peer, effect.message)
+            case Acknowledge():
+                yield from (SendTo(peer, Ack(request=answer.request)) for peer, answer in effect.owed)
             case _:
                 yield effect
 
@@ -563,7 +563,7 @@ class World:
                 self.hints.append(effect.hint)
             case Evict():
                 pass
-            case SendToAll() | Receipt():
+            case SendToAll() | Acknowledge():
                 raise AssertionError("taken apart before")
 
     def advance(self, seconds: float) -> None:
