@@ -24,8 +24,10 @@ from weightbus.control.effects import (
     Observe,
     Persist,
     PublishHint,
+    ReadinessChanged,
     Refusal,
     RoundClosed,
+    RoundReadiness,
     SendTo,
     SendToAll,
 )
@@ -141,6 +143,18 @@ def one_by_one(effects: Iterable[AnyEffect]) -> Iterator[AnyEffect]:
                 yield from (SendTo(peer, Ack(request=answer.request)) for peer, answer in effect.owed)
             case _:
                 yield effect
+
+
+def readiness_of(observed: Iterable[AnyObservation]) -> Iterator[tuple[AgentId, bool]]:
+    """Who entered the ready list, or left it, one after the other."""
+    for each in observed:
+        match each:
+            case ReadinessChanged():
+                yield each.engine, each.ready
+            case RoundReadiness():
+                yield from ((engine, each.ready) for engine in each.engines)
+            case _:
+                pass
 
 
 class Agent:
