@@ -66,7 +66,7 @@ AnyRecord = EpochTaken | Committed | RoundClosed | Probe
 # -- observations: what happened, for logs and metrics --------------------------------------------------------------
 
 
-class Observation(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Root of what is told to logs and metrics. Carries no secrets and changes nothing."""
 
 
@@ -227,7 +227,7 @@ class Persist(Effect, frozen=True):
     record: AnyRecord
 
 
-class SendTo(msgspec.Struct, frozen=True, gc=False):
+class SendTo(msgspec.Struct, frozen=True):
     """Send to one connection. If it is gone, say `PeerLost` and go on."""
 
     peer: Peer
@@ -262,7 +262,7 @@ class Evict(Effect, frozen=True):
     reason: str
 
 
-class Observe(msgspec.Struct, frozen=True, gc=False):
+class Observe(msgspec.Struct, frozen=True):
     """For logs and metrics."""
 
     what: AnyObservation

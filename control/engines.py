@@ -26,7 +26,7 @@ _IN_ROUND: Final[Mapping[EnginePhase | None, Verdict]] = {
 }
 
 
-class Engine(msgspec.Struct, kw_only=True, gc=False):
+class Engine(msgspec.Struct, kw_only=True):
     """One engine of a channel."""
 
     name: AgentId

@@ -24,7 +24,7 @@ ANY_CHANNEL: Final = Channel("*")
 """Among a principal's channels: all of them."""
 
 
-class Principal(msgspec.Struct, frozen=True, gc=False):
+class Principal(msgspec.Struct, frozen=True):
     """Whom a connection's key belongs to, and what the allow-list trusts that agent with."""
 
     name: AgentId
@@ -36,7 +36,7 @@ class Principal(msgspec.Struct, frozen=True, gc=False):
         return ANY_CHANNEL in self.channels or channel in self.channels
 
 
-class MessageReceived(msgspec.Struct, frozen=True, gc=False):
+class MessageReceived(msgspec.Struct, frozen=True):
     """A decoded message came in. Made by the bus, thousands in a second, and taken as it is."""
 
     peer: Peer

@@ -17,21 +17,12 @@ from .terms import EngineHealth, Outcome, PauseMode, Reach, SlowEngines, Transpo
 
 
 class Message(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    forbid_unknown_fields=True,
-    tag_field="type",
-    gc=False,
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="type"
 ):
-    """Root of every message. Subclasses are tagged with their class name.
-
-    The garbage collector need not look at them: what comes off a wire names nothing that names it.
-    """
+    """Root of every message. Subclasses are tagged with their class name."""
 
 
-class Fragment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, gc=False):
+class Fragment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Root of structures that travel inside messages."""
 
 

@@ -32,7 +32,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
         return self.heard_at + lease_s
 
 
-class Verdict(msgspec.Struct, frozen=True, gc=False):
+class Verdict(msgspec.Struct, frozen=True):
     """An answer and why. `code` is set when the answer is no."""
 
     code: Code | None

@@ -10,7 +10,7 @@ from .messages import EngineHealth, EngineInfo, EngineReport, Outcome, Transport
 from .states import EnginePhase
 
 
-class Member(msgspec.Struct, kw_only=True, gc=False):
+class Member(msgspec.Struct, kw_only=True):
     """One engine of the round."""
 
     name: AgentId

@@ -25,7 +25,7 @@ from .limits import Limits
 from .messages import Code, EngineInfo, Hello, Role, Topology, TrainerInfo
 
 
-class Agent(msgspec.Struct, kw_only=True, gc=False):
+class Agent(msgspec.Struct, kw_only=True):
     """One agent that said `Hello`."""
 
     name: AgentId

@@ -37,7 +37,7 @@ class Objection(NamedTuple):
     """What would change that; empty where nothing would."""
 
 
-class Ends(msgspec.Struct, frozen=True, gc=False):
+class Ends(msgspec.Struct, frozen=True):
     """A trainer and an engine, with what each has told of where it is."""
 
     trainer: TrainerInfo
@@ -48,7 +48,7 @@ class Ends(msgspec.Struct, frozen=True, gc=False):
     """What is published was copied, and the trainer goes on: its memory is another by now."""
 
 
-class Route(msgspec.Struct, frozen=True, gc=False):
+class Route(msgspec.Struct, frozen=True):
     """The chosen transport, or None; and why."""
 
     transport: TransportKind | None

@@ -58,10 +58,6 @@ YIELD_S: Final = 0.05
 """How long hints may wait while messages come in: of several that say the same, the last is as good as all."""
 GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if the last one came so short a time ago."""
-STREAM_S: Final = 0.002
-STREAM: Final = 16
-"""When so many came together, the next may gather for a moment whatever is waited for: of a few thousand answers each
-would wake the loop by itself, and that costs more than what is done about it."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
@@ -96,8 +92,6 @@ class Server:
         self._desks = (self._desk, self._plan_desk)
         self._came_at = clock()
         """When something last came in."""
-        self._came = 0
-        """How much came together last."""
         self.moved_at = clock()
         """When the loop was last seen to move."""
 
@@ -143,7 +137,6 @@ class Server:
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
         received = self._bus.poll(0.0 if self.yields else timeout_s, self._gather_s())
-        self._came = len(received)
         if received:
             self._came_at = self._clock()
         self._say_the_rest(quiet=not received)
@@ -168,9 +161,7 @@ class Server:
     def _gather_s(self) -> float:
         """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
         streaming = self._clock() - self._came_at < GATHER_S
-        if streaming and not self.yields and self.machine.calm:
-            return GATHER_S
-        return STREAM_S if self._came >= STREAM else 0.0
+        return GATHER_S if streaming and not self.yields and self.machine.calm else 0.0
 
     def _take(self, item: Incoming) -> None:
         match item:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from weightbus.control.effects import AnyObservation, AnyRecord, Committed, EpochTaken, ReadinessChanged, RoundReadiness
+from weightbus.control.ids import AgentId
 from weightbus.control.messages import (
     Abandon,
     Ack,
