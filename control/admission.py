@@ -66,14 +66,16 @@ def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -
     """Whether `message` is for the role of `agent`, and about its own channel.
 
     Where keys are used, `principal` is whom this very message's connection belongs to, as the allow-list is now: role
-    and name are the key's, whatever was said in `Hello`.
+    and name are the key's, whatever was said in `Hello`. Where that is who it was at the `Hello`, both were compared.
     """
+    channel: Channel = getattr(message, "channel", agent.channel)
+    if principal is agent.principal and agent.role in ALLOWED[type(message)] and channel == agent.channel:
+        return YES
     if principal and principal.name != agent.name:
         return Verdict(Code.NOT_ALLOWED, f"the connection's key is {principal.name!r}'s, not {agent.name!r}'s")
     role = principal.role if principal else agent.role
     if role not in ALLOWED[type(message)]:
         return Verdict(Code.NOT_ALLOWED, f"not for the role {role.value}")
-    channel: Channel = getattr(message, "channel", agent.channel)
     if channel != agent.channel:
         return Verdict(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
     if principal and not principal.covers(channel):

@@ -53,7 +53,7 @@ class Attendance:
                 return False
         elif before and before.peer and before.peer != peer:
             self._out.evict(before.peer, "came back on another connection")
-        self._welcome(message, peer, now, returning=returning)
+        self._welcome(message, event, now, returning=returning)
         return True
 
     def _may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Verdict:
@@ -62,8 +62,9 @@ class Attendance:
             verdict = Verdict(Code.NOT_ALLOWED, f"{len(self._channels)} channels are here, no more are taken")
         return self._members.verdict(message, event.peer, now) if verdict.ok else verdict
 
-    def _welcome(self, message: Hello, peer: Peer, now: float, *, returning: bool) -> None:
-        agent = self._members.join(message, peer, now)
+    def _welcome(self, message: Hello, event: MessageReceived, now: float, *, returning: bool) -> None:
+        peer = event.peer
+        agent = self._members.join(message, peer, now, event.principal)
         if message.channel not in self._channels:
             self._channels[message.channel] = Channel(message.channel, self._limits, Restored())
         channel = self._channels[message.channel]

@@ -205,12 +205,9 @@ class RouterBus:
 
     def _take_burst(self, incoming: list[Incoming]) -> None:
         """What has arrived, but not more than a poll may take."""
-        receive_peer, receive_frame, speakers, now = (
-            self._receive_peer,
-            self._receive_frame,
-            self._speakers,
-            time.monotonic(),
-        )
+        receive_peer, receive_frame = self._receive_peer, self._receive_frame
+        speakers, trusted, pace_of, now = self._speakers, self._trusted, self._throttle.pace, time.monotonic()
+        read, checked, taken = codec.TO_COORDINATOR.read_one, self._keys is not None, Pace.TAKEN
         self._more = False
         for _ in range(MAX_BURST):
             try:
@@ -218,16 +215,25 @@ class RouterBus:
             except zmq.Again:
                 return
             frame = receive_frame(_NOBLOCK)
-            frames = [frame.bytes]
+            one, rest = frame.bytes, []
             while frame.more:  # asked of the frame: the socket's own option takes as long as receiving does
                 frame = receive_frame(_NOBLOCK)
-                frames.append(frame.bytes)
+                rest.append(frame.bytes)
             speaker = speakers.get(peer) or self._note_speaker(peer, frame)
-            pace = self._throttle.pace(speaker, now)
-            if pace is Pace.TAKEN:
-                incoming.append(self._read(peer, speaker, frames))
-            else:
+            pace = pace_of(speaker, now)
+            if pace is not taken:
                 incoming.extend(self._throttled(speaker, pace))
+                continue
+            principal = trusted.get(speaker)  # asked for every message: ZAP only ever looks at new connections
+            if rest or (principal is None and checked):
+                incoming.append(self._read(peer, principal, [one, *rest]))
+                continue
+            try:
+                message, blob = read(one)
+            except ProtocolError as error:
+                incoming.append(Rejected(peer, error, principal))
+            else:
+                incoming.append(MessageReceived(peer, message, blob, principal))
         self._more = True
 
     def _throttled(self, speaker: str, pace: Pace) -> Iterator[Throttled]:
@@ -357,8 +363,7 @@ class RouterBus:
             self._encoded = (message, codec.pack(codec.TO_AGENT.encode(message, blob)))
         return self._encoded[1]
 
-    def _read(self, peer: Peer, speaker: str, frames: codec.Frames) -> MessageReceived | Rejected:
-        principal = self._trusted.get(speaker)  # asked for every message: ZAP only ever looks at new connections
+    def _read(self, peer: Peer, principal: Principal | None, frames: codec.Frames) -> MessageReceived | Rejected:
         if principal is None and self._keys is not None:
             return Rejected(peer, Malformed("this connection's key is not trusted any more"))
         try:

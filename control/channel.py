@@ -180,7 +180,7 @@ class Channel(Standing):
             return False
         recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
         engine.health, engine.held = message.health, message.held
-        self._fleet.touch((name,))
+        self._fleet.touch(name)
         if engine.health is not EngineHealth.CLEAN:
             engine.serving = False
         # Whoever loaded the committed version by itself is told to serve it.
@@ -200,7 +200,7 @@ class Channel(Standing):
         """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
         engine = self.engines[name]
         verdict = self._take_answer(engine, message, now)
-        if verdict.ok:
+        if verdict.code is None:
             engine.last_epoch = message.epoch
         return verdict
 
@@ -278,7 +278,7 @@ class Channel(Standing):
             round_.decide(now)
             if round_.notes:
                 self.out += round_.take_notes()
-            self._fleet.touch(round_.take_moved())
+            self._fleet.touch(*round_.take_moved())
         before, self._outlook = self._outlook, (round_, window)
         if (before[0] is not None and before[0] is not round_) or before[1] is not window:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
@@ -315,18 +315,19 @@ class Channel(Standing):
         self._fleet.settle_idle(self.epoch, self.committed, now)
 
     def _take_answer(self, engine: Engine, message: EngineMessage, now: float) -> Verdict:
-        member = self.round.members.get(engine.name) if self.round else None
-        if message.epoch > self.epoch:
-            return Verdict(Code.NOT_ALLOWED, f"epoch {message.epoch} was never taken; the highest is {self.epoch}")
-        if self.round and member and member.phase not in SETTLED:
-            if message.epoch != member.epoch:
-                return Verdict(Code.STALE_EPOCH, f"found epoch {message.epoch}, expected {member.epoch}")
-            self.round.answered(engine.name, message, now)
-            if engine.absorb(message, member, self.committed):
-                self._fleet.touch((engine.name,))
+        round_, epoch = self.round, message.epoch
+        if epoch > self.epoch:
+            return Verdict(Code.NOT_ALLOWED, f"epoch {epoch} was never taken; the highest is {self.epoch}")
+        member = round_.members.get(engine.name) if round_ else None
+        if round_ and member and member.phase not in SETTLED:
+            if epoch != member.epoch:
+                return Verdict(Code.STALE_EPOCH, f"found epoch {epoch}, expected {member.epoch}")
+            round_.answered(member, message, now)
+            if engine.absorb(message, member, self.window.committed):
+                self._fleet.touch(engine.name)
             return YES
         if self._fleet.answered(engine, message, self.committed):
-            self._fleet.touch((engine.name,))
+            self._fleet.touch(engine.name)
             return YES
         if message.epoch == engine.last_epoch:
             return YES  # a repetition of what was answered in time

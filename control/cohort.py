@@ -7,7 +7,7 @@ difficulties either *breaks*, and may be driven again, or *leaves*: it is told t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, assert_never
 
 from .duties import Duties
@@ -30,6 +30,7 @@ from .messages import (
     Step,
     ToEngine,
     Transferred,
+    TransportKind,
     Verified,
     Withdraw,
 )
@@ -53,6 +54,13 @@ _OUT: Final = frozenset({EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LO
 """Where an engine goes that takes no more of a running attempt."""
 STANDING: Final = (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING)
 """Told to stand still for the version, and neither through nor out of it."""
+_PREPARING: Final = EnginePhase.PREPARING
+_PREPARED: Final = EnginePhase.PREPARED
+_RESUMING: Final = EnginePhase.RESUMING
+_LEFT: Final = EnginePhase.LEFT
+_SERVING: Final = EnginePhase.SERVING
+_CLEAN: Final = EngineHealth.CLEAN
+"""Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
 _STILL: Final = frozenset(EnginePhase) - GENERATES - SETTLED
 _UNSEEN_LATE: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
     each: _STILL if each in _STILL else frozenset() for each in EnginePhase
@@ -97,21 +105,23 @@ class Cohort:
         self._moved: set[AgentId] = set()
         """Changed phase, or began in one, and may be judged otherwise than before."""
         self._unseen = _UNSEEN_LATE if publish.catch_up else _UNSEEN
+        epoch, redrives = publish.epoch, publish.policy.redrives
         for name, info in engines.items():
             route = routes[name]
+            transport = route.transport
             self.members[name] = Member(
                 name=name,
                 info=info,
-                phase=EnginePhase.PREPARING if route.transport else EnginePhase.LEFT,
-                epoch=publish.epoch,
-                transport=route.transport,
+                phase=_PREPARING if transport else _LEFT,
+                epoch=epoch,
+                transport=transport,
                 health=info.health,
-                redrives_left=publish.policy.redrives,
-                reason="" if route.transport else route.reason,
+                redrives_left=redrives,
+                reason="" if transport else route.reason,
                 seconds={},
             )
-        self._counts = Counter(member.phase for member in self.members.values())
-        self._moved.update(name for name, member in self.members.items() if member.phase is EnginePhase.LEFT)
+        self._moved.update(member.name for member in self.within(EnginePhase.LEFT))
+        self._counts = Counter({_PREPARING: len(self.members) - len(self._moved), _LEFT: len(self._moved)})
 
     def count(self, *phases: EnginePhase) -> int:
         """How many members stand in one of `phases`; asked with every answer, so nobody is looked at for it."""
@@ -156,8 +166,7 @@ class Cohort:
 
     def prepare(self, now: float) -> None:
         """Send `Prepare` to every engine that has a transport."""
-        for member in self.within(EnginePhase.PREPARING):
-            self._duties.assign(member.name, self._orders.prepare(member), now)
+        self._tell(self.within(EnginePhase.PREPARING), self._orders.prepare, now)
 
     @property
     def waiting(self) -> int:
@@ -238,9 +247,10 @@ class Cohort:
 
     def commit(self, now: float) -> None:
         """The version is durable: whoever holds it, verified, is to serve it."""
-        for member in self.within(EnginePhase.VERIFIED):
-            self._move(member, EnginePhase.RESUMING)
-            self._duties.assign(member.name, self._orders.commit(member), now)
+        members = self.within(EnginePhase.VERIFIED)
+        for member in members:
+            self._move(member, _RESUMING)
+        self._tell(members, self._orders.commit, now)
 
     def leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
         """Take an engine out of the round: it resumes if it is clean, and stays paused otherwise."""
@@ -249,14 +259,23 @@ class Cohort:
         self._move(member, EnginePhase.LEAVING)
         self._duties.assign(member.name, self._orders.abort(member, told or reason), now)
 
+    def _tell(self, members: Sequence[Member], order: Callable[[Member], ToEngine], now: float) -> None:
+        """To all of the same epoch and transport the same, at once."""
+        alike: dict[tuple[Epoch, TransportKind | None], list[Member]] = {}
+        for member in members:
+            alike.setdefault((member.epoch, member.transport), []).append(member)
+        for each in alike.values():
+            self._duties.assign_all([member.name for member in each], order(each[0]), now)
+
     # -- what happens to them ---------------------------------------------------------------------------------------
 
-    def answered(self, name: AgentId, message: EngineMessage, now: float) -> None:
+    def answered(self, member: Member, message: EngineMessage, now: float) -> None:
         """A member answered at its current epoch. Answers that come too late change nothing."""
-        member = self.members[name]
         match message:
             case Prepared():
-                self._step(member, EnginePhase.PREPARING, EnginePhase.PREPARED, "prepare", message.seconds)
+                self._step(member, _PREPARING, _PREPARED, "prepare", message.seconds)
+            case Serving():
+                self._serving(member, message, now)
             case Paused():
                 self._paused(member, message)
             case Transferred():
@@ -265,8 +284,6 @@ class Cohort:
                     member.bytes, member.buckets = message.bytes, message.buckets
             case Verified():
                 self._verified(member, message)
-            case Serving():
-                self._serving(member, message, now)
             case Failed():
                 self._failed(member, message, now)
             case _:
@@ -332,14 +349,15 @@ class Cohort:
         self._duties.drop(member.name)
 
     def _serving(self, member: Member, message: Serving, now: float) -> None:
-        if member.phase is EnginePhase.RESUMING:
-            right = message.version == self._publish.version
-            self._move(member, EnginePhase.SERVING if right else EnginePhase.QUARANTINED)
-            member.health = EngineHealth.CLEAN if right else EngineHealth.PENDING
-            if not right:
-                self._note_failure(
-                    member, f"serves version {message.version} after the commit of {self._publish.version}"
-                )
+        if member.phase is _RESUMING:
+            if message.version == self._publish.version:
+                self._move(member, _SERVING)
+                member.health = _CLEAN
+            else:
+                self._move(member, EnginePhase.QUARANTINED)
+                member.health = EngineHealth.PENDING
+                why = f"serves version {message.version} after the commit of {self._publish.version}"
+                self._note_failure(member, why)
         elif member.phase is EnginePhase.LEAVING:
             self._move(member, EnginePhase.LEFT)
             member.health = EngineHealth.CLEAN
@@ -384,13 +402,14 @@ class Cohort:
         if phase not in ENGINE_MOVES[left]:
             move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)  # raises
         member.phase = phase
-        self._counts[left] -= 1
-        self._counts[phase] += 1
+        counts = self._counts
+        counts[left] -= 1
+        counts[phase] += 1
         if phase not in self._unseen[left]:
             self._moved.add(member.name)
         if phase in _OUT and member.name in self._invited:
             self._out.setdefault(member.name, member.reason)
-        if phase is not EnginePhase.TRANSFERRING:
+        if self._doubted and phase is not EnginePhase.TRANSFERRING:
             self._doubted.pop(member.name, None)  # it spoke for itself, or left
 
     def _note_failure(self, member: Member, reason: str) -> None:

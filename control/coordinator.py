@@ -297,7 +297,10 @@ class Coordinator:
         channel = self.channels[agent.channel]
         verdict = channel.engine_answered(agent.name, message, now)
         channel.story.append(Said(now, agent.name, message))
-        self._out.answer(peer, agent.name, message, verdict)
+        if verdict.code is None:
+            self._out.acknowledge(peer, message)
+        else:
+            self._out.refuse(peer, agent.name, message, verdict)
         self._stirred[channel.name] = channel
 
     def _from_trainer(self, agent: Agent, message: Keyed, peer: Peer, now: float) -> None:

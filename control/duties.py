@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,39 +14,46 @@ from .messages import ToEngine, ToTrainer
 Command = ToEngine | ToTrainer
 
 
-class Duty(msgspec.Struct):
-    """What one agent has not answered: a command, and perhaps one that is told with it and carried out after it."""
+class Duty(msgspec.Struct, eq=False):
+    """What agents that were told it together have not answered: a command, and perhaps one to be carried out after it.
+
+    They are told it again together, so thousands have one duty and one timer. Whose duty it is not any more, because it
+    answered or was told something else, is found out when it is looked at.
+    """
 
     commands: tuple[Command, ...]
     wait_s: float
-    turn: int
-    """Of duties that are due at the same time the one with the lower turn goes first. Another turn, another duty."""
-
-
-_Turn = tuple[AgentId, int]
+    due_at: float
+    agents: list[AgentId]
+    """Empty once nobody is left and no timer waits for it."""
+    rest: Duty | None = None
+    """Of those that have answered the first of two commands since they were told."""
 
 
 class Duties:
     """Commands without an answer. Assigning a new one replaces the last.
 
-    Who is due next is read from a heap, in which those that were told together stand together: neither a command to
-    thousands nor an answer of one of them looks at the others. A turn whose duty was replaced or dropped is passed over
-    when its time comes.
+    Who is due next is read from a heap of duties: neither a command to thousands nor an answer of one of them looks at
+    the others.
     """
 
     def __init__(self, retry_s: float, retry_max_s: float) -> None:
         self._retry_s = retry_s
         self._retry_max_s = retry_max_s
         self._of: dict[AgentId, Duty] = {}
-        self._timers: list[tuple[float, int, list[_Turn]]] = []
-        """When they are due, the first of their turns, and who they are."""
-        self._fresh: list[tuple[float, _Turn]] = []
-        """Told for the first time, which is mostly at once: a whole fleet need not pass through the heap for that."""
+        self._timers: list[tuple[float, int, Duty]] = []
+        """When they are due; of those due at the same time the one with the lower turn goes first."""
+        self._fresh: list[Duty] = []
+        """Told for the first time, which is mostly at once, without passing through the heap."""
         self._turns = itertools.count()
 
     def assign(self, agent: AgentId, command: Command, now: float, then: Command | None = None) -> None:
         """`agent` is to be told `command` now, and again until `drop`; at once behind it `then`, if there is one."""
-        self._assign(agent, (command,) if then is None else (command, then), now)
+        self._assign([agent], (command,) if then is None else (command, then), now)
+
+    def assign_all(self, agents: Sequence[AgentId], command: Command, now: float) -> None:
+        """All of these are to be told `command` now, and each again until `drop`."""
+        self._assign(list(agents), (command,), now)
 
     def get(self, agent: AgentId) -> Command | None:
         """What `agent` has not answered yet: the first of it."""
@@ -54,8 +62,15 @@ class Duties:
 
     def go_on(self, agent: AgentId) -> None:
         """`agent` has answered the first of two commands. The second was told with it, and is repeated alone now."""
-        if (duty := self._of.get(agent)) and len(duty.commands) > 1:
-            duty.commands = duty.commands[1:]
+        duty = self._of.get(agent)
+        if duty is None or len(duty.commands) < 2:
+            return
+        rest = duty.rest
+        if rest is None or not rest.agents:
+            rest = duty.rest = Duty(duty.commands[1:], duty.wait_s, duty.due_at, [])
+            self._wait_for(rest)
+        rest.agents.append(agent)
+        self._of[agent] = rest
 
     def drop(self, agent: AgentId) -> None:
         """The command was answered, or nobody is left to answer it."""
@@ -67,31 +82,33 @@ class Duties:
     def hurry(self, agent: AgentId, now: float) -> None:
         """`agent` is back on a new connection: tell it at once."""
         if duty := self._of.get(agent):
-            self._assign(agent, duty.commands, now)
+            self._assign([agent], duty.commands, now)
 
-    def due(self, now: float) -> list[tuple[AgentId, Command]]:
+    def due(self, now: float) -> list[tuple[tuple[AgentId, ...], Command]]:
         """What is to be sent now, the longest due first; each waits twice as long before the next time."""
-        ready: list[_Turn] = []
+        ready: list[Duty] = []
         while self._timers and self._timers[0][0] <= now:
-            ready += heapq.heappop(self._timers)[2]
+            ready.append(heapq.heappop(self._timers)[2])
         fresh, self._fresh = self._fresh, []
-        for due_at, turn in fresh:
-            if due_at <= now:
-                ready.append(turn)
+        for duty in fresh:
+            if duty.due_at <= now:
+                ready.append(duty)
             else:
-                self._wait_for(due_at, [turn])
-        return self._tell(ready, now)
+                self._wait_for(duty)
+        return [told for duty in ready for told in self._tell(duty, now)]
 
     def next_deadline(self) -> float | None:
         """When something is due."""
-        for due_at, turn in self._fresh:
-            self._wait_for(due_at, [turn])
+        for duty in self._fresh:
+            self._wait_for(duty)
         self._fresh.clear()
+        of = self._of
         while self._timers:
-            due_at, _, waiting = self._timers[0]
-            while waiting and not self._is_owed(*waiting[-1]):
-                waiting.pop()
-            if waiting:
+            due_at, _, duty = self._timers[0]
+            agents = duty.agents
+            while agents and of.get(agents[-1]) is not duty:
+                agents.pop()
+            if agents:
                 return due_at
             heapq.heappop(self._timers)
         return None
@@ -99,32 +116,21 @@ class Duties:
     def __len__(self) -> int:
         return len(self._of)
 
-    def _assign(self, agent: AgentId, commands: tuple[Command, ...], now: float) -> None:
-        turn = next(self._turns)
-        self._of[agent] = Duty(commands, self._retry_s, turn)
-        self._fresh.append((now, (agent, turn)))
+    def _assign(self, agents: list[AgentId], commands: tuple[Command, ...], now: float) -> None:
+        duty = Duty(commands, self._retry_s, now, agents)
+        self._of.update(dict.fromkeys(agents, duty))
+        self._fresh.append(duty)
 
-    def _tell(self, ready: list[_Turn], now: float) -> list[tuple[AgentId, Command]]:
-        out: list[tuple[AgentId, Command]] = []
-        later: dict[float, list[_Turn]] = {}
-        for agent, turn in ready:
-            duty = self._of.get(agent)
-            if duty is None or duty.turn != turn:
-                continue
-            due_at, duty.turn = now + duty.wait_s, next(self._turns)
-            duty.wait_s = min(duty.wait_s * 2, self._retry_max_s)
-            if (waiting := later.get(due_at)) is None:
-                waiting = later[due_at] = []
-            waiting.append((agent, duty.turn))
-            out += [(agent, command) for command in duty.commands]
-        for due_at, waiting in later.items():
-            self._wait_for(due_at, waiting)
-        return out
+    def _tell(self, duty: Duty, now: float) -> list[tuple[tuple[AgentId, ...], Command]]:
+        of = self._of
+        duty.agents = [agent for agent in duty.agents if of.get(agent) is duty]
+        if not duty.agents:
+            return []
+        duty.due_at, duty.rest = now + duty.wait_s, None
+        duty.wait_s = min(duty.wait_s * 2, self._retry_max_s)
+        self._wait_for(duty)
+        agents = tuple(duty.agents)
+        return [(agents, command) for command in duty.commands]
 
-    def _wait_for(self, due_at: float, waiting: list[_Turn]) -> None:
-        heapq.heappush(self._timers, (due_at, waiting[0][1], waiting))
-
-    def _is_owed(self, agent: AgentId, turn: int) -> bool:
-        """Whether the duty that had this turn was neither replaced nor dropped."""
-        duty = self._of.get(agent)
-        return duty is not None and duty.turn == turn
+    def _wait_for(self, duty: Duty) -> None:
+        heapq.heappush(self._timers, (duty.due_at, next(self._turns), duty))

@@ -11,7 +11,7 @@ import msgspec
 
 from .events import Peer, Token
 from .ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from .messages import Ack, Code, Hint, Outcome, Role, RoundDone, ToAgent, ToCoordinator
+from .messages import Code, Hint, Outcome, Request, Role, RoundDone, ToAgent
 from .states import RoundState
 
 # -- records: what survives a restart -------------------------------------------------------------------------------
@@ -156,8 +156,14 @@ class ReadinessChanged(Observation, frozen=True):
     engine: AgentId
     ready: bool
     reason: str
-    in_round: bool = False
-    """Part of a round that it takes part in: thousands at once, and the end of the round tells more."""
+
+
+class RoundReadiness(Observation, frozen=True):
+    """Engines entered or left the ready list as a part of their round: thousands at once; its end tells more."""
+
+    channel: Channel
+    engines: tuple[AgentId, ...]
+    ready: bool
 
 
 class Refusal(Observation, frozen=True):
@@ -186,6 +192,7 @@ AnyObservation = (
     | Redriven
     | RoundEnded
     | ReadinessChanged
+    | RoundReadiness
     | Refusal
     | JournalChanged
 )
@@ -194,7 +201,7 @@ AnyObservation = (
 def announced_as(what: object) -> str | None:
     """What whoever listens on the hints' socket is told of an observation, if anything."""
     match what:
-        case ReadinessChanged():
+        case ReadinessChanged() | RoundReadiness():
             return "ready" if what.ready else "not_ready"
         case LeaseGranted():
             return "granted"
@@ -235,12 +242,11 @@ class SendToAll(msgspec.Struct, frozen=True):
     message: ToAgent
 
 
-class Receipt(msgspec.Struct, frozen=True):
-    """Say `ack` for `answer`, unless what its agent is told next says the same (receipts.py)."""
+class Acknowledge(msgspec.Struct, frozen=True):
+    """Say `Ack` for each of these, unless what its agent is told next says the same (receipts.py)."""
 
-    peer: Peer
-    message: Ack
-    answer: ToCoordinator
+    owed: list[tuple[Peer, Request]]
+    """By whom, and what, in the order in which they came."""
 
 
 class PublishHint(Effect, frozen=True):
@@ -262,4 +268,4 @@ class Observe(msgspec.Struct, frozen=True):
     what: AnyObservation
 
 
-AnyEffect = Persist | SendTo | SendToAll | Receipt | PublishHint | Evict | Observe
+AnyEffect = Persist | SendTo | SendToAll | Acknowledge | PublishHint | Evict | Observe

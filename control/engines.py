@@ -16,6 +16,10 @@ from .staleness import Window
 from .states import EnginePhase
 
 GENERATES: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT})
+_SERVING: Final = EnginePhase.SERVING
+_LEFT: Final = EnginePhase.LEFT
+_CLEAN: Final = EngineHealth.CLEAN
+"""Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
 _NOT_BEGUN: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED})
 _IN_ROUND: Final[Mapping[EnginePhase | None, Verdict]] = {
     phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
@@ -71,25 +75,27 @@ class Engine(msgspec.Struct, kw_only=True):
 
     def absorb(self, message: EngineMessage, member: Member, committed: Held | None) -> bool:
         """Take over what an answer to a round says of the engine. Returns whether it may have changed its readiness."""
-        self.reason, before = member.reason, (self.health, self.serving)
-        if isinstance(message, Failed):
-            self.health = message.health
-        if member.phase in (EnginePhase.SERVING, EnginePhase.LEFT):
-            self.health, self.serving = EngineHealth.CLEAN, True
-        elif member.phase not in GENERATES:
-            self.serving = False
-        if member.phase is EnginePhase.SERVING:
-            self.held, self.reason = committed, ""
+        phase, health, serving = member.phase, self.health, self.serving
+        if phase is _SERVING:
+            self.health, self.serving, self.held, self.reason = _CLEAN, True, committed, ""
             self.took_by, self.took_s = member.transport, member.seconds.get("transfer", 0.0)
             return True
-        return before != (self.health, self.serving)
+        self.reason = member.reason
+        if phase is _LEFT:
+            self.health, self.serving = _CLEAN, True
+        else:
+            if isinstance(message, Failed):
+                self.health = message.health
+            if phase not in GENERATES:
+                self.serving = False
+        return health is not self.health or serving is not self.serving
 
 
 def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verdict:
     """Whether requests may be sent to the engine, and why not."""
     if not engine.alive:
         return Verdict(Code.NOT_ALLOWED, engine.reason or "not here")
-    if engine.health is not EngineHealth.CLEAN:
+    if engine.health is not _CLEAN:
         return Verdict(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
     if phase not in GENERATES:
         return _IN_ROUND[phase]

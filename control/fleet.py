@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Final
 
-from .duties import Duties
-from .effects import ReadinessChanged
+from .duties import Command, Duties
+from .effects import ReadinessChanged, RoundReadiness
 from .engines import GENERATES, Engine, readiness
 from .ids import AgentId, Channel, Epoch
 from .limits import Limits
@@ -36,6 +36,7 @@ from .staleness import Window
 from .states import SETTLED, EnginePhase
 
 _joined_as: Final = attrgetter("number")
+_PREPARED: Final = EnginePhase.PREPARED
 
 
 class Fleet:
@@ -66,16 +67,26 @@ class Fleet:
     ) -> dict[AgentId, Route]:
         """How each engine that is here would get a version of `trainer`, which told `topology` of itself."""
         return {
-            engine.name: self._route(engine.name, Ends(trainer, engine.info, topology, engine.topology, snapshot))
+            engine.name: self._route(engine, trainer, topology, snapshot=snapshot)
             for engine in self.engines.values()
             if engine.alive
         }
 
-    def _route(self, name: AgentId, ends: Ends) -> Route:
-        known = self._routes.get(name)
-        if known is None or known[0] != ends:
-            known = self._routes[name] = ends, choose(ends)
-        return known[1]
+    def _route(self, engine: Engine, trainer: TrainerInfo, topology: Topology | None, *, snapshot: bool) -> Route:
+        known = self._routes.get(engine.name)
+        if (
+            known
+            and (last := known[0]).engine is engine.info
+            and last.from_engine is engine.topology
+            and last.trainer is trainer
+            and last.from_trainer is topology
+            and last.snapshot is snapshot
+        ):
+            return known[1]
+        ends = Ends(trainer, engine.info, topology, engine.topology, snapshot)
+        route = known[1] if known and known[0] == ends else choose(ends)
+        self._routes[engine.name] = ends, route
+        return route
 
     def located(self, name: AgentId, topology: Topology) -> None:
         """An engine's agent said where it is."""
@@ -145,10 +156,15 @@ class Fleet:
 
     def overtaken(self, epoch: Epoch, committed: Held, now: float) -> None:
         """Another version was committed: nobody outside of its round is told any more to serve the one before it."""
+        right: Command | None = None  # that of the round, which thousands were told
         for engine in self.engines.values():
             duty = self._duties.get(engine.name)
+            if duty is None or duty is right:
+                continue
             if isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table):
                 self.settle(engine, epoch, committed, now)
+            else:
+                right = duty
 
     def answered(self, engine: Engine, message: EngineMessage, committed: Held | None) -> bool:
         """Take an answer to what `settle` or a closed round asked. Returns whether it was one."""
@@ -167,7 +183,7 @@ class Fleet:
                 self._duties.drop(engine.name)
         return True
 
-    def touch(self, names: Iterable[AgentId]) -> None:
+    def touch(self, *names: AgentId) -> None:
         """Something was said by or about these engines: judge anew whether they are ready."""
         self._touched.update(names)
 
@@ -177,7 +193,7 @@ class Fleet:
 
     def readiness_changes(
         self, members: Mapping[AgentId, Member], window: Window, waiting: Window
-    ) -> list[ReadinessChanged]:
+    ) -> list[ReadinessChanged | RoundReadiness]:
         """Who became ready, or ceased to be, among those that were touched since the last call.
 
         `members` are those of the running round. What engines may serve is in `window`; in `waiting` while they are
@@ -189,24 +205,24 @@ class Fleet:
         known = [self.engines[name] for name in touched if name in self.engines]
         if len(known) > 1:  # in the order in which they joined: that of a set is another in every process
             known.sort(key=_joined_as)
-        notes: list[ReadinessChanged] = []
+        notes: list[ReadinessChanged | RoundReadiness] = []
+        of_round: dict[bool, list[AgentId]] = {}
         for engine in known:
-            member = members.get(engine.name)
-            stands = member.phase if member else None
-            if stands not in GENERATES and not self._ready.get(engine.name):
+            name = engine.name
+            member = members.get(name)
+            stands, before = member.phase if member else None, self._ready.get(name, False)
+            if stands not in GENERATES and not before:
                 continue  # nobody is ready in such a phase
-            verdict = readiness(engine, stands, waiting if stands is EnginePhase.PREPARED else window)
-            if self._ready.get(engine.name, False) is not verdict.ok:
-                notes.append(
-                    ReadinessChanged(
-                        channel=self._channel,
-                        engine=engine.name,
-                        ready=verdict.ok,
-                        reason=verdict.reason,
-                        in_round=stands is not None,
-                    )
-                )
-            self._ready[engine.name] = verdict.ok
+            verdict = readiness(engine, stands, waiting if stands is _PREPARED else window)
+            ready = self._ready[name] = verdict.code is None
+            if ready is before:
+                continue
+            if member:
+                of_round.setdefault(ready, []).append(name)
+            else:
+                notes.append(ReadinessChanged(channel=self._channel, engine=name, ready=ready, reason=verdict.reason))
+        for ready, names in of_round.items():
+            notes.append(RoundReadiness(channel=self._channel, engines=tuple(names), ready=ready))
         return notes
 
     def announced(self, name: AgentId) -> bool:

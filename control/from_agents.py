@@ -21,6 +21,7 @@ from .ids import (
     Count,
     EpochNumber,
     IncarnationId,
+    JoinedChannel,
     RequestKey,
     Seconds,
     Text,
@@ -199,7 +200,7 @@ class Prepared(Message, frozen=True):
     """The manifest fits the server: names, shapes, dtypes, alignment, payload count. Nothing was changed yet."""
 
     request: RequestKey
-    channel: ChannelName
+    channel: JoinedChannel
     epoch: EpochNumber
     seconds: Seconds
 
@@ -208,7 +209,7 @@ class Paused(Message, frozen=True):
     """The server generates nothing until this agent resumes it."""
 
     request: RequestKey
-    channel: ChannelName
+    channel: JoinedChannel
     epoch: EpochNumber
     seconds: Seconds
 
@@ -217,7 +218,7 @@ class Transferred(Message, frozen=True):
     """Every bucket of the manifest has been loaded; not verified yet."""
 
     request: RequestKey
-    channel: ChannelName
+    channel: JoinedChannel
     epoch: EpochNumber
     bytes: Count
     buckets: Count
@@ -228,7 +229,7 @@ class Verified(Message, frozen=True):
     """The server's weights are those of `table`. Still paused, still labelled with the old version."""
 
     request: RequestKey
-    channel: ChannelName
+    channel: JoinedChannel
     epoch: EpochNumber
     version: VersionNumber
     table: BlobDigest
@@ -240,7 +241,7 @@ class Serving(Message, frozen=True):
     """The server is labelled with `version` (null: the weights of its launch) and generates again."""
 
     request: RequestKey
-    channel: ChannelName
+    channel: JoinedChannel
     epoch: EpochNumber
     version: VersionNumber | None
     seconds: Seconds
@@ -251,7 +252,7 @@ class Failed(Message, frozen=True):
     """A step went wrong. `health` says what the server holds now: CLEAN engines resume, DIRTY ones are quarantined."""
 
     request: RequestKey
-    channel: ChannelName
+    channel: JoinedChannel
     epoch: EpochNumber
     step: Step
     health: EngineHealth

@@ -37,6 +37,9 @@ MAX_VERSION: Final = 2**53
 
 AgentName = Annotated[AgentId, msgspec.Meta(pattern=NAME_PATTERN)]
 ChannelName = Annotated[Channel, msgspec.Meta(pattern=NAME_PATTERN)]
+JoinedChannel = Annotated[Channel, msgspec.Meta(min_length=1, max_length=64)]
+"""The channel that its agent joined. Compared with that one, whose name was looked at: thousands of answers need not
+pass through the pattern again."""
 VersionNumber = Annotated[Version, msgspec.Meta(ge=0, le=MAX_VERSION)]
 EpochNumber = Annotated[Epoch, msgspec.Meta(ge=0, le=2**53)]
 IncarnationId = Annotated[Incarnation, msgspec.Meta(min_length=1, max_length=64)]

@@ -18,7 +18,7 @@ import msgspec
 
 from .deadlines import earlier
 from .errors import InvariantBroken
-from .events import Peer
+from .events import Peer, Principal
 from .ids import AgentId, Channel, Incarnation
 from .lease import YES, Verdict
 from .limits import Limits
@@ -39,6 +39,8 @@ class Agent(msgspec.Struct, kw_only=True):
     trainer: TrainerInfo | None = None
     topology: Topology | None = None
     """What it said last of where it is, if it did."""
+    principal: Principal | None = None
+    """Whom its connection's key belonged to when it said `Hello`, as name, role and channel of that `Hello` do."""
 
 
 class Membership:
@@ -82,8 +84,8 @@ class Membership:
         )
         return Verdict(Code.SERVER_TAKEN, reason, self._limits.takeover_s)
 
-    def join(self, hello: Hello, peer: Peer, now: float) -> Agent:
-        """Seat the agent of `hello` on `peer`."""
+    def join(self, hello: Hello, peer: Peer, now: float, principal: Principal | None = None) -> Agent:
+        """Seat the agent of `hello` on `peer`; `principal`, if there are keys, was found to be allowed to say it."""
         before = self._agents.get(hello.agent)
         if before and before.peer:
             self._by_peer.pop(before.peer, None)
@@ -100,6 +102,7 @@ class Membership:
             engine=hello.engine,
             trainer=hello.trainer,
             topology=before.topology if before and before.incarnation == hello.incarnation else None,
+            principal=principal,
         )
         self._by_peer[peer] = hello.agent
         if server := _server(hello.engine):

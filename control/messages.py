@@ -150,6 +150,7 @@ __all__ = [
     "Receiver",
     "Refused",
     "Release",
+    "Request",
     "Role",
     "RoundDone",
     "Seal",
@@ -179,6 +180,8 @@ AnyAgentMessage = Hello | Heartbeat | Topology | Bye | GetBlob | GetStatus
 TrainerMessage = Acquire | Release | PutBlob | Publish | Offered | Sent | Abandon
 EngineMessage = Prepared | Paused | Transferred | Verified | Serving | Failed
 ToCoordinator = AnyAgentMessage | TrainerMessage | EngineMessage
+Request = Hello | Topology | GetBlob | GetStatus | TrainerMessage | EngineMessage
+"""What is answered, or acknowledged, under its key."""
 
 ToAnyAgent = Welcome | Alive | Ack | Refused | BlobPage | Status
 ToTrainer = Granted | Send | Withdraw | RoundDone

@@ -10,13 +10,13 @@ from typing import Final
 
 from .answers import Replies
 from .effects import (
+    Acknowledge,
     AnyEffect,
     AnyObservation,
     Evict,
     Observe,
     Persist,
     PublishHint,
-    Receipt,
     Refusal,
     SendTo,
     SendToAll,
@@ -24,7 +24,21 @@ from .effects import (
 from .events import Peer
 from .ids import AgentId, Channel, Epoch, RequestId, Version
 from .lease import Verdict
-from .messages import Abandon, Ack, Bye, Code, Heartbeat, Hint, Offered, Publish, Refused, Release, Sent, ToAgent
+from .messages import (
+    Abandon,
+    Ack,
+    Bye,
+    Code,
+    Heartbeat,
+    Hint,
+    Offered,
+    Publish,
+    Refused,
+    Release,
+    Request,
+    Sent,
+    ToAgent,
+)
 from .messages import ToCoordinator as Message
 
 HEARTBEAT_KEY: Final = RequestId("heartbeat")
@@ -43,53 +57,65 @@ class Outbox:
         self._boot = boot
         self._hints = 0
         self._effects: list[AnyEffect] = []
+        self._owed: list[tuple[Peer, Request]] | None = None
+        """Of the last effect, if it is an `Acknowledge`."""
 
     def __len__(self) -> int:
         return len(self._effects)
 
     def take(self) -> tuple[AnyEffect, ...]:
         """Everything since this was asked last."""
-        effects, self._effects = tuple(self._effects), []
+        effects, self._effects, self._owed = tuple(self._effects), [], None
         return effects
+
+    def _add(self, effect: AnyEffect) -> None:
+        self._owed = None
+        self._effects.append(effect)
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
         """To one connection."""
-        self._effects.append(SendTo(peer, message, blob))
+        self._add(SendTo(peer, message, blob))
 
     def tell(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
         """To many connections, or one, or none."""
         if len(peers) > 1:
-            self._effects.append(SendToAll(peers, message))
+            self._add(SendToAll(peers, message))
         elif peers:
-            self._effects.append(SendTo(peers[0], message))
+            self._add(SendTo(peers[0], message))
 
     def evict(self, peer: Peer, reason: str) -> None:
         """Forget the connection."""
-        self._effects.append(Evict(peer=peer, reason=reason))
+        self._add(Evict(peer=peer, reason=reason))
 
     def persist(self, persist: Persist) -> None:
         """Make a record durable."""
-        self._effects.append(persist)
+        self._add(persist)
 
     def observe(self, what: AnyObservation) -> None:
         """For logs and metrics."""
-        self._effects.append(Observe(what))
+        self._add(Observe(what))
 
     def hint(self, channel: Channel, event: str, version: Version | None, epoch: Epoch) -> None:
         """For whoever listens."""
         self._hints += 1
         hint = Hint(seq=self._hints, boot=self._boot, channel=channel, event=event, version=version, epoch=epoch)
-        self._effects.append(PublishHint(hint=hint))
+        self._add(PublishHint(hint=hint))
 
     def answer(self, peer: Peer, agent: AgentId, message: Message, verdict: Verdict) -> None:
         """An `Ack`, or a refusal with its reason."""
         if verdict.code is not None:
             self.refuse(peer, agent, message, verdict)
         elif not isinstance(message, _KEYLESS):
-            ack = Ack(request=message.request)
             if isinstance(message, _REMEMBERED):
-                self.replies.remember(agent, message, ack)
-            self._effects.append(Receipt(peer, ack, message))
+                self.replies.remember(agent, message, Ack(request=message.request))
+            self.acknowledge(peer, message)
+
+    def acknowledge(self, peer: Peer, message: Request) -> None:
+        """`message` was taken. Those that come together are one effect."""
+        if self._owed is None:
+            self._owed = []
+            self._effects.append(Acknowledge(self._owed))
+        self._owed.append((peer, message))
 
     def refuse(self, peer: Peer, agent: str, message: Message, verdict: Verdict) -> None:
         """A refusal changed nothing and is not remembered."""

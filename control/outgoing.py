@@ -33,16 +33,12 @@ Out = Tell | Answer | Denial | ChannelRecord | AnyObservation
 RECORDS: Final = (EpochTaken, Committed, RoundClosed)
 
 
-def together(due: Iterable[tuple[AgentId, Command]]) -> list[Tell]:
+def together(due: Iterable[tuple[tuple[AgentId, ...], Command]]) -> list[Tell]:
     """What many are told alike, at once to all of them; who is told two things is told the first one first.
 
     That is one object (orders.py): to compare values would cost more than it saves.
     """
     alike: dict[int, tuple[list[AgentId], Command]] = {}
-    for agent, command in due:
-        known = alike.get(id(command))
-        if known is None:
-            alike[id(command)] = [agent], command
-        else:
-            known[0].append(agent)
+    for agents, command in due:
+        alike.setdefault(id(command), ([], command))[0].extend(agents)
     return [Tell(tuple(agents), command) for agents, command in alike.values()]

@@ -7,7 +7,7 @@ message and not two. Both ends go by `acknowledges`; who repeats its answer all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from .events import Peer
@@ -18,6 +18,7 @@ from .messages import (
     Pause,
     Paused,
     Prepared,
+    Request,
     Serving,
     Transfer,
     Transferred,
@@ -54,25 +55,27 @@ class Receipts:
     """What is owed to whom. Those of one connection leave in the order in which they became due."""
 
     def __init__(self) -> None:
-        self._prompt: dict[Peer, list[Ack]] = {}
+        self._prompt: dict[Peer, list[Request]] = {}
         self._prompt_until = 0.0
-        self._held: dict[Peer, tuple[Ack, Message]] = {}
+        self._held: dict[Peer, Request] = {}
         """At most one: its agent says nothing more before it has this one, or the next command."""
         self._held_until = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._prompt or self._held)
 
-    def owe(self, peer: Peer, ack: Ack, answer: Message | None, now: float) -> None:
-        """`peer` is to be told `ack`, for `answer`."""
-        if answer is not None and type(answer) in _FOLLOWED and peer not in self._held:
-            if not self._held:
-                self._held_until = now + HOLD_S
-            self._held[peer] = ack, answer
-            return
-        if not self._prompt:
-            self._prompt_until = now + PROMPT_S
-        self._prompt.setdefault(peer, []).append(ack)
+    def owe(self, owed: Iterable[tuple[Peer, Request]], now: float) -> None:
+        """Each is to be told that what it said was taken."""
+        prompt, held = self._prompt, self._held
+        for peer, answer in owed:
+            if type(answer) in _FOLLOWED and peer not in held:
+                if not held:
+                    self._held_until = now + HOLD_S
+                held[peer] = answer
+            else:
+                if not prompt:
+                    self._prompt_until = now + PROMPT_S
+                prompt.setdefault(peer, []).append(answer)
 
     @property
     def pressing(self) -> bool:
@@ -83,27 +86,31 @@ class Receipts:
         """Those that `peers` are to be told before `message`; what `message` acknowledges itself is forgotten."""
         first: list[tuple[Peer, Ack]] = []
         prompt, held = self._prompt, self._held
+        covered, told = _COVERED.get(type(message), frozenset[type[Message]]()), getattr(message, "epoch", 0)
         for peer in peers:
-            if prompt and (acks := prompt.pop(peer, None)):
-                first += [(peer, ack) for ack in acks]
-            if held and (found := held.get(peer)):
-                ack, answer = found
-                if acknowledges(message, answer):
+            if prompt and (answers := prompt.pop(peer, None)):
+                first += [(peer, _ack(answer)) for answer in answers]
+            if answer := held.get(peer):
+                if type(answer) in covered and getattr(answer, "epoch", 0) <= told:  # as `acknowledges`, for thousands
                     del held[peer]
                 elif isinstance(answer, Serving):  # what comes now begins something else, and waits for this one
                     del held[peer]
-                    first.append((peer, ack))
+                    first.append((peer, _ack(answer)))
         return first
 
     def due(self, now: float, *, quiet: bool) -> Iterator[tuple[Peer, Ack]]:
         """Those that are to be said now. `quiet`: nothing is there to be read."""
         if self._prompt and (quiet or now >= self._prompt_until):
             prompt, self._prompt = self._prompt, {}
-            yield from ((peer, ack) for peer, acks in prompt.items() for ack in acks)
+            yield from ((peer, _ack(answer)) for peer, answers in prompt.items() for answer in answers)
         if self._held and now >= self._held_until:
             held, self._held = self._held, {}
-            yield from ((peer, ack) for peer, (ack, _) in held.items())
+            yield from ((peer, _ack(answer)) for peer, answer in held.items())
 
     def next_deadline(self) -> float | None:
         """When some are due though nothing happens."""
         return self._held_until if self._held else None
+
+
+def _ack(answer: Request) -> Ack:
+    return Ack(request=answer.request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .channel import Channel
-from .effects import Committed, EpochTaken, ReadinessChanged, RoundClosed, announced_as
+from .effects import Committed, EpochTaken, ReadinessChanged, RoundClosed, RoundReadiness, announced_as
 from .errors import InvariantBroken
 from .membership import Membership
 from .outbox import Outbox
@@ -37,7 +37,7 @@ class Relay:
 
     def _put(self, channel: Channel, out: Out) -> None:
         match out:
-            case ReadinessChanged():
+            case ReadinessChanged() | RoundReadiness():
                 self._out.observe(out)
             case Answer():
                 self._out.replies.remember(out.agent, out.question, out.message)

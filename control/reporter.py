@@ -26,6 +26,7 @@ from .effects import (
     Redriven,
     Refusal,
     RoundEnded,
+    RoundReadiness,
     StateEntered,
 )
 from .ids import AgentId, Channel
@@ -87,8 +88,8 @@ class Reporter:
     def observe(self, what: AnyObservation) -> None:
         """Something happened."""
         match what:
-            case ReadinessChanged(in_round=True):
-                pass  # one of thousands; the end of the round names them all
+            case RoundReadiness():
+                pass  # the end of the round names them all
             case AgentJoined() | AgentLeft():
                 self._count_agent(what)
                 self._say("info", what)

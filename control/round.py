@@ -16,6 +16,7 @@ from . import patience
 from .cohort import HOPEFUL, SERVING_ON, STANDING
 from .effects import Committed, EpochTaken, Redriven, RoundClosed
 from .ids import AgentId, Epoch
+from .member import Member
 from .messages import EngineMessage, Offer, Outcome, SlowEngines
 from .progress import Progress, Want
 from .states import BEFORE_COMMIT, SENDING, EnginePhase, RoundState
@@ -32,9 +33,9 @@ class Round(Progress):
         self._cohort.prepare(now)
         self._advance(now)
 
-    def answered(self, name: AgentId, message: EngineMessage, now: float) -> None:
+    def answered(self, member: Member, message: EngineMessage, now: float) -> None:
         """An engine of the round answered at its current epoch. Answers that come too late change nothing."""
-        self._cohort.answered(name, message, now)
+        self._cohort.answered(member, message, now)
         self._heard = True
 
     def decide(self, now: float) -> None:

@@ -19,13 +19,13 @@ from . import plan_document, status
 from .coordinator import Coordinator
 from .deadlines import earlier
 from .effects import (
+    Acknowledge,
     AnyEffect,
     AnyObservation,
     Evict,
     Observe,
     Persist,
     PublishHint,
-    Receipt,
     Refusal,
     SendTo,
     SendToAll,
@@ -62,10 +62,6 @@ GATHER_PACE: Final = 64.0
 """From so many in a second on it is one. Of fewer agents each wakes the loop, and a lease is granted at once."""
 SETTLE_S: Final = 1.0
 """So long after a round nothing gathers: its trainer may come with the next one."""
-STREAM_S: Final = 0.002
-STREAM: Final = 16
-"""When so many came together, the next may gather for a moment whatever is waited for: of a few thousand answers each
-would wake the loop by itself, and that costs more than what is done about it."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
 FAREWELL_S: Final = 0.2
@@ -100,8 +96,6 @@ class Server:
         self._desks = (self._desk, self._plan_desk)
         self._came_at = clock()
         """When something last came in."""
-        self._came = 0
-        """How much came together last."""
         self._pace = 0.0
         """How much came within about a second, when something last came."""
         self._busy_at = clock()
@@ -151,7 +145,6 @@ class Server:
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
         received = self._bus.poll(0.0 if self.yields else timeout_s, self._gather_s())
-        self._came = len(received)
         if received:
             now = self._clock()
             self._pace = self._pace_at(now) + len(received)
@@ -180,9 +173,9 @@ class Server:
         now = self._clock()
         if not self.machine.calm:
             self._busy_at = now
-        elif now - self._busy_at >= SETTLE_S and not self.yields and self._pace_at(now) >= GATHER_PACE:
-            return GATHER_S
-        return STREAM_S if self._came >= STREAM else 0.0
+            return 0.0
+        rested = now - self._busy_at >= SETTLE_S and not self.yields
+        return GATHER_S if rested and self._pace_at(now) >= GATHER_PACE else 0.0
 
     def _pace_at(self, now: float) -> float:
         return self._pace * math.exp(self._came_at - now)
@@ -210,8 +203,8 @@ class Server:
 
     def _perform(self, effect: AnyEffect, now: float) -> None:
         match effect:
-            case Receipt():
-                self._receipts.owe(effect.peer, effect.message, effect.answer, now)
+            case Acknowledge():
+                self._receipts.owe(effect.owed, now)
             case Observe():
                 self._observe(effect.what)
             case SendTo():

@@ -210,7 +210,9 @@ class TrustList:
             self._trust, self.problem = read_trust(self.path), ""
         except PeerKeyError as error:
             self._trust, self.problem = Trust(), str(error)
-        self._principals = self._trust.principals()
+        known, self._principals = self._principals, self._trust.principals()
+        kept = {key: known[key] for key, each in self._principals.items() if known.get(key) == each}
+        self._principals = {**self._principals, **kept}  # who is trusted with the same stays the same object
         if self.problem and self.problem != before:
             get_log(__name__).error("nobody_is_trusted", reason=self.problem)
         elif before and not self.problem:

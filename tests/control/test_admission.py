@@ -9,8 +9,8 @@ import pytest
 
 from weightbus.control.admission import ALLOWED
 from weightbus.control.events import MessageReceived, Peer, Principal, TrustLost
-from weightbus.control.ids import AgentId, Channel, RequestId, Version
-from weightbus.control.messages import Acquire, Code, Granted, Hello, Message, Refused, Role, ToCoordinator
+from weightbus.control.ids import AgentId, Channel, Epoch, RequestId, Version
+from weightbus.control.messages import Acquire, Code, Granted, Hello, Message, Prepared, Refused, Role, ToCoordinator
 
 from .test_codec import TO_COORDINATOR
 from .world import CHANNEL, World, engine_info, one_by_one, trainer_info
@@ -150,3 +150,17 @@ def test_a_rollback_takes_a_trainer_s_key() -> None:
     assert not_allowed(say(world, back, key))
     assert world.records == records
     assert world.committed == 2
+
+
+@pytest.mark.parametrize("changed", [{"role": Role.TRAINER}, {"name": AgentId("y")}, {"channels": (Channel("other"),)}])
+def test_what_the_list_says_now_counts_and_not_what_it_said_at_the_hello(changed: dict[str, object]) -> None:
+    """Rights are looked up for every message, though whoever is behind a key is compared in full only once."""
+    world = World()
+    principal = Principal(AgentId("x"), Role.ENGINE, (CHANNEL,))
+    say(world, hello_of(Role.ENGINE), principal)
+    prepared = Prepared(request=RequestId("k"), channel=CHANNEL, epoch=Epoch(0), seconds=0.1)
+    assert not not_allowed(say(world, prepared, principal))
+    assert not not_allowed(say(world, prepared, msgspec.structs.replace(principal)))
+    assert not_allowed(say(world, prepared, msgspec.structs.replace(principal, **changed)))
+    elsewhere = msgspec.structs.replace(prepared, channel=Channel("other"))
+    assert not_allowed(say(world, elsewhere, principal))

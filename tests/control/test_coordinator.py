@@ -14,7 +14,6 @@ from weightbus.control.effects import (
     JournalChanged,
     Persist,
     PublishHint,
-    ReadinessChanged,
     RoundEnded,
     SendTo,
     StateEntered,
@@ -56,7 +55,7 @@ from weightbus.control.messages import (
 from weightbus.control.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
 
 from . import world as world_module
-from .world import CHANNEL, LIMITS, MANIFEST, Engine, World, digest, one_by_one, table_of
+from .world import CHANNEL, LIMITS, MANIFEST, Engine, World, digest, one_by_one, readiness_of, table_of
 
 PROTOCOL = Path(states.__file__).with_name("PROTOCOL.md")
 
@@ -508,8 +507,7 @@ def test_observations_and_hints_tell_the_round() -> None:
     ]
     (ended,) = [note for note in world.observed if isinstance(note, RoundEnded)]
     assert set(ended.done.seconds) == {"prepare", "offer", "pause", "transfer", "verify", "commit", "resume", "total"}
-    changes = [(note.engine, note.ready) for note in world.observed if isinstance(note, ReadinessChanged)]
-    assert changes == [("e0", True), ("e0", False), ("e0", True)]
+    assert list(readiness_of(world.observed)) == [("e0", True), ("e0", False), ("e0", True)]
     assert [hint.event for hint in world.hints] == [
         "ready",
         "granted",

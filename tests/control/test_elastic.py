@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from weightbus.control.effects import Committed, EpochTaken, ReadinessChanged, Redriven
+from weightbus.control.effects import Committed, EpochTaken, Redriven
 from weightbus.control.messages import (
     Abandon,
     Commit,
@@ -26,7 +26,7 @@ from weightbus.control.messages import (
 from weightbus.control.reporter import Reporter
 from weightbus.control.telemetry import Meters, Side
 
-from .world import CHANNEL, Engine, Trainer, World
+from .world import CHANNEL, Engine, Trainer, World, readiness_of
 
 
 class Rolling:
@@ -88,12 +88,12 @@ def test_who_waits_is_routed_to() -> None:
     rolling.outcomes(1)
     before = len(rolling.world.observed)
     rolling.outcomes(2)
-    changes = [each for each in rolling.world.observed[before:] if isinstance(each, ReadinessChanged)]
+    changes = list(readiness_of(rolling.world.observed[before:]))
     for engine in ("e0", "e1", "e2"):
-        assert [each.ready for each in changes if each.engine == engine] == [False, True]
+        assert [ready for name, ready in changes if name == engine] == [False, True]
     unready = 0
-    for each in changes:
-        unready += 1 if not each.ready else -1
+    for _, ready in changes:
+        unready += 1 if not ready else -1
         assert unready <= 1
 
 
@@ -125,8 +125,8 @@ def test_who_was_behind_is_not_routed_to_while_it_waits() -> None:
     rolling.trainer.policy = Policy(max_paused=1)
     before = len(rolling.world.observed)
     rolling.outcomes(2)
-    changes = [each for each in rolling.world.observed[before:] if isinstance(each, ReadinessChanged)]
-    assert [each.ready for each in changes if each.engine == late.name] == [True]
+    changes = list(readiness_of(rolling.world.observed[before:]))
+    assert [ready for name, ready in changes if name == late.name] == [True]
     assert late.weights == 2
 
 

@@ -69,8 +69,7 @@ def answer(kind: type[Message], epoch: int = 5, request: str = "k") -> Any:
 
 def owing(*answers: Any) -> Receipts:
     receipts = Receipts()
-    for each in answers:
-        receipts.owe(ONE, Ack(request=each.request), each, 0.0)
+    receipts.owe([(ONE, each) for each in answers], 0.0)
     return receipts
 
 
@@ -142,6 +141,6 @@ def test_what_is_owed_waits_while_there_is_much_to_read_but_not_for_long() -> No
 def test_who_is_told_something_else_is_told_what_it_is_owed_first() -> None:
     """One packet for both, in this order, and nobody else's."""
     receipts = owing(answer(Paused))
-    receipts.owe(TWO, Ack(request="other"), answer(Paused, request="other"), 0.0)  # type: ignore[arg-type]
+    receipts.owe([(TWO, answer(Paused, request="other"))], 0.0)
     assert receipts.before((ONE,), command(Abort)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]
     assert [peer for peer, _ in receipts.due(0.0, quiet=True)] == [TWO]

@@ -11,6 +11,8 @@ import pytest
 from weightbus.control import channel, codec, coordinator, fleet
 from weightbus.control.answers import GRANTS
 from weightbus.control.duties import Duties
+from weightbus.control.effects import Acknowledge, SendTo
+from weightbus.control.events import Burst, MessageReceived
 from weightbus.control.ids import AgentId, Epoch, RequestId, Version
 from weightbus.control.limits import Limits
 from weightbus.control.messages import (
@@ -20,6 +22,7 @@ from weightbus.control.messages import (
     Failed,
     GetStatus,
     Granted,
+    Heartbeat,
     Held,
     Prepare,
     Prepared,
@@ -161,10 +164,10 @@ def test_the_longest_due_goes_first() -> None:
     duties.assign(AgentId("a"), abort(9), 0.3)
     duties.drop(AgentId("b"))
     assert duties.next_deadline() == 0.2
-    assert [(agent, command.epoch) for agent, command in duties.due(0.5)] == [("c", 3), ("a", 9)]
+    assert [(*agents, command.epoch) for agents, command in duties.due(0.5)] == [("c", 3), ("a", 9)]
     assert duties.due(1.4) == []
     assert duties.next_deadline() == 1.5
-    assert [agent for agent, _ in duties.due(1.5)] == ["c", "a"]
+    assert [agents for agents, _ in duties.due(1.5)] == [("c",), ("a",)]
     assert duties.next_deadline() == 3.5, "each waits twice as long as before"
     duties.drop(AgentId("c"))
     duties.drop(AgentId("a"))
@@ -178,9 +181,80 @@ def test_only_the_newest_order_is_given() -> None:
         duties.assign(AgentId(name), abort(number + 1), 0.0)
     duties.drop(AgentId("b"))
     duties.assign(AgentId("c"), abort(4), 5.0)
-    assert [(agent, command.epoch) for agent, command in duties.due(0.0)] == [("a", 3)]
+    assert [(*agents, command.epoch) for agents, command in duties.due(0.0)] == [("a", 3)]
     assert duties.due(0.5) == []
-    assert [agent for agent, _ in duties.due(5.0)] == ["a", "c"]
+    assert [agents for agents, _ in duties.due(5.0)] == [("a",), ("c",)]
+
+
+def test_what_is_told_together_is_repeated_together() -> None:
+    """Thousands have one timer; who answered, or was told something else meanwhile, is not told again."""
+    duties = Duties(1.0, 8.0)
+    names = [AgentId(f"e{number}") for number in range(4)]
+    duties.assign_all(names, abort(1), 0.0)
+    assert [agents for agents, _ in duties.due(0.0)] == [tuple(names)]
+    duties.drop(names[0])
+    duties.assign(names[1], abort(2), 0.5)
+    assert [(agents, command.epoch) for agents, command in duties.due(1.0)] == [
+        (("e2", "e3"), 1),
+        (("e1",), 2),
+    ]
+    duties.drop(names[2])
+    duties.drop(names[3])
+    assert duties.next_deadline() == 2.0, "the one that was told something else"
+
+
+def test_what_follows_is_repeated_alone() -> None:
+    """Who has answered the first of two commands is told the second again, when it would have been told both."""
+    duties = Duties(1.0, 8.0)
+    for name in "abc":
+        duties.assign(AgentId(name), abort(1), 0.0, then=abort(2))
+    assert [(*agents, command.epoch) for agents, command in duties.due(0.0)] == [
+        (name, epoch) for name in "abc" for epoch in (1, 2)
+    ]
+    for name in "ab":
+        duties.go_on(AgentId(name))
+    duties.drop(AgentId("b"))
+    assert duties.next_deadline() == 1.0
+    assert sorted((*agents, command.epoch) for agents, command in duties.due(1.0)) == [("a", 2), ("c", 1), ("c", 2)]
+    duties.go_on(AgentId("c"))
+    assert duties.next_deadline() == 3.0
+    assert sorted((*agents, command.epoch) for agents, command in duties.due(3.0)) == [("a", 2), ("c", 2)]
+    assert len(duties) == 2
+
+
+def test_who_goes_on_after_all_others_ended_is_still_told() -> None:
+    """A duty whose agents have all answered has no timer any more; one that comes to it gets a new one."""
+    duties = Duties(1.0, 8.0)
+    duties._assign([AgentId("a"), AgentId("b")], (abort(1), abort(2)), 1.0)
+    duties.go_on(AgentId("a"))
+    duties.drop(AgentId("a"))
+    assert duties.next_deadline() == 1.0
+    duties.go_on(AgentId("b"))
+    assert duties.next_deadline() == 1.0
+    assert [(*agents, command.epoch) for agents, command in duties.due(1.0)] == [("b", 2)]
+
+
+def test_what_many_answered_is_one_effect() -> None:
+    """Acknowledgements that follow one another are owed together, and in their place among everything else."""
+    world = World()
+    engines = [world.engine(f"e{number}") for number in range(3)]
+    for engine in engines:
+        engine.ignore(Prepare)
+    world.trainer().acquire(1)
+    world.settle()
+    told = [engine.got(Prepare)[0] for engine in engines]
+    answers = [
+        Prepared(request=engine.key(), channel=CHANNEL, epoch=command.epoch, seconds=0.1)  # type: ignore[attr-defined]
+        for engine, command in zip(engines, told, strict=True)
+    ]
+    said = [MessageReceived(engine.peer, answer) for engine, answer in zip(engines, answers, strict=True)]
+    effects = world.machine.handle(Burst(said), world.now)
+    owed = [effect.owed for effect in effects if isinstance(effect, Acknowledge)]
+    assert owed == [[(engine.peer, answer) for engine, answer in zip(engines, answers, strict=True)]]
+    assert isinstance(effects[0], Acknowledge), "before what follows from them"
+    between = MessageReceived(engines[1].peer, Heartbeat(seq=1))
+    kinds = [type(effect) for effect in world.machine.handle(Burst([said[0], between, said[2]]), world.now)]
+    assert kinds == [Acknowledge, SendTo, Acknowledge], "each in its place"
 
 
 def reader(desk: StatusDesk[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:

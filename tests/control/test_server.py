@@ -13,7 +13,7 @@ import pytest
 
 from weightbus.control.bus import RouterBus
 from weightbus.control.dealer import DealerLink
-from weightbus.control.effects import AnyObservation, AnyRecord, PublishHint, Receipt, Refusal, SendTo
+from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, PublishHint, Refusal, SendTo
 from weightbus.control.election import Deposed, Term
 from weightbus.control.errors import JournalUnwritable
 from weightbus.control.etcd import Etcd, KeyValue, Outcome
@@ -323,8 +323,7 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
     acks = [Ack(request=each.request) for each in asked]
     hints = [Hint(seq=n, boot=1, channel=CHANNEL, event="ready", version=None, epoch=Epoch(1)) for n in (1, 2)]
     for effect in (
-        Receipt(peer=one, message=acks[0], answer=asked[0]),
-        Receipt(peer=two, message=acks[1], answer=asked[1]),
+        Acknowledge([(one, asked[0]), (two, asked[1])]),
         *(PublishHint(hint=hint) for hint in hints),
     ):
         server._perform(effect, 0.0)

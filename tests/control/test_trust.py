@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 
@@ -167,6 +168,19 @@ def test_the_list_is_followed(path: Path) -> None:
     found = trust.principals()
     assert E0.key in found
     assert trust.principals(fresh=True) is found
+
+
+def test_who_is_trusted_with_the_same_stays_the_same(path: Path) -> None:
+    """A change of one entry leaves the others the objects they were: whoever compares them need not look inside."""
+    with edited(path) as agents:
+        agents["other"] = msgspec.structs.replace(E0, key="o" * 40)
+    trust = TrustList(path)
+    before = trust.principals()
+    with edited(path) as agents:
+        agents["e0"] = msgspec.structs.replace(E0, channels=("elsewhere",))
+    after = trust.principals(fresh=True)
+    assert after["o" * 40] is before["o" * 40]
+    assert after[E0.key].channels == ("elsewhere",)
 
 
 def test_in_doubt_nobody_is_trusted(path: Path) -> None:

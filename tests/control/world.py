@@ -14,6 +14,7 @@ import msgspec
 
 from weightbus.control.coordinator import Coordinator
 from weightbus.control.effects import (
+    Acknowledge,
     AnyEffect,
     AnyObservation,
     AnyRecord,
@@ -23,9 +24,10 @@ from weightbus.control.effects import (
     Observe,
     Persist,
     PublishHint,
-    Receipt,
+    ReadinessChanged,
     Refusal,
     RoundClosed,
+    RoundReadiness,
     SendTo,
     SendToAll,
 )
@@ -137,10 +139,22 @@ def one_by_one(effects: Iterable[AnyEffect]) -> Iterator[AnyEffect]:
         match effect:
             case SendToAll():
                 yield from (SendTo(peer, effect.message) for peer in effect.peers)
-            case Receipt():
-                yield SendTo(effect.peer, effect.message)
+            case Acknowledge():
+                yield from (SendTo(peer, Ack(request=answer.request)) for peer, answer in effect.owed)
             case _:
                 yield effect
+
+
+def readiness_of(observed: Iterable[AnyObservation]) -> Iterator[tuple[AgentId, bool]]:
+    """Who entered the ready list, or left it, one after the other."""
+    for each in observed:
+        match each:
+            case ReadinessChanged():
+                yield each.engine, each.ready
+            case RoundReadiness():
+                yield from ((engine, each.ready) for engine in each.engines)
+            case _:
+                pass
 
 
 class Agent:
@@ -563,7 +577,7 @@ class World:
                 self.hints.append(effect.hint)
             case Evict():
                 pass
-            case SendToAll() | Receipt():
+            case SendToAll() | Acknowledge():
                 raise AssertionError("taken apart before")
 
     def advance(self, seconds: float) -> None:

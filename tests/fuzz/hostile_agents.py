@@ -15,7 +15,7 @@ import msgspec
 
 from weightbus.control import messages as m
 from weightbus.control.coordinator import Coordinator
-from weightbus.control.effects import Persist, Receipt, SendTo, SendToAll
+from weightbus.control.effects import Acknowledge, Persist, SendTo, SendToAll
 from weightbus.control.events import (
     AnyEvent,
     MessageReceived,
@@ -80,7 +80,8 @@ class HostileAgents:
                 full = self._random.random() < 0.02
                 said = PersistFailed(token=effect.token, reason="full") if full else Persisted(token=effect.token)
                 self._handle(said)
-            self.answers += isinstance(effect, SendTo | SendToAll | Receipt)
+            self.answers += isinstance(effect, SendTo | SendToAll)
+            self.answers += len(effect.owed) if isinstance(effect, Acknowledge) else 0
 
     def _event(self) -> AnyEvent:
         chance = self._random.random()

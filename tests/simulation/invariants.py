@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from weightbus.control.effects import AnyObservation, AnyRecord, Committed, EpochTaken, ReadinessChanged
+from weightbus.control.effects import AnyObservation, AnyRecord, Committed, EpochTaken, ReadinessChanged, RoundReadiness
+from weightbus.control.ids import AgentId
 from weightbus.control.messages import (
     Abandon,
     Ack,
@@ -261,13 +262,19 @@ class Judge:
     def observed(self, what: AnyObservation) -> None:
         """The coordinator noted something."""
         if isinstance(what, ReadinessChanged):
-            if what.ready:
-                self._ready[what.engine] = None
-                server = self._world.server(what.engine)
-                if server.up and not server.frozen and server.paused and LAUNCH not in server.tags:
-                    self.broken("ready-is-ready", f"{what.engine} is listed as ready while its server is paused")
-            else:
-                self._ready.pop(what.engine, None)
+            self._listed(what.engine, ready=what.ready)
+        elif isinstance(what, RoundReadiness):
+            for engine in what.engines:
+                self._listed(engine, ready=what.ready)
+
+    def _listed(self, engine: AgentId, *, ready: bool) -> None:
+        if ready:
+            self._ready[engine] = None
+            server = self._world.server(engine)
+            if server.up and not server.frozen and server.paused and LAUNCH not in server.tags:
+                self.broken("ready-is-ready", f"{engine} is listed as ready while its server is paused")
+        else:
+            self._ready.pop(engine, None)
 
     def look_at_ready(self, *, fresh: bool) -> None:
         """Compare the ready list with the servers. `fresh`: the coordinator was away, and has just begun to listen."""

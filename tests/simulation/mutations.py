@@ -158,8 +158,8 @@ MUTATIONS: Final = (
     _m(
         "commits-what-broke",
         COHORT,
-        "        for member in self.within(EnginePhase.VERIFIED):\n",
-        "        for member in self.within(EnginePhase.VERIFIED, EnginePhase.LEAVING):\n",
+        "        members = self.within(EnginePhase.VERIFIED)\n",
+        "        members = self.within(EnginePhase.VERIFIED, EnginePhase.LEAVING)\n",
     ),
     _m(
         "leaves-without-a-word",
@@ -194,8 +194,8 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-in-mid-transfer",
         "control/engines.py",
-        "    if phase not in GENERATES:",
-        "    if False:",
+        "    if phase not in GENERATES:\n        return",
+        "    if False:\n        return",
     ),
     _m(
         "silent-agents-stay",
@@ -226,8 +226,14 @@ MUTATIONS: Final = (
     _m(
         "commands-said-once",
         "control/duties.py",
-        "due_at, duty.turn = now + duty.wait_s, next(self._turns)",
-        "due_at, duty.turn = now + 1e9, next(self._turns)",
+        "duty.due_at, duty.rest = now + duty.wait_s, None",
+        "duty.due_at, duty.rest = now + 1e9, None",
+    ),
+    _m(
+        "what-follows-is-said-once",
+        "control/duties.py",
+        "            self._wait_for(rest)\n",
+        "",
     ),
     _m(
         "what-a-burst-says-is-not-looked-at",
