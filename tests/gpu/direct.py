@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
+import gc
 import itertools
 import json
 import os
@@ -208,6 +209,8 @@ def publish(  # noqa: PLR0917
         found["bytes"] = agent.manifest.nbytes
         found["tensors"] = len(agent.manifest.tensors)
         found["first"] = publish_one(first, fleet)
+    del publish_one, agent  # and with it the memory that a quantised source was exposed in: the next one takes as much
+    gc.collect()
     ours = fleet.checksum(place) if source.root else []
     if source.root:
         fleet.overwrite(place)
