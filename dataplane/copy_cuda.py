@@ -7,7 +7,7 @@ torch, all in one call; few recordings have any.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -19,19 +19,28 @@ from .copy_peer import PeerCopies
 from .copy_runs import Mask, copy_runs, for_copy_engines
 from .copy_table import CopyTable
 from .copy_torch import TorchCopies
-from .cuda_driver import Driver
 from .digest_table import BoxTable
-from .errors import NoCopyEngines, NotExportable
+from .errors import NoCopyEngines
 from .tiles import SOURCE, VECTORS, copy_tiles, word_tiles
 
 
 class CudaEngine:
     """Implements `CopyEngine` for one GPU. Sources may be a peer's memory that was opened for it."""
 
-    def __init__(self, device: torch.device, branches: int = 0, library: ctypes.CDLL | None = None) -> None:
-        """Copy engines read from peers in so many `branches`; 0: the kernel does. `library` stands for libcuda."""
+    def __init__(
+        self,
+        device: torch.device,
+        branches: int = 0,
+        remote: Collection[int] = (),
+        library: ctypes.CDLL | None = None,
+    ) -> None:
+        """Copy engines read in so many `branches` from regions whose addresses are `remote`; 0: the kernel does.
+
+        `library` stands for libcuda.
+        """
         self._device = device
         self._branches = branches
+        self._remote = frozenset(remote)
         self._library = library
 
     def copies(
@@ -40,7 +49,8 @@ class CudaEngine:
         """Bind a table."""
         by_engines: Mask = np.zeros(len(table), np.bool_)
         if self._branches and len(table):
-            by_engines = for_copy_engines(table, self._remote(sources))
+            remote = np.array([each.data_ptr() in self._remote for each in sources], np.int64)
+            by_engines = for_copy_engines(table, remote)
         if not by_engines.any():
             return CudaCopies(self._device, table, sources, targets)
         long, rest = (table.take(np.flatnonzero(rows)) for rows in (by_engines, ~by_engines))
@@ -54,16 +64,6 @@ class CudaEngine:
 
         kernel = CudaCopies(self._device, rest, sources, targets)
         return PeerCopies(self._device, batch, kernel, instead, (*sources, *targets))
-
-    def _remote(self, sources: Sequence[torch.Tensor]) -> Column:
-        """(regions,): 1 for memory of another GPU."""
-        try:
-            driver = Driver(self._library)
-        except NotExportable:
-            return np.zeros(len(sources), np.int64)  # whoever opened a peer's memory has it
-        own = self._device.index if self._device.type == "cuda" else -1
-        found = [driver.ordinal(region.data_ptr()) for region in sources]
-        return np.array([each not in {-1, own} for each in found], np.int64)
 
     def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> CudaDigest:
         """Bind a table of boxes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import torch
@@ -34,13 +34,14 @@ def branches_asked(environment: Mapping[str, str]) -> int:
     return int(asked)
 
 
-def engine_for(device: torch.device, branches: int = 0) -> CopyEngine:
+def engine_for(device: torch.device, branches: int = 0, remote: Collection[int] = ()) -> CopyEngine:
     """The engine of a device. Raises `Unsupported` for one that has none.
 
-    On a GPU, long runs out of a peer's memory go through copy engines, in so many `branches`, if any are asked for.
+    On a GPU, long runs out of regions on another one, whose addresses are `remote`, go through copy engines, in so many
+    `branches`, if any are asked for.
     """
     if device.type == "cpu":
         return TorchEngine()
     if device.type == "cuda":
-        return CudaEngine(device, branches)
+        return CudaEngine(device, branches, remote)
     raise Unsupported(f"there is no copy engine for {device}: let this engine take the local transport")

@@ -18,8 +18,6 @@ HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
 _BUFFER_ID: Final = 7
 """CU_POINTER_ATTRIBUTE_BUFFER_ID: never given to another allocation of the process."""
-_DEVICE_ORDINAL: Final = 9
-"""CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: of memory that was opened by IPC, the GPU that it lies on."""
 _IS_LEGACY_IPC_CAPABLE: Final = 10
 """CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: false for memory that was mapped by its owner."""
 _MAPPED: Final = 13
@@ -72,13 +70,6 @@ class Driver:
         found = ctypes.c_int(1)
         code = self._library.cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(_MAPPED), ctypes.c_uint64(pointer))
         return bool(code) or bool(found.value)  # an older driver that cannot tell is no reason to refuse
-
-    def ordinal(self, pointer: int) -> int:
-        """The number, in this process, of the GPU that memory at `pointer` lies on; -1 where the driver cannot tell."""
-        found = ctypes.c_int(-1)
-        where = ctypes.c_uint64(pointer)
-        code = self._library.cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(_DEVICE_ORDINAL), where)
-        return -1 if code else int(found.value)
 
     def ipc_handle(self, allocation: Allocation) -> bytes:
         """How another process of this host opens it. Raises `NotExportable`."""

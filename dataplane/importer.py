@@ -15,6 +15,7 @@ import torch
 from . import export_wire as wire
 from .cuda_driver import Driver
 from .deadline import Deadline
+from .device_name import device_name
 from .errors import DeadlineExceeded, NotExportable, PeerLost, StaleSession, TransferFailed
 from .transport import Address
 
@@ -45,6 +46,10 @@ class RegionImporter:
         """1-D uint8, to be read only. It must not be used after `close` or after a newer generation was opened."""
         return self._exporters[holder].regions[region]
 
+    def remote(self, holder: int, region: int) -> bool:
+        """It lies on another GPU than the reader's. The driver calls memory that was opened the reader's own."""
+        return region in self._exporters[holder].remote
+
     def keep(self, holders: Collection[int]) -> None:
         """Let go of all others: they are read no more, and their end is nobody's."""
         for holder in [each for each in self._exporters if each not in holders]:
@@ -74,6 +79,8 @@ class _Exporter:
         self.address = address
         self.generation = generation
         self.regions: dict[int, torch.Tensor] = {}
+        self.remote: set[int] = set()
+        """Regions on another GPU."""
         self._device = device
         self._driver: Driver | None = None
         self._mapped: list[int] = []
@@ -120,6 +127,8 @@ class _Exporter:
         for each in answer.regions:
             if each.memory == wire.CUDA:
                 self.regions[each.region] = self._opened(each)
+                if each.uuid != device_name(self._device):
+                    self.remote.add(each.region)
 
     def _opened(self, granted: wire.Granted) -> torch.Tensor:
         """A GPU's memory, opened for the reader's own device: a kernel on another one would fault on it."""

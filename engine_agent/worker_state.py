@@ -218,7 +218,12 @@ class WorkerState:
         sources = [self._importer.region(holder, region) for holder, region in plan.sources]
         targets = [bytes_of(tensor) for tensor in self._held.tensors]
         copies, staging = self._tables
-        reader = engine_for(self._held.device, branches_asked(os.environ))
+        remote = [
+            source.data_ptr()
+            for source, (holder, region) in zip(sources, plan.sources, strict=True)
+            if self._importer.remote(holder, region)
+        ]
+        reader = engine_for(self._held.device, branches_asked(os.environ), remote)
         copies.check(sizes_of(sources), sizes_of(targets))
         staging.check(sizes_of(sources), sizes_of([self._buffer]))
         self._bound = _Bound(

@@ -96,12 +96,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def bound(driver: Any, branches: int) -> tuple[CudaCopies | PeerCopies, torch.Tensor, torch.Tensor]:
-    """`MIXED`, out of the memory of GPU 1."""
+def bound(
+    driver: Any, branches: int, *, remote: bool = True
+) -> tuple[CudaCopies | PeerCopies, torch.Tensor, torch.Tensor]:
+    """`MIXED`, out of the memory of another GPU, or of the same one."""
     source = torch.randint(0, 256, (7 * MB,), dtype=torch.uint8)
     found, expected = torch.zeros_like(source), torch.zeros_like(source)
     TorchCopies(MIXED, [source], [expected]).run()
-    return CudaEngine(CPU, branches, driver).copies(MIXED, [source], [found]), found, expected
+    elsewhere = [source.data_ptr()] if remote else []
+    return CudaEngine(CPU, branches, elsewhere, driver).copies(MIXED, [source], [found]), found, expected
 
 
 def test_engines_and_kernel_share_a_table(launched: list[int]) -> None:
@@ -122,13 +125,10 @@ def test_engines_and_kernel_share_a_table(launched: list[int]) -> None:
 def test_the_kernel_takes_what_engines_do_not(case: str, launched: list[int]) -> None:
     """All rows; and that there are no batches is told."""
     driver = FakeBatches()
-    if case == "own memory":
-        driver.gpu_of = lambda _: -1
     if case == "no batches":
-        driver.cuMemcpyBatchAsync_v2 = None  # type: ignore[assignment]
-        monkey = {"cuPointerGetAttribute": driver.cuPointerGetAttribute}
-        driver = type("Older", (), {name: staticmethod(call) for name, call in monkey.items()})()
-    copies, found, expected = bound(driver, 0 if case == "none asked for" else 4)
+        driver = cast("Any", object())
+    branches = 0 if case == "none asked for" else 4
+    copies, found, expected = bound(driver, branches, remote=case != "own memory")
     copies.launch()
     assert torch.equal(found, expected)
     assert launched == [int(MIXED.target_bytes.sum())]

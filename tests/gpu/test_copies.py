@@ -178,7 +178,9 @@ def test_copy_engines_and_kernel_share_a_table(trainer: Trainer, branches: int) 
     bf16 = zero + DTYPES.index("bfloat16")
     table = CopyTable(zero, zero, at, at - int(offset), bf16, bf16, run, grid, steps, steps)
     found = torch.zeros(4 << 20, dtype=torch.uint8, device=GPU)
-    copies = engine_for(GPU, branches).copies(table, [importer.region(0, 0)], [found])
+    region = importer.region(0, 0)
+    remote = [region.data_ptr()] if importer.remote(0, 0) else []
+    copies = engine_for(GPU, branches, remote).copies(table, [region], [found])
     assert copies.remark == ""
 
     for value in (5.0, 9.0):

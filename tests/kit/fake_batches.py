@@ -7,7 +7,6 @@ is refused. Copies are carried out last first: nobody may rely on an order betwe
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 INVALID_VALUE, NOT_SUPPORTED = 1, 801
@@ -36,14 +35,6 @@ class FakeBatches:
         """Stream and copies of each call."""
         self.code = 0
         """What calls return that copy nothing."""
-        self.gpu_of: Callable[[int], int] = lambda _: 1
-        """On which GPU an address is."""
-
-    def cuPointerGetAttribute(self, found: Any, attribute: ctypes.c_int, at: ctypes.c_uint64) -> int:  # noqa: N802
-        if attribute.value != 9:
-            return INVALID_VALUE
-        found._obj.value = self.gpu_of(at.value)
-        return 0
 
     def cuGetErrorName(self, code: ctypes.c_int, name: Any) -> int:  # noqa: N802
         known = {INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE", NOT_SUPPORTED: b"CUDA_ERROR_NOT_SUPPORTED"}
