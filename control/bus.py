@@ -223,7 +223,8 @@ class RouterBus:
             except zmq.Again:
                 return
             frame = receive_frame(_NOBLOCK)
-            one, rest = frame.bytes, []
+            one = frame.bytes
+            rest: list[bytes] = []
             while frame.more and len(rest) < MAX_FRAMES:  # asked of the frame: the socket's own option takes longer
                 frame = receive_frame(_NOBLOCK)
                 rest.append(frame.bytes)
