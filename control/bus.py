@@ -66,6 +66,10 @@ _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 HANDSHAKE_MS: Final = 10_000
 """Within which a connection has to be through. Two thousand that come at once wait in line for one thread: with less,
 those at the end are cut off, come again, and make the line longer."""
+MAX_FRAMES: Final = 2
+"""Of one message, beyond its first; no message has as many. What is above is not looked at."""
+MAX_SKIPPED: Final = 4096
+"""Frames of such a message that are dropped in one poll, so that it cannot keep timers from running."""
 MAX_SPEAKERS: Final = 8192
 """Connections whose key is remembered; it is read again from their next message."""
 UNREAD: Final = 64
@@ -117,6 +121,8 @@ class RouterBus:
         """The key of each connection. A key never changes under a connection, and the ROUTER uses no name twice."""
         self._more = False
         """The last poll took as much as it may, and left some."""
+        self._skipping = False
+        """What comes next belongs to a message of too many frames."""
         self._encoded: tuple[ToAgent | None, codec.Frames] = (None, [])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
@@ -210,15 +216,19 @@ class RouterBus:
         read, checked, taken = codec.TO_COORDINATOR.read_one, self._keys is not None, Pace.TAKEN
         self._more = False
         for _ in range(MAX_BURST):
+            if self._skipping and not self._skip():
+                break
             try:
                 peer = receive_peer(_NOBLOCK)
             except zmq.Again:
                 return
             frame = receive_frame(_NOBLOCK)
-            one, rest = frame.bytes, []
-            while frame.more:  # asked of the frame: the socket's own option takes as long as receiving does
+            one = frame.bytes
+            rest: list[bytes] = []
+            while frame.more and len(rest) < MAX_FRAMES:  # asked of the frame: the socket's own option takes longer
                 frame = receive_frame(_NOBLOCK)
                 rest.append(frame.bytes)
+            self._skipping = frame.more
             speaker = speakers.get(peer) or self._note_speaker(peer, frame)
             pace = pace_of(speaker, now)
             if pace is not taken:
@@ -235,6 +245,14 @@ class RouterBus:
             else:
                 incoming.append(MessageReceived(peer, message, blob, principal))
         self._more = True
+
+    def _skip(self) -> bool:
+        """Drop what is left of a message of too many frames; False when that is more than a poll may take."""
+        for _ in range(MAX_SKIPPED):
+            if not self._receive_frame(_NOBLOCK).more:
+                self._skipping = False
+                return True
+        return False
 
     def _throttled(self, speaker: str, pace: Pace) -> Iterator[Throttled]:
         """A message that is dropped unread: counted, and told of when it begins and when it gets worse."""

@@ -27,7 +27,8 @@ from .past import Past, Restored, remembered
 
 SCHEMA: Final = 1
 REPLIES: Final = 32
-"""Answers kept: a trainer that comes back asks about its last round."""
+"""Answers kept, of all channels together: each may take a megabyte. A trainer that comes back asks about its last
+round, so the newest answer of a channel is kept whatever the others do."""
 _RESTORE: Final = "restore etcd from a snapshot; beginning anew would forget which version is committed"
 _RETRY: Final = "writing is tried again by itself"
 
@@ -65,7 +66,8 @@ class EtcdJournal:
         self._rows: dict[Channel, tuple[_Row, int]] = {}
         self._doubtful: set[Channel] = set()
         """Channels whose last write was not answered: they are read again before the next."""
-        self._replies: deque[str] = deque()
+        self._replies: dict[Channel, deque[str]] = {}
+        """Keys of the answers that are kept, by channel, the oldest first."""
         self._answers: dict[Channel, dict[RequestId, RoundDone]] = {}
         self._meta = _Meta()
         self.boot = 0
@@ -148,14 +150,17 @@ class EtcdJournal:
     def _write_reply(self, record: RoundClosed) -> None:
         key = self._key("reply", record.request)
         operations = [put(key, msgspec.json.encode(_Reply(self._wall_clock(), record.done)))]
-        old = self._replies[0] if len(self._replies) >= REPLIES and self._replies[0] != key else None
+        mine = self._replies.setdefault(record.done.channel, deque())
+        longest = max(self._replies.values(), key=len)
+        full = key not in mine and sum(map(len, self._replies.values())) >= REPLIES
+        old = longest[0] if full and (len(longest) > 1 or longest is mine) else None
         if old:
             operations.append(delete(old))
         self._write([], operations)
         if old:
-            self._replies.popleft()
-        if key not in self._replies:
-            self._replies.append(key)
+            longest.popleft()
+        if key not in mine:
+            mine.append(key)
         self._answers.setdefault(record.done.channel, {})[record.request] = record.done
 
     def _write(self, conditions: list[Json], operations: list[Json]) -> int:
@@ -190,7 +195,7 @@ class EtcdJournal:
         oldest = self._wall_clock() - REPLY_TTL_S
         read_back = [(self._decode(kv, _Reply), name) for name, kv in found.items() if name.startswith(replies)]
         for reply, name in sorted(read_back, key=lambda each: (each[0].written_at, each[1])):
-            self._replies.append(name)
+            self._replies.setdefault(reply.done.channel, deque()).append(name)
             if reply.written_at >= oldest:
                 request = RequestId(name.removeprefix(replies))
                 self._answers.setdefault(reply.done.channel, {})[request] = reply.done

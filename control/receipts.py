@@ -89,7 +89,8 @@ class Receipts:
         covered, told = _COVERED.get(type(message), frozenset[type[Message]]()), getattr(message, "epoch", 0)
         for peer in peers:
             if prompt and (answers := prompt.pop(peer, None)):
-                first += [(peer, _ack(answer)) for answer in answers]
+                left = [each for each in answers if type(each) not in covered or getattr(each, "epoch", 0) > told]
+                first += [(peer, _ack(answer)) for answer in left]
             if answer := held.get(peer):
                 if type(answer) in covered and getattr(answer, "epoch", 0) <= told:  # as `acknowledges`, for thousands
                     del held[peer]

@@ -37,9 +37,9 @@ def commit(version: int, epoch: int, table: Digest = A) -> Committed:
     )
 
 
-def closed(request: str) -> RoundClosed:
+def closed(request: str, channel: Channel = POLICY) -> RoundClosed:
     done = RoundDone(
-        channel=POLICY,
+        channel=channel,
         epoch=Epoch(1),
         version=Version(1),
         outcome=Outcome.COMMITTED,
@@ -120,6 +120,20 @@ class JournalContract:
         journal.write(closed("new"))
         assert list(journal.restore()[POLICY].answers) == ["new"]
         journal.close()
+
+    def test_a_busy_channel_pushes_out_no_other_ones_answer(self, opens: Callable[..., Journal]) -> None:
+        """However many rounds end in one channel, the trainer of another hears how its last one ended."""
+        quiet = [Channel(f"quiet{number}") for number in range(40)]
+        journal = opens()
+        for channel in (POLICY, *quiet):
+            journal.write(taken(1, channel))
+            journal.write(closed(f"last-of-{channel}", channel))
+        for number in range(70):
+            journal.write(closed(f"p{number:03}"))
+        found = self._again(journal, opens)
+        for channel in quiet:
+            assert list(found[channel].answers) == [f"last-of-{channel}"]  # type: ignore[attr-defined]
+        assert list(found[POLICY].answers)[-1] == "p069"  # type: ignore[attr-defined]
 
     def test_one_coordinator_at_a_time(self, opens: Callable[..., Journal]) -> None:
         """A second coordinator does not get the journal while the first has it, and gets it at once afterwards."""

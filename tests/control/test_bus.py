@@ -201,6 +201,29 @@ def test_garbage_is_rejected_by_kind(bus: RouterBus) -> None:
     assert kinds == [WrongProtocol, Malformed, Bye]
 
 
+def test_a_message_of_thousands_of_frames_is_refused_once(bus: RouterBus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not kept, dropped in bounded portions with others' turns in between, and what follows is read."""
+    monkeypatch.setattr(bus_module, "MAX_SKIPPED", 100)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    raw = context.socket(zmq.DEALER)
+    raw.connect(f"tcp://127.0.0.1:{bus.router_port}")
+    raw.send_multipart([*codec.pack(codec.TO_COORDINATOR.encode(Bye())), *([b"x"] * 5000)])
+    raw.send_multipart(codec.pack(codec.TO_COORDINATOR.encode(Bye())))
+    items: list[MessageReceived | Rejected] = []
+    until(lambda: items.extend(bus.poll(0.5)) or items)
+    polls = 0
+    while len(items) < 2:
+        items.extend(bus.poll(0.5))
+        polls += 1
+    raw.close(linger=0)
+    context.term()
+    first, second = items
+    assert isinstance(first, Rejected)
+    assert "parts" in str(first.error)
+    assert isinstance(second, MessageReceived)
+    assert polls >= 5000 // 100 - 1
+
+
 def test_oversize_frame_costs_the_connection_only(bus: RouterBus) -> None:
     """A frame above the limit cuts its sender; the bus serves everybody else."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

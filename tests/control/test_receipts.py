@@ -99,6 +99,16 @@ def test_what_a_command_covers_is_never_said() -> None:
     assert list(receipts.due(1e9, quiet=True)) == []
 
 
+@pytest.mark.parametrize("answered", [Paused, Transferred])
+def test_what_a_command_covers_need_not_be_said_before_it(answered: type[Message]) -> None:
+    """What was to be said at once, and was not yet, is said by the command, if it is of this epoch."""
+    receipts = owing(answer(answered))
+    assert receipts.before((ONE,), command(Commit)) == []
+    assert not receipts
+    receipts = owing(answer(answered))
+    assert len(receipts.before((ONE,), command(Commit, epoch=4))) == 1
+
+
 def test_what_no_command_covers_is_said_after_a_while() -> None:
     """The next step may be long in coming, and an agent that hears nothing repeats itself."""
     receipts = owing(answer(Verified))

@@ -230,12 +230,6 @@ MUTATIONS: Final = (
         "duty.due_at, duty.rest = now + 1e9, None",
     ),
     _m(
-        "what-follows-is-said-once",
-        "control/duties.py",
-        "            self._wait_for(rest)\n",
-        "",
-    ),
-    _m(
         "what-a-burst-says-is-not-looked-at",
         COORDINATOR,
         "        self._stirred[channel.name] = channel\n",
