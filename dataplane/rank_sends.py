@@ -24,6 +24,8 @@ from .standing import Standing
 from .transport import Address
 
 _PACKET_S = 10.0
+_LOOK_S = 0.01
+"""How soon a wait notices that the rank has gone on."""
 _END_S = 10.0
 
 
@@ -109,9 +111,9 @@ class RankSends:
                     _linger(frames, deadline, stop)
 
     def _begun(self, frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> wire.Begin:
-        while not frames.waiting():
+        while not frames.speaks(_LOOK_S):  # at once: the workers receive already
             deadline.check("the sender to begin")
-            if stop.wait(0.01):
+            if stop.is_set():
                 raise PeerLost("this rank has gone on")
         message = wire.hear_sender(frames, deadline, "the sender to begin")
         if not isinstance(message, wire.Begin):
