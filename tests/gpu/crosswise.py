@@ -108,6 +108,40 @@ def batch(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Ten
     return run, nothing, {"runs": len(runs), "branches": branches}
 
 
+def dealt(
+    side: Side,
+    copied: CopyTable,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    shares: Sequence[float],
+    streams: int,
+    turns: bool = False,
+) -> Made:
+    """Calls with such shares of the bytes, on streams in turn; with `turns`, every run of a call is from elsewhere."""
+    runs = copy_runs(copied, bases(source), bases(target))
+    if turns:
+        runs = runs.take(np.argsort(np.arange(len(runs)) % len(shares), kind="stable"))
+    ends = np.cumsum(shares) / np.sum(shares) * runs.nbytes.sum()
+    call = np.searchsorted(ends, np.cumsum(runs.nbytes) - runs.nbytes, side="right")
+    made = [CopyBatch(runs.take(np.flatnonzero(call == each)), 1, side.library) for each in np.unique(call)]
+    used = side.streams[:streams]
+
+    def run() -> None:
+        if side.dry:
+            for each in made:
+                each.launch([1])
+            return
+        for stream in used:
+            stream.wait_stream(torch.cuda.current_stream())
+        for at, each in enumerate(made):
+            each.launch([int(used[at % streams].cuda_stream)])
+        for stream in used:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    return run, nothing, {"runs": len(runs), "calls": len(made), "streams": streams}
+
+
 def mixed(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, *, every: int) -> Made:
     """The kernel takes one row of `every`, at the same time."""
     by_kernel = np.arange(len(copied)) % every == 0
@@ -138,7 +172,27 @@ def variants(side: Side) -> list[Variant]:
         Variant("kernel", many, lambda: kernel(side, many, source, target)),
         Variant("plain", one, lambda: plain(source, target)),
     ]
-    found += [Variant(f"batch_{k}", many, lambda k=k: batch(side, many, source, target, k)) for k in (1, 2, 4, 7)]
+    found += [Variant(f"batch_{k}", many, lambda k=k: batch(side, many, source, target, k)) for k in (1, 2, 3, 4, 7)]
+    for name, shares, streams, turns in (
+        ("equal", (1,) * 8, 4, False),
+        ("equal", (1,) * 16, 4, False),
+        ("equal", (1,) * 16, 2, False),
+        ("ramp", (1, 2, 4, 4), 4, False),
+        ("ramp", (1, 4, 8, 8), 4, False),
+        ("ramp", (1, 2, 4, 8, 8, 8, 8), 7, False),
+        ("ramp", (1, 2, 4, 8, 8, 8, 8, 8), 4, False),
+        ("ramp", (1, 1, 2, 4, 8, 8, 8, 8, 8, 8), 2, False),
+        ("turns", (1,) * 4, 4, True),
+        ("turns", (1, 4, 8, 8), 4, True),
+    ):
+        made = f"{name}_{'_'.join(map(str, shares))}_on_{streams}"
+        found.append(
+            Variant(
+                made,
+                many,
+                lambda s=shares, n=streams, t=turns: dealt(side, many, source, target, shares=s, streams=n, turns=t),
+            )
+        )
     found += [Variant(f"batch_{k}_whole", one, lambda k=k: batch(side, one, source, target, k)) for k in (1, 4)]
     found += [
         Variant(f"batch_{BRANCHES}_kernel_{every}", many, lambda e=every: mixed(side, many, source, target, every=e))
@@ -210,19 +264,21 @@ class reporting(contextlib.AbstractContextManager["reporting"]):  # noqa: N801
         return True
 
 
-def run_side(number: int, work: Path, pairs: int, until: float, *, dry: bool) -> None:
+def run_side(number: int, work: Path, pairs: int, until: float, only: tuple[str, ...], *, dry: bool) -> None:
     """One process: a line of JSON for each variant."""
     say({"started": number})
     side = Side(number, work, pairs, dry=dry)
     try:
-        try_all(side, until)
+        try_all(side, until, only)
     finally:
         side.pair.leave()
 
 
-def try_all(side: Side, until: float) -> None:
-    """One variant after another."""
+def try_all(side: Side, until: float, only: tuple[str, ...]) -> None:
+    """One variant after another; `only` those whose names begin so, if any."""
     for variant in variants(side):
+        if only and not variant.name.startswith(only):
+            continue
         if max(side.pair.meet(float(time.time() > until))):
             say({"name": variant.name, "error": "left out: no time was left"})
             continue
@@ -303,6 +359,7 @@ def orchestrate(args: argparse.Namespace) -> dict[str, Any]:
         for number in range(2):
             command = [sys.executable, __file__, "--side", str(number), "--work", folder, "--pairs", str(args.pairs)]
             command += ["--until", str(began + args.seconds - 15), *(["--dry"] if args.dry else [])]
+            command += ["--only", *args.only]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             processes.append(process)
             listeners.append(threading.Thread(target=listen, args=(process, heard[number]), daemon=True))
@@ -335,6 +392,7 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="host memory, and a driver of our own")
     parser.add_argument("--pairs", type=int, default=0, help="rows of each kind; 3072, dry 6")
     parser.add_argument("--seconds", type=float, default=95.0, help="for everything")
+    parser.add_argument("--only", nargs="*", default=[], help="variants whose names begin so")
     parser.add_argument("--out", help="write the JSON here too")
     parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
@@ -342,7 +400,7 @@ def main() -> int:
     args = parser.parse_args()
     args.pairs = args.pairs or (6 if args.dry else 3072)
     if args.side is not None:
-        run_side(args.side, args.work, args.pairs, args.until, dry=args.dry)
+        run_side(args.side, args.work, args.pairs, args.until, tuple(args.only), dry=args.dry)
         return 0
     result: dict[str, Any] = {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
