@@ -1,19 +1,20 @@
-"""Runs of bytes (copy_runs.py) through the copy engines of a GPU: one call of cuMemcpyBatchAsync for each branch.
+"""Runs of bytes (copy_runs.py) through the copy engines of a GPU: some calls of cuMemcpyBatchAsync.
 
-What the calls take is made ready once. Branches go to streams of their own, so that several engines work. Graphs of
-memcpy nodes would be as many commands for the engines, and take ten times as long to launch.
+What the calls take is made ready once. They go to streams in turn, so that several engines work. Graphs of memcpy
+nodes would be as many commands for the engines, and take ten times as long to launch.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from .copy_runs import CopyRuns, branches_of
+from .copy_runs import CopyRuns, calls_of
 from .errors import NoCopyEngines
 
 _IN_STREAM_ORDER: Final = 1
@@ -35,7 +36,7 @@ class CopyBatch:
     """Copies that were made ready. Their memory is the caller's to keep."""
 
     def __init__(self, runs: CopyRuns, branches: int, library: ctypes.CDLL | None = None) -> None:
-        """In at most so many branches. `library` stands for libcuda. Raises `NoCopyEngines`."""
+        """On at most so many streams. `library` stands for libcuda. Raises `NoCopyEngines`."""
         try:
             self._library = library if library is not None else ctypes.CDLL("libcuda.so.1")
             self._call = self._library.cuMemcpyBatchAsync_v2
@@ -43,21 +44,24 @@ class CopyBatch:
             raise NoCopyEngines(f"the CUDA driver has no batches of copies ({error}): it is older than 13.0") from error
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
-        self._branches = [
+        self._calls = [
             tuple(np.ascontiguousarray(each, np.uint64) for each in (part.target, part.source, part.nbytes))
-            for part in branches_of(runs, branches)
+            for part in calls_of(runs)
         ]
+        self._branches = min(branches, len(self._calls))
 
     def __len__(self) -> int:
-        """Branches: streams that `launch` needs."""
-        return len(self._branches)
+        """Streams that `launch` needs."""
+        return self._branches
 
     def launch(self, streams: Sequence[int]) -> None:
-        """Copy everything, each branch in the order of the stream with its handle, which is not the default one.
+        """Copy everything, in the orders of streams with these handles, of which none is the default one.
 
         Raises `NoCopyEngines`; some of it may be under way then.
         """
-        for stream, columns in zip(streams, self._branches, strict=True):
+        if len(streams) != self._branches:
+            raise ValueError(f"{len(streams)} streams, expected {self._branches}")
+        for stream, columns in zip(itertools.cycle(streams), self._calls, strict=False):
             code = self._call(
                 *(ctypes.c_void_p(column.ctypes.data) for column in columns), ctypes.c_size_t(len(columns[0])),
                 ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1), ctypes.c_void_p(stream),

@@ -13,16 +13,14 @@ from .copy_torch import TorchEngine
 from .errors import Unsupported
 
 BRANCHES: Final = 4
-"""Unless the environment says otherwise."""
-
-
+"""Streams that copy engines read a peer's memory on, unless the environment says otherwise."""
 BRANCHES_SETTING: Final = "WEIGHTBUS_WORKER_BRANCHES"
 """In the environment of the engine's server, whose workers copy."""
 MOST_BRANCHES: Final = 32
 
 
 def branches_asked(environment: Mapping[str, str]) -> int:
-    """In how many branches copy engines are to read from a peer; 0: a kernel copies all. Raises `Unsupported`."""
+    """On how many streams copy engines are to read from a peer; 0: a kernel copies all. Raises `Unsupported`."""
     asked = environment.get(BRANCHES_SETTING, "")
     if not asked:
         return BRANCHES
@@ -37,8 +35,8 @@ def branches_asked(environment: Mapping[str, str]) -> int:
 def engine_for(device: torch.device, branches: int = 0, remote: Collection[int] = ()) -> CopyEngine:
     """The engine of a device. Raises `Unsupported` for one that has none.
 
-    On a GPU, long runs out of regions on another one, whose addresses are `remote`, go through copy engines, in so many
-    `branches`, if any are asked for.
+    On a GPU, long runs out of regions on another one, whose addresses are `remote`, go through copy engines, on so many
+    streams (`branches`), if any are asked for.
     """
     if device.type == "cpu":
         return TorchEngine()

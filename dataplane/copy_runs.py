@@ -19,7 +19,11 @@ from .copy_table import AXES, ITEM_SIZES, CopyTable
 LEAST_RUN: Final = 1024 * 1024
 """Bytes. Shorter runs are the kernel's: to hand one over costs the host half a microsecond, and an engine as much."""
 MOST_RUN: Final = 32 * 1024 * 1024
-"""Bytes. Longer ones are cut, so that branches can be of one length."""
+"""Bytes. Longer ones are cut, so that batches can be as long as they should."""
+SHARES: Final = (1, 1, 2, 4, 8, 8, 8, 8, 8, 8)
+"""Of the bytes, in the batches that are handed over one after another. An engine begins when all of its batch is
+handed over: the first are short, and while one is copied, the next twice as long one is handed over. And each begins
+late by a little, which the other engines make good while it does (tests/gpu/crosswise.py)."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -66,8 +70,9 @@ def copy_runs(table: CopyTable, source_base: Column, target_base: Column) -> Cop
     return CopyRuns(source, target, np.minimum(nbytes[row] - begin, MOST_RUN))
 
 
-def branches_of(runs: CopyRuns, count: int) -> list[CopyRuns]:
-    """At most so many branches, none of them empty: runs that follow one another, with about as many bytes in each."""
-    done = np.cumsum(runs.nbytes) - runs.nbytes
-    branch: Column = done * count // max(int(runs.nbytes.sum()), 1)
-    return [runs.take(np.flatnonzero(branch == each)) for each in np.unique(branch).tolist()]
+def calls_of(runs: CopyRuns) -> list[CopyRuns]:
+    """Batches to hand over one after another, none of them empty: runs that follow one another, by `SHARES`."""
+    before = np.cumsum(runs.nbytes) - runs.nbytes
+    ends = np.cumsum(SHARES) * int(runs.nbytes.sum()) // sum(SHARES)
+    call: Column = np.searchsorted(ends, before, side="right")
+    return [runs.take(np.flatnonzero(call == each)) for each in np.unique(call).tolist()]

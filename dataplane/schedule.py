@@ -29,7 +29,7 @@ from .plan import Plan
 STAGING_BYTES: Final = 256 * 1024 * 1024
 """What all pairs of one rank may stage in a turn, where the group is not so large that `MIN_PAIR_BYTES` is more. Two
 turns move at a time."""
-STAGING_BYTES_ON_GPU: Final = 1024 * 1024 * 1024
+STAGING_BYTES_ON_GPU: Final = 2 * 1024 * 1024 * 1024
 """There every turn costs the same on top of its bytes: a schedule in half as many is faster (tests/gpu/wire.py)."""
 MIN_PAIR_BYTES: Final = 1024 * 1024
 ALONE_BYTES: Final = 64 * 1024

@@ -41,6 +41,8 @@ TURN_S: Final = 10.0
 _SHRUNK: Final = 8
 """To what part of itself a group may shrink before its messages are cut anew."""
 _OUT_OF_MEMORY: Final = "OutOfMemoryError"
+_LESS: Final = 8
+"""By how much turns shrink then: every try costs a version one attempt."""
 """In the reason of whoever had no room for its staging: the type of torch's error."""
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
@@ -318,7 +320,7 @@ class SendsSender:
                     end.finished = True
                 case wire.Failed(reason=reason):
                     if _OUT_OF_MEMORY in reason:
-                        self._ceiling = max(self._pair_bytes // 2, MIN_PAIR_BYTES)
+                        self._ceiling = max(self._pair_bytes // _LESS, MIN_PAIR_BYTES)
                     self._drop(end, reason)
                 case message:
                     self._drop(end, f"it said {type(message).__name__} out of turn")

@@ -51,7 +51,7 @@ def test_the_struct_is_that_of_cuda_h() -> None:
 @given(copies())
 @settings(max_examples=60, deadline=None)
 def test_a_batch_copies_what_the_table_says(branches: int, table: CopyTable) -> None:
-    """One call for each branch, on the stream it is told, as often as it is launched."""
+    """On as many streams as it says, in turn, as often as it is launched."""
     if not fits(table):
         return
     source, expected, found, driver = memory(1), memory(2), memory(2), FakeBatches()
@@ -65,7 +65,11 @@ def test_a_batch_copies_what_the_table_says(branches: int, table: CopyTable) -> 
         batch.launch(streams)
         assert torch.equal(found, expected)
     assert len(batch) <= branches
-    assert [stream for stream, _ in driver.launched] == streams * 2
+    calls = len(driver.launched) // 2
+    assert [stream for stream, _ in driver.launched] == [streams[at % len(streams)] for at in range(calls)] * 2
+    assert len(set(streams)) == min(branches, calls)
+    with pytest.raises(ValueError, match="streams, expected"):
+        batch.launch([*streams, 7])
     assert sum(count for _, count in driver.launched) == 2 * len(runs)
 
 
@@ -116,7 +120,7 @@ def test_engines_and_kernel_share_a_table(launched: list[int]) -> None:
         copies.launch()
         assert torch.equal(found, expected)
     assert launched == [5017, 5017]
-    assert [count for _, count in driver.launched] == [2, 1] * 2
+    assert [count for _, count in driver.launched] == [1, 1, 1] * 2
     assert copies.remark == ""
     copies.close()
 

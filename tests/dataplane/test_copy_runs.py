@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightbus.dataplane import copy_runs as module
-from weightbus.dataplane.copy_runs import CopyRuns, branches_of, copy_runs, for_copy_engines
+from weightbus.dataplane.copy_runs import SHARES, CopyRuns, calls_of, copy_runs, for_copy_engines
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies
 from weightbus.dataplane.pieces import DTYPES
@@ -68,13 +68,21 @@ def test_who_copies_what() -> None:
     assert for_copy_engines(CopyTable.empty(), column()).tolist() == []
 
 
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 9))
-def test_branches_are_of_about_one_length(lengths: list[int], count: int) -> None:
-    """None has more than its share and one run; together they are all runs, in their order, and none is empty."""
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=400))
+def test_calls_are_short_first_and_then_longer(lengths: list[int]) -> None:
+    """Together they are all runs, in their order, and none is empty; a call ends within a run of its share's end."""
     nbytes = column(*lengths)
-    found = branches_of(CopyRuns(np.arange(len(nbytes)), nbytes * 0, nbytes), count)
-    assert len(found) <= count
+    found = calls_of(CopyRuns(np.arange(len(nbytes)), nbytes * 0, nbytes))
     assert np.concatenate([each.source for each in found]).tolist() == list(range(len(nbytes)))
+    assert all(len(each) for each in found)
+    ends = [nbytes.sum() * sum(SHARES[: at + 1]) / sum(SHARES) for at in range(len(SHARES))]
+    done = 0
     for each in found:
-        assert len(each)
-        assert each.nbytes.sum() <= nbytes.sum() / count + nbytes.max()
+        done += int(each.nbytes.sum())
+        assert any(end - 1 <= done <= end + nbytes.max() for end in ends)
+
+
+def test_calls_double_until_they_are_all_alike() -> None:
+    """What is handed over while one call is copied is at most twice as much, so that nothing waits for the host."""
+    found = calls_of(CopyRuns(column(*range(560)), column(*[0] * 560), column(*[7] * 560)))
+    assert [len(each) for each in found] == [10, 10, 20, 40, 80, 80, 80, 80, 80, 80]

@@ -97,9 +97,9 @@ def test_without_room_it_is_paused(world: SendsWorld, monkeypatch: pytest.Monkey
 
 
 def test_turns_shrink_where_memory_is_short(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without room for what it packs costs one attempt: the next one is cut into turns of half the size."""
-    made, most = rank_sends.Outbox, 1 << 20
-    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 4 * most)
+    """A rank without room for what it packs costs one attempt: the next one is cut into turns of an eighth."""
+    made, most = rank_sends.Outbox, 2 << 20
+    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 64 * most)
 
     def roomy(mail: Any, regions: Any, engine: Any) -> Any:
         if world.trainer.sends._pair_bytes > most:
@@ -113,7 +113,7 @@ def test_turns_shrink_where_memory_is_short(world: SendsWorld, monkeypatch: pyte
             world.round()
         tried.append(world.trainer.sends._pair_bytes)
     world.round()
-    assert [*tried, world.trainer.sends._pair_bytes] == [4 * most, 2 * most, most]
+    assert [*tried, world.trainer.sends._pair_bytes] == [64 * most, 8 * most, most]
     assert holds(world.server, world.trainer.values)
 
 
