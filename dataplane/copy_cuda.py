@@ -34,7 +34,7 @@ class CudaEngine:
         remote: Collection[int] = (),
         library: ctypes.CDLL | None = None,
     ) -> None:
-        """Copy engines read on so many streams (`branches`) from regions whose addresses are `remote`; 0: the kernel does.
+        """Copy engines read from regions whose addresses are `remote`, on `branches` streams; 0: the kernel does.
 
         `library` stands for libcuda.
         """

@@ -37,13 +37,13 @@ FORM_S: Final = 15.0
 KEEP_S: Final = 900.0
 """How long a group that nobody uses is kept for the next version. It costs its members connections and buffers."""
 TURN_S: Final = 10.0
-"""For one turn of a rank: a rank that stands still is given up after it. 1 GB in it is 100 MB/s."""
+"""For one turn of a rank: a rank that stands still is given up after it. 2 GB in it are 200 MB/s."""
 _SHRUNK: Final = 8
 """To what part of itself a group may shrink before its messages are cut anew."""
 _OUT_OF_MEMORY: Final = "OutOfMemoryError"
+"""In the reason of whoever had no room for its staging: the type of torch's error."""
 _LESS: Final = 8
 """By how much turns shrink then: every try costs a version one attempt."""
-"""In the reason of whoever had no room for its staging: the type of torch's error."""
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 _PACKET_S: Final = 10.0
