@@ -37,7 +37,7 @@ class RankSends:
         self._rank = rank
         self._parts: dict[str, tuple[Messages, CopyTable]] = {}
         """By digest of the schedule."""
-        self._outbox: tuple[object, Outbox] | None = None
+        self._outbox: tuple[object, tuple[torch.Tensor, ...], Outbox] | None = None
         """With what it was made from."""
         self._standing = Standing()
         self._thread: threading.Thread | None = None
@@ -45,14 +45,17 @@ class RankSends:
         self.failure = ""
         """Of the last epoch; for people."""
 
-    def begin(self, address: Address, epoch: int, regions: Sequence[torch.Tensor], deadline_s: float) -> None:
-        """Take part in `epoch`, behind the caller's back. What came before is broken off."""
+    def begin(self, address: Address, epoch: int, regions: tuple[torch.Tensor, ...], deadline_s: float) -> None:
+        """Take part in `epoch`, behind the caller's back. What came before is broken off.
+
+        `regions` is the same tuple for as long as it is the same memory: what was made ready for it is used again.
+        """
         self.stop()
         if regions and regions[0].device.type == "cuda":
             torch.cuda.synchronize(regions[0].device)  # a training step may have written on any stream
         self._stop = threading.Event()
         self.failure = ""
-        arguments = (address, epoch, tuple(regions), Deadline(deadline_s), self._stop)
+        arguments = (address, epoch, regions, Deadline(deadline_s), self._stop)
         self._thread = threading.Thread(target=self._run, args=arguments, name="weightbus-rank-sends", daemon=True)
         self._thread.start()
 
@@ -68,7 +71,7 @@ class RankSends:
         self.stop()
         self._standing.discard()
         if self._outbox is not None:
-            self._outbox[1].close()
+            self._outbox[2].close()
             self._outbox = None
         self._parts = {}
 
@@ -120,24 +123,22 @@ class RankSends:
             raise PeerLost(f"the sender did not begin: {_reason(message)}")
         return message
 
-    def _bound(self, letters: Sequence[wire.Letters], regions: Sequence[torch.Tensor]) -> Outbox:
+    def _bound(self, letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]) -> Outbox:
         """The outbox of these letters; the one of the last epoch if nothing is new."""
         for each in letters:
             if each.messages or each.schedule not in self._parts:
                 self._parts[each.schedule] = Messages.decode(each.messages), CopyTable.decode(each.pack)
         self._parts = {each.schedule: self._parts[each.schedule] for each in letters}
-        made_from = (
-            tuple((each.peer, each.schedule) for each in letters),
-            tuple((each.data_ptr(), each.numel()) for each in regions),
-        )
-        if self._outbox is not None and self._outbox[0] == made_from:
-            return self._outbox[1]
+        addressed = tuple((each.peer, each.schedule) for each in letters)
         if self._outbox is not None:
-            self._outbox[1].close()
+            if self._outbox[0] == addressed and self._outbox[1] is regions:
+                return self._outbox[2]
+            self._outbox[2].close()
+            self._outbox = None
         device = regions[0].device if regions else torch.device("cpu")
         mail = [Mail(each.peer, *self._parts[each.schedule]) for each in letters]
         made = Outbox(mail, regions, engine_for(device))
-        self._outbox = made_from, made
+        self._outbox = addressed, regions, made
         return made
 
 

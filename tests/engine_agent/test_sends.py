@@ -117,6 +117,28 @@ def test_turns_shrink_where_memory_is_short(world: SendsWorld, monkeypatch: pyte
     assert holds(world.server, world.trainer.values)
 
 
+def test_a_rank_packs_as_before_until_its_memory_is_another(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it packs by is made once for some memory: a steady version asks nothing of its tensors."""
+    made, bound = rank_sends.Outbox, []
+
+    def counted(mail: Any, regions: Any, engine: Any) -> Any:
+        bound.append(regions)
+        return made(mail, regions, engine)
+
+    monkeypatch.setattr(rank_sends, "Outbox", counted)
+    for seed in (1, 2):
+        world.trainer.step(seed)
+        world.round(stage=True)
+    assert len(bound) == len(world.trainer.sending)
+    for shard in world.trainer.shards:
+        for name, tensor in shard.items():
+            shard[name] = tensor.clone()
+    world.trainer.step(3)
+    world.round(stage=True)
+    assert len(bound) == 2 * len(world.trainer.sending)
+    assert holds(world.server, world.trainer.values)
+
+
 def test_a_trainer_that_began_anew_is_told_the_plans_again(world: SendsWorld) -> None:
     """The engine knows its plan, the trainer does not; nothing is recorded again."""
     world.round()
