@@ -154,8 +154,8 @@ class SGLangServer:
     def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
         """pause_generation: when it returns, whatever is asked next finds the server paused.
 
-        Any launch may be paused. It is looked at while it still generates, if it was not a moment ago (`look_ahead`), so
-        that the calls which follow at once, and are for one launch only, need not do it while requests wait. A look
+        Any launch may be paused. It is looked at while it still generates, unless it was a moment ago (`look_ahead`):
+        the calls which follow at once, and are for one launch only, need not do it then while requests wait. A look
         that fails keeps no server from its pause: those calls look for themselves then.
         """
         if time.monotonic() >= self._looked_at + _LOOK_S / 2:  # the other half is for the calls that follow

@@ -37,7 +37,7 @@ class Assemble(Order, frozen=True):
 
 
 class Make(Order, frozen=True):
-    """Begin to make what this rank lets others read, from its weights as they are now; and to digest it if `digests`."""
+    """Begin to make what this rank lets others read, from its weights as they are now; with `digests`, to digest it."""
 
     digests: bool
 

@@ -226,7 +226,7 @@ def test_what_one_rank_cannot_export_every_rank_hears(group: Group, monkeypatch:
     def refuse(exporter: RegionExporter, tensors: Sequence[torch.Tensor], *, settled: bool) -> object:
         if exporter._holder == 1:
             raise NotExportable("an expandable segment")
-        return export(exporter, tensors)
+        return export(exporter, tensors, settled=settled)
 
     monkeypatch.setattr(RegionExporter, "export", refuse)
 

@@ -84,7 +84,9 @@ class Trainer(quantising.Held):
         specs = self.pieces.tensors
         if not quantised:
             each = zip(specs, self.memories, strict=True)
-            return b"".join(integrity.digest_tensors(at.view(-1).view(torch.uint8), (0, spec.nbytes)) for spec, at in each)
+            return b"".join(
+                integrity.digest_tensors(at.view(-1).view(torch.uint8), (0, spec.nbytes)) for spec, at in each
+            )
         names = [spec.name for spec in specs]
         made = quantising.whole(dict(zip(names, self.memories, strict=True)), quantising.config(BLOCK))
         packed = {name: each.contiguous().view(-1).view(torch.uint8) for name, each in made.items()}
