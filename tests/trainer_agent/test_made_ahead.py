@@ -270,6 +270,46 @@ def test_digests_of_a_publication_that_ended_are_of_no_other_one(fixture: str, r
     assert rig.table().tensors == rig.trainer.digests(quantised=fixture == "rig")
 
 
+def test_digests_that_nobody_wanted_are_not_those_of_the_next_publication(plain: Rig) -> None:
+    """What was begun for engines that read is of no use where another one takes buckets, and is not kept."""
+    plain.publish(1)
+    plain.coordinator.engines = {"e0": Coordinator.info(DIRECT), "e1": Coordinator.info(m.TransportKind.LOCAL)}
+    plain.source.assemble = lambda _manifest, _index, _out: None  # type: ignore[method-assign]
+    _, both = plain.publish(2)
+    plain.trainer.step()
+    plain.coordinator.engines = {"e0": Coordinator.info(DIRECT)}
+
+    _, third = plain.publish(3)
+
+    assert both.count("digest") == 1
+    assert "digested" not in both
+    assert third.index("Acquire") < third.index("digest") < third.index("digested")
+    assert plain.table().tensors == plain.trainer.digests(quantised=False)
+
+
+def test_ranks_that_learn_of_another_layout_digest_by_it(plain: Rig) -> None:
+    """What this rank has begun to read was its share of the layout before."""
+    plain.publish(1)
+    plain.trainer.step()
+    plain.exposure._layouts = ("another rank's was",)
+
+    _, happened = plain.publish(2)
+
+    assert happened.count("digest") == 2
+    assert plain.table().tensors == plain.trainer.digests(quantised=False)
+
+
+def test_digests_are_of_the_memory_as_it_is_when_they_are_asked_for(plain: Rig) -> None:
+    """Those that were begun are used once."""
+    plain.publish(1)
+    plain.exposure.make(digests=True)
+    plain.exposure.expose(made=True)
+    before = plain.exposure.digests()
+    plain.trainer.step()
+
+    assert plain.exposure.digests() == plain.trainer.digests(quantised=False) != before
+
+
 def test_what_was_moved_since_is_digested_where_it_is(plain: Rig) -> None:
     """Nothing reads ahead where the weights lay in the version before."""
     plain.publish(1)
