@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -66,6 +66,8 @@ from .session import (
     Transmit,
 )
 
+PAGES_AHEAD: Final = 4
+"""As many as a digest table of some hundred thousand tensors has; more are given one after another."""
 CACHED_BLOBS: Final = 8
 """Manifests and digest tables kept: those of the version that is served and of the one that comes."""
 PAGE_S: Final = 10.0
@@ -219,6 +221,35 @@ class BusClient:
         wait = self._begin(message, None, deadline_s)
         return lambda: wait()[0]
 
+    def request_with(
+        self, message: ToCoordinator, blobs: Mapping[Digest, bytes], deadline_s: float = 30.0, blobs_s: float = 60.0
+    ) -> ToAgent:
+        """As `request`, of a message that names `blobs`, by their digests: what the coordinator lacks goes ahead of it.
+
+        Few pages are not waited for before `message` is sent. Those that got lost on the way, or that a coordinator
+        took which is no more, are put again, and `message` is asked again. `blobs_s` is the deadline of the pages.
+        """
+        lacking = {name: blob for name, blob in blobs.items() if name not in self._known}
+        if sum(_pages(blob) for blob in lacking.values()) > PAGES_AHEAD:
+            for name, blob in lacking.items():
+                self.put_blob(blob, blobs_s, name)
+            lacking = {}
+        boot = self._boot()
+        waits = [self._begin(*page, blobs_s) for name, blob in lacking.items() for page in self._paged(name, blob)]
+        answer = self._begin(message, None, deadline_s)
+        for wait in waits:
+            wait()
+        if boot == self._boot():
+            self._known.update(lacking)
+        try:
+            return answer()[0]
+        except RequestRefused as refused:
+            if refused.code is not Code.UNKNOWN_BLOB or not waits:
+                raise
+        for name, blob in blobs.items():
+            self.put_blob(blob, blobs_s, name)
+        return self.request(message, deadline_s=deadline_s)
+
     def post(self, message: ToCoordinator) -> None:
         """Send without an answer. It may get lost."""
         codec.TO_COORDINATOR.encode(message)
@@ -299,11 +330,14 @@ class BusClient:
         return blob
 
     def _put_pages(self, digest: Digest, blob: bytes, until: float, deadline_s: float) -> None:
-        pages = max(1, -(-len(blob) // MAX_PAGE_BYTES))
+        for message, data in self._paged(digest, blob):
+            self._ask(message, data, min(deadline_s, max(0.0, until - time.monotonic())))
+
+    def _paged(self, digest: Digest, blob: bytes) -> Iterator[tuple[PutBlob, bytes]]:
+        pages = _pages(blob)
         for page in range(pages):
             data = blob[page * MAX_PAGE_BYTES : (page + 1) * MAX_PAGE_BYTES]
-            message = PutBlob(request=self.new_request(), digest=digest, page=page, pages=pages)
-            self._ask(message, data, min(deadline_s, max(0.0, until - time.monotonic())))
+            yield PutBlob(request=self.new_request(), digest=digest, page=page, pages=pages), data
 
     def _remember(self, digest: Digest, blob: bytes) -> None:
         with self._changed:
@@ -447,6 +481,10 @@ class BusClient:
             future.set_exception(error)
         if not self._first.done():
             self._first.set_exception(error)
+
+
+def _pages(blob: bytes) -> int:
+    return max(1, -(-len(blob) // MAX_PAGE_BYTES))
 
 
 def _key_of(message: ToCoordinator) -> RequestId:

@@ -135,15 +135,26 @@ class CudaDigest:
         self._lanes = torch.zeros((table.groups, 2), dtype=torch.int64, device=device)
         self._memory = regions
 
-    def run(self) -> Lanes:
-        """The sums of both lanes of every group."""
-        from .copy_triton import accumulate, as_lanes  # noqa: PLC0415  triton is not there without a GPU
+    def launch(self) -> None:
+        """Begin to sum up every group, in the order of the current stream of this device."""
+        from .copy_triton import accumulate  # noqa: PLC0415  triton is not there without a GPU
 
         with torch.cuda.device(self._device):
             self._lanes.zero_()
             for item, table in self._tiles:
                 accumulate(table, item, self._lanes)
+
+    def lanes(self) -> Lanes:
+        """The sums of both lanes of every group, once they are there."""
+        from .copy_triton import as_lanes  # noqa: PLC0415  triton is not there without a GPU
+
+        with torch.cuda.device(self._device):
             return as_lanes(self._lanes)
+
+    def run(self) -> Lanes:
+        """The sums of both lanes of every group, as they are now."""
+        self.launch()
+        return self.lanes()
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -52,8 +52,16 @@ class PreparedCopies(Protocol):
 class PreparedDigest(Protocol):
     """A table of boxes bound to memory. Used from one thread."""
 
+    def launch(self) -> None:
+        """Begin to sum up every group, in the order of the current stream. Returns at once where the device can."""
+        ...
+
+    def lanes(self) -> Lanes:
+        """(2, groups) uint64: the sums of both lanes of every group, as of the last `launch`. Waits for it."""
+        ...
+
     def run(self) -> Lanes:
-        """(2, groups) uint64: the sums of both lanes of every group, as they are now. One pass over the memory."""
+        """`launch` and `lanes`: the sums as they are now. One pass over the memory."""
         ...
 
     def close(self) -> None:

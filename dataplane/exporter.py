@@ -57,14 +57,18 @@ class RegionExporter:
         with self._lock:
             return len(self._leases)
 
-    def export(self, tensors: Sequence[torch.Tensor]) -> ExportMap:
-        """Make the memory of `tensors` readable. Raises `NotExportable`."""
+    def export(self, tensors: Sequence[torch.Tensor], *, settled: bool = True) -> ExportMap:
+        """Make the memory of `tensors` readable. Raises `NotExportable`.
+
+        Without `settled` it may return before all that this process writes there is written: `settle` waits for that.
+        """
         if self._memory is None:
             self._memory = memory_of(tensors)
         # No other tensor can be where these were: their storages are held here.
         pointers = addresses_of(tensors)
         if self._map is not None and pointers == self._pointers:
-            self._memory.settle()
+            if settled:
+                self._memory.settle()
             return self._map
         with self._lock:
             held, places = self._memory.share(tensors, self._held)
@@ -75,6 +79,11 @@ class RegionExporter:
         self._pointers = addresses_of(tensors)  # those of a host have been moved
         self._map = ExportMap(self._holder, host_identity(), tuple(each.region for each in held.values()), places)
         return self._map
+
+    def settle(self) -> None:
+        """Return when all that this process has begun to write in what is exported is written."""
+        if self._memory is not None:
+            self._memory.settle()
 
     def address(self) -> Address:
         """The socket that readers connect to."""

@@ -47,15 +47,29 @@ class ShareDigest:
             copies = engine.copies(each.copies, regions, [self._buffer])
             self._passes.append(_Bound(copies, engine.digest(each.boxes, [self._buffer])))
 
-    def run(self) -> tuple[Lanes, bytes]:
-        """(2, tensors of the share) uint64, and the odd boxes' bytes: as the memory is now."""
-        lanes = self._in_place.run()
+    def begin(self) -> None:
+        """Begin to read the memory as it is now, in the order of the current stream. Returns at once on a GPU.
+
+        Whatever writes the memory on another stream must have ended.
+        """
+        self._in_place.launch()
+        for each in self._passes:  # they share the buffer: the stream keeps them apart
+            each.copies.launch()
+            each.digest.launch()
+        self._pack_odd.launch()
+
+    def result(self) -> tuple[Lanes, bytes]:
+        """(2, tensors of the share) uint64, and the odd boxes' bytes: as of the last `begin`. Waits for it."""
+        lanes = self._in_place.lanes()
         for each in self._passes:
-            each.copies.run()
-            lanes = lanes + each.digest.run()
-        self._pack_odd.run()
+            lanes = lanes + each.digest.lanes()
         found: Lanes = np.ascontiguousarray(lanes[:, self._tensors])
         return found, self._odd.cpu().numpy().tobytes()
+
+    def run(self) -> tuple[Lanes, bytes]:
+        """`begin` and `result`: as the memory is now."""
+        self.begin()
+        return self.result()
 
     def close(self) -> None:
         """Let go of the memory."""

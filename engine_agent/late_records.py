@@ -1,7 +1,8 @@
 """Records in their order: at once for whoever must not go on without one, by a thread of its own for who may.
 
-A version that was proven waits for its commit: to make that durable takes as long as the commit, and nothing depends on
-it. Until it is on disk the record is of a worse state than the true one, as after any write that failed.
+A version that was proven waits for its commit, and when it is served that is said: to make either durable takes as long
+as the commit, and nothing depends on it. Until it is on disk the record is of a worse state than the true one, as after
+any write that failed.
 """
 
 from __future__ import annotations

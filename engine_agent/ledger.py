@@ -5,6 +5,8 @@ pause a server, so both are done at a time: while the server comes to a stand, t
 when it does. Should nothing come of it, the record is of a worse state than the true one until it is written again.
 """
 
+import msgspec
+
 from weightbus.control.ids import Epoch
 from weightbus.control.messages import EngineHealth, Held
 
@@ -27,10 +29,16 @@ class Ledger:
         return self.record.identity if self.record else ""
 
     def remember(self, identity: str, health: EngineHealth, held: Held | None, epoch: Epoch, folder: str) -> Remember:
-        """Write what is true now. That a version waits for its commit may be written late: nothing depends on it."""
+        """Write what is true now.
+
+        That a version waits for its commit, or has just got it, may be written late: nothing depends on it, and until
+        then the record is of a worse state of the same launch and epoch.
+        """
         self.ahead = False
+        before = self.record
         self.record = Record(identity=identity, health=health, held=held, epoch=epoch, checkpoint=folder)
-        return Remember(self.record, late=held is not None and health is not EngineHealth.CLEAN)
+        waited = before == msgspec.structs.replace(self.record, health=EngineHealth.PENDING)
+        return Remember(self.record, late=held is not None and (health is not EngineHealth.CLEAN or waited))
 
     def arm(self, identity: str, health: EngineHealth, epoch: Epoch, folder: str) -> tuple[Remember, ...]:
         """Write what will be true once a transfer begins; nothing, when it is written already.

@@ -387,7 +387,9 @@ class EngineAgent:
             if isinstance(run, Future):
                 self._giving.carry_out(run)
                 continue
-            self._events.put(Operated(run.number, self._worker.perform(run.operation, run.identity, run.number)))
+            result = self._worker.perform(run.operation, run.identity, run.number)
+            self._events.put(Operated(run.number, result))
+            self._worker.look_ahead(run.operation, result)
 
     def _give_back(self) -> Readiness:
         return self._giving.ask(self._view, self._operations.put)

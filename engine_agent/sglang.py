@@ -154,14 +154,22 @@ class SGLangServer:
     def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
         """pause_generation: when it returns, whatever is asked next finds the server paused.
 
-        Any launch may be paused. It is looked at while it still generates, so that the calls which follow at once, and
-        are for one launch only, need not do it while requests wait. A look that fails keeps no server from its pause:
-        those calls look for themselves then.
+        Any launch may be paused. It is looked at while it still generates, unless it was a moment ago (`look_ahead`):
+        the calls which follow at once, and are for one launch only, need not do it then while requests wait. A look
+        that fails keeps no server from its pause: those calls look for themselves then.
+        """
+        if time.monotonic() >= self._looked_at + _LOOK_S / 2:  # the other half is for the calls that follow
+            self.look_ahead(deadline_s)
+        self._wire.admin("/pause_generation", {"mode": mode}, deadline_s)
+
+    def look_ahead(self, deadline_s: float = CALL_S) -> None:
+        """Look now whether this is the launch that is meant: a pause may follow, and nobody waits yet.
+
+        Nothing is made of what is found, but that `pause` need not look when it was this launch.
         """
         if self._launch:
             with contextlib.suppress(ServerError):
                 self._look(min(deadline_s, _LOOK_S))
-        self._wire.admin("/pause_generation", {"mode": mode}, deadline_s)
 
     def resume(self, deadline_s: float = CALL_S) -> None:
         """continue_generation, with all memory. Harmless when nothing is paused."""

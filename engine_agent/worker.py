@@ -135,6 +135,15 @@ class Worker:
             self._meters.add(STEP_FAILURES, step=step)
         return result
 
+    def look_ahead(self, operation: Operation, result: Result) -> None:
+        """What a pause that follows `operation` would have to ask first is asked while nobody waits. Never raises."""
+        if not isinstance(operation, Validate) or isinstance(result, Broken):
+            return
+        try:
+            self._server.look_ahead()
+        except (EngineAgentError, OSError, ValueError) as error:
+            _log.info("not_looked_at", reason=str(error))
+
     def cancel(self, number: int | None = None) -> None:
         """Make operation `number` (null: whichever) end soon: between two waits, or by taking its connection away.
 

@@ -227,7 +227,7 @@ class TrainerAgent:
                     case Expose() if cause is None and self._exposure is not None:
                         self._exposure.take_part(digests=order.digests, made=order.made)
                     case Make() if cause is None and self._exposure is not None:
-                        self._exposure.make()
+                        self._exposure.make(digests=order.digests)
                     case Join() if cause is None and self._exposure is not None:
                         self._exposure.join(Address(order.address, token=order.token), order.epoch, order.deadline_s)
                     case Beat():

@@ -50,8 +50,10 @@ class Bus(Protocol):
         """The answer; a refusal and silence are raised."""
         ...
 
-    def put_blob(self, blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
-        """See that the coordinator has `blob`, of this `digest` if it is known."""
+    def request_with(
+        self, message: m.ToCoordinator, blobs: Mapping[Digest, bytes], deadline_s: float = 30.0, blobs_s: float = 60.0
+    ) -> m.ToAgent:
+        """As `request`, and see that the coordinator has `blobs`, by their digests, which the message names."""
         ...
 
     def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
@@ -324,9 +326,7 @@ class Drive:
     def _announce(self, epoch: int) -> p.AnyEvent:
         staging, patience_s = self._of.staging, self._of.settings.request_timeout_s
         with self._watch.phase("announce"):
-            put, deadline_s = self._of.bus.put_blob, 6 * patience_s
-            manifest = put(staging.blob, deadline_s, staging.name)
-            table = put(staging.table.encode(), deadline_s, staging.table.digest())
+            manifest, table = Digest(staging.name), Digest(staging.table.digest())
             message = m.Publish(
                 request=self._publish_keys.setdefault(epoch, self._key()),
                 channel=self._channel,
@@ -345,7 +345,8 @@ class Drive:
             if self._of.seal:
                 message = self._of.seal.publication(message, self._committed)
             self._announced = message
-            self._request(message)
+            blobs = {manifest: staging.blob, table: staging.table.encode()}
+            self._of.bus.request_with(message, blobs, patience_s, 6 * patience_s)
         self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])
         return p.Accepted()
 

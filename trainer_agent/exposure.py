@@ -65,7 +65,10 @@ class Making(Exposable, Protocol):
     """A source that makes what is read of its weights: that takes a while, and can be begun before it is waited for."""
 
     def make(self) -> None:
-        """Begin to make it from the weights as they are now. Collective."""
+        """Begin to make it from the weights as they are now. Collective.
+
+        Whatever was writing the weights, on any stream of a GPU, has ended when it begins.
+        """
         ...
 
     def memory(self, *, made: bool = False) -> Sequence[torch.Tensor]:
@@ -173,6 +176,10 @@ class Exposure:
         self._division: Division | None = None
         self._unsummed = ""
         self._share: ShareDigest | None = None
+        self._begun = False
+        """`_share` reads the memory already, as it is in this publication."""
+        self._ahead: _Standing | None = None
+        """What `make` has found."""
         self._known: tuple[Column, Column] | None = None
         """What the source sums up for this rank's share: which of its sums, and of which of the share's tensors."""
         self._maps: tuple[ExportMap | None, ExportMap | None] = (None, None)
@@ -202,22 +209,28 @@ class Exposure:
         if self._own is not None:
             self._sends.begin(address, epoch, self._own.regions, deadline_s)
 
-    @property
-    def makes(self) -> bool:
-        """What is exposed is made of the weights, and `make` begins with it. The same on every rank."""
-        return isinstance(self._source, Making)
+    def make(self, *, digests: bool) -> None:
+        """Begin to make what is exposed from the weights as they are now, and to digest it if `digests`.
 
-    def make(self) -> None:
-        """Begin to make what is exposed from the weights as they are now. Nobody may be reading it."""
+        Nobody may be reading it. On a GPU all of that has only begun when this returns. What cannot be exported is
+        found by `expose`.
+        """
         if isinstance(self._source, Making):
             self._source.make()
+        self._ahead, self._begun = self._exported(made=True), False
+        if digests and not self._ahead.refusal and self._share is not None:
+            self._begin(self._share)
 
     def expose(self, *, made: bool = False) -> None:
         """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike.
 
         With `made`, as it was at the last `make`. When this returns all of it is there.
         """
-        mine = self._exported(made=made)
+        mine, self._ahead = self._ahead, None
+        if mine is None or not made:
+            mine, self._begun = self._exported(made=made), False
+        if self._exporter is not None:
+            self._exporter.settle()
         found = [_STANDING.decode(each) for each in self._source.collect(_encode(mine))]
         refusals = [f"rank {rank}: {each.refusal}" for rank, each in enumerate(found) if each.refusal]
         if refusals:
@@ -241,7 +254,11 @@ class Exposure:
         division = self._divided()
         if division is None:
             return None
-        lanes, odd = self._bound(division).run()
+        share = self._bound(division)
+        if not self._begun:
+            self._begin(share)
+        lanes, odd = share.result()
+        self._begun = False
         if self._known is not None and isinstance(self._source, Summing):
             lanes[:, self._known[1]] += self._source.sums()[:, self._known[0]]
         sums = [_SUMS.decode(each) for each in self._source.collect(_encode(_Sums(_raw(lanes), odd)))]
@@ -305,7 +322,7 @@ class Exposure:
         if self._exporter is None:
             return None, ""
         try:
-            return self._exporter.export(self._tensors), ""
+            return self._exporter.export(self._tensors, settled=False), ""
         except (NotExportable, Unsupported, OSError) as error:
             if self._own is None:
                 raise
@@ -328,6 +345,13 @@ class Exposure:
             self._share = ShareDigest(share, self._tensors, self._device, engine_for(self._device))
         return self._share
 
+    def _begin(self, share: ShareDigest) -> None:
+        """Have a device read this rank's share behind what makes it."""
+        if self._device.type == "cuda" and not isinstance(self._source, Making):
+            torch.cuda.synchronize(self._device)  # a training step may write on any stream
+        share.begin()
+        self._begun = True
+
     def _share_of(self, division: Division) -> Share:
         """Without what the source sums up anyhow."""
         rank, self._known = self._source.rank, None
@@ -344,7 +368,7 @@ class Exposure:
     def _drop_share(self) -> None:
         if self._share is not None:
             self._share.close()
-            self._share = None
+            self._share, self._begun = None, False
 
     # -- all ranks -----------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,9 @@ class Assemble(Order, frozen=True):
 
 
 class Make(Order, frozen=True):
-    """Begin to make what this rank lets others read, from its weights as they are now."""
+    """Begin to make what this rank lets others read, from its weights as they are now; with `digests`, to digest it."""
+
+    digests: bool
 
 
 class Expose(Order, frozen=True):

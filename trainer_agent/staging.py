@@ -51,6 +51,8 @@ class InPlace:
         self._said = ""
         self._wanted = False
         """By some engine, in the last publication."""
+        self._digested = False
+        """By the ranks, in the last publication."""
         self._made = False
 
     def begin(self) -> None:
@@ -59,9 +61,9 @@ class InPlace:
 
     def make(self, ranks: orders.Ranks) -> None:
         """Begin with what takes a while, where it can be begun and was wanted the last time. Collective."""
-        if self._wanted and self.exposure.makes:
-            ranks.tell(orders.Make())
-            self.exposure.make()
+        if self._wanted:
+            ranks.tell(orders.Make(self._digested))
+            self.exposure.make(digests=self._digested)
             self._made = True
 
     def sort(
@@ -99,6 +101,7 @@ class InPlace:
                 f"where it was when the agent connected: load offloaded parameters back before publishing"
             ) from error
         found = self.exposure.digests() if wanted else None
+        self._digested = found is not None
         if wanted and found is None and self._said != self.exposure.unsummed:
             self._said = self.exposure.unsummed
             _log.warning("digested_by_buckets", reason=self._said)

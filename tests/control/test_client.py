@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from weightbus.control import client as client_module
 from weightbus.control.bus import RouterBus, ServerKeys
-from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.client import PAGES_AHEAD, BusClient, BusSettings
 from weightbus.control.errors import (
     BlobMismatch,
     ClientClosed,
@@ -439,6 +440,81 @@ def test_forgotten_blob_is_put_again(there: Coordinator, client: BusClient) -> N
         acquire(client)
     client.put_blob(b"x")
     assert there.requests(PutBlob) == 2
+
+
+def test_what_a_message_names_goes_ahead_of_it_and_is_not_waited_for(there: Coordinator, client: BusClient) -> None:
+    """Pages and message are under way together, in this order; what is known to be there is not sent again."""
+    blobs = {Digest(hashlib.sha256(blob).hexdigest()): blob for blob in (b"layout" * 100_000, b"table")}
+    held: list[MessageReceived] = []
+
+    def after_the_message(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
+        if isinstance(item.message, PutBlob) and not there.count(Acquire):
+            held.append(item)
+            return None
+        return there.usual(item)
+
+    there.answer = after_the_message
+    message = Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1))
+
+    answer = client.request_with(message, blobs, DEADLINE_S, DEADLINE_S)
+
+    assert isinstance(answer, Ack)
+    said = [each for each in there.seen if isinstance(each, PutBlob | Acquire)]
+    assert [type(each) for each in said[:4]] == [PutBlob, PutBlob, PutBlob, Acquire]
+    assert len(held) == 3
+    assert there.blobs == {**blobs}
+    client.request_with(msgspec.structs.replace(message, request=client.new_request()), blobs, DEADLINE_S)
+    assert there.requests(PutBlob) == 3
+
+
+def test_many_pages_are_put_one_after_another(there: Coordinator, client: BusClient) -> None:
+    """They would fill queues that others need; the message follows when all of them are there."""
+    blob = bytes(MAX_PAGE_BYTES * PAGES_AHEAD + 1)
+    digest = Digest(hashlib.sha256(blob).hexdigest())
+    message = Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1))
+    there.answer = lambda item: None if there.count(PutBlob) == 1 else there.usual(item)  # the first one got lost
+
+    assert isinstance(client.request_with(message, {digest: blob}, DEADLINE_S), Ack)
+    said = [each for each in there.seen if isinstance(each, PutBlob | Acquire)]
+    assert [type(each) for each in said].index(Acquire) >= PAGES_AHEAD + 2
+    assert said[0] == said[1]
+    assert there.blobs[digest] == blob
+
+
+def test_pages_that_got_lost_are_put_again_before_the_same_question(there: Coordinator, client: BusClient) -> None:
+    """A message that overtook what it names was refused, which changed nothing: it is the same request afterwards."""
+    digest = Digest(hashlib.sha256(b"table").hexdigest())
+    message = Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1))
+    refusals: list[RequestId] = []
+
+    def forgetful(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
+        if isinstance(item.message, Acquire) and not refusals:
+            refusals.append(item.message.request)
+            there.blobs.clear()
+            return Refused(request=item.message.request, code=Code.UNKNOWN_BLOB, reason="put it first"), None
+        return there.usual(item)
+
+    there.answer = forgetful
+
+    assert isinstance(client.request_with(message, {digest: b"table"}, DEADLINE_S), Ack)
+    assert there.blobs == {digest: b"table"}
+    assert there.requests(PutBlob) == 2
+    assert there.requests(Acquire) == 1  # by its key
+
+
+def test_a_message_that_is_refused_for_what_was_not_put_now_is_refused(there: Coordinator, client: BusClient) -> None:
+    """Who asks decides what follows: a coordinator that forgot what it was given has forgotten more than that."""
+    digest = client.put_blob(b"table")
+    there.answer = lambda item: (
+        (Refused(request=item.message.request, code=Code.UNKNOWN_BLOB, reason="put it first"), None)
+        if isinstance(item.message, Acquire)
+        else there.usual(item)
+    )
+    message = Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1))
+
+    with pytest.raises(RequestRefused):
+        client.request_with(message, {digest: b"table"}, DEADLINE_S)
+    assert there.requests(PutBlob) == 1
 
 
 def test_friend_with_a_key(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The contract on the fake, for every dialect; and what the client makes of failures that only the fake can have."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,17 @@ def fake(checkpoints: tuple[Path, Path]) -> Iterator[FakeSGLang]:
     server = FakeSGLang(checkpoints[0]).start()
     yield server
     server.stop()
+
+
+def calls_of(server: SGLangServer) -> list[str]:
+    """Those that are made from now on, as they end."""
+    calls: list[str] = []
+
+    def note(call: str, _: float, *, failed: bool) -> None:
+        calls.append(f"{call} failed" if failed else call)
+
+    server.observe(note)
+    return calls
 
 
 @pytest.fixture(scope="module", params=[("0.5.11", 1), ("0.5.20", 2), ("0.5.23", 2)], ids=str)
@@ -103,6 +115,44 @@ def test_a_launch_is_looked_at_before_the_pause_and_not_again_at_once(
     server.close()
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_a_launch_that_was_looked_at_ahead_is_paused_at_once(fake: FakeSGLang, *, other: bool) -> None:
+    """Another launch is paused all the same, but gets nothing that was meant for this one."""
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    server.set_label("7", 5)
+    if other:
+        fake.restart()
+    server.expect("")
+    server.expect(server.facts.identity)
+    calls = calls_of(server)
+
+    server.look_ahead(5)
+    server.pause("in_place", 5)
+
+    assert calls == ["model_info", *(["model_info"] if other else []), "pause_generation"]
+    with pytest.raises(AnotherLaunch) if other else contextlib.nullcontext():
+        server.set_label("8", 5)
+    assert fake.label == ("default" if other else "8")
+    server.close()
+
+
+def test_a_look_of_long_ago_is_repeated_before_the_pause(fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round may be long prepared before it pauses anybody; what follows the pause must not have to look."""
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    calls = calls_of(server)
+    server.look_ahead(5)
+    looked_at = server._looked_at
+    monkeypatch.setattr(server, "_looked_at", looked_at - sglang._LOOK_S * 3 / 4)
+
+    server.pause("in_place", 5)
+    server.resume(5)
+
+    assert calls == ["model_info", "model_info", "pause_generation", "continue_generation"]
+    server.close()
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 def test_a_pause_is_of_the_kind_that_was_asked_for(fake: FakeSGLang, mode: str) -> None:
     """Requests that run are kept, computed again or ended: that is the channel's policy, and nobody else's."""
@@ -120,12 +170,7 @@ def test_a_server_that_cannot_be_looked_at_is_paused_all_the_same(fake: FakeSGLa
     """It may be one that must not generate; what changes it afterwards looks again."""
     server = SGLangServer(fake.url)
     server.expect(server.connect(5).identity)
-    calls: list[str] = []
-
-    def note(call: str, _: float, *, failed: bool) -> None:
-        calls.append(f"{call} failed" if failed else call)
-
-    server.observe(note)
+    calls = calls_of(server)
     fake.inject("/model_info", "refuse")
     server.pause("in_place", 5)
     server.set_label("8", 5)

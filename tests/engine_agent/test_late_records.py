@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import threading
 
+import msgspec
 import pytest
 
 from tests.engine_agent.world import World
-from weightbus.control.ids import Epoch
+from weightbus.control.ids import Epoch, Version
 from weightbus.control.messages import EngineHealth, Held
 from weightbus.engine_agent.dispatch import Dispatcher
 from weightbus.engine_agent.events import Record
@@ -79,8 +80,8 @@ def test_what_could_not_be_written_late_is_told_once() -> None:
     assert late.failure() is None
 
 
-def test_only_a_proven_version_that_waits_for_its_commit_is_written_late() -> None:
-    """Dirty records are there before the first byte, clean ones as before."""
+def test_only_a_proven_version_that_waits_for_its_commit_or_got_it_is_written_late() -> None:
+    """Dirty records are there before the first byte; clean ones at once, unless the record says all but the commit."""
     world = World()
     now: list[Record] = []
     later: list[Record] = []
@@ -90,13 +91,20 @@ def test_only_a_proven_version_that_waits_for_its_commit_is_written_late() -> No
     assert True not in kept
     ledger = world.machine._ledger
     held = Held(version=7, manifest="a" * 64, table="b" * 64)  # type: ignore[arg-type]
-    for health, holds, late in (
-        (EngineHealth.DIRTY, None, False),
-        (EngineHealth.PENDING, None, False),
-        (EngineHealth.PENDING, held, True),
-        (EngineHealth.CLEAN, held, False),
+    other = msgspec.structs.replace(held, version=Version(8))
+    for health, holds, epoch, late in (
+        (EngineHealth.DIRTY, None, 1, False),
+        (EngineHealth.CLEAN, held, 1, False),  # nothing of it was lost
+        (EngineHealth.PENDING, None, 1, False),
+        (EngineHealth.PENDING, held, 1, True),
+        (EngineHealth.CLEAN, held, 2, False),  # of this epoch nothing is on disk yet
+        (EngineHealth.PENDING, held, 2, True),
+        (EngineHealth.CLEAN, other, 2, False),
+        (EngineHealth.PENDING, held, 2, True),
+        (EngineHealth.CLEAN, held, 2, True),
+        (EngineHealth.CLEAN, held, 2, False),
     ):
-        assert ledger.remember("i", health, holds, Epoch(1), "").late is late
+        assert ledger.remember("i", health, holds, Epoch(epoch), "").late is late
     dispatcher.lost(record(5), OSError(errno.ENOSPC, "No space left on device"))
     assert dispatcher.unsaved == record(5)
     dispatcher.retry()

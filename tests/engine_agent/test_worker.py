@@ -20,7 +20,8 @@ from weightbus.control.trust import TRUST_FILE, TrustList
 from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed
 from weightbus.dataplane.transport import Receipt
 from weightbus.engine_agent.dialects import dialect_of
-from weightbus.engine_agent.events import Broken, Label, Receive, Release, Validate
+from weightbus.engine_agent.errors import ServerError
+from weightbus.engine_agent.events import Broken, Finished, Label, PauseServer, Receive, Release, Validate
 from weightbus.engine_agent.identity import facts_of
 from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.worker import Worker
@@ -34,6 +35,16 @@ TRANSFER = Transfer(
     offer=Offer(transport=TransportKind.DISTRIBUTED, address="tcp://127.0.0.1:9"),
     rank_offset=1,
     deadline_s=600.0,
+)
+PREPARE = Prepare(
+    channel=Channel("c"),
+    epoch=Epoch(3),
+    version=Version(5),
+    manifest=Digest("a" * 64),
+    table=Digest("b" * 64),
+    transport=TransportKind.LOCAL,
+    policy=Policy(),
+    deadline_s=1.0,
 )
 
 
@@ -67,16 +78,7 @@ def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path
     meters = Meters(Side.ENGINE)
     server = cast("Any", SimpleNamespace(expect=lambda _identity: None, untouched=lambda: None, touched=False))
     made = Worker("e0", server, cast("Any", None), None, meters, trust=TrustList(tmp_path / TRUST_FILE))
-    prepare = Prepare(
-        channel=Channel("c"),
-        epoch=Epoch(3),
-        version=Version(5),
-        manifest=Digest("a" * 64),
-        table=Digest("b" * 64),
-        transport=TransportKind.LOCAL,
-        policy=Policy(),
-        deadline_s=1.0,
-    )
+    prepare = PREPARE
     result = made.perform(Validate(prepare, ""))
     assert isinstance(result, Broken)
     assert "version 5 is not believed (unsigned)" in result.reason
@@ -119,6 +121,24 @@ def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
     assert "/model_info" in result.reason
     assert not result.touched
     assert not made
+
+
+def test_a_server_is_looked_at_ahead_of_its_pause_and_of_nothing_else() -> None:
+    """Once a version is found to fit; that the server cannot be looked at is not the end of anything."""
+    looks: list[str] = []
+
+    def look() -> None:
+        looks.append("look")
+        raise ServerError("/model_info", "gone")
+
+    server = cast("Any", SimpleNamespace(look_ahead=look))
+    made = Worker("e0", server, cast("Any", None), None, Meters(Side.ENGINE))
+
+    made.look_ahead(Validate(PREPARE, ""), Broken("it does not fit"))
+    made.look_ahead(PauseServer("in_place", 5.0), Finished())
+    assert looks == []
+    made.look_ahead(Validate(PREPARE, ""), Finished())
+    assert looks == ["look"]
 
 
 @pytest.mark.parametrize("flush", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from weightbus.control import messages as m
 from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
@@ -70,12 +70,14 @@ class FakeCoordinator:
         assert deadline_s > 0
         return b"{}"
 
-    def put_blob(self, blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
-        assert deadline_s > 0
-        name = blob_digest(blob)
-        assert digest in {"", name}
-        self.blobs[name] = blob
-        return Digest(name)
+    def request_with(
+        self, message: m.ToCoordinator, blobs: Mapping[Digest, bytes], deadline_s: float = 30.0, blobs_s: float = 60.0
+    ) -> m.ToAgent:
+        assert blobs_s > 0
+        for name, blob in blobs.items():
+            assert name == blob_digest(blob)
+            self.blobs[name] = blob
+        return self.request(message, None, deadline_s)
 
     def next(self, timeout_s: float) -> m.ToAgent | None:
         with self._arrived:

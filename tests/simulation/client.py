@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from weightbus.control.client import BusClient, BusSettings
@@ -180,6 +180,29 @@ class Client(BusClient):
             if boot == self._boot():
                 self._known.add(digest)
         return digest
+
+    def asking_with(self, message: ToCoordinator, blobs: Sequence[bytes], deadline_s: float, blobs_s: float) -> Thread:
+        """`request_with`, of blobs of one page each."""
+        named = {Digest(hashlib.sha256(blob).hexdigest()): blob for blob in blobs}
+        lacking = {digest: blob for digest, blob in named.items() if digest not in self._known}
+        boot = self._boot()
+        waits = [
+            self.begin(PutBlob(request=self.new_request(), digest=digest, page=0, pages=1), blob, blobs_s)
+            for digest, blob in lacking.items()
+        ]
+        answer = self.begin(message, None, deadline_s)
+        for wait in waits:
+            yield from wait
+        if boot == self._boot():
+            self._known.update(lacking)
+        try:
+            return (yield from answer)
+        except RequestRefused as refused:
+            if refused.code is not Code.UNKNOWN_BLOB or not waits:
+                raise
+        for blob in blobs:
+            yield from self.putting(blob, blobs_s)
+        return (yield from self.asking(message, None, deadline_s))
 
     def getting(self, digest: Digest, deadline_s: float) -> Thread:
         """`get_blob`."""

@@ -49,6 +49,7 @@ from weightbus.engine_agent.events import (
     Proven,
     Receive,
     Received,
+    Record,
     Release,
     Remember,
     Result,
@@ -106,14 +107,14 @@ class EngineProcess(Process):
         incarnation = f"{self.name}.{self.life}"
         self._incarnation = Incarnation(incarnation)
         self.machine = Application(self._world.channel, incarnation, self.record.read(self))
-        self._dispatcher = Dispatcher(
-            self.machine, lambda record: self.record.write(record, self), self._carry_out, self._post
-        )
+        self._dispatcher = Dispatcher(self.machine, self._write, self._carry_out, self._post, self._write_later)
+        self._late: Record | None = None
+        self._lost: tuple[Record, OSError] | None = None
         self._view = self.machine.view()
         self._events: deque[Event] = deque()
         self._operations: deque[Run] = deque()
         self._answers: deque[tuple[int, EngineMessage]] = deque()
-        self._event_bell, self._work_bell, self._speech_bell = Bell(), Bell(), Bell()
+        self._event_bell, self._work_bell, self._speech_bell, self._late_bell = Bell(), Bell(), Bell(), Bell()
         self._boot = 0
         self._number, self._called_off = 0, -1
         self._signer: AgentId | None = None
@@ -122,6 +123,7 @@ class EngineProcess(Process):
         self.client = None
         self.thread(self._watch())
         self.thread(self._work())
+        self.thread(self._late_records())
         self.thread(self._main())
 
     def gone(self) -> None:
@@ -173,6 +175,9 @@ class EngineProcess(Process):
             yield TICK_S, self._event_bell
         if self._events:
             self._dispatch(self._events.popleft())
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            self._dispatcher.lost(*lost)
         self._dispatcher.retry()
         heard = self.client.heard_at if self.client else None
         self._dispatch(Ticked(float("-inf") if heard is None else heard))
@@ -186,6 +191,16 @@ class EngineProcess(Process):
         machine = self.machine
         assert machine is not None
         self._view = machine.view()
+
+    def _write(self, record: Record) -> None:
+        """At once; what was to be written late is older."""
+        self._late = None
+        self.record.write(record, self)
+        self._lost = None
+
+    def _write_later(self, record: Record) -> None:
+        self._late = record
+        self._late_bell.ring()
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -205,6 +220,24 @@ class EngineProcess(Process):
                 raise AssertionError("the dispatcher writes records")
 
     # -- other threads
+
+    def _late_records(self) -> Thread:
+        """`late_records.py`: a disk may be slow, and whoever dies meanwhile leaves the record of before."""
+        rng = self._world.rng(f"late-{self.name}-{self.life}")
+        while True:
+            if self._late is None:
+                yield self._late_bell
+                continue
+            yield rng.choice((0.0, 0.002, 0.3))
+            record, self._late = self._late, None
+            if record is None:
+                continue
+            try:
+                self.record.write(record, self)
+            except OSError as error:
+                self._lost = record, error
+            else:
+                self._lost = None
 
     def _listen(self, client: Client) -> Thread:
         while True:

@@ -15,7 +15,7 @@ import msgspec
 
 from weightbus.control import messages as m
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
-from weightbus.control.ids import AgentId, Epoch, Incarnation, RequestId, Version
+from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, RequestId, Version
 from weightbus.control.seals import seal_offer, seal_publication
 from weightbus.trainer_agent import publication as p
 
@@ -197,8 +197,8 @@ class TrainerProcess(Process):
         return p.LeaseGranted(answer.epoch, answer.committed)
 
     def _announce(self, client: Client, version: int, epoch: int) -> Thread:
-        manifest = yield from client.putting(b"the layout", 6 * REQUEST_S)
-        table = yield from client.putting(self._blob(version), 6 * REQUEST_S)
+        blobs = (b"the layout", self._blob(version))
+        manifest, table = (Digest(hashlib.sha256(blob).hexdigest()) for blob in blobs)
         scenario = self._world.scenario
         message = m.Publish(
             request=self._keys.setdefault(epoch, client.new_request()),
@@ -215,7 +215,7 @@ class TrainerProcess(Process):
         if self._world.trust is not None:
             message = seal_publication(message, AgentId(self.name), secret_of(self.name), self._committed)
         self._world.publishes(self.name, epoch, message.request, table, self._blob_tags(version)[0])
-        yield from client.asking(message, deadline_s=REQUEST_S)
+        yield from client.asking_with(message, blobs, REQUEST_S, 6 * REQUEST_S)
         return p.Accepted()
 
     def _deliver(self, client: Client, version: int, effect: p.Deliver) -> Thread:

@@ -73,7 +73,7 @@ def test_memory_that_cannot_be_exported_is_found_at_the_start(
 ) -> None:
     """A trainer that allows nothing else does not start; it is told why, and what to allow."""
 
-    def refuse(_self: RegionExporter, _tensors: object) -> object:
+    def refuse(_self: RegionExporter, _tensors: object, **_: object) -> object:
         raise NotExportable("an expandable segment")
 
     monkeypatch.setattr(RegionExporter, "export", refuse)
@@ -223,10 +223,10 @@ def test_what_one_rank_cannot_export_every_rank_hears(group: Group, monkeypatch:
     """They all raise the same, so that they all go on by the next transport."""
     export = RegionExporter.export
 
-    def refuse(exporter: RegionExporter, tensors: Sequence[torch.Tensor]) -> object:
+    def refuse(exporter: RegionExporter, tensors: Sequence[torch.Tensor], *, settled: bool) -> object:
         if exporter._holder == 1:
             raise NotExportable("an expandable segment")
-        return export(exporter, tensors)
+        return export(exporter, tensors, settled=settled)
 
     monkeypatch.setattr(RegionExporter, "export", refuse)
 

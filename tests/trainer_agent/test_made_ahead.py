@@ -1,4 +1,6 @@
-"""What engines read of a quantised source is made while the lease is asked for, and is there before anything is said.
+"""What a device does for a version it does while the lease is asked for, and it is there before anything is said.
+
+That is: what engines read of a quantised source, and the digests of what any source lets them read.
 
 Devices do things later than they are asked to. The one of these tests does nothing before somebody waits for it.
 """
@@ -34,6 +36,7 @@ from weightbus.trainer_agent.exposure import Exposure
 from weightbus.trainer_agent.leader import Leader
 from weightbus.trainer_agent.publication import Ending, Verdict
 from weightbus.trainer_agent.quantised import ReadableQuantisedSource, quantised
+from weightbus.trainer_agent.quantised_assembly import ReadableSource
 from weightbus.trainer_agent.report import Mode, PublishReport
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
@@ -76,9 +79,15 @@ class Trainer(quantising.Held):
         for memory in self.memories:
             memory.mul_(0.5)
 
-    def digests(self) -> bytes:
-        """Of what its weights become, each quantised at once."""
-        names = [spec.name for spec in self.pieces.tensors]
+    def digests(self, *, quantised: bool = True) -> bytes:
+        """Of what its weights become, each quantised at once; or of themselves."""
+        specs = self.pieces.tensors
+        if not quantised:
+            each = zip(specs, self.memories, strict=True)
+            return b"".join(
+                integrity.digest_tensors(at.view(-1).view(torch.uint8), (0, spec.nbytes)) for spec, at in each
+            )
+        names = [spec.name for spec in specs]
         made = quantising.whole(dict(zip(names, self.memories, strict=True)), quantising.config(BLOCK))
         packed = {name: each.contiguous().view(-1).view(torch.uint8) for name, each in made.items()}
         served = Manifest.of("M", source_of(self).tensors()).tensors
@@ -98,24 +107,33 @@ class Device:
         self.log: list[str] = []
         self.queue: list[Callable[[], None]] = []
         self.broken = False
-        run = ShareDigest.run
+        begin, result = ShareDigest.begin, ShareDigest.result
 
-        def digest(share: ShareDigest) -> Any:
+        def digest(share: ShareDigest) -> None:
             self.log.append("digest")
-            return run(share)
+            self.queue.append(lambda: begin(share))
+
+        def digested(share: ShareDigest) -> Any:
+            self._do()
+            self.log.append("digested")
+            return result(share)
 
         monkeypatch.setattr(quantised_assembly, "prepare", self._prepare)
         monkeypatch.setattr(HostMemory, "settle", lambda _memory: self.settle())
-        monkeypatch.setattr(ShareDigest, "run", digest)
+        monkeypatch.setattr(ShareDigest, "begin", digest)
+        monkeypatch.setattr(ShareDigest, "result", digested)
 
     def _prepare(self, tasks: Sequence[Task], device: torch.device) -> PreparedTasks:
         assert device.type == "cpu"
         return _Later(self, TorchTasks(tasks))
 
     def settle(self) -> None:
+        self._do()
+        self.log.append("settled")
+
+    def _do(self) -> None:
         if self.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self.log.append("settled")
         queue, self.queue = self.queue, []
         for each in queue:
             each()
@@ -151,10 +169,10 @@ class Coordinator(FakeCoordinator):
 class Rig:
     """A leader of one rank, and what it speaks to."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, quantised: bool = True) -> None:
         self.device = Device(monkeypatch)
         self.trainer = Trainer(3)
-        self.source = source_of(self.trainer)
+        self.source: ReadableSource = source_of(self.trainer) if quantised else self.trainer
         self.coordinator = Coordinator(self.device.log, DIRECT)
         manifest = Manifest.of("M", self.source.tensors())
         settings = TrainerSettings(channel="c", request_timeout_s=1.0, beat_s=0.2)
@@ -197,17 +215,113 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made.leader.close()
 
 
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """Of a trainer whose engines read what it trains."""
+    made = Rig(tmp_path, monkeypatch, quantised=False)
+    yield made
+    made.device.broken = False
+    made.leader.close()
+
+
 def test_it_is_made_while_the_lease_is_asked_for(rig: Rig) -> None:
-    """And waited for before it is digested, announced and offered: nobody reads what is half made."""
+    """And digested behind that; both are waited for before anything is announced: nobody reads what is half made."""
     _, first = rig.publish(1)
     rig.trainer.step()
 
     verdict, second = rig.publish(2)
 
     assert verdict.ending is Ending.COMMITTED
-    assert first == ["Acquire", "make", "settled", "digest", "Publish", "Offered", "Sent"]
-    assert second == ["make", "Acquire", "settled", "digest", "Publish", "Offered", "Sent"]
+    assert first == ["Acquire", "make", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
+    assert second == ["make", "digest", "Acquire", "settled", "digested", "Publish", "Offered", "Sent"]
     assert rig.table().tensors == rig.trainer.digests()
+
+
+def test_weights_that_are_read_as_they_are_are_digested_while_the_lease_is_asked_for(plain: Rig) -> None:
+    """After the step that made them has ended on the device, and once in a publication."""
+    _, first = plain.publish(1)
+    plain.trainer.step()
+
+    verdict, second = plain.publish(2)
+
+    assert verdict.ending is Ending.COMMITTED
+    assert first == ["Acquire", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
+    assert second == ["digest", "Acquire", "settled", "digested", "Publish", "Offered", "Sent"]
+    assert plain.table().tensors == plain.trainer.digests(quantised=False)
+
+
+@pytest.mark.parametrize("fixture", ["rig", "plain"])
+def test_digests_of_a_publication_that_ended_are_of_no_other_one(fixture: str, request: pytest.FixtureRequest) -> None:
+    """Nothing was read ahead for a version that follows one of buckets, or a lease that was refused."""
+    rig: Rig = request.getfixturevalue(fixture)
+    rig.publish(1)
+    rig.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.Code.VERSION_NOT_NEWER, "it is not")])
+    _, refused = rig.publish(2)
+    rig.trainer.step()
+    rig.coordinator.engines = {"e0": Coordinator.info(m.TransportKind.LOCAL)}
+    rig.publish(3)
+    rig.trainer.step()
+    rig.coordinator.engines = {"e0": Coordinator.info(DIRECT)}
+
+    _, happened = rig.publish(4)
+
+    assert refused[-2:] == ["digest", "Acquire"]
+    assert happened.index("Acquire") < happened.index("digest")
+    assert rig.table().tensors == rig.trainer.digests(quantised=fixture == "rig")
+
+
+def test_digests_that_nobody_wanted_are_not_those_of_the_next_publication(plain: Rig) -> None:
+    """What was begun for engines that read is of no use where another one takes buckets, and is not kept."""
+    plain.publish(1)
+    plain.coordinator.engines = {"e0": Coordinator.info(DIRECT), "e1": Coordinator.info(m.TransportKind.LOCAL)}
+    plain.source.assemble = lambda _manifest, _index, _out: None  # type: ignore[method-assign]
+    _, both = plain.publish(2)
+    plain.trainer.step()
+    plain.coordinator.engines = {"e0": Coordinator.info(DIRECT)}
+
+    _, third = plain.publish(3)
+
+    assert both.count("digest") == 1
+    assert "digested" not in both
+    assert third.index("Acquire") < third.index("digest") < third.index("digested")
+    assert plain.table().tensors == plain.trainer.digests(quantised=False)
+
+
+def test_ranks_that_learn_of_another_layout_digest_by_it(plain: Rig) -> None:
+    """What this rank has begun to read was its share of the layout before."""
+    plain.publish(1)
+    plain.trainer.step()
+    plain.exposure._layouts = ("another rank's was",)
+
+    _, happened = plain.publish(2)
+
+    assert happened.count("digest") == 2
+    assert plain.table().tensors == plain.trainer.digests(quantised=False)
+
+
+def test_digests_are_of_the_memory_as_it_is_when_they_are_asked_for(plain: Rig) -> None:
+    """Those that were begun are used once."""
+    plain.publish(1)
+    plain.exposure.make(digests=True)
+    plain.exposure.expose(made=True)
+    before = plain.exposure.digests()
+    plain.trainer.step()
+
+    assert plain.exposure.digests() == plain.trainer.digests(quantised=False) != before
+
+
+def test_what_was_moved_since_is_digested_where_it_is(plain: Rig) -> None:
+    """Nothing reads ahead where the weights lay in the version before."""
+    plain.publish(1)
+    for number, memory in enumerate(plain.trainer.memories):
+        plain.trainer.memories[number] = memory.clone()
+    plain.trainer.step()
+
+    verdict, happened = plain.publish(2)
+
+    assert verdict.ending is Ending.COMMITTED
+    assert happened.index("Acquire") < happened.index("digest")
+    assert plain.table().tensors == plain.trainer.digests(quantised=False)
 
 
 def test_what_was_made_for_nothing_is_made_anew(rig: Rig) -> None:
@@ -220,7 +334,7 @@ def test_what_was_made_for_nothing_is_made_anew(rig: Rig) -> None:
     rig.publish(3)
 
     assert refused.ending is Ending.REFUSED
-    assert happened == ["make", "Acquire"]
+    assert happened == ["make", "digest", "Acquire"]
     assert rig.table().tensors == rig.trainer.digests()
 
 
@@ -235,7 +349,7 @@ def test_nothing_is_made_ahead_where_buckets_were_wanted(rig: Rig) -> None:
 
     assert second[0] == third[0] == "Acquire"
     assert third.count("make") == 1
-    assert fourth[:2] == ["make", "Acquire"]
+    assert fourth[:3] == ["make", "digest", "Acquire"]
 
 
 def test_a_source_that_fails_then_asks_for_no_lease(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,16 +380,21 @@ def test_a_device_that_fails_gives_the_lease_back(rig: Rig) -> None:
 
     assert verdict.ending is Ending.INTERNAL
     assert "illegal memory access" in verdict.reason
-    assert happened == ["make", "Acquire", "Release"]
+    assert happened == ["make", "digest", "Acquire", "Release"]
     assert again.ending is Ending.COMMITTED
     assert rig.table().tensors == rig.trainer.digests()
 
 
 def test_other_ranks_make_theirs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that follows makes what it lets others read when it is told to, and exposes that."""
+    """A rank that follows makes what it lets others read when it is told to, digests it once, and exposes that."""
     device = Device(monkeypatch)
     report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
-    said = (orders.Make(), orders.Expose(digests=False, made=True), orders.Finish(Verdict(Ending.COMMITTED), report))
+    said = (
+        orders.Expose(digests=True),
+        orders.Make(digests=True),
+        orders.Expose(digests=True, made=True),
+        orders.Finish(Verdict(Ending.COMMITTED), report),
+    )
     trainer = Trainer(2, [msgspec.msgpack.encode(each) for each in said])
     source = source_of(trainer)
     manifest = Manifest.of("M", source.tensors())
@@ -286,7 +405,7 @@ def test_other_ranks_make_theirs_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     agent.publish(2)
 
-    assert device.log == ["make", "settled"]
+    assert device.log == ["make", "settled", "digest", "digested", "make", "digest", "settled", "digested"]
     agent.close()
 
 
@@ -305,7 +424,8 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
         share = exposure._share
         assert share is not None
         found = share.run()
-        monkeypatch.setattr(ShareDigest, "run", lambda _share: found)
+        monkeypatch.setattr(ShareDigest, "begin", lambda _share: None)
+        monkeypatch.setattr(ShareDigest, "result", lambda _share: found)
         counted = 0
 
         def count(_frame: FrameType, event: str, _argument: object) -> None:
@@ -316,7 +436,7 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
             counted, before = 0, sys.getprofile()
             sys.setprofile(count)
             try:
-                source.make()
+                exposure.make(digests=True)
                 exposure.expose(made=True)
                 exposure.digests()
             finally:
