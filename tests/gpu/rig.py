@@ -504,7 +504,10 @@ def build(hf: Mapping[str, Any], device: str, **layout: int | None) -> list[Any]
 
 
 def refill(parameters: Any, seed: int) -> None:
-    """New weights, other for every seed: cut parameters are other on every rank that has a part, replicas alike."""
+    """New weights, other for every seed: cut parameters are other on every rank that has a part, replicas alike.
+
+    Norms are about 1, all else about 0: a matrix of mean 1 would make outputs depend on little else.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -519,7 +522,7 @@ def refill(parameters: Any, seed: int) -> None:
             if expert or getattr(parameter, "tensor_model_parallel", False):
                 parameter.normal_(0.0, 0.02, generator=experts if expert else cut)
             else:
-                parameter.normal_(1.0, 0.02, generator=whole)
+                parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02, generator=whole)
 
 
 def environment_of_one(port: int) -> None:

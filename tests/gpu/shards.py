@@ -109,7 +109,11 @@ class Shards:
         return [blob]
 
     def refill(self, seed: int) -> None:
-        """New weights: of copies, all alike; of shards, each its own."""
+        """New weights: of copies, all alike; of shards, each its own.
+
+        As in a model, norms are about 1 and matrices about 0. Matrices of mean 1 would make every token's residual
+        stream the same, and so large that bfloat16 loses what experts add.
+        """
         generator = torch.Generator(self._device).manual_seed(seed)
         for rank, each in enumerate(self._ranks):
             copied = torch.Generator(self._device).manual_seed(1000 * seed + 999)
@@ -117,7 +121,8 @@ class Shards:
             for parameter in each.parameters:
                 cut = self._cut and getattr(parameter, "tensor_model_parallel", False)
                 cut = cut or not getattr(parameter, "allreduce", True)
-                parameter.detach().normal_(0.0 if cut else 1.0, 0.02, generator=generator if cut else copied)
+                norm = not cut and parameter.dim() == 1
+                parameter.detach().normal_(1.0 if norm else 0.0, 0.02, generator=generator if cut else copied)
 
     def close(self) -> None:
         """Free the weights."""
