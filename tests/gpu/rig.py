@@ -500,7 +500,27 @@ def build(hf: Mapping[str, Any], device: str, **layout: int | None) -> list[Any]
         family, hf, shape, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, bf16=True,
         use_cpu_initialization=device == "cpu", perform_initialization=False,
     )  # fmt: skip
+    for chunk in chunks:
+        mark_cut(chunk)
     return [chunk.to(torch.bfloat16).to(device) for chunk in chunks]
+
+
+def mark_cut(chunk: Any) -> None:
+    """Say which weights are parts of a larger one. Megatron-core says it while it initialises them, which is left out.
+
+    Unless that is said, `refill` gives all ranks the same weights, and no comparison finds out which rank's came.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            whole = module.output_size, module.input_size
+        elif isinstance(module, VocabParallelEmbedding):
+            whole = module.num_embeddings, module.embedding_dim
+        else:
+            continue
+        if module.weight is not None and tuple(module.weight.shape) != whole:
+            module.weight.tensor_model_parallel = True
 
 
 def refill(parameters: Any, seed: int) -> None:
