@@ -1,7 +1,11 @@
-"""What programs of this folder conclude, and in which order they go to work. No GPU, no servers."""
+"""What programs of this folder conclude, in which order they go to work, and with which weights. No GPU, no servers."""
 
 import argparse
 import contextlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,3 +87,39 @@ def test_a_speculating_server_is_refused_in_the_words_that_its_case_asks_for(tmp
     route = choose(Ends(trainer_info(transports=(TransportKind.LOCAL,)), engine_info(), None, told))
     assert route.transport is None
     assert engines.CASES["draft"].refused in route.reason
+
+
+FILLED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import rig, torch
+rig.play_cuda("cpu")
+from shards import Shards
+told = []
+for layout in ({"tp": 2}, {"ep": 2, "etp": 1, "dp": 2}):
+    source = Shards(rig.TINY_MOE, torch.device("cpu"), 2, **layout)
+    source.refill(1)
+    held = []
+    for rank in source._ranks:
+        pieces = rank.pieces
+        boxes = [*zip(pieces.boxes.space.tolist(), pieces.boxes.start.tolist(), pieces.boxes.stop.tolist())]
+        held.append([[box for box, at in zip(boxes, pieces.storage.tolist()) if at == index]
+                     for index in range(len(rank.parameters))])
+    first, second = (rank.parameters for rank in source._ranks)
+    alike = [torch.equal(one, other) for one, other in zip(first, second, strict=True)]
+    means = [(one.dim(), round(float(one.float().mean()), 1)) for one in [*first, *second]]
+    told.append([alike, [one == other for one, other in zip(*held, strict=True)], sorted(set(means))])
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.real
+def test_ranks_hold_other_weights_where_they_hold_other_parts() -> None:
+    """Of the same part the same; and no matrix has another mean than 0, which would drown what comes after it."""
+    argv = [sys.executable, "-c", FILLED, os.fspath(Path(engines.__file__).parent)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert not done.returncode, done.stderr[-2000:]
+    for alike, same_part, means in json.loads(done.stdout.splitlines()[-1]):
+        assert alike == same_part
+        assert 0 < sum(same_part) < len(same_part)
+        assert means == [[1, 1.0], [2, 0.0]]
