@@ -500,11 +500,34 @@ def build(hf: Mapping[str, Any], device: str, **layout: int | None) -> list[Any]
         family, hf, shape, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, bf16=True,
         use_cpu_initialization=device == "cpu", perform_initialization=False,
     )  # fmt: skip
+    for chunk in chunks:
+        mark_cut(chunk)
     return [chunk.to(torch.bfloat16).to(device) for chunk in chunks]
 
 
+def mark_cut(chunk: Any) -> None:
+    """Say which weights are parts of a larger one. Megatron-core says it while it initialises them, which is left out.
+
+    Unless that is said, `refill` gives all ranks the same weights, and no comparison finds out which rank's came.
+    """
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            whole = module.output_size, module.input_size
+        elif isinstance(module, VocabParallelEmbedding):
+            whole = module.num_embeddings, module.embedding_dim
+        else:
+            continue
+        if module.weight is not None and tuple(module.weight.shape) != whole:
+            module.weight.tensor_model_parallel = True
+
+
 def refill(parameters: Any, seed: int) -> None:
-    """New weights, other for every seed: cut parameters are other on every rank that has a part, replicas alike."""
+    """New weights, other for every seed: cut parameters are other on every rank that has a part, replicas alike.
+
+    Norms are about 1, all else about 0: a matrix of mean 1 would make outputs depend on little else.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -519,7 +542,7 @@ def refill(parameters: Any, seed: int) -> None:
             if expert or getattr(parameter, "tensor_model_parallel", False):
                 parameter.normal_(0.0, 0.02, generator=experts if expert else cut)
             else:
-                parameter.normal_(1.0, 0.02, generator=whole)
+                parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02, generator=whole)
 
 
 def environment_of_one(port: int) -> None:

@@ -29,6 +29,7 @@ class Shards:
 
     def __init__(self, hf: Mapping[str, Any], device: torch.device, world: int, **layout: int | None) -> None:
         self._cut = (layout.get("tp") or 1) > 1
+        self._routers = (hf.get("num_experts"), hf["hidden_size"])
         self._ranks = [self._describe(hf, device, rank, world, layout) for rank in range(world)]
         rosters = check([encode(Roster(each.facts, each.pieces.encode())) for each in self._ranks])
         first = np.cumsum([0, *(len(each.parameters) for each in self._ranks)])
@@ -108,16 +109,22 @@ class Shards:
     def collect(self, blob: bytes) -> Sequence[bytes]:
         return [blob]
 
-    def refill(self, seed: int) -> None:
-        """New weights: of copies, all alike; of shards, each its own."""
+    def refill(self, seed: int, experts: float = 0.02, routers: float = 0.02) -> None:
+        """New weights: of copies, all alike; of shards, each its own. `experts` and `routers` are deviations.
+
+        As in a model, norms are about 1 and matrices about 0. Matrices of mean 1 would make every token's residual
+        stream the same, and so large that bfloat16 loses what experts add.
+        """
         generator = torch.Generator(self._device).manual_seed(seed)
         for rank, each in enumerate(self._ranks):
             copied = torch.Generator(self._device).manual_seed(1000 * seed + 999)
             generator.manual_seed(1000 * seed + rank)
             for parameter in each.parameters:
-                cut = self._cut and getattr(parameter, "tensor_model_parallel", False)
-                cut = cut or not getattr(parameter, "allreduce", True)
-                parameter.detach().normal_(0.0 if cut else 1.0, 0.02, generator=generator if cut else copied)
+                expert = not getattr(parameter, "allreduce", True)
+                cut = expert or (self._cut and getattr(parameter, "tensor_model_parallel", False))
+                mean = 1.0 if not cut and parameter.dim() == 1 else 0.0
+                deviation = experts if expert else routers if parameter.shape == self._routers else 0.02
+                parameter.detach().normal_(mean, deviation, generator=generator if cut else copied)
 
     def close(self) -> None:
         """Free the weights."""

@@ -1,0 +1,125 @@
+"""What programs of this folder conclude, in which order they go to work, and with which weights. No GPU, no servers."""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import engines, int4
+from weightbus.control.messages import TransportKind
+from weightbus.control.routing import PREFERRED, Ends, choose
+from weightbus.engine_agent.payload import LOADER
+from weightbus.engine_agent.whereabouts import topology_of
+
+from ..control.world import engine_info, trainer_info
+from ..engine_agent.test_validate import facts
+
+
+class Fleet:
+    """A server, by the probabilities that it gives one time after the other."""
+
+    def __init__(self, probabilities: Sequence[float]) -> None:
+        self._probabilities = list(probabilities)
+
+    def logprobs(self, _place: str, _prompt: Sequence[int]) -> list[float]:
+        return [self._probabilities.pop(0)]
+
+    def tokens(self, _place: str) -> list[int]:
+        return [3]
+
+    def load(self, _place: str, _folder: Path) -> None:
+        pass
+
+
+def check(monkeypatch: pytest.MonkeyPatch, name: str, *probabilities: float) -> int4.Check:
+    """Of unpacked weights, of those before, and of the server with INT4."""
+    fleet = Fleet(probabilities)
+
+    @contextlib.contextmanager
+    def server(*_: Any) -> Generator[Fleet]:
+        yield fleet
+
+    monkeypatch.setattr(int4.Check, "_server", server)
+    return int4.Check(argparse.Namespace(device="cpu", out=None), name, Path())
+
+
+@pytest.mark.parametrize("before", [-1.0, float("nan")])
+def test_what_makes_no_difference_is_no_proof(monkeypatch: pytest.MonkeyPatch, before: float) -> None:
+    """Equal probabilities say nothing where other weights give the same."""
+    made = check(monkeypatch, "experts", -1.0, before)
+    with pytest.raises(RuntimeError, match="do not depend on what was quantised"):
+        made.plain()
+    assert made.found["equal"] is False
+
+
+@pytest.mark.parametrize(("packed", "equal"), [(-1.02, True), (-1.03, False), (float("nan"), False)])
+def test_kernels_may_differ_by_less_than_quantising(
+    monkeypatch: pytest.MonkeyPatch, packed: float, equal: bool
+) -> None:
+    """A quarter of it is the limit."""
+    made = check(monkeypatch, "experts", -1.0, -1.1, packed)
+    made.plain()
+    assert made.found["equal"] is False
+    made.int4()
+    assert made.found["equal"] is equal
+
+
+def test_kernels_are_compiled_while_other_servers_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever needs none comes before the first that needs some, in any order of models."""
+    checks = [check(monkeypatch, name) for name in ("moe", "experts", "dense")]
+    assert [(each.name, step) for each, step in int4.steps(checks)] == [
+        ("moe", "plain"), ("experts", "plain"), ("experts", "int4"), ("dense", "plain"),
+        ("dense", "int4"), ("moe", "int4"),
+    ]  # fmt: skip
+
+
+def test_a_speculating_server_is_refused_in_the_words_that_its_case_asks_for(tmp_path: Path) -> None:
+    """From what its sidecar tells, through what the coordinator makes of it."""
+    speculates = facts(speculative="EAGLE", loaders=(LOADER,))
+    told = topology_of(speculates, PREFERRED, tmp_path, (), {})
+    route = choose(Ends(trainer_info(transports=(TransportKind.LOCAL,)), engine_info(), None, told))
+    assert route.transport is None
+    assert engines.CASES["draft"].refused in route.reason
+
+
+FILLED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import rig, torch
+rig.play_cuda("cpu")
+from shards import Shards
+told = []
+for layout in ({"tp": 2}, {"ep": 2, "etp": 1, "dp": 2}):
+    source = Shards(rig.TINY_MOE, torch.device("cpu"), 2, **layout)
+    source.refill(1)
+    held = []
+    for rank in source._ranks:
+        pieces = rank.pieces
+        boxes = [*zip(pieces.boxes.space.tolist(), pieces.boxes.start.tolist(), pieces.boxes.stop.tolist())]
+        held.append([[box for box, at in zip(boxes, pieces.storage.tolist()) if at == index]
+                     for index in range(len(rank.parameters))])
+    first, second = (rank.parameters for rank in source._ranks)
+    alike = [torch.equal(one, other) for one, other in zip(first, second, strict=True)]
+    means = [(one.dim(), round(float(one.float().mean()), 1)) for one in [*first, *second]]
+    told.append([alike, [one == other for one, other in zip(*held, strict=True)], sorted(set(means))])
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.real
+def test_ranks_hold_other_weights_where_they_hold_other_parts() -> None:
+    """Of the same part the same; and no matrix has another mean than 0, which would drown what comes after it."""
+    argv = [sys.executable, "-c", FILLED, os.fspath(Path(engines.__file__).parent)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert not done.returncode, done.stderr[-2000:]
+    for alike, same_part, means in json.loads(done.stdout.splitlines()[-1]):
+        assert alike == same_part
+        assert 0 < sum(same_part) < len(same_part)
+        assert means == [[1, 1.0], [2, 0.0]]
