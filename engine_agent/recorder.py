@@ -72,7 +72,10 @@ def _attempt(
         with traced(tracer):
             load(_stream(tracer, tensors, sources, left_out))
     except ReadsValues as reads:
-        return tracer, held, _loaded(reads.sources or _current(tracer), Cause.READ, reads.operation)
+        named = reads.sources or _current(tracer)
+        if not named:
+            raise _lost(f"it reads values that come from no tensor of the version ({reads.operation})") from reads
+        return tracer, held, _loaded(named, Cause.READ, reads.operation)
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         if tracer.current is None:

@@ -653,6 +653,20 @@ def test_a_calculation_after_the_last_tensor_names_its_sources() -> None:
     assert loaded(check(load)[0]) == {"a": Cause.COMPUTED, "b": Cause.COMPUTED}
 
 
+def test_a_loader_that_reads_what_no_tensor_is_in_is_refused() -> None:
+    """Its run ends there: what it would have done afterwards is not known, and no tensor can be left out for it."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[:6].copy_(weights["a"])
+        if model.table.sum().item() == 0:
+            model.fused.data[6:].copy_(weights["b"])
+
+    model = Model(load)
+
+    with pytest.raises(NotRecordable, match="_local_scalar_dense"):
+        record(model, model.load_weights, SPECS, rank=0)
+
+
 def test_a_recording_survives_the_wire() -> None:
     """Encoded and decoded it is the same; of other tensors it is refused."""
     recording, _ = check(both_halves)
