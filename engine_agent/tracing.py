@@ -35,7 +35,8 @@ _Handler: TypeAlias = Callable[["Tracer", Any, _Args, _Kwargs], object]
 class Tracer:
     """Knows every memory that matters while one loader runs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, number: float) -> None:
+        """`number` is near what stands for each number that is asked for."""
         self.unknown: dict[int, str] = {}
         """Sources that were written to memory of which nothing is known, with the operation."""
         self.touched: set[int] = set()
@@ -45,6 +46,7 @@ class Tracer:
         self.current: int | None = None
         """The source that the loader was given last."""
         self._device = device
+        self._number = number
         self._hollow: dict[torch.device, HollowTensors] = {}
         self._memories: dict[int, Memory] = {}
         self._born: dict[int, torch.UntypedStorage] = {}
@@ -73,6 +75,11 @@ class Tracer:
     def read_and_forgotten(self) -> set[int]:
         """Sources whose only element was read as a number that was not stored as it is, or that decided something."""
         return self.decided.union(self._unclaimed.values())
+
+    @property
+    def numbered(self) -> frozenset[int]:
+        """Sources whose only element was asked for as a number."""
+        return frozenset[int]().union(*(origin.sources for origin in self._values.values()))
 
     def _follow(self, tensor: torch.Tensor, *, source: int | None = None, engine: bool = False) -> Memory:
         memory = Memory(tensor.untyped_storage(), tensor.dtype, source, engine)
@@ -108,7 +115,9 @@ class Tracer:
     def _calculate(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
         """Anything that is no movement: what it makes or changes has these sources, and no more is known."""
         tensors = _tensors(args, kwargs)
-        origin = calculated(self._sources_of(tensors), Cause.COMPUTED, str(operation))
+        numbers = (self._values.get(each) for each in (*args, *kwargs.values()) if isinstance(each, float))
+        sources = self._sources_of(tensors).union(*(number.sources for number in numbers if number is not None))
+        origin = calculated(sources, Cause.COMPUTED, str(operation))
         changed = _changed(operation, args, kwargs)
         for tensor in changed:
             self._write(tensor, [Write(_everywhere(tensor), origin)], operation)
@@ -305,7 +314,7 @@ class Tracer:
         alone = memory.storage.nbytes() == tensor.element_size() and not memory.writes
         if memory.source is None or not alone or not tensor.is_floating_point():
             raise ReadsValues(memory.sources(), str(operation))
-        value = 0.37 + (len(self._values) + 1) * 2.0**-40
+        value = self._number + (len(self._values) + 1) * 2.0**-40
         self._values[value] = Origin(frozenset({memory.source}), (tensor.dtype,))
         self._unclaimed[value] = memory.source
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
@@ -392,6 +393,27 @@ def test_a_number_that_becomes_a_tensor_is_a_read() -> None:
             model.scale.data.copy_(torch.full((3,), weights["c"].item()))
 
     assert loaded(check(load)[0]) == {"c": Cause.READ}
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda wide, number: wide.fill_(math.exp(number)),
+        lambda wide, number: wide.fill_(float(str(number)) * 2),
+        lambda wide, number: wide.copy_(torch.full((8, 6), number)),
+        lambda wide, number: wide.fill_(1.0).mul_(number),
+    ],
+)
+def test_a_number_that_is_stored_and_used_otherwise_too_is_loaded(use: Callable[[torch.Tensor, float], object]) -> None:
+    """What is made of it unseen would be put into the model in every round, as a constant that nothing proves."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            number = weights["c"].item()
+            model.scale.data.fill_(number)
+            use(model.wide.data, number)
+
+    assert set(loaded(check(load)[0])) == {"c"}
 
 
 @pytest.mark.parametrize("read", [lambda tensor: tensor.item() * 2, lambda tensor: float(tensor.max())])
