@@ -95,7 +95,8 @@ class Tracer:
     def dispatch(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
         """Do, note or refuse one operation."""
         if operation.is_view:
-            return operation(*args, **kwargs)
+            made: object = operation(*args, **kwargs)
+            return self._noted(made) if operation is _aten.lift_fresh.default else made
         found = [self._memories.get(identity_of(each)) for each in _tensors(args, kwargs)]
         followed = [memory for memory in found if memory is not None]
         if not followed:
@@ -107,6 +108,10 @@ class Tracer:
     def _carry_out(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
         """An operation on nothing that is followed. What it makes may be written to later."""
         made: object = operation(*args, **kwargs)
+        return made if operation in _ELSEWHERE else self._noted(made)
+
+    def _noted(self, made: object) -> object:
+        """What was made of nothing that is followed: its values are those that the loader always gives it."""
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self._born.setdefault(identity_of(tensor), tensor.untyped_storage())
@@ -186,8 +191,8 @@ class Tracer:
         memory = self.memory_of(tensor)
         here = window_of(target)
         if memory is None:
-            value = _only_value(tensor)
-            sources = () if self.current is None else (self.current,)
+            value = _only_value(tensor) if identity_of(tensor) in self._born else None
+            sources = self.numbered if self.current is None else (self.current,)
             origin = (
                 constant(value)
                 if value is not None
@@ -319,6 +324,10 @@ class Tracer:
         self._unclaimed[value] = memory.source
         return value
 
+    def elsewhere(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
+        """``set_``: memory that no operation made in place of what is followed."""
+        raise ReadsValues(self._sources_of(_tensors(args, kwargs)), str(operation))
+
     def fresh(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
         """``zeros_like`` and its kind: only the shape of the tensor is asked for."""
         made = self._made_like(operation, args, kwargs)
@@ -374,6 +383,9 @@ _FRESH: Final[dict[Any, float | None]] = {
 }
 _FULL: Final = frozenset({_aten.full_like.default, _aten.new_full.default})
 
+_ELSEWHERE: Final = frozenset({_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset})
+"""They bring storages in, of whose contents nothing is known: Python and files fill them."""
+
 _HANDLERS: Final[dict[Any, _Handler]] = {
     _aten.copy_.default: Tracer.copy_into,
     _aten.cat.default: Tracer.joined,
@@ -390,6 +402,7 @@ _HANDLERS: Final[dict[Any, _Handler]] = {
     _aten._unsafe_view.default: Tracer.reshaped,
     **dict.fromkeys(_SAME, Tracer.same),
     **dict.fromkeys(_FRESH, Tracer.fresh),
+    **dict.fromkeys(_ELSEWHERE, Tracer.elsewhere),
 }
 
 

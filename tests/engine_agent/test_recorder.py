@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -687,6 +689,49 @@ def test_a_loader_that_reads_what_no_tensor_is_in_is_refused() -> None:
 
     with pytest.raises(NotRecordable, match="_local_scalar_dense"):
         record(model, model.load_weights, SPECS, rank=0)
+
+
+def test_what_is_calculated_of_nothing_is_left_as_it_is() -> None:
+    """It is in a list: no round writes it."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        model.scale.data.copy_(torch.arange(3))
+
+    model = Model(load)
+
+    recording = record(model, model.load_weights, SPECS, rank=0)
+
+    assert [recording.targets[patch.target].name for patch in recording.unwritten] == ["wide", "scale"]
+
+
+def pickled(tensor: torch.Tensor) -> torch.Tensor:
+    """By way of a file."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    found: torch.Tensor = torch.load(file)
+    return found
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_that_torch_does_not_tell_of_goes_through_the_loader(
+    copied: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """A hollow tensor's contents would be taken for what the loader always writes there."""
+    specs = (TensorSpec("a", "bfloat16", (6, 8)),)
+
+    class Copying(Model):
+        def load_weights(self, weights: NamedTensors) -> None:
+            for _, tensor in weights:
+                self.fused.data[:6].copy_(copied(tensor))
+
+    model = Copying(both_halves)
+
+    recording = record(model, model.load_weights, specs, rank=0)
+
+    assert [each.tensor for each in recording.loaded] == [0]
+    assert recording.constants == ()
 
 
 def test_a_recording_survives_the_wire() -> None:
