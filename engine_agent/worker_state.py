@@ -99,6 +99,7 @@ class WorkerState:
         self._forget()
         load = cast("Callable[[NamedTensors], object]", self._model.load_weights)
         recording = record(self._model, load, message.tensors, rank)
+        _log.info("weightbus: recorded %s", recording.account)
         self._layout, self._tensors = message.layout, message.tensors
         self._constants = [(self._part(each), each.value) for each in recording.constants]
         return recording

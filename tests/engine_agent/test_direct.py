@@ -508,6 +508,17 @@ def test_copies_that_could_be_faster_are_told(world: World, monkeypatch: pytest.
     assert world.receiver.remark == ""
 
 
+def test_what_was_recorded_is_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """In the server's log, by each worker: which tensors are no copies, and which parts no round writes."""
+    with caplog.at_level("INFO", logger=worker_state.__name__):
+        world.round()
+        world.round()
+
+    told = [each.getMessage() for each in caplog.records if "recorded" in each.getMessage()]
+    assert len(told) == world.server.tp
+    assert all(each.startswith(f"weightbus: recorded {len(SPECS)} tensors") for each in told)
+
+
 @pytest.mark.parametrize("told", [4, 6])
 def test_another_epoch_is_refused(world: World, told: int) -> None:
     """A receiver of an older or newer epoch gets nothing, and its server is not called."""

@@ -734,6 +734,23 @@ def test_a_copy_that_torch_does_not_tell_of_goes_through_the_loader(
     assert recording.constants == ()
 
 
+def test_a_recording_says_what_is_no_copy() -> None:
+    """Somebody has to see why rounds are slow, and what no round writes."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "a" in weights:
+            model.fused.data[:6].copy_(weights["a"])
+        if "d" in weights:
+            model.wide.data.copy_(weights["d"].t() + 1)
+
+    told = check(load)[0].account
+
+    assert told == (
+        "4 tensors, 1 of them copies; through the engine's own loader: d (computed: aten.add.Tensor);"
+        " not asked for: b, c; parts that are left as they are: fused[6..12, 0..8], scale[0..3]"
+    )
+
+
 def test_a_recording_survives_the_wire() -> None:
     """Encoded and decoded it is the same; of other tensors it is refused."""
     recording, _ = check(both_halves)
