@@ -212,6 +212,38 @@ def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImport
     assert importer.region(0, 0).view(torch.float32).tolist() == [5.0] * 8
 
 
+def test_an_exporter_that_died_is_noticed_while_its_child_lives(tmp_path: Path, importer: RegionImporter) -> None:
+    """A child that was forked, as workers of data loaders are, holds the connection open: the process itself counts."""
+    program = textwrap.dedent(f"""
+        import os, sys, time, torch
+        from pathlib import Path
+        from weightbus.dataplane.exporter import RegionExporter
+        exporter = RegionExporter(Path({str(tmp_path / "run")!r}), "c", 0)
+        exporter.export([torch.full((8,), 5.0)])
+        print(exporter.address().address, flush=True)
+        sys.stdin.readline()  # the connection is there
+        if child := os.fork():
+            print(child, flush=True)
+        while True:
+            time.sleep(1)
+    """)
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        importer.open(Address(trainer.stdout.readline().strip()), 0, 1, [0], OPEN_S)
+        trainer.stdin.write("\n")
+        trainer.stdin.flush()
+        child = int(trainer.stdout.readline())
+        try:
+            assert importer.alive()
+            trainer.kill()
+            wait_until(lambda: not importer.alive())
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
     """Its lease ends with it."""
     exporter = RegionExporter(tmp_path / "run", "c", 0)
