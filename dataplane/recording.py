@@ -18,11 +18,15 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from .boxes import Box
 from .errors import ManifestError
 from .manifest import ITEM_BYTES, TensorSpec
 from .pieces import Pieces
+
+_SHOWN: Final = 4
+"""Names of a list in an account."""
 
 
 class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,6 +114,24 @@ class Recording:
         """The served tensors that were offered to the loader, which is what all indexes of tensors refer to."""
         return self.copies.tensors
 
+    @property
+    def account(self) -> str:
+        """For people: what is no copy, and why; what nobody asks for, and what stays as it is."""
+        copied = len(np.unique(self.copies.boxes.space))
+        through = [f"{self.tensors[each.tensor].name} ({each.cause}: {each.detail})" for each in self.loaded]
+        apart = [f"{self.targets[each.target].name}{_ranges(each.box)}" for each in self.unwritten]
+        lists = {
+            "through the engine's own loader": through,
+            "not asked for": [self.tensors[index].name for index in self.unread],
+            "read, and nothing of it kept": [self.tensors[index].name for index in self.dropped],
+            "parts that are left as they are": apart,
+        }
+        told = [
+            f"{len(self.tensors)} tensors, {copied} of them copies",
+            *(f"{what}: {_some(names)}" for what, names in lists.items() if names),
+        ]
+        return "; ".join(told)
+
     def encode(self) -> bytes:
         """Canonical bytes: what the worker hands to its sidecar."""
         return _ENCODER.encode(
@@ -147,6 +169,15 @@ class Recording:
     def digest(self) -> str:
         """SHA-256, hexadecimal: both sides of a plan name the recording by it."""
         return hashlib.sha256(self.encode()).hexdigest()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _ranges(box: Box) -> str:
+    return f"[{', '.join(f'{start}..{stop}' for start, stop in zip(box.start, box.stop, strict=True))}]"
 
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -167,7 +167,8 @@ def _holes(targets: Sequence[Target], landed: Sequence[_Landed]) -> Iterator[Pat
     """Parts of parameters that nothing was written to."""
     written: dict[int, list[Box]] = defaultdict(list)
     for each in landed:
-        written[each.target].append(each.box)
+        if each.origin.cause is None or each.origin.sources:  # what was calculated of nothing is not done in a round
+            written[each.target].append(each.box)
     for number, target in enumerate(targets):
         if not target.parameter or sum(box.size for box in written[number]) == prod(target.shape):
             continue  # what was written is disjoint, so as many elements are all of them

@@ -30,6 +30,9 @@ _ATTEMPTS: Final = 32
 _ONE_BY_ONE: Final = 8
 """Then the same tensors of all layers are left out with the one that was found: what is loaded is right, too."""
 _NUMBER: Final = re.compile(r"\d+")
+_ONE: Final = 0.37
+_ANOTHER: Final = -5.21
+"""What stands for the numbers that loaders ask for, as near as nothing. They have nothing in common."""
 
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
@@ -42,8 +45,14 @@ def record(
     for attempt in range(_ATTEMPTS):
         tracer, held, found = _attempt(model, load, tensors, left_out)
         if not found:
-            findings = Findings(tensors, held, tracer, left_out)
-            return findings.recording(rank)
+            recording = Findings(tensors, held, tracer, left_out).recording(rank)
+            if not tracer.numbered:
+                return recording
+            # What Python or torch makes of a number is not seen. With another number it is another recording.
+            again, held, found = _attempt(model, load, tensors, left_out, _ANOTHER)
+            if not found and Findings(tensors, held, again, left_out).recording(rank).digest() == recording.digest():
+                return recording
+            found |= _loaded(tracer.numbered, Cause.READ, "item")
         if set(found) <= set(left_out):
             raise _lost(next(iter(found.values())).detail)
         left_out |= found if attempt < _ONE_BY_ONE else _kin(found, tensors) | found
@@ -61,10 +70,11 @@ def _attempt(
     load: Callable[[NamedTensors], object],
     tensors: Sequence[TensorSpec],
     left_out: dict[int, LoadedTensor],
+    number: float = _ONE,
 ) -> tuple[Tracer, ModelTensors, dict[int, LoadedTensor]]:
     """Run the loader once. Returns the tensors that must be left out, if there are any."""
     held = ModelTensors(model)
-    tracer = Tracer(held.device)
+    tracer = Tracer(held.device, number)
     for tensor in held.tensors:
         tracer.adopt(tensor)
     sources = tracer.sources(tensors)
@@ -72,7 +82,10 @@ def _attempt(
         with traced(tracer):
             load(_stream(tracer, tensors, sources, left_out))
     except ReadsValues as reads:
-        return tracer, held, _loaded(reads.sources or _current(tracer), Cause.READ, reads.operation)
+        named = reads.sources or _current(tracer)
+        if not named:
+            raise _lost(f"it reads values that come from no tensor of the version ({reads.operation})") from reads
+        return tracer, held, _loaded(named, Cause.READ, reads.operation)
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         if tracer.current is None:

@@ -35,7 +35,8 @@ _Handler: TypeAlias = Callable[["Tracer", Any, _Args, _Kwargs], object]
 class Tracer:
     """Knows every memory that matters while one loader runs."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, number: float) -> None:
+        """`number` is near what stands for each number that is asked for."""
         self.unknown: dict[int, str] = {}
         """Sources that were written to memory of which nothing is known, with the operation."""
         self.touched: set[int] = set()
@@ -45,6 +46,7 @@ class Tracer:
         self.current: int | None = None
         """The source that the loader was given last."""
         self._device = device
+        self._number = number
         self._hollow: dict[torch.device, HollowTensors] = {}
         self._memories: dict[int, Memory] = {}
         self._born: dict[int, torch.UntypedStorage] = {}
@@ -74,6 +76,11 @@ class Tracer:
         """Sources whose only element was read as a number that was not stored as it is, or that decided something."""
         return self.decided.union(self._unclaimed.values())
 
+    @property
+    def numbered(self) -> frozenset[int]:
+        """Sources whose only element was asked for as a number."""
+        return frozenset[int]().union(*(origin.sources for origin in self._values.values()))
+
     def _follow(self, tensor: torch.Tensor, *, source: int | None = None, engine: bool = False) -> Memory:
         memory = Memory(tensor.untyped_storage(), tensor.dtype, source, engine)
         return self._memories.setdefault(identity_of(tensor), memory)
@@ -88,7 +95,8 @@ class Tracer:
     def dispatch(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
         """Do, note or refuse one operation."""
         if operation.is_view:
-            return operation(*args, **kwargs)
+            made: object = operation(*args, **kwargs)
+            return self._noted(made) if operation is _aten.lift_fresh.default else made
         found = [self._memories.get(identity_of(each)) for each in _tensors(args, kwargs)]
         followed = [memory for memory in found if memory is not None]
         if not followed:
@@ -100,6 +108,10 @@ class Tracer:
     def _carry_out(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
         """An operation on nothing that is followed. What it makes may be written to later."""
         made: object = operation(*args, **kwargs)
+        return made if operation in _ELSEWHERE else self._noted(made)
+
+    def _noted(self, made: object) -> object:
+        """What was made of nothing that is followed: its values are those that the loader always gives it."""
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self._born.setdefault(identity_of(tensor), tensor.untyped_storage())
@@ -108,7 +120,9 @@ class Tracer:
     def _calculate(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
         """Anything that is no movement: what it makes or changes has these sources, and no more is known."""
         tensors = _tensors(args, kwargs)
-        origin = calculated(self._sources_of(tensors), Cause.COMPUTED, str(operation))
+        numbers = (self._values.get(each) for each in (*args, *kwargs.values()) if isinstance(each, float))
+        sources = self._sources_of(tensors).union(*(number.sources for number in numbers if number is not None))
+        origin = calculated(sources, Cause.COMPUTED, str(operation))
         changed = _changed(operation, args, kwargs)
         for tensor in changed:
             self._write(tensor, [Write(_everywhere(tensor), origin)], operation)
@@ -177,8 +191,8 @@ class Tracer:
         memory = self.memory_of(tensor)
         here = window_of(target)
         if memory is None:
-            value = _only_value(tensor)
-            sources = () if self.current is None else (self.current,)
+            value = _only_value(tensor) if identity_of(tensor) in self._born else None
+            sources = self.numbered if self.current is None else (self.current,)
             origin = (
                 constant(value)
                 if value is not None
@@ -305,10 +319,14 @@ class Tracer:
         alone = memory.storage.nbytes() == tensor.element_size() and not memory.writes
         if memory.source is None or not alone or not tensor.is_floating_point():
             raise ReadsValues(memory.sources(), str(operation))
-        value = 0.37 + (len(self._values) + 1) * 2.0**-40
+        value = self._number + (len(self._values) + 1) * 2.0**-40
         self._values[value] = Origin(frozenset({memory.source}), (tensor.dtype,))
         self._unclaimed[value] = memory.source
         return value
+
+    def elsewhere(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
+        """``set_``: memory that no operation made in place of what is followed."""
+        raise ReadsValues(self._sources_of(_tensors(args, kwargs)), str(operation))
 
     def fresh(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
         """``zeros_like`` and its kind: only the shape of the tensor is asked for."""
@@ -365,6 +383,9 @@ _FRESH: Final[dict[Any, float | None]] = {
 }
 _FULL: Final = frozenset({_aten.full_like.default, _aten.new_full.default})
 
+_ELSEWHERE: Final = frozenset({_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset})
+"""They bring storages in, of whose contents nothing is known: Python and files fill them."""
+
 _HANDLERS: Final[dict[Any, _Handler]] = {
     _aten.copy_.default: Tracer.copy_into,
     _aten.cat.default: Tracer.joined,
@@ -381,6 +402,7 @@ _HANDLERS: Final[dict[Any, _Handler]] = {
     _aten._unsafe_view.default: Tracer.reshaped,
     **dict.fromkeys(_SAME, Tracer.same),
     **dict.fromkeys(_FRESH, Tracer.fresh),
+    **dict.fromkeys(_ELSEWHERE, Tracer.elsewhere),
 }
 
 

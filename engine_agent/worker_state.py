@@ -74,7 +74,7 @@ class WorkerState:
         self._odd_buffer = torch.empty(0, dtype=torch.uint8)
         self._proof: PreparedDigest | None = None
         self._odd: PreparedCopies | None = None
-        self._casts: list[Callable[[], bool]] = []
+        self._casts: list[tuple[str, Callable[[], bool]]] = []
         self._bound: _Bound | None = None
         self._taker: Taker | None = None
         self._remark = ""
@@ -99,6 +99,7 @@ class WorkerState:
         self._forget()
         load = cast("Callable[[NamedTensors], object]", self._model.load_weights)
         recording = record(self._model, load, message.tensors, rank)
+        _log.info("weightbus: recorded %s", recording.account)
         self._layout, self._tensors = message.layout, message.tensors
         self._constants = [(self._part(each), each.value) for each in recording.constants]
         return recording
@@ -121,7 +122,7 @@ class WorkerState:
         self._tables = CopyTable.decode(message.copies), CopyTable.decode(message.staging)
         self._proof = self._engine.digest(proof, held)
         self._odd = self._engine.copies(odd, held, [self._odd_buffer])
-        self._casts = _cast_checks(odd, held)
+        self._casts = _cast_checks(odd, held, [*(target.name for target in self._held.targets), "staging"])
         self._plan = message
 
     def expect(self, message: wire.Expect, rank: int) -> None:
@@ -182,10 +183,11 @@ class WorkerState:
         copied = time.perf_counter()
         lanes = proof.run()
         odd.run()
-        if not all(check() for check in self._casts):
-            raise TransferFailed(
-                "a tensor that is stored in a wider dtype holds values that its own dtype does not have"
-            )
+        for name, survives in self._casts:
+            if not survives():
+                raise TransferFailed(
+                    f"{name!r} is stored in a wider dtype, and holds values that its own does not have"
+                )
         return wire.Replayed(
             lanes=np.ascontiguousarray(lanes).astype("<u8").tobytes(),
             odd=self._odd_buffer.cpu().numpy().tobytes(),
@@ -270,9 +272,11 @@ class WorkerState:
         self._held = ModelTensors(self._model)
 
 
-def _cast_checks(odd: CopyTable, regions: Sequence[torch.Tensor]) -> list[Callable[[], bool]]:
-    """For rows that are read back in a narrower dtype: do the live values survive it?"""
-    found: list[Callable[[], bool]] = []
+def _cast_checks(
+    odd: CopyTable, regions: Sequence[torch.Tensor], names: Sequence[str]
+) -> list[tuple[str, Callable[[], bool]]]:
+    """For rows that are read back in a narrower dtype: do the live values survive it? Regions have these names."""
+    found: list[tuple[str, Callable[[], bool]]] = []
     for row in np.flatnonzero(odd.casts).tolist():
         stored: torch.dtype = getattr(torch, DTYPES[int(odd.source_dtype[row])])
         served: torch.dtype = getattr(torch, DTYPES[int(odd.target_dtype[row])])
@@ -286,5 +290,5 @@ def _cast_checks(odd: CopyTable, regions: Sequence[torch.Tensor]) -> list[Callab
             again = view.to(served).to(view.dtype)
             return torch.equal(again.view(torch.uint8), view.contiguous().view(torch.uint8))
 
-        found.append(survives)
+        found.append((names[int(odd.source[row])], survives))
     return found

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -155,6 +158,56 @@ def test_a_call_that_is_refused_is_the_kernels_from_then_on(launched: list[int])
     assert not driver.launched
     assert launched == [5017, 6 * MB] * 2
     copies.close()
+
+
+class Streams:
+    """Stands in for torch.cuda: who waited for whom, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        self.made = 0
+        self.main = self.stream("main", 7)
+        monkeypatch.setattr(torch.cuda, "Stream", self.branch)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.main)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.told.append("the device has ended"))
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+    def stream(self, name: str, handle: int) -> Any:
+        def wait_stream(other: Any) -> None:
+            self.told.append(f"{name} waits for {other.name}")
+
+        def synchronize() -> None:
+            self.told.append(f"{name} has ended")
+
+        return SimpleNamespace(name=name, cuda_stream=handle, wait_stream=wait_stream, synchronize=synchronize)
+
+    def branch(self, _: torch.device) -> Any:
+        self.made += 1
+        return self.stream(f"branch {self.made}", 7 + self.made)
+
+
+def test_batches_run_between_what_was_before_and_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last step of the server's model, and before anything reads what they wrote: also the proof."""
+    streams, driver, here = Streams(monkeypatch), FakeBatches(), torch.zeros(4 * MB, dtype=torch.uint8)
+    runs = copy_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
+    batch = CopyBatch(runs, 2, cast("Any", driver))
+    launch = batch.launch
+
+    def told(handles: Sequence[int]) -> None:
+        streams.told.extend(f"branch {handle - 7} copies" for handle in handles)
+        launch(handles)
+
+    monkeypatch.setattr(batch, "launch", told)
+    kernel = cast("Any", SimpleNamespace(launch=lambda: streams.told.append("the kernel copies")))
+
+    PeerCopies(torch.device("cuda", 0), batch, kernel, lambda: kernel, (here,)).run()
+
+    assert streams.told[0] == "the device has ended"
+    assert streams.told[-1] == "main has ended"
+    assert "the kernel copies" in streams.told
+    for branch in ("branch 1", "branch 2"):
+        order = [f"{branch} waits for main", f"{branch} copies", f"main waits for {branch}"]
+        assert [each for each in streams.told if each in order] == order
 
 
 def test_a_peers_memory_follows_nobody() -> None:

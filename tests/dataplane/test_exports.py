@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from weightbus.dataplane import export_wire as wire
+from weightbus.dataplane import importer as exported
 from weightbus.dataplane.errors import NotExportable, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.exporter import RegionExporter
 from weightbus.dataplane.importer import RegionImporter
@@ -212,6 +213,38 @@ def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImport
     assert importer.region(0, 0).view(torch.float32).tolist() == [5.0] * 8
 
 
+def test_an_exporter_that_died_is_noticed_while_its_child_lives(tmp_path: Path, importer: RegionImporter) -> None:
+    """A child that was forked, as workers of data loaders are, holds the connection open: the process itself counts."""
+    program = textwrap.dedent(f"""
+        import os, sys, time, torch
+        from pathlib import Path
+        from weightbus.dataplane.exporter import RegionExporter
+        exporter = RegionExporter(Path({str(tmp_path / "run")!r}), "c", 0)
+        exporter.export([torch.full((8,), 5.0)])
+        print(exporter.address().address, flush=True)
+        sys.stdin.readline()  # the connection is there
+        if child := os.fork():
+            print(child, flush=True)
+        while True:
+            time.sleep(1)
+    """)
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        importer.open(Address(trainer.stdout.readline().strip()), 0, 1, [0], OPEN_S)
+        trainer.stdin.write("\n")
+        trainer.stdin.flush()
+        child = int(trainer.stdout.readline())
+        try:
+            assert importer.alive()
+            trainer.kill()
+            wait_until(lambda: not importer.alive())
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
     """Its lease ends with it."""
     exporter = RegionExporter(tmp_path / "run", "c", 0)
@@ -260,6 +293,23 @@ def test_answers_survive_the_wire() -> None:
     assert wire.decode_answer(wire.encode_refuse(wire.Refuse(7, "no"))) == wire.Refuse(7, "no")
     with pytest.raises(TransferFailed, match="out of bounds"):
         wire.decode_answer(wire.encode_grant(wire.Grant(7, (wire.Granted(0, wire.HOST, 0),))))
+
+
+def test_memory_on_another_gpu_is_a_peers(
+    exporter: RegionExporter, importer: RegionImporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the name of the GPU that was exported: the driver calls both the reader's own, once they are opened."""
+    exporter.export([torch.zeros(8)])
+    importer.open(exporter.address(), 3, 1, [0], OPEN_S)
+    assert not importer.remote(3, 0)
+    monkeypatch.setattr(exported, "device_name", lambda _: "mine")
+    opened = importer._exporters[3]
+    monkeypatch.setattr(opened.__class__, "_opened", lambda _, granted: torch.zeros(granted.nbytes, dtype=torch.uint8))
+    grant = wire.Grant(1, tuple(wire.Granted(at, wire.CUDA, 64, uuid, b"") for at, uuid in ((1, "mine"), (2, "its"))))
+
+    opened._take(grant, (1, 2), [])
+
+    assert [importer.remote(3, region) for region in (1, 2)] == [False, True]
 
 
 def test_descriptors_are_closed_behind_mappings(exporter: RegionExporter, importer: RegionImporter) -> None:

@@ -263,7 +263,7 @@ def test_megatron_ranks_send_to_every_worker_what_it_stores(fleet: Fleet, expect
 
 @pytest.mark.parametrize(
     ("version", "victim", "transport"),
-    [(15, "sidecar", "local"), (17, "sidecar", "distributed")],
+    [(15, "sidecar", "local"), (17, "sidecar", "distributed"), (19, "server", "direct")],
 )
 def test_an_engine_lost_before_it_connects_is_not_waited_for(
     fleet: Fleet, expected: dict[int, Answers], version: int, victim: str, transport: str

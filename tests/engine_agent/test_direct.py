@@ -6,7 +6,7 @@ The workers are threads of this process; everything else is what runs in product
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from weightbus.dataplane import direct, worker_wire
+from weightbus.dataplane.copy_engines import BRANCHES
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
@@ -506,6 +507,38 @@ def test_copies_that_could_be_faster_are_told(world: World, monkeypatch: pytest.
         assert world.receiver.remark == "no engines"
     world.round()
     assert world.receiver.remark == ""
+
+
+def test_what_lies_on_another_gpu_is_told_to_the_engine(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The regions that a plan reads: those of rank 1, here, and no other."""
+    asked: list[tuple[int, int]] = []
+    engine = worker_state.engine_for
+
+    def bound(device: torch.device, branches: int = 0, remote: Sequence[int] = ()) -> Any:
+        if branches:
+            asked.append((branches, len(remote)))
+        return engine(device)
+
+    monkeypatch.setattr(worker_state, "engine_for", bound)
+    monkeypatch.setattr(RegionImporter, "remote", lambda _self, holder, _region: holder == 1)
+
+    world.round()
+
+    assert {branches for branches, _ in asked} == {BRANCHES}
+    read = [sum(source.holder == 1 for source in plan.sources) for plan in world.receiver._agreements[0].plans]
+    assert sorted(count for _, count in asked) == sorted(read)
+    assert all(read)
+
+
+def test_what_was_recorded_is_told_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """In the server's log, by each worker: which tensors are no copies, and which parts no round writes."""
+    with caplog.at_level("INFO", logger=worker_state.__name__):
+        world.round()
+        world.round()
+
+    told = [each.getMessage() for each in caplog.records if "recorded" in each.getMessage()]
+    assert len(told) == world.server.tp
+    assert all(each.startswith(f"weightbus: recorded {len(SPECS)} tensors") for each in told)
 
 
 @pytest.mark.parametrize("told", [4, 6])

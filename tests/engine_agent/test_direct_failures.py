@@ -262,3 +262,21 @@ def test_what_a_copy_spoils_is_noticed(world: World, monkeypatch: pytest.MonkeyP
     assert "digest" in str(raised.value)
     assert world.receiver.touched
     assert where in world.trainer.sender.failed["e"]
+
+
+def test_a_bit_that_the_version_has_not_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what is stored wider than it is served: read back as it is served, it would be lost."""
+    world.round()
+    model = world.server.models[1]
+    finish = worker_loader.WorkerState._finish
+
+    def spoil(state: worker_loader.WorkerState, plan: Any) -> None:
+        finish(state, plan)
+        if state is worker_loader._states[model]:
+            model.wide.data.view(torch.uint8)[5] ^= 16
+
+    monkeypatch.setattr(worker_loader.WorkerState, "_finish", spoil)
+
+    with pytest.raises(TransferFailed, match=r"worker 1 .*'wide' is stored in a wider dtype"):
+        world.round()
+    assert world.receiver.touched

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
@@ -394,6 +397,27 @@ def test_a_number_that_becomes_a_tensor_is_a_read() -> None:
     assert loaded(check(load)[0]) == {"c": Cause.READ}
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda wide, number: wide.fill_(math.exp(number)),
+        lambda wide, number: wide.fill_(float(str(number)) * 2),
+        lambda wide, number: wide.copy_(torch.full((8, 6), number)),
+        lambda wide, number: wide.fill_(1.0).mul_(number),
+    ],
+)
+def test_a_number_that_is_stored_and_used_otherwise_too_is_loaded(use: Callable[[torch.Tensor, float], object]) -> None:
+    """What is made of it unseen would be put into the model in every round, as a constant that nothing proves."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "c" in weights:
+            number = weights["c"].item()
+            model.scale.data.fill_(number)
+            use(model.wide.data, number)
+
+    assert set(loaded(check(load)[0])) == {"c"}
+
+
 @pytest.mark.parametrize("read", [lambda tensor: tensor.item() * 2, lambda tensor: float(tensor.max())])
 def test_what_every_layer_reads_is_found_in_a_few_runs(read: Callable[[torch.Tensor], float]) -> None:
     """A run for each of a hundred layers would keep a server standing for minutes."""
@@ -651,6 +675,80 @@ def test_a_calculation_after_the_last_tensor_names_its_sources() -> None:
             model.derived.copy_(model.fused[3:9].float().exp())
 
     assert loaded(check(load)[0]) == {"a": Cause.COMPUTED, "b": Cause.COMPUTED}
+
+
+def test_a_loader_that_reads_what_no_tensor_is_in_is_refused() -> None:
+    """Its run ends there: what it would have done afterwards is not known, and no tensor can be left out for it."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        model.fused.data[:6].copy_(weights["a"])
+        if model.table.sum().item() == 0:
+            model.fused.data[6:].copy_(weights["b"])
+
+    model = Model(load)
+
+    with pytest.raises(NotRecordable, match="_local_scalar_dense"):
+        record(model, model.load_weights, SPECS, rank=0)
+
+
+def test_what_is_calculated_of_nothing_is_left_as_it_is() -> None:
+    """It is in a list: no round writes it."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        both_halves(model, weights)
+        model.scale.data.copy_(torch.arange(3))
+
+    model = Model(load)
+
+    recording = record(model, model.load_weights, SPECS, rank=0)
+
+    assert [recording.targets[patch.target].name for patch in recording.unwritten] == ["wide", "scale"]
+
+
+def pickled(tensor: torch.Tensor) -> torch.Tensor:
+    """By way of a file."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    found: torch.Tensor = torch.load(file)
+    return found
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_that_torch_does_not_tell_of_goes_through_the_loader(
+    copied: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """A hollow tensor's contents would be taken for what the loader always writes there."""
+    specs = (TensorSpec("a", "bfloat16", (6, 8)),)
+
+    class Copying(Model):
+        def load_weights(self, weights: NamedTensors) -> None:
+            for _, tensor in weights:
+                self.fused.data[:6].copy_(copied(tensor))
+
+    model = Copying(both_halves)
+
+    recording = record(model, model.load_weights, specs, rank=0)
+
+    assert [each.tensor for each in recording.loaded] == [0]
+    assert recording.constants == ()
+
+
+def test_a_recording_says_what_is_no_copy() -> None:
+    """Somebody has to see why rounds are slow, and what no round writes."""
+
+    def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
+        if "a" in weights:
+            model.fused.data[:6].copy_(weights["a"])
+        if "d" in weights:
+            model.wide.data.copy_(weights["d"].t() + 1)
+
+    told = check(load)[0].account
+
+    assert told == (
+        "4 tensors, 1 of them copies; through the engine's own loader: d (computed: aten.add.Tensor);"
+        " not asked for: b, c; parts that are left as they are: fused[6..12, 0..8], scale[0..3]"
+    )
 
 
 def test_a_recording_survives_the_wire() -> None:

@@ -51,6 +51,8 @@ def generate(url: str, tokens: int, stop: threading.Event) -> dict[str, Any]:
                 last = last or len(times) + SOME
                 if len(times) >= last:
                     break
+        if not stop.is_set():
+            return {"times": times, "problem": "it ended before it was told to"}
     except (OSError, http.client.HTTPException) as error:
         return {"times": times, "problem": f"{type(error).__name__}: {error}"}
     finally:
@@ -85,10 +87,10 @@ class Client:
             self._process.kill()
 
     def gaps(self) -> dict[str, Any]:
-        """The longest pause between two tokens, less the usual one."""
+        """The longest pause between two tokens, less the usual one; nothing of a request that ended too early."""
         times, problem = self._found["times"], self._found["problem"]
         steps = [after - before for before, after in itertools.pairwise(times)]
-        if len(steps) < 10:
+        if problem or len(steps) < 10:
             return {"client": problem or "too few tokens"}
         usual = statistics.median(steps)
         return {"pause_gap_s": max(steps) - usual, "token_s": usual, "tokens": len(steps), "client": problem}

@@ -30,6 +30,15 @@ def test_a_gap_may_be_ten_milliseconds_longer_than_copy_and_proof() -> None:
     }  # fmt: skip
 
 
+def test_memory_is_opened_in_the_first_copy() -> None:
+    """What it took longer than the others is part of planning and opening, in files of any age."""
+    found = colocated(plan_s=0.6)
+    found["layouts"]["tp2"]["first"] = {"sidecar_s": {"step:transfer_copy": 1.41}}
+    assert not missed("colocated", found)
+    found["layouts"]["tp2"]["first"]["sidecar_s"]["step:transfer_copy"] = 1.42
+    assert missed("colocated", found) == {"colocated: planning and opening, s"}
+
+
 def test_speed_across_counts_for_each_gpu() -> None:
     """Two workers take half of the bytes each: 360 GB/s into each of them are 43.3 ms."""
     command = "python3 tests/gpu/direct.py --layers 24 --tp 2"

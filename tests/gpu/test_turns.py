@@ -1,6 +1,7 @@
 """Programs that share GPUs, and the client that they measure with. No GPU."""
 
 import http.server
+import itertools
 import os
 import subprocess
 import sys
@@ -38,6 +39,8 @@ class Server(http.server.BaseHTTPRequestHandler):
     """Generates for as long as somebody reads, or refuses."""
 
     refuses = False
+    most = 0
+    """Tokens after which it ends by itself; 0: none."""
     pace = threading.Event()
 
     def do_POST(self) -> None:
@@ -47,8 +50,10 @@ class Server(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"no")
             return
         try:
-            while True:
+            for count in itertools.count(1):
                 self.wfile.write(b'data: {"text": "x"}\n\n')
+                if count == self.most:
+                    return
                 self.pace.wait(0.001)
         except OSError:  # it has heard enough
             return
@@ -93,3 +98,14 @@ def test_a_refused_client_says_why(url: str, monkeypatch: pytest.MonkeyPatch) ->
     request.stop()
     request.close()
     assert request.gaps() == {"client": "400: no"}
+
+
+def test_a_client_that_is_not_served_to_the_end_has_no_gap(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it should have seen may have come after its last token."""
+    monkeypatch.setattr(Server, "most", 40)
+    request = client.Client(url, 1000)
+    request.start()
+    rig.wait("its last token", lambda: readable(request._process.stdout.fileno(), 0.1), 60, lambda: None)
+    request.stop()
+    request.close()
+    assert request.gaps() == {"client": "it ended before it was told to"}
