@@ -210,6 +210,7 @@ def _no_shared_gpu(*, all_ranks: bool) -> _Rule:
 
     def rule(ends: Ends) -> Objection | None:
         workers = {place.device: place.rank for place in _of(ends.from_engine).places if place.device != "cpu"}
+        ranks: dict[str, int] = {}
         for rank in _sources(ends, all_ranks=all_ranks):
             if rank.device in workers:
                 return Objection(
@@ -217,6 +218,13 @@ def _no_shared_gpu(*, all_ranks: bool) -> _Rule:
                     " no two ranks on one",
                     "serve on GPUs of its own",
                 )
+            if rank.device in ranks and rank.device != "cpu":
+                return Objection(
+                    f"ranks {ranks[rank.device]} and {rank.rank} of the trainer are on one GPU, and NCCL takes no two"
+                    " ranks on one",
+                    "train on a GPU for each rank",
+                )
+            ranks[rank.device] = rank.rank
         return None
 
     return rule

@@ -7,6 +7,7 @@ also to ranks that exchange nothing with the one that died.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -126,6 +127,7 @@ class Passage:
             return known
         deadline = Deadline(where.form_s)
         host, port = host_and_port(where.store)
+        _knock(host, port, deadline)
         try:
             left = timedelta(seconds=deadline.check("the group's store"))
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
@@ -147,3 +149,13 @@ class Passage:
         if outcome.group is not None:
             outcome.group.abort(reason)
             outcome.over.wait(_END_S)
+
+
+def _knock(host: str, port: int, deadline: Deadline) -> None:
+    """Torch would try to reach a store that has ended for twice its deadline, and cannot be called off meanwhile."""
+    try:
+        socket.create_connection((host, port), deadline.check("the group's store")).close()
+    except TimeoutError as error:
+        raise DeadlineExceeded("the group's store", deadline.seconds) from error
+    except OSError as error:
+        raise PeerLost(f"the group's store at {host}:{port} does not answer: {error}") from error

@@ -65,7 +65,11 @@ def test_one_round_takes_several_transports(world: World) -> None:
     """Every engine is prepared for its own, and all are committed together."""
     trainer = world.trainer("t", transports=PREFERRED)
     done = world.publish(trainer, 1)
-    assert {each.engine: each.transport for each in done.engines} == {"near": DIRECT, "far": SENDS, "stock": LOCAL}
+    ways = {"near": DIRECT, "far": SENDS, "stock": LOCAL}
+    assert {each.engine: each.transport for each in done.engines} == ways
+    for name, way in ways.items():
+        told = [each.offer.transport for each in world.agents[name].got(Transfer) if isinstance(each, Transfer)]
+        assert told == [way], "and taken from its own offer"
     assert {each.outcome.value for each in done.engines} == {"committed"}
     assert len({each.version for each in done.engines}) == 1
 

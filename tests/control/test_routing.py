@@ -143,6 +143,12 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
         "1 pairs share a GPU",
     ),
     (
+        "two ranks on one GPU",
+        Ends(trainer(**ON_GPU), engine(**ON_GPU, **AWAY), told(places=places("a", "a")), told(places=places("b"))),
+        GROUP,
+        "ranks 0 and 1 of the trainer are on one GPU",
+    ),
+    (
         "NVLink between them",
         Ends(
             trainer(**ON_GPU),

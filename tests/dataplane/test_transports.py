@@ -15,7 +15,7 @@ from weightbus.dataplane.transport import Address, Peer, Receipt
 
 from ..kit.waiting import has_ipv6
 from .loopback import LoopbackServer, Places, make_manifest, make_session, send_all, wanted
-from .transport_contract import Engine, Halves, TransportContract
+from .transport_contract import PROMPT_S, Engine, Halves, TransportContract
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,27 @@ def test_a_group_that_does_not_form_holds_no_server(tmp_path: Path) -> None:
     assert isinstance(good.join(), TransferFailed)
     bad.join()
     sender.close()
+
+
+def test_an_engine_that_began_anew_is_in_a_new_group(tmp_path: Path) -> None:
+    """Started again between two rounds it is in none: the others leave the old one, and nobody waits in it."""
+    places, manifest = Places(tmp_path), make_manifest()
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "anew")
+    stays = Engine("stays", places.receiver("distributed"))
+    for epoch in (1, 2):
+        session = make_session(epoch, 40 + epoch, manifest)
+        address = sender.offer(session, [Peer("comes", 1), Peer("stays", 1)])
+        comes = Engine("comes", places.receiver("distributed"))
+        for rank, engine in enumerate((comes, stays), 1):
+            engine.start(session, address, rank)
+        sender.ready(PROMPT_S)
+        send_all(sender, session, pool, PROMPT_S)
+        for engine in (comes, stays):
+            assert isinstance(engine.join(), Receipt)
+            assert engine.server.weights == [wanted(manifest, session.version)]
+        sender.close()
+    assert (comes.server.joins, stays.server.joins) == (1, 2)
+    pool.close()
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
