@@ -103,6 +103,20 @@ def test_memory_that_was_replaced_lives_while_it_is_read(exporter: RegionExporte
     assert importer.region(3, 0).view(torch.float32).tolist() == [7.0] * 8
 
 
+def test_what_a_reader_has_open_is_held_for_it(exporter: RegionExporter, importer: RegionImporter) -> None:
+    """Replaced or not: a GPU's memory has nobody else who keeps it from being given to another tensor."""
+    exporter.export([torch.zeros(8)])
+    importer.open(exporter.address(), 3, 1, [0], OPEN_S)
+    (granted,) = exporter._held.values()
+
+    exporter.export([torch.ones(8)])
+
+    assert granted not in exporter._held.values()
+    assert [lease for lease in exporter._leases.values() if granted in lease]
+    importer.close()
+    wait_until(lambda: not exporter._leases)
+
+
 def test_many_regions_are_opened_in_batches(exporter: RegionExporter, importer: RegionImporter) -> None:
     """More than one packet can carry."""
     tensors = [torch.full((4,), float(number)) for number in range(300)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ def direct(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
         if figures.get("pause_gap_s") is not None and large:
             limit = figures["replay_s"] + figures["verify_s"] + MARGIN_S
             yield Goal(f"{name}: longest gap between tokens, {layout}, s", figures["pause_gap_s"], limit)
+            if gaps := [one["pause_gap_s"] for one in each.get("steady", ()) if "pause_gap_s" in one]:
+                yield Goal(f"{name}: the same of the median round, {layout}, s", statistics.median(gaps))
     if not large:
         return
     workers = found["command"].partition("--tp ")[2].split(" ")[0] or "1"

@@ -30,6 +30,14 @@ def test_a_gap_may_be_ten_milliseconds_longer_than_copy_and_proof() -> None:
     }  # fmt: skip
 
 
+def test_the_best_round_is_judged_and_the_median_said() -> None:
+    """A gap of the fastest round says nothing of the others."""
+    found = colocated(pause_gap_s=0.0359)
+    found["layouts"]["tp2"]["steady"] = [{"pause_gap_s": each} for each in (0.0359, 0.038, 0.041)] + [{"client": "no"}]
+    lines = [f"{each}" for each in goals.goals("colocated", found)]
+    assert "       colocated: the same of the median round, tp2, s: 0.038" in lines
+
+
 def test_memory_is_opened_in_the_first_copy() -> None:
     """What it took longer than the others is part of planning and opening, in files of any age."""
     found = colocated(plan_s=0.6)
