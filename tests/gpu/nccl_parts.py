@@ -284,10 +284,12 @@ class Seen:
         routable = next((t for t, ready, _, _ in self._was if ready and t > max(unready, default=at)), None)
         states = [(round(moment - at, 2), ready, version, state) for moment, ready, version, state in self._was]
         changes = [one for before, one in itertools.pairwise([(0, None, None, ""), *states]) if before[1:] != one[1:]]
+        first_answer_s, routable_s = answers[0] - at if answers else None, routable - at if routable else None
         return {
-            "first_answer_s": answers[0] - at if answers else None,
+            "first_answer_s": first_answer_s,
             "longest_silence_s": max(steps, default=None),
-            "routable_s": routable - at if routable else None,
+            "routable_s": routable_s,
+            "survivors_serving_s": max(first_answer_s, routable_s) if first_answer_s and routable_s else None,
             "states": changes,
         }
 
@@ -332,8 +334,7 @@ def hosts(part: Part) -> None:
     with rounds(part, "local") as publish:
         publish(next(numbers))
     equal = equal and ours == part.fleet.checksum("near") and committed(report, "near0")
-    times = [seen.get("first_answer_s"), seen.get("routable_s")]
-    part.say(killed=report, survivor=seen, equal=equal, **({"survivors_serving_s": max(times)} if all(times) else {}))
+    part.say(killed=report, survivor=seen, equal=equal, survivors_serving_s=seen.get("survivors_serving_s"))
 
 
 def kill(part: Part, publish: Callable[[int], dict[str, Any]], version: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,0 +1,48 @@
+"""Bytes and rates become seconds by a few rules; each of them by itself, beside runs that only see all together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weightbus.trainer_agent.forecast import figures
+from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Links, Trainer, Way, Where
+from weightbus.trainer_agent.forecast.forecast import Forecast
+from weightbus.trainer_agent.forecast.seconds import Load
+from weightbus.trainer_agent.forecast.tensors import Tensors
+
+MODEL = Path(__file__).parents[2] / "gpu" / "models" / "deepseek.json"
+TWO = Trainer(gpus=2, gpus_per_host=2, tp=2)
+
+
+@pytest.fixture(scope="module")
+def forecast() -> Forecast:
+    return Forecast(Tensors.parse(json.loads(MODEL.read_text())))
+
+
+def load(forecast: Forecast, fleet: Fleet, link: str) -> Load:
+    """The busiest link of this kind."""
+    return next(each for each in forecast.round(fleet).loads if each.link == link)
+
+
+@pytest.mark.parametrize("nics", [1, 2, 5])
+def test_what_leaves_a_host_goes_over_all_of_its_nics(forecast: Forecast, nics: int) -> None:
+    """However many GPUs it has; without a number each GPU has one of its own."""
+    fleet = Fleet(TWO, (Engines(2, where=Where.OTHER),), Links(nic=10.0, nics_per_host=nics))
+    out = load(forecast, fleet, "NICs out of host")
+    assert out.gigabytes == pytest.approx(forecast.traffic(fleet).nbytes.sum() / 1e9)
+    assert out.seconds == pytest.approx(out.gigabytes / (10.0 * nics))
+    own = load(forecast, Fleet(TWO, fleet.engines, Links(nic=10.0)), "NIC out of GPU")
+    assert own.seconds == pytest.approx(own.gigabytes / 10.0)
+
+
+def test_nvlink_is_slower_where_both_ways_are_used(forecast: Forecast) -> None:
+    """Workers on each other's GPUs read both ways at once; those on other GPUs of the host one way."""
+    crosswise = Fleet(TWO, (Engines(tp=2, where=Where.GPUS, shift=1, way=Way.DIRECT),), Links(nvlink=100.0))
+    both = load(forecast, crosswise, "NVLink into GPU")
+    assert both.seconds == pytest.approx(both.gigabytes / (100.0 * figures.BOTH_WAYS.value))
+    aside = Fleet(TWO, (Engines(tp=2, where=Where.HOSTS, way=Way.DIRECT),), Links(nvlink=100.0))
+    one = load(forecast, aside, "NVLink into GPU")
+    assert one.seconds == pytest.approx(one.gigabytes / 100.0)
