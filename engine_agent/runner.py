@@ -69,8 +69,10 @@ from .events import (
     ForgetAnswers,
     Note,
     Operated,
+    Operation,
     Record,
     Remember,
+    Result,
     Run,
     Ticked,
     Welcomed,
@@ -95,6 +97,8 @@ from .worker import Worker
 
 TICK_S: Final = 0.5
 _CLOSE_S: Final = 5.0
+_SAY_FIRST_S: Final = 0.001
+"""What an operation has found is said before its thread looks ahead: threads of one process wait for each other."""
 
 
 def layout_of(facts: ServerFacts) -> tuple[str, ...]:
@@ -383,13 +387,24 @@ class EngineAgent:
     # -- other threads ------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (run := self._operations.get()) is not None:
+        done: tuple[Operation, Result] | None = None
+        while True:
+            try:
+                run = self._operations.get(timeout=_SAY_FIRST_S if done else None)
+            except queue.Empty:
+                if done:
+                    self._worker.look_ahead(*done)
+                done = None
+                continue
+            done = None
+            if run is None:
+                return
             if isinstance(run, Future):
                 self._giving.carry_out(run)
                 continue
             result = self._worker.perform(run.operation, run.identity, run.number)
             self._events.put(Operated(run.number, result))
-            self._worker.look_ahead(run.operation, result)
+            done = run.operation, result
 
     def _give_back(self) -> Readiness:
         return self._giving.ask(self._view, self._operations.put)
