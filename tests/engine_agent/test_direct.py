@@ -97,6 +97,30 @@ def test_a_loader_that_changes_what_it_is_given_gets_tensors_of_its_own(
         world.close()
 
 
+NARROW = TensorSpec("narrow", "float32", (8,))
+
+
+class Narrow(Shard):
+    """Keeps a tensor with fewer bits than it is served with."""
+
+    def __init__(self, rank: int, tp: int) -> None:
+        super().__init__(rank, tp)
+        self.narrow = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16), requires_grad=False)
+
+
+def test_a_cast_that_loses_bits_goes_through_the_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored could not be compared with the version; what the loader is given can."""
+    world = World(tmp_path / "r", 2, monkeypatch, (*SPECS, NARROW), shard=Narrow)
+    try:
+        world.trainer.step(1)
+        assert world.round().checked
+        served = world.trainer.values["narrow"]
+        assert not torch.equal(served, served.bfloat16().float())
+        assert all(torch.equal(model.narrow, served.bfloat16()) for model in world.server.models)
+    finally:
+        world.close()
+
+
 def test_a_steady_round_only_copies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second round neither records nor plans nor opens anything; and it brings the new values."""
     world.round()
