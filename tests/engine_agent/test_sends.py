@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from weightbus.dataplane import rank_sends, sends
+from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DigestMismatch, StaleSession, TransferFailed
 from weightbus.dataplane.nixl_group import _MODULES
+from weightbus.dataplane.sends_wire import Group
+from weightbus.dataplane.takers import Leader, NotTaken
 from weightbus.dataplane.transport import Peer
 from weightbus.engine_agent import taker
 
@@ -93,6 +96,17 @@ def test_without_room_it_is_paused(world: SendsWorld, monkeypatch: pytest.Monkey
     world.trainer.step(1)
     world.round(stage=True)
     assert "100 free" in world.receiver.mode
+    assert holds(world.server, world.trainer.values)
+
+
+def test_nothing_is_received_into_what_the_scheduler_works_with(world: SendsWorld) -> None:
+    """Whatever a sidecar says: parameters are written while the scheduler stands in our loader, and at no other time."""
+    world.round()
+    where = Group(store="tcp://127.0.0.1:9", name="g", size=4, rank=2, form_s=1.0, turn_s=1.0)
+    leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda _reason: None)
+    with pytest.raises(NotTaken, match="the scheduler is at work") as refused:
+        world.receiver._takers.take(where, leader, Deadline(WAIT_S), beside=False)
+    assert not refused.value.touched
     assert holds(world.server, world.trainer.values)
 
 
