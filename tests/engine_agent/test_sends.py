@@ -12,10 +12,15 @@ import pytest
 import torch
 
 from weightbus.dataplane import rank_sends, sends
-from weightbus.dataplane.errors import DigestMismatch, StaleSession, TransferFailed
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import DigestMismatch, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.nixl_group import _MODULES
+from weightbus.dataplane.outbox import Outbox
+from weightbus.dataplane.sends_wire import Group
+from weightbus.dataplane.takers import Leader, NotTaken
 from weightbus.dataplane.transport import Peer
 from weightbus.engine_agent import taker
+from weightbus.engine_agent.model_tensors import ModelTensors
 
 from ..kit.toy_direct import WAIT_S, holds
 from ..kit.toy_sends import SendingTrainer, SendsWorld
@@ -94,6 +99,39 @@ def test_without_room_it_is_paused(world: SendsWorld, monkeypatch: pytest.Monkey
     world.round(stage=True)
     assert "100 free" in world.receiver.mode
     assert holds(world.server, world.trainer.values)
+
+
+def test_nothing_is_received_into_what_the_scheduler_works_with(world: SendsWorld) -> None:
+    """Whatever a sidecar says: parameters are written while the scheduler stands in our loader, and only then."""
+    world.round()
+    where = Group(store="tcp://127.0.0.1:9", name="g", size=4, rank=2, form_s=1.0, turn_s=1.0)
+    leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda _reason: None)
+    with pytest.raises(NotTaken, match="the scheduler is at work") as refused:
+        world.receiver._takers.take(where, leader, Deadline(WAIT_S), beside=False)
+    assert not refused.value.touched
+    assert holds(world.server, world.trainer.values)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])
+def test_a_transfer_that_breaks_off_says_whether_weights_are_whole(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch, *, beside: bool
+) -> None:
+    """In place they may be a mixture, and must not be served; what was taken beside them changes nothing."""
+    world.round(stage=True)
+    before = [tensor.clone() for model in world.server.models for tensor in ModelTensors(model).tensors]
+
+    def broken(_outbox: Outbox, group: Any, _turn_s: float) -> None:
+        group.abort("enough")
+        raise PeerLost("enough")
+
+    monkeypatch.setattr(Outbox, "send", broken)
+    world.trainer.step(1)
+    with pytest.raises(TransferFailed):
+        world.round(stage=beside)
+    assert world.receiver.touched is not beside
+    if beside:
+        after = [tensor for model in world.server.models for tensor in ModelTensors(model).tensors]
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def test_turns_shrink_where_memory_is_short(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:

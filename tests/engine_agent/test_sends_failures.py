@@ -21,7 +21,9 @@ import pytest
 import torch
 
 from weightbus.dataplane import sends, sends_receiver, sends_wire, takers
+from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
+from weightbus.dataplane.sealed_frames import SealedFrames
 from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.takers import StandsStill
 from weightbus.dataplane.transport import Peer, Receipt
@@ -213,6 +215,33 @@ def test_a_stopped_worker_costs_the_others_one_attempt(
             (still, _), = sidecar._takers._still.values()  # fmt: skip
             assert still.speaks(WAIT_S), "it goes on, and says so when the machine lets it"
     assert theirs.result(WAIT_S).checked
+
+
+def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) -> None:
+    """At once, from the leader: such a member's own messages would go on, and its next wait be for a deadline."""
+    sender = world.trainer.sends
+    address = sender.offer(world.trainer.session(1), [Peer("e", 1), Peer("v", 1)])
+
+    def come(engine: str) -> SealedFrames:
+        frames = SealedFrames.reach(address.address, address.token, Deadline(WAIT_S))
+        sends_wire.say(frames, sends_wire.Hello(channel="c", epoch=1, engine=engine), Deadline(WAIT_S))
+        assert isinstance(sends_wire.hear_sender(frames, Deadline(WAIT_S), "who it is"), sends_wire.Invited)
+        return frames
+
+    coming = [world.pool.submit(come, name) for name in ("e", "v")]
+    sender._wait(Deadline(WAIT_S), lambda end: bool(end.workers) and end.frames is None, "did not come")
+    lives, dies = (each.result(WAIT_S) for each in coming)
+    sender._began, began = True, time.monotonic()
+    for end in sender._everybody():
+        end.heard_at = began
+    dies.close()
+    sender.finish(PROMPT_S)
+    assert time.monotonic() - began < STILL_S
+    told = sends_wire.hear_sender(lives, Deadline(WAIT_S), "how it ended")
+    assert isinstance(told, sends_wire.Failed)
+    assert told.reason.startswith("the group broke: v: ")
+    assert set(sender.failed) == {"e", "v"}
+    lives.close()
 
 
 class Killed(BaseException):
