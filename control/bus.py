@@ -47,8 +47,8 @@ from .ids import AgentId
 from .keys import COORDINATOR, KeyPair, check_public, read_secret
 from .links import Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
 from .messages import Hint, ToAgent
-from .sockets import MAX_BURST, Waker, burst, check_library, public_of, set_common
-from .throttle import PENANCE_S, RATE, Pace, Throttle
+from .sockets import MAX_BURST, Waker, burst, check_library, explain_handshake, public_of, set_common
+from .throttle import PENANCE_S, RATE, Account, Pace, Throttle
 from .trust import RELOAD_S, TRUST_FILE, TrustList, read_trust
 
 _FAILED_HANDSHAKES: Final = (
@@ -63,6 +63,7 @@ ZAP_DOMAIN: Final = "weightbus"
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 """Plain numbers: the arithmetic of enums would cost more than the call."""
+_NO_COPY: Final = False  # given by place: as a keyword it would cost a third of the call
 HANDSHAKE_MS: Final = 10_000
 """Within which a connection has to be through. Two thousand that come at once wait in line for one thread: with less,
 those at the end are cut off, come again, and make the line longer."""
@@ -117,8 +118,8 @@ class RouterBus:
         """Messages that were dropped because their agent said too much, by the name of its key."""
         self._throttle = Throttle()
         self._queues: dict[Peer, _Queue] = {}
-        self._speakers: dict[Peer, str] = {}
-        """The key of each connection. A key never changes under a connection, and the ROUTER uses no name twice."""
+        self._speakers: dict[Peer, _Speaker] = {}
+        """By connection. A key never changes under a connection, and the ROUTER uses no name twice."""
         self._more = False
         """The last poll took as much as it may, and left some."""
         self._skipping = False
@@ -133,8 +134,8 @@ class RouterBus:
         self._poller = zmq.Poller()
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._receive_peer: Final = cast("Callable[[int], Peer]", partial(Socket.recv, self._router))
-        self._receive_frame: Final = cast("Callable[[int], zmq.Frame]", partial(Socket.recv, self._router, copy=False))
+        self._receive_peer: Final = cast("Callable[[int], Peer]", self._router.recv)
+        self._receive_frame: Final = cast("Callable[[int, bool], zmq.Frame]", self._router.recv)
         self._send_frame: Final = partial(Socket.send, self._router)
         """pyzmq's own call, without the options of socket types that we do not use: a third of the time."""
         self._pub: zmq.Socket[bytes] | None = None
@@ -212,8 +213,8 @@ class RouterBus:
     def _take_burst(self, incoming: list[Incoming]) -> None:
         """What has arrived, but not more than a poll may take."""
         receive_peer, receive_frame = self._receive_peer, self._receive_frame
-        speakers, trusted, pace_of, now = self._speakers, self._trusted, self._throttle.pace, time.monotonic()
-        read, checked, taken = codec.TO_COORDINATOR.read_one, self._keys is not None, Pace.TAKEN
+        speakers, now, read = self._speakers, time.monotonic(), codec.TO_COORDINATOR.read_one
+        checked, taken = self._keys is not None, Pace.TAKEN
         self._more = False
         for _ in range(MAX_BURST):
             if self._skipping and not self._skip():
@@ -222,54 +223,61 @@ class RouterBus:
                 peer = receive_peer(_NOBLOCK)
             except zmq.Again:
                 return
-            frame = receive_frame(_NOBLOCK)
+            frame = receive_frame(_NOBLOCK, _NO_COPY)
             one = frame.bytes
-            rest: list[bytes] = []
-            while frame.more and len(rest) < MAX_FRAMES:  # asked of the frame: the socket's own option takes longer
-                frame = receive_frame(_NOBLOCK)
-                rest.append(frame.bytes)
-            self._skipping = frame.more
-            speaker = speakers.get(peer) or self._note_speaker(peer, frame)
-            pace = pace_of(speaker, now)
+            rest = self._receive_rest() if frame.more else None  # asked of it: the socket's own option takes longer
+            speaker = speakers.get(peer) or self._note_speaker(peer, frame, now)
+            pace = speaker.account.pace(now)
             if pace is not taken:
                 incoming.extend(self._throttled(speaker, pace))
                 continue
-            principal = trusted.get(speaker)  # asked for every message: ZAP only ever looks at new connections
-            if rest or (principal is None and checked):
-                incoming.append(self._read(peer, principal, [one, *rest]))
+            principal = speaker.principal  # looked at for every message: ZAP only ever looks at new connections
+            if rest is not None or (principal is None and checked):
+                incoming.append(self._read(peer, principal, [one, *(rest or ())]))
                 continue
             try:
-                message, blob = read(one)
+                message = read(one)
             except ProtocolError as error:
                 incoming.append(Rejected(peer, error, principal))
             else:
-                incoming.append(MessageReceived(peer, message, blob, principal))
+                incoming.append(MessageReceived(peer, message, None, principal))
         self._more = True
+
+    def _receive_rest(self) -> list[bytes]:
+        """The frames of a message beyond its first, as many as one may have; more are skipped."""
+        rest: list[bytes] = []
+        while len(rest) < MAX_FRAMES:
+            frame = self._receive_frame(_NOBLOCK, _NO_COPY)
+            rest.append(frame.bytes)
+            if not frame.more:
+                return rest
+        self._skipping = True
+        return rest
 
     def _skip(self) -> bool:
         """Drop what is left of a message of too many frames; False when that is more than a poll may take."""
         for _ in range(MAX_SKIPPED):
-            if not self._receive_frame(_NOBLOCK).more:
+            if not self._receive_frame(_NOBLOCK, _NO_COPY).more:
                 self._skipping = False
                 return True
         return False
 
-    def _throttled(self, speaker: str, pace: Pace) -> Iterator[Throttled]:
+    def _throttled(self, speaker: _Speaker, pace: Pace) -> Iterator[Throttled]:
         """A message that is dropped unread: counted, and told of when it begins and when it gets worse."""
-        principal = self._trusted.get(speaker)
-        agent = principal.name if principal else AgentId("?")
+        agent = speaker.principal.name if speaker.principal else AgentId("?")
         self.throttled[agent] += 1
         if pace is Pace.SLOWED:
             yield Throttled(agent, f"says more than {RATE:.0f} messages a second: what is above is dropped")
         elif pace is Pace.CUT:
             yield Throttled(agent, f"goes on flooding: not listened to before it was quiet for {PENANCE_S:.0f} s")
 
-    def _note_speaker(self, peer: Peer, frame: zmq.Frame) -> str:
+    def _note_speaker(self, peer: Peer, frame: zmq.Frame, now: float) -> _Speaker:
         """Of a connection's first message the key it came under is noted; without keys everybody is who they are."""
-        if len(self._speakers) >= MAX_SPEAKERS:
+        if len(self._speakers) >= MAX_SPEAKERS or self._throttle.full:
             self._speakers.clear()
-        speaker = self._speakers[peer] = peer.hex() if self._keys is None else str(frame.get("User-Id"))
-        return speaker
+            self._throttle.forget(now)
+        key = peer.hex() if self._keys is None else str(frame.get("User-Id"))
+        return self._speakers.setdefault(peer, _Speaker(key, self._throttle.account(key), self._trusted.get(key)))
 
     def _follow_trust(self) -> list[Distrusted]:
         if self._keys is None:
@@ -280,6 +288,8 @@ class RouterBus:
         if trusted is self._trusted:
             return []
         before, self._trusted = self._trusted, trusted
+        for speaker in self._speakers.values():
+            speaker.principal = trusted.get(speaker.key)
         reason = self._keys.trust.problem or "it was taken off the allow-list, or its entry there was changed"
         lost = [each for key, each in before.items() if trusted.get(key) != each]
         if lost and self._pub is not None:
@@ -311,7 +321,7 @@ class RouterBus:
                     break
                 else:
                     self.connections["refused"] += 1
-                    found.append(TurnedAway(_explain_handshake(number, value)))
+                    found.append(TurnedAway(explain_handshake(number, value)))
         return found
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
@@ -415,6 +425,17 @@ class RouterBus:
                 del self._queues[peer]
 
 
+@dataclass(slots=True)
+class _Speaker:
+    """Who speaks on a connection."""
+
+    key: str
+    account: Account
+    """That of the key, whatever connections it has."""
+    principal: Principal | None
+    """Whom the allow-list names for the key, as it is now."""
+
+
 class _Queue:
     """Messages for one peer, bounded in number and bytes."""
 
@@ -452,16 +473,6 @@ class _Doorman:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return domain == ZAP_DOMAIN and key.decode("ascii", "replace") in self._trust.principals(fresh=True)
-
-
-def _explain_handshake(number: int, value: int) -> str:
-    match number:
-        case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return f"a connection was refused: its key is not trusted (ZAP said {value})"
-        case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            return f"a connection was refused: its handshake broke the rules (ZMTP error {value:#x})"
-        case _:
-            return "a connection was refused: no handshake, or not the one asked for, within its time"
 
 
 def check_bind(bind: str, keys: ServerKeys | None) -> str:

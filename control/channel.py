@@ -198,11 +198,19 @@ class Channel(Standing):
 
     def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Verdict:
         """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
-        engine = self.engines[name]
-        verdict = self._take_answer(engine, message, now)
-        if verdict.code is None:
-            engine.last_epoch = message.epoch
-        return verdict
+        engine, round_, epoch = self.engines[name], self.round, message.epoch
+        if epoch > self.epoch:
+            return Verdict(Code.NOT_ALLOWED, f"epoch {epoch} was never taken; the highest is {self.epoch}")
+        member = round_.members.get(name) if round_ is not None else None
+        if round_ is None or member is None or member.phase in SETTLED:
+            return self._take_late(engine, message)
+        if epoch != member.epoch:
+            return Verdict(Code.STALE_EPOCH, f"found epoch {epoch}, expected {member.epoch}")
+        round_.answered(member, message, now)
+        if engine.absorb(message, member, self.window.committed):
+            self._fleet.touch(name)
+        engine.last_epoch = epoch
+        return YES
 
     # -- the journal's answers --------------------------------------------------------------------------------------
 
@@ -278,7 +286,7 @@ class Channel(Standing):
             round_.decide(now)
             if round_.notes:
                 self.out += round_.take_notes()
-            self._fleet.touch(*round_.take_moved())
+            self._fleet.touch_many(round_.take_moved())
         before, self._outlook = self._outlook, (round_, window)
         if (before[0] is not None and before[0] is not round_) or before[1] is not window:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
@@ -314,20 +322,11 @@ class Channel(Standing):
         self.out.append(Tell((round_.holder,), record.done))
         self._fleet.settle_idle(self.epoch, self.committed, now)
 
-    def _take_answer(self, engine: Engine, message: EngineMessage, now: float) -> Verdict:
-        round_, epoch = self.round, message.epoch
-        if epoch > self.epoch:
-            return Verdict(Code.NOT_ALLOWED, f"epoch {epoch} was never taken; the highest is {self.epoch}")
-        member = round_.members.get(engine.name) if round_ else None
-        if round_ and member and member.phase not in SETTLED:
-            if epoch != member.epoch:
-                return Verdict(Code.STALE_EPOCH, f"found epoch {epoch}, expected {member.epoch}")
-            round_.answered(member, message, now)
-            if engine.absorb(message, member, self.window.committed):
-                self._fleet.touch(engine.name)
-            return YES
+    def _take_late(self, engine: Engine, message: EngineMessage) -> Verdict:
+        """The answer of an engine that no round waits for."""
         if self._fleet.answered(engine, message, self.committed):
             self._fleet.touch(engine.name)
+            engine.last_epoch = message.epoch
             return YES
         if message.epoch == engine.last_epoch:
             return YES  # a repetition of what was answered in time

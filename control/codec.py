@@ -82,7 +82,7 @@ class Wire(Generic[M]):
         self._decoder: Final[msgspec.msgpack.Decoder[M]] = msgspec.msgpack.Decoder(cast("type[M]", union))
         self._decode: Final = self._decoder.decode
         self._last_frame: bytes | None = None
-        self._last_read: tuple[M, bytes | None]
+        self._last_read: M
         """What came in as one frame, and what it said."""
 
     def encode(self, message: M, blob: bytes | None = None) -> Frames:
@@ -119,10 +119,10 @@ class Wire(Generic[M]):
 
         Thousands of agents that serve the same version say the same heartbeat, byte for byte: it is decoded once.
         """
-        return self.read_one(frames[0]) if len(frames) == 1 else self.decode(unpack(frames))
+        return (self.read_one(frames[0]), None) if len(frames) == 1 else self.decode(unpack(frames))
 
-    def read_one(self, frame: bytes) -> tuple[M, bytes | None]:
-        """The same for a message that came in as one frame, as nearly all do."""
+    def read_one(self, frame: bytes) -> M:
+        """The same for a message that came in as one frame, as nearly all do: it can carry no blob."""
         if frame == self._last_frame:
             return self._last_read
         if frame.startswith(self._header) and len(frame) <= self._most:
@@ -132,9 +132,9 @@ class Wire(Generic[M]):
                 pass  # explained below
             else:
                 if type(message) not in CARRIES_BLOB:
-                    self._last_frame, self._last_read = frame, (message, None)
-                    return self._last_read
-        return self.decode(unpack([frame]))
+                    self._last_frame, self._last_read = frame, message
+                    return message
+        return self.decode(unpack([frame]))[0]
 
     def _explain_header(self, header: bytes) -> NoReturn:
         if len(header) != len(self._header) or not header.startswith(MAGIC):

@@ -7,7 +7,7 @@ difficulties either *breaks*, and may be driven again, or *leaves*: it is told t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, assert_never
 
 from .duties import Duties
@@ -68,6 +68,19 @@ _UNSEEN_LATE: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
 """By phase: those to which an engine goes on without being ready then and not before, or the other way round."""
 _UNSEEN: Final = {**_UNSEEN_LATE, EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED})}
 """While the version is not durable. Once it is, who is prepared waits for its turn, and may serve the one before."""
+_Ways = Mapping[EnginePhase, Mapping[EnginePhase, bool]]
+
+
+def _ways(unseen: Mapping[EnginePhase, frozenset[EnginePhase]]) -> _Ways:
+    """Every legal move, and whether more follows from it than that the engine is counted elsewhere."""
+    return {
+        left: {phase: phase not in unseen[left] or phase in _OUT for phase in phases}
+        for left, phases in ENGINE_MOVES.items()
+    }
+
+
+_WAYS: Final = _ways(_UNSEEN)
+_WAYS_LATE: Final = _ways(_UNSEEN_LATE)
 
 
 class Cohort:
@@ -102,13 +115,12 @@ class Cohort:
         self._overdue: set[AgentId] = set()
         """Told to resume or leave, and not waited for any more."""
         self._doubted: dict[AgentId, float] = {}
-        self._moved: set[AgentId] = set()
+        self._moved: dict[AgentId, None] = {}
         """Changed phase, or began in one, and may be judged otherwise than before."""
-        self._unseen = _UNSEEN_LATE if publish.catch_up else _UNSEEN
+        self._unseen, self._ways = (_UNSEEN_LATE, _WAYS_LATE) if publish.catch_up else (_UNSEEN, _WAYS)
         epoch, redrives = publish.epoch, publish.policy.redrives
         for name, info in engines.items():
-            route = routes[name]
-            transport = route.transport
+            transport = routes[name].transport
             self.members[name] = Member(
                 name=name,
                 info=info,
@@ -117,11 +129,12 @@ class Cohort:
                 transport=transport,
                 health=info.health,
                 redrives_left=redrives,
-                reason="" if transport else route.reason,
-                seconds={},
             )
-        self._moved.update(member.name for member in self.within(EnginePhase.LEFT))
-        self._counts = Counter({_PREPARING: len(self.members) - len(self._moved), _LEFT: len(self._moved)})
+        for member in self.within(_LEFT):
+            member.reason = routes[member.name].reason
+            self._moved[member.name] = None
+        self._counts = dict.fromkeys(EnginePhase, 0)
+        self._counts[_PREPARING], self._counts[_LEFT] = len(self.members) - len(self._moved), len(self._moved)
 
     def count(self, *phases: EnginePhase) -> int:
         """How many members stand in one of `phases`; asked with every answer, so nobody is looked at for it."""
@@ -130,9 +143,9 @@ class Cohort:
             found += counts[phase]
         return found
 
-    def take_moved(self) -> set[AgentId]:
+    def take_moved(self) -> Iterable[AgentId]:
         """Who changed phase since this was asked last, and may be ready now, or not any more."""
-        moved, self._moved = self._moved, set()
+        moved, self._moved = self._moved, {}
         return moved
 
     def within(self, *phases: EnginePhase) -> list[Member]:
@@ -156,7 +169,7 @@ class Cohort:
     def check(self) -> tuple[str, ...]:
         """What is wrong with the count, if anything."""
         found = Counter(member.phase for member in self.members.values())
-        wrong = () if found == self._counts else (f"engines by phase are {found}, counted as {self._counts}",)
+        wrong = () if found == Counter(self._counts) else (f"engines by phase are {found}, counted as {self._counts}",)
         still = self.count(*STANDING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED, EnginePhase.BROKEN)
         if self._most and still > self._most:
             wrong = (*wrong, f"{still} engines stand still for the round, at most {self._most} may")
@@ -248,8 +261,7 @@ class Cohort:
     def commit(self, now: float) -> None:
         """The version is durable: whoever holds it, verified, is to serve it."""
         members = self.within(EnginePhase.VERIFIED)
-        for member in members:
-            self._move(member, _RESUMING)
+        self._move_all(members, EnginePhase.VERIFIED, _RESUMING)
         self._tell(members, self._orders.commit, now)
 
     def leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
@@ -261,11 +273,17 @@ class Cohort:
 
     def _tell(self, members: Sequence[Member], order: Callable[[Member], ToEngine], now: float) -> None:
         """To all of the same epoch and transport the same, at once."""
-        alike: dict[tuple[Epoch, TransportKind | None], list[Member]] = {}
+        alike: dict[tuple[Epoch, TransportKind | None], list[AgentId]] = {}
+        first: dict[tuple[Epoch, TransportKind | None], Member] = {}
+        epoch, transport, names = None, None, list[AgentId]()
         for member in members:
-            alike.setdefault((member.epoch, member.transport), []).append(member)
-        for each in alike.values():
-            self._duties.assign_all([member.name for member in each], order(each[0]), now)
+            if member.epoch != epoch or member.transport is not transport:
+                epoch, transport = member.epoch, member.transport
+                names = alike.setdefault((epoch, transport), [])
+                first.setdefault((epoch, transport), member)
+            names.append(member.name)
+        for kind, each in alike.items():
+            self._duties.assign_all(each, order(first[kind]), now)
 
     # -- what happens to them ---------------------------------------------------------------------------------------
 
@@ -399,18 +417,31 @@ class Cohort:
 
     def _move(self, member: Member, phase: EnginePhase) -> None:
         left = member.phase
-        if phase not in ENGINE_MOVES[left]:
+        more = self._ways[left].get(phase)
+        if more is None:
             move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)  # raises
         member.phase = phase
         counts = self._counts
         counts[left] -= 1
         counts[phase] += 1
-        if phase not in self._unseen[left]:
-            self._moved.add(member.name)
-        if phase in _OUT and member.name in self._invited:
-            self._out.setdefault(member.name, member.reason)
+        if more:
+            if phase not in self._unseen[left]:
+                self._moved[member.name] = None
+            if phase in _OUT and member.name in self._invited:
+                self._out.setdefault(member.name, member.reason)
         if self._doubted and phase is not EnginePhase.TRANSFERRING:
             self._doubted.pop(member.name, None)  # it spoke for itself, or left
+
+    def _move_all(self, members: Sequence[Member], left: EnginePhase, phase: EnginePhase) -> None:
+        """All of these, which stand in `left`."""
+        if self._doubted or self._ways[left].get(phase) is not False:
+            for member in members:
+                self._move(member, phase)
+            return
+        for member in members:
+            member.phase = phase
+        self._counts[left] -= len(members)
+        self._counts[phase] += len(members)
 
     def _note_failure(self, member: Member, reason: str) -> None:
         member.reason = reason

@@ -60,6 +60,10 @@ class Duties:
         duty = self._of.get(agent)
         return duty.commands[0] if duty else None
 
+    def all(self) -> list[tuple[AgentId, Command]]:
+        """What everybody has not answered yet: the first of it."""
+        return [(agent, duty.commands[0]) for agent, duty in self._of.items()]
+
     def go_on(self, agent: AgentId) -> None:
         """`agent` has answered the first of two commands. The second was told with it, and is repeated alone now."""
         duty = self._of.get(agent)

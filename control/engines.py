@@ -45,13 +45,11 @@ class Engine(msgspec.Struct, kw_only=True):
     took_by: TransportKind | None = None
     """How it got the version that it took last, in this life of agent and coordinator."""
     took_s: float = 0.0
-    number: int = 0
-    """Grows with every name that joins the channel."""
     today: EngineInfo | None = None
     """`as_info`, as it was asked for last."""
 
     @classmethod
-    def of(cls, agent: Agent, number: int = 0) -> Engine:
+    def of(cls, agent: Agent) -> Engine:
         """An engine as it described itself."""
         if agent.engine is None:
             raise ValueError(f"{agent.name} is no engine")
@@ -63,7 +61,6 @@ class Engine(msgspec.Struct, kw_only=True):
             health=info.health,
             held=info.held,
             topology=agent.topology,
-            number=number,
         )
 
     def as_info(self) -> EngineInfo:

@@ -6,9 +6,7 @@ it holds it, and else to go on with what it has.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from typing import Final
 
 from .duties import Command, Duties
@@ -35,7 +33,6 @@ from .routing import Ends, Route, choose
 from .staleness import Window
 from .states import SETTLED, EnginePhase
 
-_joined_as: Final = attrgetter("number")
 _PREPARED: Final = EnginePhase.PREPARED
 
 
@@ -48,11 +45,12 @@ class Fleet:
         self._limits = limits
         self._duties = duties
         self._ready: dict[AgentId, bool] = {}
-        self._numbers = itertools.count()
         self._routes: dict[AgentId, tuple[Ends, Route]] = {}
         """As they were chosen last: for the same two ends the choice is the same."""
-        self._touched: set[AgentId] = set()
-        """Engines whose readiness may be another than was last announced."""
+        self._routed: tuple[TrainerInfo, Topology | None, bool, dict[AgentId, Route]] | None = None
+        """For whom they were last asked for, while all engines are where they were."""
+        self._touched: dict[AgentId, None] = {}
+        """Engines whose readiness may be another than was last announced, in the order in which that came about."""
 
     def infos(self) -> dict[AgentId, EngineInfo]:
         """The engines that are here, as they are today."""
@@ -64,13 +62,18 @@ class Fleet:
 
     def routes(
         self, trainer: TrainerInfo, topology: Topology | None, *, snapshot: bool = False
-    ) -> dict[AgentId, Route]:
+    ) -> Mapping[AgentId, Route]:
         """How each engine that is here would get a version of `trainer`, which told `topology` of itself."""
-        return {
+        last = self._routed
+        if last and last[0] is trainer and last[1] is topology and last[2] is snapshot:
+            return last[3]
+        routes = {
             engine.name: self._route(engine, trainer, topology, snapshot=snapshot)
             for engine in self.engines.values()
             if engine.alive
         }
+        self._routed = trainer, topology, snapshot, routes
+        return routes
 
     def _route(self, engine: Engine, trainer: TrainerInfo, topology: Topology | None, *, snapshot: bool) -> Route:
         known = self._routes.get(engine.name)
@@ -92,6 +95,7 @@ class Fleet:
         """An engine's agent said where it is."""
         if engine := self.engines.get(name):
             engine.topology = topology
+            self._routed = None
 
     def holders(self, committed: Held | None) -> tuple[AgentId, ...]:
         """The engines that are here and hold the committed version."""
@@ -99,17 +103,17 @@ class Fleet:
 
     def joined(self, agent: Agent) -> Engine:
         """An engine said `Hello`: what was known under its name is forgotten."""
-        known = self.engines.get(agent.name)
-        number = known.number if known else next(self._numbers)
-        engine = self.engines[agent.name] = Engine.of(agent, number)
-        self._touched.add(agent.name)
+        engine = self.engines[agent.name] = Engine.of(agent)
+        self._routed = None
+        self.touch(agent.name)
         return engine
 
     def lost(self, name: AgentId, reason: str, now: float) -> None:
         """An engine fell silent or said `Bye`."""
         if engine := self.engines.get(name):
             engine.alive, engine.serving, engine.reason, engine.lost_at = False, False, reason, now
-            self._touched.add(name)
+            self._routed = None
+            self.touch(name)
 
     def forget(self, now: float) -> None:
         """Engines that have been gone for long are not shown any more."""
@@ -121,7 +125,7 @@ class Fleet:
     def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
         engine.serving = False
-        self._touched.add(engine.name)
+        self.touch(engine.name)
         if epoch == 0 and engine.health is EngineHealth.CLEAN:
             engine.serving = True  # nobody was ever allowed to pause it
             self._duties.drop(engine.name)
@@ -145,7 +149,7 @@ class Fleet:
         for member in members:
             if member.phase not in SETTLED and (engine := self.engines.get(member.name)):
                 engine.serving, engine.reason = False, member.reason
-                self._touched.add(engine.name)
+                self.touch(engine.name)
 
     def settle_idle(self, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Engines that hold the committed version and do not serve it, though nothing was asked of them, are to."""
@@ -157,9 +161,9 @@ class Fleet:
     def overtaken(self, epoch: Epoch, committed: Held, now: float) -> None:
         """Another version was committed: nobody outside of its round is told any more to serve the one before it."""
         right: Command | None = None  # that of the round, which thousands were told
-        for engine in self.engines.values():
-            duty = self._duties.get(engine.name)
-            if duty is None or duty is right:
+        for name, duty in self._duties.all():
+            engine = self.engines.get(name) if duty is not right else None
+            if engine is None:
                 continue
             if isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table):
                 self.settle(engine, epoch, committed, now)
@@ -183,13 +187,17 @@ class Fleet:
                 self._duties.drop(engine.name)
         return True
 
-    def touch(self, *names: AgentId) -> None:
-        """Something was said by or about these engines: judge anew whether they are ready."""
-        self._touched.update(names)
+    def touch(self, name: AgentId) -> None:
+        """Something was said by or about this engine: judge anew whether it is ready."""
+        self._touched[name] = None
+
+    def touch_many(self, names: Iterable[AgentId]) -> None:
+        """The same of many."""
+        self._touched.update(dict.fromkeys(names))
 
     def touch_all(self) -> None:
         """Something changed that every engine is judged by."""
-        self._touched.update(self.engines)
+        self._touched.update(dict.fromkeys(self.engines))
 
     def readiness_changes(
         self, members: Mapping[AgentId, Member], window: Window, waiting: Window
@@ -201,28 +209,29 @@ class Fleet:
         """
         if not self._touched:
             return []
-        touched, self._touched = self._touched, set()
-        known = [self.engines[name] for name in touched if name in self.engines]
-        if len(known) > 1:  # in the order in which they joined: that of a set is another in every process
-            known.sort(key=_joined_as)
+        touched, self._touched = self._touched, {}
+        engines, known_ready = self.engines, self._ready
         notes: list[ReadinessChanged | RoundReadiness] = []
-        of_round: dict[bool, list[AgentId]] = {}
-        for engine in known:
-            name = engine.name
-            member = members.get(name)
-            stands, before = member.phase if member else None, self._ready.get(name, False)
-            if stands not in GENERATES and not before:
+        of_round: dict[bool, list[AgentId]] = {True: [], False: []}
+        for name in touched:
+            member, before = members.get(name), known_ready.get(name, False)
+            stands = member.phase if member is not None else None
+            if not before and stands not in GENERATES:
                 continue  # nobody is ready in such a phase
+            engine = engines.get(name)
+            if engine is None:
+                continue
             verdict = readiness(engine, stands, waiting if stands is _PREPARED else window)
-            ready = self._ready[name] = verdict.code is None
+            ready = known_ready[name] = verdict.code is None
             if ready is before:
                 continue
-            if member:
-                of_round.setdefault(ready, []).append(name)
+            if member is not None:
+                of_round[ready].append(name)
             else:
                 notes.append(ReadinessChanged(channel=self._channel, engine=name, ready=ready, reason=verdict.reason))
         for ready, names in of_round.items():
-            notes.append(RoundReadiness(channel=self._channel, engines=tuple(names), ready=ready))
+            if names:
+                notes.append(RoundReadiness(channel=self._channel, engines=tuple(names), ready=ready))
         return notes
 
     def announced(self, name: AgentId) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from . import patience
 from .codec import clip
@@ -101,7 +101,7 @@ class Progress:
         self.notes.clear()
         return notes
 
-    def take_moved(self) -> set[AgentId]:
+    def take_moved(self) -> Iterable[AgentId]:
         """Engines that changed phase since this was asked last."""
         return self._cohort.take_moved()
 

@@ -90,6 +90,17 @@ def set_common(each: zmq.Socket[bytes]) -> None:
     each.set(zmq.TCP_MAXRT, UNACKNOWLEDGED_MS)
 
 
+def explain_handshake(number: int, value: int) -> str:
+    """Why a connection came to nothing, by the number and value of its monitor's event."""
+    match number:
+        case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return f"a connection was refused: its key is not trusted (ZAP said {value})"
+        case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return f"a connection was refused: its handshake broke the rules (ZMTP error {value:#x})"
+        case _:
+            return "a connection was refused: no handshake, or not the one asked for, within its time"
+
+
 def burst(each: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
     """What has arrived, but not more than a poll may take."""
     for _ in range(MAX_BURST):

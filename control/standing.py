@@ -163,5 +163,5 @@ class Standing:
         reason = contradicts(message, is_committed=self._is_committed(message))
         return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
 
-    def _routes(self, trainer: Agent, *, snapshot: bool = False) -> dict[AgentId, Route]:
+    def _routes(self, trainer: Agent, *, snapshot: bool = False) -> Mapping[AgentId, Route]:
         return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot)

@@ -106,6 +106,27 @@ LOOKS_FAILED = _declare(_T, _COUNTER, "watch_looks_failed_total", "cause", "look
 PUBLISHED_VERSION = _declare(_T, _GAUGE, "watch_published_version", "", "the last version published from a checkpoint")
 PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "watch_publish_seconds", "", "time to publish one checkpoint")
 
+FOR_LOOKING: Final = frozenset(
+    {
+        ENGINES_WAITING.name,
+        ENGINE_ROUNDS.name,
+        TRAINER_STOOD.name,
+        TRANSFER_BUCKETS.name,
+        SIDECAR_VERSION.name,
+        SIDECAR_HEALTH.name,
+        SIDECAR_WEIGHTS.name,
+        CALL_SECONDS.name,
+        CALL_FAILURES.name,
+        STEP_SECONDS.name,
+        STEP_FAILURES.name,
+        CHECKPOINTS.name,
+        LOOKS_FAILED.name,
+        PUBLISHED_VERSION.name,
+        PUBLISH_SECONDS.name,
+    }
+)
+"""In no alert and on no panel of `deploy/`: for whoever looks for the cause of what those show."""
+
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client does not say that it returns nothing
 """A series more for each counter and histogram, of when it was made, which nobody asked for."""
@@ -168,10 +189,14 @@ class Meters:
 
 def markdown_table() -> str:
     """`METRICS` for control/README.md, one row each, in the order of the file."""
-    rows = ["| metric | type | labels | reported by | meaning |", "| --- | --- | --- | --- | --- |"]
+    rows = [
+        "| metric | type | labels | reported by | meaning | in `deploy/` |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for each in METRICS:
         labels = ", ".join(f"`{label}`" for label in each.labels)
-        rows.append(f"| `{each.name}` | {each.kind} | {labels} | {each.side} | {each.help} |")
+        use = "for looking only" if each.name in FOR_LOOKING else "watched"
+        rows.append(f"| `{each.name}` | {each.kind} | {labels} | {each.side} | {each.help} | {use} |")
     return "\n".join(rows) + "\n"
 
 

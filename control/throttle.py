@@ -8,7 +8,6 @@ messages dropped before it came back to half of its room is not listened to unti
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from typing import Final
 
 RATE: Final = 2_000.0
@@ -36,38 +35,64 @@ _TAKEN: Final = Pace.TAKEN
 """A name of its own: members of an enum are looked up through their class, which takes as long as all the rest."""
 
 
+class Account:
+    """What one speaker has said: until when that would have taken it at the rate."""
+
+    __slots__ = ("_cost_s", "_dropped", "_patience", "_room_s", "until")
+
+    def __init__(self, rate: float, burst: int, patience: int) -> None:
+        self.until = 0.0
+        self._cost_s, self._room_s, self._patience = 1.0 / rate, burst / rate, patience
+        self._dropped = 0
+        """Since it began to flood."""
+
+    def pace(self, now: float) -> Pace:
+        """Count one message at `now`, and say what becomes of it."""
+        until = self.until
+        if until < now:  # nearly always
+            self.until, self._dropped = now + self._cost_s, 0
+            return _TAKEN
+        if until - now <= self._room_s:
+            self.until = until + self._cost_s
+            if until - now <= self._room_s / 2:
+                self._dropped = 0
+            return _TAKEN
+        self._dropped += 1
+        if self._dropped >= self._patience:
+            self.until = now + self._room_s + PENANCE_S
+        return {1: Pace.SLOWED, self._patience: Pace.CUT}.get(self._dropped, Pace.DROPPED)
+
+
 class Throttle:
-    """One number for each speaker: until when what it has said would have taken it at `RATE`."""
+    """An account for each speaker."""
 
     def __init__(self, rate: float = RATE, burst: int = BURST, patience: int = PATIENCE) -> None:
-        self._cost_s = 1.0 / rate
-        self._room_s = burst / rate
-        self._patience = patience
+        self._terms = rate, burst, patience
         self._most = REMEMBERED
-        self._busy_until: dict[str | bytes, float] = {}
-        self._dropped: Counter[str | bytes] = Counter()
-        """By those that flood, since they began to."""
+        self._accounts: dict[str | bytes, Account] = {}
 
     def __len__(self) -> int:
-        return len(self._busy_until)
+        return len(self._accounts)
+
+    @property
+    def full(self) -> bool:
+        """Whether it is time to `forget`."""
+        return len(self._accounts) >= self._most
+
+    def account(self, who: str | bytes) -> Account:
+        """That of `who`; the same until it is forgotten. Whoever keeps one looks at `full` with every new speaker."""
+        known = self._accounts.get(who)
+        if known is None:
+            known = self._accounts[who] = Account(*self._terms)
+        return known
 
     def pace(self, who: str | bytes, now: float) -> Pace:
         """Count one message of `who` at `now`, and say what becomes of it."""
-        until = self._busy_until.get(who)
-        if until is None or until < now:  # nearly always
-            if until is None and len(self._busy_until) >= self._most:
-                self._forget(now)
-            until = now
-        if until - now <= self._room_s:
-            self._busy_until[who] = until + self._cost_s
-            if self._dropped and until - now <= self._room_s / 2:
-                self._dropped.pop(who, None)
-            return _TAKEN
-        self._dropped[who] += 1
-        if self._dropped[who] >= self._patience:
-            self._busy_until[who] = now + self._room_s + PENANCE_S
-        return {1: Pace.SLOWED, self._patience: Pace.CUT}.get(self._dropped[who], Pace.DROPPED)
+        if self.full and who not in self._accounts:
+            self.forget(now)
+        return self.account(who).pace(now)
 
-    def _forget(self, now: float) -> None:
-        self._busy_until = {who: until for who, until in self._busy_until.items() if until > now}
-        self._most = max(REMEMBERED, 2 * len(self._busy_until))  # else every message might look at all of them
+    def forget(self, now: float) -> None:
+        """Speakers that are within their rate. Accounts of theirs that somebody keeps do not count any more."""
+        self._accounts = {who: account for who, account in self._accounts.items() if account.until > now}
+        self._most = max(REMEMBERED, 2 * len(self._accounts))  # else every message might look at all of them

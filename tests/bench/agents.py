@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import zmq
@@ -56,6 +56,7 @@ _ENCODE: Final = msgspec.msgpack.Encoder().encode
 _DECODE: Final = msgspec.msgpack.Decoder(ToAgent).decode
 _COUNTED: Final = frozenset({b"Ack", b"Alive", b"Welcome"})
 _ANY_KEY: Final = RequestId("??????-????????")
+_ANY_BYTES: Final = _ANY_KEY.encode()
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _HEADER_BYTES: Final = len(_HEADER)
 LATE_S: Final = 2.0
@@ -103,15 +104,32 @@ class Agent:
         """The heartbeat of an engine that serves."""
         return Heartbeat(seq=seq, health=EngineHealth.CLEAN, held=self.held)
 
-    def hear(self, told: Message) -> None:
-        """Take note of a command."""
-        if isinstance(told, Transfer):
-            self.held = Held(version=told.version, manifest=told.manifest, table=told.table)
-
     def key(self) -> RequestId:
         """A request key of its own, as long as everybody's."""
+        return RequestId(self.key_bytes().decode())
+
+    def key_bytes(self) -> bytes:
+        """The same as it travels."""
         self.keys += 1
-        return RequestId(f"{self.number:06}-{self.keys:08}")
+        return b"%06d-%08d" % (self.number, self.keys)
+
+
+class Known(NamedTuple):
+    """What a payload that many are sent means to each of them."""
+
+    held: Held | None
+    """What whoever is told it holds from now on, if that changes."""
+    answers: tuple[tuple[bytes, bytes], ...]
+    """What is answered, before and after the key."""
+
+    @classmethod
+    def of(cls, told: Message) -> Known:
+        """A command."""
+        held = (
+            Held(version=told.version, manifest=told.manifest, table=told.table) if isinstance(told, Transfer) else None
+        )
+        said = (_HEADER + _ENCODE(each) for each in answers(told, lambda: _ANY_KEY))
+        return cls(held, tuple((before, after) for before, _, after in (each.partition(_ANY_BYTES) for each in said)))
 
 
 def answers(told: Message, key: Callable[[], RequestId]) -> list[Message]:
@@ -149,8 +167,8 @@ class Herd:
         more than all the rest; edge-triggered, as ZeroMQ's descriptors are."""
         self._places: dict[str, dict[int, int]] = {}
         """By side: which agent a descriptor is of."""
-        self._decoded: dict[bytes, tuple[Message, tuple[bytes, ...]]] = {}
-        """By payload: the command, and what is answered, but for the key."""
+        self._known: dict[bytes, Known] = {}
+        """By payload. An agent must not take longer over ours than over the bare socket's: both share the cores."""
         self._bare_answer = b""
         self._counts = dict.fromkeys(_COUNTED, 0)
 
@@ -197,7 +215,7 @@ class Herd:
             for each, _ in ready.poll():
                 at = places.get(each)
                 if at is None:
-                    return {"decoded": len(self._decoded)}
+                    return {"known": len(self._known)}
                 self._drain(side, at, sockets[at])
 
     def beat(self, seconds: float, interval_s: float, settle_s: float = 0.0) -> dict[str, Any]:
@@ -255,7 +273,11 @@ class Herd:
                 return some
             some = True
             if side == "ours":
-                self._hear(self._agents[at], dealer, payload[_HEADER_BYTES:])
+                known = self._known.get(payload)
+                if known is None:
+                    self._hear(self._agents[at], dealer, payload)
+                else:
+                    self._answer(self._agents[at], dealer, known)
             elif echo and payload[:1] == COMMAND:
                 dealer.send(self._bare_answer)
 
@@ -263,7 +285,15 @@ class Herd:
     def _say(dealer: zmq.Socket[bytes], payload: bytes) -> None:
         dealer.send(_HEADER + payload)
 
-    def _hear(self, agent: Agent, dealer: zmq.Socket[bytes], payload: bytes) -> None:
+    @staticmethod
+    def _answer(agent: Agent, dealer: zmq.Socket[bytes], known: Known) -> None:
+        if known.held is not None:
+            agent.held = known.held
+        for before, after in known.answers:
+            dealer.send(before + agent.key_bytes() + after)
+
+    def _hear(self, agent: Agent, dealer: zmq.Socket[bytes], frame: bytes) -> None:
+        payload = frame[_HEADER_BYTES:]
         length = payload[6] & 0x1F  # a map of few fields, then "type", then a short string: its tag
         tag = payload[7 : 7 + length]
         if tag in _COUNTED:
@@ -272,15 +302,10 @@ class Herd:
         if tag == b"Refused" and b"unknown_agent" in payload:  # its connection broke and came back
             self._say(dealer, _ENCODE(agent.hello()))
             return
-        known = self._decoded.get(payload)
-        if known is None:
-            if len(self._decoded) > 64:
-                self._decoded.clear()
-            told = _DECODE(payload)
-            known = self._decoded[payload] = told, tuple(map(_ENCODE, answers(told, lambda: _ANY_KEY)))
-        agent.hear(known[0])
-        for answer in known[1]:
-            self._say(dealer, answer.replace(_ANY_KEY.encode(), agent.key().encode()))
+        if len(self._known) > 64:
+            self._known.clear()
+        known = self._known[frame] = Known.of(_DECODE(payload))
+        self._answer(agent, dealer, known)
 
 
 def _curve(folder: Path, name: str) -> CURVE_KEYS:

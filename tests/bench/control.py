@@ -36,6 +36,7 @@ from agents import CHANNEL, Agent, name_of
 
 from weightbus.control import codec
 from weightbus.control.client import BusClient, BusSettings
+from weightbus.control.errors import RequestRefused
 from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
 from weightbus.control.keys import CurveFiles
 from weightbus.control.messages import (
@@ -76,6 +77,7 @@ class Process:
     """A child that takes one line of JSON for each command and answers with one."""
 
     def __init__(self, *argv: str) -> None:
+        self._name = Path(argv[0]).name
         self._child = subprocess.Popen(
             [sys.executable, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -91,7 +93,7 @@ class Process:
         assert self._child.stdout
         line = self._child.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._child.args!r} ended with {self._child.wait()}")
+            raise RuntimeError(f"{self._name} ended with {self._child.wait()}")
         return json.loads(line)
 
     def ask(self, **command: Any) -> dict[str, Any]:
@@ -237,7 +239,11 @@ class Bench:
         self._all(do="beat", seconds=1.0, interval_s=1.0)
         with self._serving("ours"):
             cpu = self.coordinator.cpu_s()
-            done = self._publish(version)
+            try:
+                done = self._publish(version)
+            except RequestRefused as error:
+                say(f"round {version} does not count: {error}")
+                return None
             cpu = self.coordinator.cpu_s() - cpu
             time.sleep(QUIET_S)
         committed = sum(engine.outcome is Outcome.COMMITTED for engine in done.engines)
@@ -320,7 +326,10 @@ def _hello() -> Hello:
 
 def weightbus(*argv: str) -> None:
     """Run one command of the project's own."""
-    subprocess.run([sys.executable, "-m", "weightbus.control.cli", *argv], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "weightbus.control.cli", *argv]
+    ended = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if ended.returncode:
+        raise SystemExit(f"weightbus {argv[0]} ended with {ended.returncode}: {ended.stderr.strip()}")
 
 
 def _sizes() -> dict[str, int]:

@@ -114,6 +114,22 @@ def test_what_is_told_counts_from_the_next_round_on(world: World) -> None:
     assert [each.transport for each in prepared if isinstance(each, Prepare)] == [SENDS, SENDS, LOCAL]
 
 
+def test_who_moves_or_comes_between_two_versions_is_routed_anew(world: World) -> None:
+    """What was chosen for the last version holds while every engine is where it was, and no longer."""
+    trainer = world.trainer("t", transports=(LOCAL, SENDS))
+    before = {each.engine: each.transport for each in world.publish(trainer, 1).engines}
+    assert before["near"] is LOCAL
+    tell(engine_of(world, "near"), lacking={LOCAL: Lack("its shared memory is gone")})
+    after = {each.engine: each.transport for each in world.publish(trainer, 2).engines}
+    assert after["near"] is not LOCAL
+    world.engine("late")
+    world.settle()
+    assert {each.engine for each in world.publish(trainer, 3).engines} == {*before, "late"}
+    engine_of(world, "late").die()
+    world.advance(30.0)
+    assert {each.engine for each in world.publish(trainer, 4).engines} == set(before)
+
+
 def test_a_snapshot_takes_nothing_out_of_memory(world: World) -> None:
     """Its trainer goes on while it is published."""
     trainer = world.trainer("t", transports=PREFERRED)

@@ -39,6 +39,18 @@ def test_who_goes_on_is_cut_off_until_it_was_quiet() -> None:
     assert throttle.pace("flood", 2.5 * PENANCE_S + PENANCE_S + 0.1) is Pace.TAKEN
 
 
+def test_an_account_is_the_speaker_s_whoever_keeps_it() -> None:
+    """Two connections of one key have one rate; one that was forgotten while it was within it begins anew."""
+    throttle = Throttle(rate=10.0, burst=10)
+    first, second = throttle.account("key"), throttle.account("key")
+    said = [each.pace(0.0) for _ in range(20) for each in (first, second)]
+    assert said.count(Pace.TAKEN) == 11
+    throttle.forget(0.5)
+    assert throttle.account("key") is first, "it floods"
+    throttle.forget(60.0)
+    assert len(throttle) == 0
+
+
 def test_memory_is_bounded() -> None:
     """Speakers that are within their rate are forgotten; one that floods is not."""
     throttle = Throttle(rate=10.0, burst=10)

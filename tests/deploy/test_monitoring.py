@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.telemetry import METRICS, Kind
+from weightbus.control.telemetry import FOR_LOOKING, METRICS, Kind
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy/prometheus"
@@ -63,6 +63,13 @@ def test_metrics_and_labels_exist(expression: str, shown: str) -> None:
     grouped = [label for inside in re.findall(r"\b(?:by|on) \(([^)]*)\)", expression) for label in inside.split(", ")]
     used = {*matched, *grouped, *re.findall(r"\w+", shown.replace("$labels.", ""))}
     assert used <= labels, f"not a label of {sorted(names)}: {sorted(used - labels)}"
+
+
+def test_what_is_not_watched_is_said_to_be_for_looking() -> None:
+    """A metric is in an alert, on a panel, or named in telemetry.py as one that nobody is woken for."""
+    named = {name for expression, _ in queries() for name in re.findall(r"\bweightbus_\w+", expression)}
+    named |= {re.sub(r"_(bucket|sum|count)$", "", name) for name in named}
+    assert {metric.name for metric in METRICS} - named == FOR_LOOKING
 
 
 def test_every_alert_is_explained() -> None:
