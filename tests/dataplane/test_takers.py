@@ -1,0 +1,36 @@
+"""What a sidecar makes of workers that say nothing any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightbus.dataplane import sends_wire, takers
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.frames import FrameListener, Frames
+from weightbus.dataplane.takers import Leader, NotTaken
+
+WAIT_S = 30.0
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])
+def test_a_worker_that_falls_silent_may_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, beside: bool
+) -> None:
+    """Nobody knows how far it came in its parameters; what it took beside them changes nothing."""
+    monkeypatch.setattr(sends_wire, "SILENT_S", 0.1)
+    monkeypatch.setattr(takers, "_END_S", 0.1)
+    listener = FrameListener(tmp_path / "t.sock")
+    worker = Frames.connect(str(tmp_path / "t.sock"), Deadline(WAIT_S))
+    frames = listener.accept(Deadline(WAIT_S), "a worker")
+    silent: list[int] = []
+    leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda _reason: None)
+    with pytest.raises(NotTaken, match="stands still") as ended:
+        takers._Transfer({0: frames}, leader, beside=beside).outcomes(
+            Deadline(WAIT_S), lambda rank, _heard_at: silent.append(rank)
+        )
+    assert ended.value.touched is not beside
+    assert silent == [0]
+    for each in (frames, worker, listener):
+        each.close()
