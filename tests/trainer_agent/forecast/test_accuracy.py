@@ -90,8 +90,7 @@ def test_direct_rounds(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["colocated", "colocated-48", "peer", "crosswise"])
 def test_rounds_by_sglangs_buckets(name: str) -> None:
-    """The same weights by CUDA IPC buckets into the same server: the transfer, of an agent's first round of them, by the
-    layout for which it was faster."""
+    """The same weights by CUDA IPC buckets: the transfer of an agent's first round, by its faster layout."""
     trainer, engines = PLACES[name]
     by_buckets = Engines(tp=engines.tp, where=engines.where, shift=engines.shift, way=Way.LOCAL)
     found = Forecast(Tensors.parse(model_of(name))).round(Fleet(trainer, (by_buckets,)))
