@@ -395,6 +395,7 @@ def test_a_trainer_is_killed_while_its_memory_is_read(
         poll(
             "both to be quarantined",
             lambda: {fleet.sidecar(name)["engine"]["weights"] for name in clients} == {"dirty"},
+            60,
         )
         assert fleet.channel()["ready"] == []
     else:
@@ -404,7 +405,7 @@ def test_a_trainer_is_killed_while_its_memory_is_read(
             _serves(fleet, name, expected[1], str(version))
     for name in clients:
         server = f"server-{name}"
-        poll("its memory to be let go of", lambda at=server: not any(fleet.reads_memory_of(at, pid)))
+        poll("its memory to be let go of", lambda at=server: not any(fleet.reads_memory_of(at, pid)), 60)
     if half_copied:
         assert {name: len(client.answers) for name, client in clients.items()} == stood, "who asks is not answered"
 
