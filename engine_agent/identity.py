@@ -14,6 +14,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from weightbus.dataplane.copy_engines import branches_asked
+from weightbus.dataplane.errors import Unsupported
+
 _PROC: Final = Path("/proc")
 _LISTEN: Final = "0A"
 _START_FIELD: Final = 19
@@ -50,6 +53,8 @@ class ServerFacts(msgspec.Struct, frozen=True):
     """It has given its weights back since it was launched."""
     unrecordable: str = ""
     """Why nothing can be copied straight into its parameters, once that has been found out."""
+    misset: str = ""
+    """What its environment says that keeps its workers from reading a trainer's memory."""
     gpus: tuple[int, ...] = ()
     """Which of the GPUs that it sees its workers use, by rank; none where that does not follow from its settings."""
 
@@ -81,8 +86,20 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
         loaders=tuple(str(name) for name in _sequence(server_info.get("custom_weight_loader"))),
         moves_experts=next((flag for key, flag in _MOVING.items() if server_info.get(key)), ""),
         gives_back=bool(server_info.get("enable_memory_saver")),
+        misset=_misset(process),
         gpus=_gpus(server_info),
     )
+
+
+def _misset(process: tuple[int, int] | None) -> str:
+    """Workers have the environment of the process that started them. What cannot be read they will say themselves."""
+    try:
+        branches_asked(environment_of(process[0]) if process else {})
+    except OSError:
+        return ""
+    except Unsupported as wrong:
+        return str(wrong)
+    return ""
 
 
 def _gpus(info: Mapping[str, object]) -> tuple[int, ...]:
@@ -121,6 +138,15 @@ def listener(url: str) -> tuple[int, int] | None:
             started = start_time(int(folder.name))
             return None if started is None else (int(folder.name), started)
     return None
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What a process was started with. Raises `OSError` where it may not be read, and while it begins or ends."""
+    entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    if not any(entries):
+        raise ProcessLookupError(f"process {pid} has no environment: it is about to begin, or has ended")
+    pairs = (entry.decode(errors="replace").partition("=") for entry in entries if entry)
+    return {name: value for name, _, value in pairs}
 
 
 def start_time(pid: int) -> int | None:

@@ -103,7 +103,8 @@ _SAY_FIRST_S: Final = 0.001
 
 def layout_of(facts: ServerFacts) -> tuple[str, ...]:
     """What of a server a `Hello` describes once and for all."""
-    return (facts.version, facts.device, str(facts.tp), str(facts.pp), str(facts.dp), str(facts.dp_attention))
+    ranks = (facts.tp, facts.pp, facts.dp, facts.dp_attention)
+    return (facts.version, facts.device, facts.misset, *map(str, ranks))
 
 
 def _level(view: View) -> int:

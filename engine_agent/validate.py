@@ -7,6 +7,8 @@ know, to half of a model and to the wrong dtype. So whatever is not known to be 
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+import msgspec
+
 from weightbus.dataplane.manifest import Manifest
 
 from .checkpoint import Expected
@@ -29,12 +31,13 @@ def transports_of(facts: ServerFacts) -> tuple[str, ...]:
     """
     if facts.dp > 1:
         return ("disk",)
+    direct = () if facts.misset else ("direct",)
     if facts.speculative and LOADER in facts.loaders:
-        return ("direct",)
+        return direct
     if facts.pp > 1:
         return ("local", "disk")
     recordable = LOADER in facts.loaders and not facts.moves_experts and not facts.unrecordable
-    in_place = ("direct", "sends") if recordable else ()
+    in_place = (*direct, "sends") if recordable else ()
     return (*in_place, "local", "distributed", "disk")
 
 
@@ -62,13 +65,25 @@ def limits(facts: ServerFacts) -> Iterator[tuple[str, str]]:
         )
     elif facts.unrecordable:
         yield facts.unrecordable, "local, distributed and disk go through its own loader; a new launch is tried again"
+    if _barred(facts):
+        yield _misset(facts)
 
 
 def lacking(facts: ServerFacts) -> dict[str, tuple[str, str]]:
     """The transports that cannot serve it: by name, why, and what would change that."""
     able = transports_of(facts)
     stock = "the server was launched without our loader", f"launch it with --custom-weight-loader {LOADER}"
-    return {kind: next(limits(facts), stock) for kind in _ALL if kind not in able}
+    lacks = {kind: next(limits(facts), stock) for kind in _ALL if kind not in able}
+    return {**lacks, "direct": _misset(facts)} if _barred(facts) else lacks
+
+
+def _misset(facts: ServerFacts) -> tuple[str, str]:
+    return facts.misset, "no other transport needs it"
+
+
+def _barred(facts: ServerFacts) -> bool:
+    """Nothing but the server's environment speaks against direct copies."""
+    return bool(facts.misset) and "direct" in transports_of(msgspec.structs.replace(facts, misset=""))
 
 
 def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Expected, transport: str) -> None:
@@ -86,7 +101,7 @@ def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Ex
 
 def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[str]:
     if transport not in transports_of(facts):
-        able = ", ".join(transports_of(facts))
+        able = ", ".join(transports_of(facts)) or "none"
         layout = f"dp={facts.dp}, pp={facts.pp}"
         why = "".join(f"; {found}: {needed}" for found, needed in limits(facts))
         yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}{why}"

@@ -18,10 +18,9 @@ from weightbus.control.routing import PREFERRED
 from weightbus.dataplane.gpu_survey import Gpu, SurveyFailed, seen_by
 from weightbus.dataplane.host import files_identity, folder_identity, host_identity, interfaces, network_identity
 
-from .identity import ServerFacts
+from .identity import ServerFacts, environment_of
 from .validate import lacking
 
-_PROC: Final = Path("/proc")
 _ALONE: Final = "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"
 """SGLang's own variable."""
 _YES: Final = ("true", "1", "yes", "y")
@@ -59,7 +58,7 @@ def places_of(facts: ServerFacts) -> tuple[Place, ...]:
     if facts.process is None or not facts.gpus or facts.pp > 1 or facts.dp > 1:
         return ()
     try:
-        environment = _environment(facts.process[0])
+        environment = environment_of(facts.process[0])
         alone = environment.get(_ALONE, "").lower() in _YES
         return tuple(_placed(facts.gpus, seen_by(environment), alone=alone))
     except (OSError, SurveyFailed, ValueError) as problem:
@@ -80,12 +79,3 @@ def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], *, alone: bool) -> 
         )
         for rank, number in enumerate(numbers)
     ]
-
-
-def _environment(pid: int) -> dict[str, str]:
-    """What a process was started with. Raises `OSError` where it may not be read, and while it begins or ends."""
-    entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    if not any(entries):
-        raise ProcessLookupError(f"process {pid} has no environment: it is about to begin, or has ended")
-    pairs = (entry.decode(errors="replace").partition("=") for entry in entries if entry)
-    return {name: value for name, _, value in pairs}

@@ -82,6 +82,11 @@ class Fleet:
         """Where the sidecars keep their records."""
         return self.folder / "state"
 
+    @property
+    def hold(self) -> Path:
+        """While this file is there, workers stop in the middle of a copy (in_server/held_copies)."""
+        return self.folder / "hold"
+
     # -- programs ------------------------------------------------------------------------------------------------
 
     def start_coordinator(self) -> None:
@@ -125,7 +130,9 @@ class Fleet:
 
     def start_server(self, name: str) -> None:
         """Start the server of an engine, or start it again."""
-        self._start(f"server-{name}", self.engines[name].server_argv)
+        paths = os.pathsep.join(filter(None, [str(ROOT / "tests/e2e/in_server"), os.environ.get("PYTHONPATH", "")]))
+        held = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "held_copies", "HELD_COPIES": str(self.hold), "PYTHONPATH": paths}
+        self._start(f"server-{name}", self.engines[name].server_argv, held)
 
     def start_sidecar(self, name: str, *more: str) -> None:
         """Start the sidecar of an engine, or start it again with the same record; `more` are further flags."""
@@ -140,21 +147,31 @@ class Fleet:
 
     def signal_worker(self, program: str, number: int) -> None:
         """Signal one of a server's workers that leads nothing."""
+        os.kill(max(self.workers(program)), number)
+
+    def workers(self, program: str) -> list[int]:
+        """Process ids of a server's workers."""
         group, workers = self._running[program].process.pid, []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # it ended meanwhile
                 fields = stat.read_text().rpartition(")")[2].split()
                 if int(fields[2]) == group and (stat.parent / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
                     workers.append(int(stat.parent.name))
-        os.kill(max(workers), number)
+        return workers
+
+    def reads_memory_of(self, program: str, pid: int) -> list[bool]:
+        """For each of a server's workers, whether it has memory of process `pid` mapped: torch names it so."""
+        name = f"/torch_{pid}_"
+        return [name in Path(f"/proc/{worker}/maps").read_text() for worker in self.workers(program)]
 
     def end(self, program: str) -> None:
         """Kill what an earlier test may have started."""
         if program in self._running:
             self.kill(program)
 
-    def _start(self, name: str, argv: Sequence[str]) -> None:
-        self._running[name] = self._programs.start(name, argv)
+    def _start(self, name: str, argv: Sequence[str], environment: dict[str, str] | None = None) -> Program:
+        self._running[name] = self._programs.start(name, argv, environment)
+        return self._running[name]
 
     # -- the trainer ---------------------------------------------------------------------------------------------
 
@@ -192,6 +209,11 @@ class Fleet:
             if code := rank.process.wait(START_S):
                 raise ProgramEnded(rank.name, code, rank.log)
         return [json.loads(line) for line in ranks[0].log.read_text().splitlines() if line.startswith("{")]
+
+    def start_plain_trainer(self, version: int, seed: int, *, hold: bool) -> Program:
+        """Have a trainer of its own publish out of its memory, to be killed as ``plain``; with `hold` it waits."""
+        arguments = [self.folder, self.coordinator, self.keys, version, seed, *(["hold"] if hold else [])]
+        return self._start("plain", [sys.executable, str(ROOT / "tests/e2e/plain_rank.py"), *map(str, arguments)])
 
     def start_watcher(self, folder: Path) -> None:
         """Publish the checkpoints that appear in `folder`, torch DCP included."""

@@ -6,18 +6,19 @@ checkpoint that the trainer was filled from.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from weightbus import engine_agent
 from weightbus.dataplane.transport import JOIN_S
@@ -26,32 +27,12 @@ from weightbus.trainer_agent.demo.processes import Programs
 from weightbus.trainer_agent.hf_module import HFModuleSource
 
 from .fleet import ROOT, Fleet, poll
+from .plain_rank import FlatModule
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
 PROMPTS = [[5, 17, 33, 64, 101, 7], [400, 3, 9], [77, 78, 79, 80], [250, 1, 250, 2, 250], [11], [301, 302]]
 SEEDS = 7
-
-
-class FlatModule(torch.nn.Module):
-    """The parameters of a checkpoint under their names."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        for name, tensor in load_file(folder / "model.safetensors").items():
-            owner: torch.nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if not hasattr(owner, part):
-                    owner.add_module(part, torch.nn.Module())
-                owner = getattr(owner, part)
-            owner.register_parameter(last, torch.nn.Parameter(tensor))
-
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """A training step: other values in the same memory."""
-        for name, tensor in load_file(folder / "model.safetensors").items():
-            self.get_parameter(name).copy_(tensor)
 
 
 Answers = list[list[int]]
@@ -328,6 +309,117 @@ def test_one_engine_less_in_the_middle_of_sends(
             break  # a worker that goes on takes a moment to say so
     fleet.wait_ready("one", "two")
     _serves(fleet, "two", expected[seed], str(again))
+
+
+class Client(threading.Thread):
+    """Asks one engine for the first token to each of `PROMPTS`, over and over, until it is told to stop."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url = f"{url}/generate"
+        self.answers: list[tuple[int, int, str]] = []
+        """Which prompt, the token, and the version that it says."""
+        self.failure: Exception | None = None
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        sampling = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
+        try:
+            with httpx.Client(timeout=120.0, trust_env=False) as http:
+                for number, prompt in itertools.cycle(enumerate(PROMPTS)):
+                    if self.stop.wait(0.02):
+                        return
+                    answer = http.post(self._url, json={"input_ids": prompt, "sampling_params": sampling})
+                    found = answer.raise_for_status().json()
+                    self.answers.append((number, found["output_ids"][0], found["meta_info"]["weight_version"]))
+        except Exception as failure:  # noqa: BLE001 - the test reads it
+            self.failure = failure
+
+
+@pytest.fixture
+def clients(fleet: Fleet) -> Iterator[dict[str, Client]]:
+    """One for each engine; a test starts them."""
+    made = {name: Client(engine.url) for name, engine in fleet.engines.items()}
+    yield made
+    for each in made.values():
+        each.stop.set()
+    for each in made.values():
+        if each.is_alive():
+            each.join(20)
+
+
+def _answered_again(clients: dict[str, Client]) -> None:
+    """Until every client has been answered to all prompts once more."""
+    wanted = {name: len(client.answers) + len(PROMPTS) + 1 for name, client in clients.items()}
+    poll("clients to be answered", lambda: all(len(clients[name].answers) >= wanted[name] for name in clients), 120)
+
+
+def _killed_while_it_is_read(fleet: Fleet, version: int, *, half_copied: bool) -> int:
+    """Process id of a trainer that died when all engines stood still for `version`; copies that were begun wait."""
+    if half_copied:
+        fleet.hold.touch()
+    trainer = fleet.start_plain_trainer(version, 2, hold=not half_copied)
+    if half_copied:
+        poll("every worker to be half-way", lambda: len(list(fleet.folder.glob("hold.*"))) == 3)
+        reads = [fleet.reads_memory_of(f"server-{name}", trainer.process.pid) for name in fleet.engines]
+        assert reads == [[True], [True, True]]
+    poll(
+        "engines to stand", lambda: {each["state"] for each in fleet.channel()["engines"].values()} == {"transferring"}
+    )
+    fleet.kill("plain")
+    return trainer.process.pid
+
+
+@pytest.mark.parametrize(("version", "half_copied"), [(41, False), (44, True)])
+def test_a_trainer_is_killed_while_its_memory_is_read(
+    fleet: Fleet, expected: dict[int, Answers], clients: dict[str, Client], version: int, half_copied: bool
+) -> None:
+    """Before a byte is copied engines go on with what they had; half-new ones stand still until the next version.
+
+    No client is given a token of other weights than those of the version that it is told, and every worker lets go of
+    the dead trainer's memory.
+    """
+    fleet.publish(version, 1, "direct")
+    assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
+    for client in clients.values():
+        client.start()
+    _answered_again(clients)
+
+    pid = _killed_while_it_is_read(fleet, version + 1, half_copied=half_copied)
+    stood = {name: len(client.answers) for name, client in clients.items()}
+    for held in fleet.folder.glob("hold*"):
+        held.unlink()
+    poll("the dead trainer's lease to end", lambda: not fleet.channel()["lease"])
+    assert fleet.channel()["committed"]["version"] == version
+    if half_copied:
+        poll(
+            "both to be quarantined",
+            lambda: {fleet.sidecar(name)["engine"]["weights"] for name in clients} == {"dirty"},
+            60,
+        )
+        assert fleet.channel()["ready"] == []
+    else:
+        fleet.wait_ready("one", "two")
+        _answered_again(clients)
+        for name in clients:
+            _serves(fleet, name, expected[1], str(version))
+    for name in clients:
+        server = f"server-{name}"
+        poll("its memory to be let go of", lambda at=server: not any(fleet.reads_memory_of(at, pid)), 60)
+    if half_copied:
+        assert {name: len(client.answers) for name, client in clients.items()} == stood, "who asks is not answered"
+
+    fleet.publish(version + 2, 3, "direct")
+    assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed"}
+    fleet.wait_ready("one", "two")
+    _answered_again(clients)
+    seeds = {str(version): 1, str(version + 2): 3}
+    for name, client in clients.items():
+        _serves(fleet, name, expected[3], str(version + 2))
+        assert client.failure is None
+        assert {label for _, _, label in client.answers} == set(seeds)
+        clear = {label: [tokens[:1] for tokens in expected[seed]] for label, seed in seeds.items()}
+        assert not [each for each in client.answers if clear[each[2]][each[0]] not in ([], [each[1]])]
 
 
 def test_fsdp2_ranks_publish_live_and_from_a_snapshot_and_their_checkpoints_follow(

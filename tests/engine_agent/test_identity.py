@@ -1,9 +1,12 @@
-"""Which life of a server this is."""
+"""Which life of a server this is, and what its environment says."""
 
+import os
 import subprocess
 import sys
 
-from weightbus.engine_agent.identity import listener, start_time
+import pytest
+
+from weightbus.engine_agent.identity import facts_of, listener, start_time
 
 BUSY = """
 import os, socket, threading
@@ -30,3 +33,21 @@ def test_a_busy_server_is_not_taken_for_another() -> None:
         expected = (busy.pid, start_time(busy.pid))
         busy.kill()
     assert found == {expected}
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [("many", "WEIGHTBUS_WORKER_BRANCHES in the server's environment is 'many'"), ("4", "")]
+)
+def test_what_its_workers_would_refuse_in_a_pause_is_known_before(asked: str, found: str) -> None:
+    """By the environment of the process behind the port; where that is out of sight, its workers say it."""
+    environment = {**os.environ, "WEIGHTBUS_WORKER_BRANCHES": asked}
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as server:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+        misset = facts_of({}, {}, url).misset
+        server.kill()
+    assert misset.startswith(found)
+    assert bool(misset) is bool(found)
+    assert not facts_of({}, {}, url).misset

@@ -142,6 +142,21 @@ def test_fewer_transports_come_with_advice(folder: Path, changes: dict[str, Any]
     assert not list(validate.limits(facts(loaders=(LOADER,), dp_attention=True, tp=2)))
 
 
+def test_a_server_whose_environment_is_wrong_is_not_paused_for_direct_copies(folder: Path) -> None:
+    """Refused before, in the words that its workers would have in the pause; other transports serve it."""
+    wrong = {"misset": "WEIGHTBUS_WORKER_BRANCHES in the server's environment is 'many'", "loaders": (LOADER,)}
+    with pytest.raises(UnfitManifest, match=r"can: sends, local, distributed, disk; WEIGHTBUS_WORKER_BRANCHES.*'many'"):
+        check(specs(folder), folder, "direct", **wrong)
+    check(specs(folder), folder, "sends", **wrong)
+    assert {kind: why for kind, (why, _) in validate.lacking(facts(**wrong)).items()} == {"direct": wrong["misset"]}
+    speculates = facts(**wrong, speculative="EAGLE")
+    assert validate.transports_of(speculates) == ()
+    assert validate.lacking(speculates)["direct"][0] == wrong["misset"]
+    assert not any("'many'" in why for why, _ in validate.lacking(facts(**wrong, pp=2)).values()), (
+        "it is not that alone"
+    )
+
+
 @pytest.mark.parametrize("transport", ["direct", "sends"])
 @pytest.mark.parametrize(
     ("said", "flag"),

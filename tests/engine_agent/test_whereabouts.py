@@ -16,7 +16,7 @@ from weightbus.control.messages import Reach, TransportKind
 from weightbus.control.routing import PREFERRED
 from weightbus.dataplane.gpu_survey import Gpu, SurveyFailed, seen_by
 from weightbus.dataplane.host import host_identity, interfaces
-from weightbus.engine_agent import whereabouts
+from weightbus.engine_agent import identity, whereabouts
 from weightbus.engine_agent.identity import facts_of
 from weightbus.engine_agent.payload import LOADER
 from weightbus.engine_agent.whereabouts import places_of, topology_of
@@ -62,7 +62,7 @@ def test_workers_lie_on_the_gpus_that_sglang_numbers(driver: list[dict[str, str]
 @pytest.mark.usefixtures("driver")
 def test_a_worker_that_sees_only_its_own_gpu_reaches_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang can hide the others from each of its processes."""
-    monkeypatch.setattr(whereabouts, "_environment", lambda _pid: {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "true"})
+    monkeypatch.setattr(whereabouts, "environment_of", lambda _pid: {"SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "true"})
     assert [each.reach for each in places_of(facts(device="cuda", gpus=(1,), process=(1, 1)))] == [{}]
 
 
@@ -88,7 +88,7 @@ def test_a_process_without_an_environment_is_not_asked_about(tmp_path: Path, mon
     """It is about to begin, or to end: with another environment than its own it would see other GPUs."""
     (tmp_path / "7").mkdir()
     environ = tmp_path / "7" / "environ"
-    monkeypatch.setattr(whereabouts, "_PROC", tmp_path)
+    monkeypatch.setattr(identity, "_PROC", tmp_path)
     environ.write_bytes(b"PATH=/bin\0")
     assert places_of(facts(device="cuda", gpus=(0,), process=(7, 1)))
     environ.write_bytes(b"")

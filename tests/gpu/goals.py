@@ -2,7 +2,8 @@
 
     python3 tests/gpu/goals.py [FOLDER]     of result files; tests/gpu/results
 
-Exits with 1 when a goal was missed. A file that is not there, or a figure that it lacks, is passed over.
+Exits with 1 when a goal was missed, or a file holds no figures: a run that was ended while it wrote leaves an empty
+one. A file that is not there, or a figure that it lacks, is passed over.
 """
 
 from __future__ import annotations
@@ -46,6 +47,17 @@ class Goal:
             return f"       {self.what}: {self.figure:.4g}"
         sign = ">=" if self.least else "<="
         return f"{'ok    ' if self.reached else 'MISSED'} {self.what}: {self.figure:.4g} ({sign} {self.limit:.4g})"
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A file without figures, and why."""
+
+    file: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"UNREAD {self.file}: {self.why}"
 
 
 def proven(name: str, found: Mapping[str, Any]) -> Goal:
@@ -161,10 +173,19 @@ def goals(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
         yield from kind(name, found)
 
 
-def read(folder: Path) -> Iterator[Goal]:
-    """Of every file that has some."""
+def read(folder: Path) -> Iterator[Goal | Unread]:
+    """Of every file that has some, and those of which nothing can be read."""
     for file in sorted(folder.glob("*.json")):
-        yield from goals(file.stem, json.loads(file.read_text()))
+        text = file.read_text()
+        try:
+            found = json.loads(text) if text.strip() else None
+        except ValueError as error:
+            yield Unread(file.name, f"no JSON: {error}")
+            continue
+        if isinstance(found, dict) and found:
+            yield from goals(file.stem, found)
+        else:
+            yield Unread(file.name, "it holds nothing")
 
 
 def main() -> int:
@@ -172,11 +193,12 @@ def main() -> int:
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).with_name("results"))
     folder: Path = parser.parse_args().folder
     found = list(read(folder))
-    missed = [each for each in found if not each.reached]
-    judged = sum(each.limit is not None for each in found)
-    lines = [*map(str, found), f"goals: {judged - len(missed)} of {judged} reached in {folder}"]
-    sys.stdout.write("\n".join(lines) + "\n")
-    return 1 if missed or not judged else 0
+    judged = [each for each in found if isinstance(each, Goal) and each.limit is not None]
+    reached = sum(each.reached for each in judged)
+    unread = sum(isinstance(each, Unread) for each in found)
+    last = f"goals: {reached} of {len(judged)} reached in {folder}" + (f", {unread} files not read" if unread else "")
+    sys.stdout.write("\n".join([*map(str, found), last]) + "\n")
+    return 0 if judged and reached == len(judged) and not unread else 1
 
 
 if __name__ == "__main__":

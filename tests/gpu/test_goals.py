@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gpu import goals
 
 RESULTS = Path(goals.__file__).with_name("results")
@@ -81,4 +83,22 @@ def test_every_result_file_can_be_read() -> None:
     for file in RESULTS.glob("*.json"):
         for each in goals.goals(file.stem, json.loads(file.read_text())):
             assert str(each).startswith(("ok", "MISSED", "  ") if each.limit is None else ("ok", "MISSED"))
-    assert any(each.what == "nccl: of a bare send" for each in goals.read(RESULTS))
+    assert any(isinstance(each, goals.Goal) and each.what == "nccl: of a bare send" for each in goals.read(RESULTS))
+
+
+@pytest.mark.parametrize(
+    ("left", "why"), [("", "it holds nothing"), ("{}", "it holds nothing"), ('{"bytes": 31', "no JSON: ")]
+)
+def test_a_file_without_figures_is_named_and_the_others_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: str, why: str
+) -> None:
+    """All goals of the others were reached: it is that file that makes the program exit with 1."""
+    (tmp_path / "peer.json").write_text(json.dumps(colocated(pause_gap_s=0.0359)))
+    monkeypatch.setattr("sys.argv", ["goals.py", str(tmp_path)])
+    assert goals.main() == 0
+    (tmp_path / "colocated.json").write_text(left)
+    assert goals.main() == 1
+    last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"UNREAD colocated.json: {why}") for line in last)
+    assert last[-1].endswith(", 1 files not read")
+    assert any(line.startswith("ok     peer: ") for line in last)
