@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Final
 
 from .errors import InvariantBroken
 from .lease import YES, Verdict
 from .messages import MAX_PAGE_BYTES, MAX_PAGES, Code
+
+MAX_BLOBS: Final = 4096
+MAX_UPLOADS: Final = 128
+"""Whole blobs and unfinished uploads: bytes alone do not bound them, because pages may be empty."""
 
 
 class Blobs:
@@ -40,6 +45,8 @@ class Blobs:
             return YES
         if refused := self._refusal(digest, page, pages, data):
             return refused
+        if digest not in self._partial and len(self._partial) >= MAX_UPLOADS:
+            self._forget_partial(next(iter(self._partial)))
         parts = self._partial.setdefault(digest, {})
         self._pages[digest] = pages
         if page not in parts:
@@ -52,6 +59,8 @@ class Blobs:
         found = hashlib.sha256(blob).hexdigest()
         if found != digest:
             return Verdict(Code.BAD_BLOB, f"the {pages} pages hash to {found}, sent under {digest}; send all again")
+        if len(self._whole) >= MAX_BLOBS and (oldest := next(filter(self._is_free, self._whole), None)):
+            self._held_bytes -= len(self._whole.pop(oldest))
         self._whole[digest] = blob
         self._held_bytes += len(blob)
         return YES
@@ -84,7 +93,7 @@ class Blobs:
         return None
 
     def _room_for(self, size: int, digest: str) -> bool:
-        for other in [name for name in self._whole if name not in self._pinned]:
+        for other in list(filter(self._is_free, self._whole)):
             if self._held_bytes + size <= self._limit_bytes:
                 return True
             self._held_bytes -= len(self._whole.pop(other))
@@ -93,6 +102,9 @@ class Blobs:
                 return True
             self._forget_partial(other)
         return self._held_bytes + size <= self._limit_bytes
+
+    def _is_free(self, digest: str) -> bool:
+        return digest not in self._pinned
 
     def _forget_partial(self, digest: str) -> None:
         self._held_bytes -= sum(len(part) for part in self._partial.pop(digest, {}).values())
@@ -109,3 +121,5 @@ class Blobs:
             raise InvariantBroken(f"blobs take {whole} + {partial} bytes, the books say {self._held_bytes}")
         if self._held_bytes > self._limit_bytes:
             raise InvariantBroken(f"blobs take {self._held_bytes} bytes, at most {self._limit_bytes} are allowed")
+        if len(self._whole) > MAX_BLOBS + len(self._pinned) or len(self._partial) > MAX_UPLOADS:
+            raise InvariantBroken(f"{len(self._whole)} blobs and {len(self._partial)} uploads are kept")

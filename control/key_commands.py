@@ -121,9 +121,10 @@ class TrustCommand(SettingsCommand[TrustSettings]):
                 entries = {name: _entry(given, name) for name in self._named()}
                 with edited(path) as agents:
                     _require_same_roles(agents, entries)
-                    for name, entry in entries.items():
-                        print(f"{_outcome(agents.get(name), entry):<9} {name}")  # noqa: T201
-                        agents[name] = entry
+                    outcomes = {name: _outcome(agents.get(name), entry) for name, entry in entries.items()}
+                    agents.update(entries)
+                for name, outcome in outcomes.items():
+                    print(f"{outcome:<9} {name}")  # noqa: T201
             case Action.REMOVE:
                 with edited(path) as agents:
                     found = {name: agents.pop(name, None) is not None for name in self._named()}

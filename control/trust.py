@@ -29,7 +29,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from .errors import PeerKeyError
+from .errors import ConfigurationError, PeerKeyError
 from .events import ANY_CHANNEL, Principal
 from .ids import NAME_PATTERN, AgentId, AgentName, Channel
 from .log import get_log
@@ -126,7 +126,8 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 def edited(path: Path) -> Generator[dict[str, Entry]]:
     """The entries by name, to be changed inside; written back, at once and whole, if they were.
 
-    Two that edit at the same time wait for each other.
+    Two that edit at the same time wait for each other. Raises `ConfigurationError`, and changes nothing, when the list
+    would be one that trusts nobody.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -136,7 +137,7 @@ def edited(path: Path) -> Generator[dict[str, Entry]]:
         agents = {str(name): entry for name, entry in before.items()}
         yield agents
         if agents != before or not path.exists():
-            _replace(path, render(agents))
+            _replace(path, _usable(path, render(agents)))
     finally:
         os.close(lock)
 
@@ -144,6 +145,15 @@ def edited(path: Path) -> Generator[dict[str, Entry]]:
 def render(agents: Mapping[str, Entry]) -> str:
     """The file that says so. Nothing in an entry needs escaping: all fields are bounded by patterns."""
     return _HEAD + ("".join(_block(name, agents[name]) for name in sorted(agents)) or "\n[agents]\n")
+
+
+def _usable(path: Path, text: str) -> str:
+    """`text`, if it would be read as a list: with a wrong one every session would be cut."""
+    try:
+        msgspec.convert(tomllib.loads(text), Trust).principals()
+    except ValueError as problem:
+        raise ConfigurationError(f"{path} stays as it was: {explained(problem)}") from problem
+    return text
 
 
 def _block(name: str, entry: Entry) -> str:

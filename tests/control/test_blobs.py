@@ -7,7 +7,7 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbus.control.blobs import Blobs
+from weightbus.control.blobs import MAX_BLOBS, Blobs
 from weightbus.control.messages import MAX_PAGE_BYTES, MAX_PAGES, Code
 
 
@@ -77,3 +77,21 @@ def test_uploads_that_never_end_do_not_fill_the_store() -> None:
         blobs.put(name(bytes([start])), 0, 2, b"x" * 15)
         blobs.check()
     assert blobs.put(name(b"d" * 10), 0, 1, b"d" * 10).ok
+
+
+def test_empty_pages_do_not_collect() -> None:
+    """Pages without a byte take memory too: uploads, and small blobs, are bounded in number. The newest stay."""
+    blobs = Blobs(10**7)
+    kept = b"pinned"
+    blobs.put(name(kept), 0, 1, kept)
+    blobs.pin([name(kept)])
+    for number in range(2 * MAX_BLOBS):
+        small = b"%d" % number
+        assert blobs.put(name(small), 0, 1, small).ok
+        assert blobs.put(name(b"never whole" + small), 0, 2, b"").ok
+    blobs.check()
+    there = [name(b"%d" % number) in blobs for number in range(2 * MAX_BLOBS)]
+    assert (name(kept) in blobs, sum(there), there[-1]) == (True, MAX_BLOBS - 1, True)
+    last = b"never whole%d" % (2 * MAX_BLOBS - 1)
+    assert blobs.put(name(last), 1, 2, last).ok
+    assert name(last) in blobs

@@ -324,6 +324,21 @@ def test_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.split() == ["changed", "t0"]
 
 
+def test_nobody_is_locked_out_by_an_addition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that is none, and a key that another agent has, are refused: with them the list would trust nobody."""
+    where = ["--keys", str(tmp_path)]
+    assert main(["keygen", *where, "e0"]) == 0
+    policy = ["--role", "engine", "--channels", "policy"]
+    assert main(["trust", *where, "add", "e0", *policy]) == 0
+    (tmp_path / "agents/copy.pub").write_bytes((tmp_path / "agents/e0.pub").read_bytes())
+    for name, why in (("../coordinator", "expected a name"), ("copy", "have the same key")):
+        capsys.readouterr()
+        assert main(["trust", *where, "add", name, *policy]) == 2
+        said = capsys.readouterr()
+        assert (why in said.err, said.out) == (True, "")
+        assert set(read_trust(tmp_path / "trust.toml").agents) == {"e0"}
+
+
 @pytest.mark.parametrize(
     ("flags", "advice"),
     [

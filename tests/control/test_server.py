@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -13,16 +13,16 @@ import pytest
 
 from weightbus.control.bus import RouterBus
 from weightbus.control.dealer import DealerLink
-from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, PublishHint, Refusal, SendTo
+from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, LeaseEnded, PublishHint, Refusal, SendTo
 from weightbus.control.election import Deposed, Term
 from weightbus.control.errors import JournalUnwritable
 from weightbus.control.etcd import Etcd, KeyValue, Outcome
 from weightbus.control.etcd_journal import EtcdJournal
 from weightbus.control.events import Peer
-from weightbus.control.ids import Epoch, RequestId, Version
+from weightbus.control.ids import AgentId, Epoch, RequestId, Version
 from weightbus.control.journal import SqliteJournal
 from weightbus.control.limits import Limits
-from weightbus.control.links import AgentLink, Delivery
+from weightbus.control.links import AgentLink, Delivery, Distrusted, Incoming
 from weightbus.control.memory_bus import MemoryBus
 from weightbus.control.messages import (
     Ack,
@@ -199,6 +199,37 @@ def test_what_is_no_message_is_refused_and_the_loop_goes_on(start: Callable[...,
     found = [m.code for m in wire.world.agents["x"].got(Refused) if isinstance(m, Refused)]
     assert sorted(set(found)) == [Code.NOT_ALLOWED, Code.PROTOCOL_MISMATCH]
     assert len([note for note in observed if isinstance(note, Refusal)]) == 4
+
+
+class _Distrusting(MemoryBus):
+    """Says once that an agent is not trusted any more."""
+
+    named: str = ""
+
+    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[Incoming]:  # type: ignore[override]  # may say more
+        found: list[Incoming] = [*super().poll(timeout_s, gather_s)]
+        if name := self.named:
+            self.named = ""
+            found.append(Distrusted(AgentId(name), "it was taken off the allow-list"))
+        return found
+
+
+def test_who_is_distrusted_loses_its_lease(start: Callable[..., Running]) -> None:
+    """What the bus finds out of a key reaches the machine: the lease of its trainer ends at once."""
+    bus = _Distrusting()
+    observed: list[AnyObservation] = []
+    start(bus, observed)
+    wire = Wire(bus.link)
+    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
+    wire.until(lambda: bool(trainer.got(Welcome)))
+    trainer.deaf = True
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
+    wire.until(lambda: bool(trainer.got(Granted)))
+    bus.named = "trainer"
+    bus.wake()
+    wire.until(lambda: any(isinstance(each, LeaseEnded) for each in observed))
+    (ended,) = [each for each in observed if isinstance(each, LeaseEnded)]
+    assert "is not trusted any more" in ended.reason
 
 
 def test_stop_while_a_trainer_holds_a_lease(start: Callable[..., Running]) -> None:
