@@ -86,12 +86,6 @@ class Throttle:
             known = self._accounts[who] = Account(*self._terms)
         return known
 
-    def pace(self, who: str | bytes, now: float) -> Pace:
-        """Count one message of `who` at `now`, and say what becomes of it."""
-        if self.full and who not in self._accounts:
-            self.forget(now)
-        return self.account(who).pace(now)
-
     def forget(self, now: float) -> None:
         """Speakers that are within their rate. Accounts of theirs that somebody keeps do not count any more."""
         self._accounts = {who: account for who, account in self._accounts.items() if account.until > now}

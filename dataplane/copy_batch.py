@@ -1,7 +1,7 @@
 """Runs of bytes (copy_runs.py) through the copy engines of a GPU: some calls of cuMemcpyBatchAsync.
 
 What the calls take is made ready once. They go to streams in turn, so that several engines work. Graphs of memcpy
-nodes would be as many commands for the engines, and take ten times as long to launch.
+nodes would be as many commands for the engines, and more work to launch.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
 """
 
@@ -14,7 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from .copy_runs import CopyRuns, calls_of
+from .copy_runs import SHARES, CopyRuns, calls_of
+from .cuda_driver import error_name
 from .errors import NoCopyEngines
 
 _IN_STREAM_ORDER: Final = 1
@@ -35,8 +36,10 @@ class _Attributes(ctypes.Structure):
 class CopyBatch:
     """Copies that were made ready. Their memory is the caller's to keep."""
 
-    def __init__(self, runs: CopyRuns, branches: int, library: ctypes.CDLL | None = None) -> None:
-        """On at most so many streams. `library` stands for libcuda. Raises `NoCopyEngines`."""
+    def __init__(
+        self, runs: CopyRuns, branches: int, library: ctypes.CDLL | None = None, shares: Sequence[int] = SHARES
+    ) -> None:
+        """On at most so many streams, a call for each share. `library` stands for libcuda. Raises `NoCopyEngines`."""
         try:
             self._library = library if library is not None else ctypes.CDLL("libcuda.so.1")
             self._call = self._library.cuMemcpyBatchAsync_v2
@@ -46,7 +49,7 @@ class CopyBatch:
         self._first = ctypes.c_size_t(0)
         self._calls = [
             tuple(np.ascontiguousarray(each, np.uint64) for each in (part.target, part.source, part.nbytes))
-            for part in calls_of(runs)
+            for part in calls_of(runs, shares)
         ]
         self._branches = min(branches, len(self._calls))
 
@@ -67,9 +70,4 @@ class CopyBatch:
                 ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1), ctypes.c_void_p(stream),
             )  # fmt: skip
             if code:
-                raise NoCopyEngines(f"the copy engines could not be started ({self._story(code)})")
-
-    def _story(self, code: int) -> str:
-        name = ctypes.c_char_p()
-        self._library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name))
-        return f"{name.value.decode() if name.value else 'CUDA error'}, {code}"
+                raise NoCopyEngines(f"the copy engines could not be started ({error_name(self._library, code)})")

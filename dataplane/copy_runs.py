@@ -7,6 +7,7 @@ other's bytes; on one GPU the kernel is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -70,9 +71,9 @@ def copy_runs(table: CopyTable, source_base: Column, target_base: Column) -> Cop
     return CopyRuns(source, target, np.minimum(nbytes[row] - begin, MOST_RUN))
 
 
-def calls_of(runs: CopyRuns) -> list[CopyRuns]:
-    """Batches to hand over one after another, none of them empty: runs that follow one another, by `SHARES`."""
+def calls_of(runs: CopyRuns, shares: Sequence[int] = SHARES) -> list[CopyRuns]:
+    """Batches to hand over one after another, none of them empty: runs that follow one another, by their `shares`."""
     before = np.cumsum(runs.nbytes) - runs.nbytes
-    ends = np.cumsum(SHARES) * int(runs.nbytes.sum()) // sum(SHARES)
+    ends = np.cumsum(shares) * int(runs.nbytes.sum()) // sum(shares)
     call: Column = np.searchsorted(ends, before, side="right")
     return [runs.take(np.flatnonzero(call == each)) for each in np.unique(call).tolist()]

@@ -40,10 +40,9 @@ class Allocation:
 class Driver:
     """libcuda. Raises `NotExportable` where it cannot be loaded."""
 
-    def __init__(self, library: ctypes.CDLL | None = None) -> None:
-        """`library` stands for libcuda."""
+    def __init__(self) -> None:
         try:
-            self._library = library if library is not None else ctypes.CDLL("libcuda.so.1")
+            self._library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise NotExportable(f"the CUDA driver cannot be loaded: {error}") from error
 
@@ -96,6 +95,11 @@ class Driver:
             raise NotExportable(f"this GPU memory cannot be named for another process: {self._story(code)}")
 
     def _story(self, code: int) -> str:
-        name = ctypes.c_char_p()
-        self._library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name))
-        return f"{name.value.decode() if name.value else 'CUDA error'} ({code})"
+        return error_name(self._library, code)
+
+
+def error_name(library: ctypes.CDLL, code: int) -> str:
+    """What libcuda calls the error, and its number."""
+    name = ctypes.c_char_p()
+    library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name))
+    return f"{name.value.decode() if name.value else 'CUDA error'}, {code}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,15 @@ _LOOK_S = 0.01
 _END_S = 10.0
 
 
+class _Bound(NamedTuple):
+    """An outbox, and what it was made from."""
+
+    addressed: tuple[tuple[int, str], ...]
+    """Peers, and the schedule of each."""
+    regions: tuple[torch.Tensor, ...]
+    outbox: Outbox
+
+
 class RankSends:
     """Used from one thread."""
 
@@ -37,8 +47,8 @@ class RankSends:
         self._rank = rank
         self._parts: dict[str, tuple[Messages, CopyTable]] = {}
         """By digest of the schedule."""
-        self._outbox: tuple[object, tuple[torch.Tensor, ...], Outbox] | None = None
-        """With what it was made from."""
+        self._bound: _Bound | None = None
+        """Of the last epoch."""
         self._standing = Standing()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -70,9 +80,7 @@ class RankSends:
         """Let go of everything."""
         self.stop()
         self._standing.discard()
-        if self._outbox is not None:
-            self._outbox[2].close()
-            self._outbox = None
+        self._unbind()
         self._parts = {}
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -93,7 +101,7 @@ class RankSends:
             )
             wire.say(frames, hello, deadline)
             begin = self._begun(frames, deadline, stop)
-            outbox = self._bound(begin.letters, regions)
+            outbox = self._outbox_of(begin.letters, regions)
             device = regions[0].device if regions else torch.device("cpu")
             where = begin.group
             passage = Passage(where, where.rank, device, to=outbox.peers, memory=outbox.memory, standing=self._standing)
@@ -123,23 +131,27 @@ class RankSends:
             raise PeerLost(f"the sender did not begin: {_reason(message)}")
         return message
 
-    def _bound(self, letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]) -> Outbox:
+    def _outbox_of(self, letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]) -> Outbox:
         """The outbox of these letters; the one of the last epoch if nothing is new."""
         for each in letters:
             if each.messages or each.schedule not in self._parts:
                 self._parts[each.schedule] = Messages.decode(each.messages), CopyTable.decode(each.pack)
         self._parts = {each.schedule: self._parts[each.schedule] for each in letters}
         addressed = tuple((each.peer, each.schedule) for each in letters)
-        if self._outbox is not None:
-            if self._outbox[0] == addressed and self._outbox[1] is regions:
-                return self._outbox[2]
-            self._outbox[2].close()
-            self._outbox = None
+        known = self._bound
+        if known is not None and known.addressed == addressed and known.regions is regions:
+            return known.outbox
+        self._unbind()
         device = regions[0].device if regions else torch.device("cpu")
         mail = [Mail(each.peer, *self._parts[each.schedule]) for each in letters]
         made = Outbox(mail, regions, engine_for(device))
-        self._outbox = addressed, regions, made
+        self._bound = _Bound(addressed, regions, made)
         return made
+
+    def _unbind(self) -> None:
+        if self._bound is not None:
+            self._bound.outbox.close()
+            self._bound = None
 
 
 def _beat(frames: SealedFrames) -> None:

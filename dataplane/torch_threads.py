@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
-PATIENCE_S: Final = 20.0
-"""For all of them together; whoever looks for the store of a group that was given up takes longest: `FORM_S`, 15 s."""
+PATIENCE_S: Final = 10.0
+"""For all of them together; NCCL's abort and a wait of gloo's that was broken off take less."""
 
 _started: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 

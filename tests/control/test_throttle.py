@@ -11,32 +11,36 @@ def test_what_a_fleet_says_is_never_touched() -> None:
     """Two thousand agents that return at once, page through blobs and beat for a minute lose nothing."""
     throttle = Throttle()
     agents = [f"e{number}" for number in range(2048)]
-    assert {throttle.pace(who, 0.0) for who in agents for _ in range(20)} == {Pace.TAKEN}
-    assert {throttle.pace(who, float(second)) for second in range(60) for who in agents} == {Pace.TAKEN}
-    assert {throttle.pace("t0", 100.0 + count / RATE) for count in range(30_000)} == {Pace.TAKEN}, "at its full rate"
+    assert {throttle.account(who).pace(0.0) for who in agents for _ in range(20)} == {Pace.TAKEN}
+    assert {throttle.account(who).pace(float(second)) for second in range(60) for who in agents} == {Pace.TAKEN}
+    assert {throttle.account("t0").pace(100.0 + count / RATE) for count in range(30_000)} == {Pace.TAKEN}, (
+        "at its full rate"
+    )
 
 
 def test_a_flood_is_slowed_and_its_neighbour_is_not() -> None:
     """Ten times the rate: a burst goes through, then a tenth; it is told of once."""
     throttle = Throttle()
-    said = [throttle.pace("flood", count / (10 * RATE)) for count in range(60_000)]
+    said = [throttle.account("flood").pace(count / (10 * RATE)) for count in range(60_000)]
     paces = Counter(said)
     assert paces[Pace.SLOWED] == 1
     assert said[:BURST] == [Pace.TAKEN] * BURST
     late = Counter(said[20_000:40_000])
     assert late[Pace.TAKEN] <= 20_000 / 10 + 2
     assert late[Pace.DROPPED] >= 20_000 * 9 / 10 - 2
-    assert throttle.pace("neighbour", 3.0) is Pace.TAKEN
+    assert throttle.account("neighbour").pace(3.0) is Pace.TAKEN
 
 
 def test_who_goes_on_is_cut_off_until_it_was_quiet() -> None:
     """Everything is dropped as long as it goes on; after a pause it is an agent like any other."""
     throttle = Throttle(rate=10.0, burst=10, patience=20)
-    said = [throttle.pace("flood", 0.0) for _ in range(40)]
+    said = [throttle.account("flood").pace(0.0) for _ in range(40)]
     assert [said.index(each) for each in (Pace.SLOWED, Pace.CUT)] == [11, 30]
     assert said.count(Pace.TAKEN) == 11
-    assert {throttle.pace("flood", PENANCE_S * part / 2) for part in range(6)} == {Pace.DROPPED}, "it never was quiet"
-    assert throttle.pace("flood", 2.5 * PENANCE_S + PENANCE_S + 0.1) is Pace.TAKEN
+    assert {throttle.account("flood").pace(PENANCE_S * part / 2) for part in range(6)} == {Pace.DROPPED}, (
+        "it never was quiet"
+    )
+    assert throttle.account("flood").pace(2.5 * PENANCE_S + PENANCE_S + 0.1) is Pace.TAKEN
 
 
 def test_an_account_is_the_speaker_s_whoever_keeps_it() -> None:
@@ -54,9 +58,12 @@ def test_an_account_is_the_speaker_s_whoever_keeps_it() -> None:
 def test_memory_is_bounded() -> None:
     """Speakers that are within their rate are forgotten; one that floods is not."""
     throttle = Throttle(rate=10.0, burst=10)
-    while throttle.pace("flood", 0.0) is Pace.TAKEN:
+    while throttle.account("flood").pace(0.0) is Pace.TAKEN:
         pass
     for number in range(3 * REMEMBERED):
-        throttle.pace(f"e{number}", 0.5 + number * 1e-3 / REMEMBERED * 100)
+        now = 0.5 + number * 1e-3 / REMEMBERED * 100
+        if throttle.full:
+            throttle.forget(now)
+        throttle.account(f"e{number}").pace(now)
     assert len(throttle) <= 2 * REMEMBERED + 1
-    assert throttle.pace("flood", 0.0) is Pace.DROPPED
+    assert throttle.account("flood").pace(0.0) is Pace.DROPPED

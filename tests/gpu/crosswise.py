@@ -41,7 +41,7 @@ from crosswise_parts import Lost, Side, columns, rows, same, whole
 
 from weightbus.dataplane.copy_batch import CopyBatch
 from weightbus.dataplane.copy_engines import BRANCHES, engine_for
-from weightbus.dataplane.copy_runs import copy_runs
+from weightbus.dataplane.copy_runs import SHARES, copy_runs
 from weightbus.dataplane.copy_table import CopyTable
 
 ROUNDS = 6
@@ -89,10 +89,18 @@ def plain(source: torch.Tensor, target: torch.Tensor) -> Made:
     return lambda: target.copy_(source), nothing, {}
 
 
-def batch(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, branches: int) -> Made:
-    """The product's batches, one on a stream for each branch."""
+def batch(
+    side: Side,
+    copied: CopyTable,
+    source: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    branches: int = BRANCHES,
+    shares: Sequence[int] = SHARES,
+) -> Made:
+    """The product's batches, on streams in turn."""
     runs = copy_runs(copied, bases(source), bases(target))
-    made = CopyBatch(runs, branches, side.library)
+    made = CopyBatch(runs, branches, side.library, shares)
     streams = side.streams[: len(made)]
 
     def run() -> None:
@@ -105,47 +113,13 @@ def batch(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Ten
             torch.cuda.current_stream().wait_stream(stream)
         return None
 
-    return run, nothing, {"runs": len(runs), "branches": branches}
-
-
-def dealt(
-    side: Side,
-    copied: CopyTable,
-    source: torch.Tensor,
-    target: torch.Tensor,
-    *,
-    shares: Sequence[float],
-    streams: int,
-    turns: bool = False,
-) -> Made:
-    """Calls with such shares of the bytes, on streams in turn; with `turns`, every run of a call is from elsewhere."""
-    runs = copy_runs(copied, bases(source), bases(target))
-    if turns:
-        runs = runs.take(np.argsort(np.arange(len(runs)) % len(shares), kind="stable"))
-    ends = np.cumsum(shares) / np.sum(shares) * runs.nbytes.sum()
-    call = np.searchsorted(ends, np.cumsum(runs.nbytes) - runs.nbytes, side="right")
-    made = [CopyBatch(runs.take(np.flatnonzero(call == each)), 1, side.library) for each in np.unique(call)]
-    used = side.streams[:streams]
-
-    def run() -> None:
-        if side.dry:
-            for each in made:
-                each.launch([1])
-            return
-        for stream in used:
-            stream.wait_stream(torch.cuda.current_stream())
-        for at, each in enumerate(made):
-            each.launch([int(used[at % streams].cuda_stream)])
-        for stream in used:
-            torch.cuda.current_stream().wait_stream(stream)
-
-    return run, nothing, {"runs": len(runs), "calls": len(made), "streams": streams}
+    return run, nothing, {"runs": len(runs), "calls": len(shares), "streams": len(made)}
 
 
 def mixed(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor, *, every: int) -> Made:
     """The kernel takes one row of `every`, at the same time."""
     by_kernel = np.arange(len(copied)) % every == 0
-    engines = batch(side, copied.take(np.flatnonzero(~by_kernel)), source, target, BRANCHES)
+    engines = batch(side, copied.take(np.flatnonzero(~by_kernel)), source, target)
     ours = kernel(side, copied.take(np.flatnonzero(by_kernel)), source, target)
     beside = side.streams[-1]
 
@@ -172,28 +146,22 @@ def variants(side: Side) -> list[Variant]:
         Variant("kernel", many, lambda: kernel(side, many, source, target)),
         Variant("plain", one, lambda: plain(source, target)),
     ]
-    found += [Variant(f"batch_{k}", many, lambda k=k: batch(side, many, source, target, k)) for k in (1, 2, 3, 4, 7)]
-    for name, shares, streams, turns in (
-        ("equal", (1,) * 8, 4, False),
-        ("equal", (1,) * 16, 4, False),
-        ("equal", (1,) * 16, 2, False),
-        ("ramp", (1, 2, 4, 4), 4, False),
-        ("ramp", (1, 4, 8, 8), 4, False),
-        ("ramp", (1, 2, 4, 8, 8, 8, 8), 7, False),
-        ("ramp", (1, 2, 4, 8, 8, 8, 8, 8), 4, False),
-        ("ramp", (1, 1, 2, 4, 8, 8, 8, 8, 8, 8), 2, False),
-        ("turns", (1,) * 4, 4, True),
-        ("turns", (1, 4, 8, 8), 4, True),
+    for name, shares, streams in (
+        ("product", SHARES, BRANCHES),
+        *((f"batch_{k}", (1,) * k, k) for k in (1, 2, 3, 4, 7)),
+        *((f"equal_{n}_on_{k}", (1,) * n, k) for n, k in ((8, 4), (16, 4), (16, 2))),
+        ("ramp_1_2_4_4_on_4", (1, 2, 4, 4), 4),
+        ("ramp_1_4_8_8_on_4", (1, 4, 8, 8), 4),
+        ("ramp_1_2_4_8_8_8_8_8_on_4", (1, 2, 4, 8, 8, 8, 8, 8), 4),
+        ("ramp_1_1_2_4_8_8_8_8_8_8_on_2", SHARES, 2),
     ):
-        made = f"{name}_{'_'.join(map(str, shares))}_on_{streams}"
         found.append(
-            Variant(
-                made,
-                many,
-                lambda s=shares, n=streams, t=turns: dealt(side, many, source, target, shares=s, streams=n, turns=t),
-            )
+            Variant(name, many, lambda s=shares, k=streams: batch(side, many, source, target, branches=k, shares=s))
         )
-    found += [Variant(f"batch_{k}_whole", one, lambda k=k: batch(side, one, source, target, k)) for k in (1, 4)]
+    found += [
+        Variant(f"batch_{k}_whole", one, lambda k=k: batch(side, one, source, target, branches=k, shares=(1,) * k))
+        for k in (1, 4)
+    ]
     found += [
         Variant(f"batch_{BRANCHES}_kernel_{every}", many, lambda e=every: mixed(side, many, source, target, every=e))
         for every in (16, 8)
@@ -205,14 +173,12 @@ def variants(side: Side) -> list[Variant]:
         cut = columns(width, 8, slices)
         found += [
             Variant(f"runs_{width}_kernel", cut, lambda t=cut: kernel(side, t, source, target), modes=("both",)),
-            Variant(
-                f"runs_{width}_batch", cut, lambda t=cut: batch(side, t, source, target, BRANCHES), modes=("both",)
-            ),
+            Variant(f"runs_{width}_batch", cut, lambda t=cut: batch(side, t, source, target), modes=("both",)),
         ]
     found += [
         Variant("push_kernel", many, lambda: kernel(side, many, side.source, out), push=True),
         Variant("push_plain", one, lambda: plain(side.source, out), push=True),
-        Variant(f"push_batch_{BRANCHES}", many, lambda: batch(side, many, side.source, out, BRANCHES), push=True),
+        Variant(f"push_batch_{BRANCHES}", many, lambda: batch(side, many, side.source, out), push=True),
     ]
     if side.dry:  # what was opened of another process's host memory may not be written
         found = [each for each in found if not each.push]

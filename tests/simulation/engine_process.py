@@ -327,6 +327,7 @@ class EngineProcess(Process):
             case Verify(command, checked):
                 return (yield from self._verify(command, checked=checked))
             case Label(version, deadline_s):
+                yield self._world.data_rng.choice((0.0, 0.02, 0.5))  # its server may still have to return
                 yield from self._label(version, deadline_s)
             case Release():
                 yield from self._release(operation)
