@@ -6,14 +6,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, etcd_member
 from weightbus.control.election import Deposed, Election, Leader, Term
 from weightbus.control.errors import ConfigurationError, JournalUnwritable
-from weightbus.control.etcd import Etcd, parse_url
+from weightbus.control.etcd import Etcd, parse_url, put
 from weightbus.control.etcd_journal import REPLIES, EtcdJournal
 from weightbus.control.journal import Journal
+from weightbus.control.past import ending
 
 from .journal_contract import POLICY, JournalContract, closed, commit, taken
 
@@ -204,3 +206,16 @@ def test_what_is_no_store(text: str, reason: str) -> None:
     """A store that is none, or that plain HTTP would reach over a network, is refused with what to write."""
     with pytest.raises(ConfigurationError, match=reason):
         parse_url(text)
+
+
+def test_answers_of_an_earlier_release_are_read(candidates: Candidates) -> None:
+    """They tell nothing of the question, and are taken for whole."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    known = ending(closed("p"))
+    old = msgspec.json.encode({"written_at": time.time(), "done": known.done})
+    candidates.etcd().txn([], [put(f"{candidates.prefix}/reply/p", old)])
+    journal.close()
+    again = candidates.lead()
+    assert again.restore()[POLICY].answers == {"p": msgspec.structs.replace(known, question="")}
+    again.close()

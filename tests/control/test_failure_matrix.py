@@ -155,7 +155,7 @@ def test_row_2_trainer_dies_in_any_state_of_a_round(moment: str, outcome: Outcom
     order(
         world,
         "t0           ** dies",
-        f"is over: {outcome.value} e0=",  # where bytes had landed an engine is quarantined, and mended by the next round
+        f"is over: {outcome.value} e0=",  # where bytes had landed, quarantined until the next round
         "t1           <- Granted",
         "is over: committed e0=committed e1=committed",
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from weightbus.control.effects import Refusal
-from weightbus.control.ids import AgentId, Epoch, Incarnation, Version
+from weightbus.control.effects import Refusal, RoundClosed
+from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
 from weightbus.control.lease import YES, Lease, may_acquire, may_use
-from weightbus.control.messages import Acquire, Code, Granted, Publish, Refused, Release, RoundDone
+from weightbus.control.messages import Acquire, Code, Granted, Policy, Publish, Refused, Release, RoundDone
 
 from .world import CHANNEL, World
 
@@ -193,20 +195,33 @@ def test_a_key_that_was_used_for_another_question_is_refused() -> None:
     assert trainer.got(Granted)[-1] == granted
 
 
-def test_the_key_of_a_round_that_is_over_is_not_for_another_version() -> None:
-    """Also where only the journal remembers the key: how a round ended is no answer for another version."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": Version(2)},
+        {"table": Digest("0" * 64)},
+        {"manifest": Digest("0" * 64)},
+        {"catch_up": True},
+        {"policy": Policy(min_engines=3)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_key_of_a_round_that_is_over_is_not_for_another_question(changes: dict[str, Any], closed: bool) -> None:
+    """Also where only the journal remembers the key: how a round ended is no answer for other weights."""
     world = World()
     trainer = world.trainer()
     world.publish(trainer, 1)
     (published,) = [each for each in trainer.said if isinstance(each, Publish)]
+    if not closed:  # the coordinator ended before the round did
+        assert isinstance(world.records.pop(), RoundClosed)
     world.restart()
     world.settle()
     before = len(trainer.got(RoundDone))
+    trainer.say(msgspec.structs.replace(published, **changes))
+    world.settle()
+    assert len(trainer.got(RoundDone)) == before
+    assert codes(world, "trainer")[-1] is Code.NOT_ALLOWED
     trainer.say(published)
     world.settle()
-    done = len(trainer.got(RoundDone))
-    assert done > before
-    trainer.say(msgspec.structs.replace(published, version=Version(2)))
-    world.settle()
-    assert len(trainer.got(RoundDone)) == done
-    assert codes(world, "trainer")[-1] is Code.NOT_ALLOWED
+    assert len(trainer.got(RoundDone)) > before
