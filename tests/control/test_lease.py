@@ -7,10 +7,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from weightbus.control.effects import Refusal, RoundClosed
+from weightbus.control.effects import Refusal, RoundClosed, RoundEnded
+from weightbus.control.events import Tick
 from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
 from weightbus.control.lease import YES, Lease, may_acquire, may_use
-from weightbus.control.messages import Acquire, Code, Granted, Policy, Publish, Refused, Release, RoundDone
+from weightbus.control.limits import Limits
+from weightbus.control.messages import (
+    Acquire,
+    Code,
+    Granted,
+    Offered,
+    Outcome,
+    Policy,
+    Prepare,
+    Publish,
+    Refused,
+    Release,
+    RoundDone,
+)
 
 from .world import CHANNEL, World
 
@@ -84,6 +98,32 @@ def test_second_trainer_waits_until_the_first_is_silent() -> None:
     assert world.committed == 1
     granted = [m.epoch for a in (first, second) for m in a.got(Granted) if isinstance(m, Granted)]
     assert granted == [1, 2]
+
+
+def test_a_round_ends_with_the_lease_of_a_holder_that_is_silent() -> None:
+    """Where a lease is shorter than what makes an agent count as lost: the holder is one still, the round is over."""
+    world = World(Limits(lease_s=4.0, silence_s=60.0))
+    engine, trainer, other = world.engine("e0"), world.trainer(), world.trainer("other")
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    assert engine.got(Prepare)
+    assert trainer.deaf
+    world.now += 3.0
+    world.handle(Tick())
+    assert world.machine.channels[CHANNEL].round
+    world.now += 1.0
+    due = world.machine.next_deadline()
+    assert due is not None
+    assert due <= world.now
+    world.handle(Tick())
+    world.settle()
+    assert world.machine.channels[CHANNEL].lease is None
+    assert world.machine.channels[CHANNEL].round is None
+    assert world.machine.members.get(trainer.name)
+    (ended,) = [each for each in world.observed if isinstance(each, RoundEnded)]
+    assert (ended.outcome, ended.done.reason) == (Outcome.ABORTED, "trainer trainer was silent for 4.0 s")
+    assert world.publish(other, 1).outcome is Outcome.COMMITTED
 
 
 def test_lease_lives_as_long_as_its_holder_says_something() -> None:
