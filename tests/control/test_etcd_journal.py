@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -20,6 +25,7 @@ from weightbus.control.past import ending
 from .journal_contract import POLICY, JournalContract, closed, commit, taken
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+ROOT = Path(__file__).parents[2]
 TTL_S = 5.0
 """Long enough for a machine that does other things between two renewals."""
 
@@ -196,6 +202,34 @@ def test_a_store_that_goes_away_between_election_and_boot(candidates: Candidates
             EtcdJournal(candidates.etcd(), candidates.prefix, term)
     finally:
         member.signal(signal.SIGCONT)
+
+
+STARTER = """
+import sys, time
+from pathlib import Path
+from tests.kit.etcd_member import EtcdMember
+member = EtcdMember(Path(sys.argv[1]))
+member.start()
+print(member._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_member_ends_with_the_tests_that_are_killed(tmp_path: Path) -> None:
+    """It is in a session of its own, and would stay for ever."""
+    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT) as starter:
+        assert starter.stdout
+        member = int(starter.stdout.readline())
+        line = Path(f"/proc/{member}/cmdline")
+        assert b"etcd" in line.read_bytes().split(b"\0")[0]
+        starter.kill()
+    try:
+        wait(lambda: not line.exists() or not line.read_bytes())  # nobody may be there to reap it
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
