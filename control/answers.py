@@ -80,16 +80,31 @@ def _digest(message: Keyed) -> bytes:
     return hashlib.blake2b(_ENCODE.encode(message), digest_size=16).digest()
 
 
+def question(message: Keyed) -> str:
+    """Its digest in hex: equal for equal messages, also of a sender that knows fewer fields."""
+    return _digest(message).hex()
+
+
 def other_question(message: Keyed, before: str) -> Verdict:
     """For a key that was used already."""
     reason = f"key {message.request} was used for another {before}: every question has a key of its own"
     return Verdict(Code.NOT_ALLOWED, reason)
 
 
-class Answers:
-    """Answers by the key of the `Publish`, the oldest forgotten first."""
+class Ending(msgspec.Struct, frozen=True):
+    """How the round of a `Publish` ended, as it is remembered under the key of that."""
 
-    def __init__(self, restored: Mapping[RequestId, RoundDone]) -> None:
+    done: RoundDone
+    question: str = ""
+    """Of the `Publish`, see `question`; empty if it was written before these were kept."""
+    closed: bool = True
+    """Otherwise all that is known is that its version became durable: `done` names no engines."""
+
+
+class Answers:
+    """How rounds ended, by the key of their `Publish`, the oldest forgotten first."""
+
+    def __init__(self, restored: Mapping[RequestId, Ending]) -> None:
         self.last: RoundDone | None = None
         """The round that ended last, in this life of the coordinator."""
         self._by_request = dict(restored)
@@ -98,21 +113,24 @@ class Answers:
         """Whether the round of `request` is over."""
         return request in self._by_request
 
-    def get(self, request: RequestId) -> RoundDone | None:
+    def get(self, request: RequestId) -> Ending | None:
         """How the round of `request` ended, if it did."""
         return self._by_request.get(request)
 
     def contradicts(self, message: Publish) -> Verdict | None:
         """Why the round of this key was not this one's; None when it was, or when there was none."""
-        done = self._by_request.get(message.request)
-        if done is None or (done.epoch, done.version) == (message.epoch, message.version):
+        known = self._by_request.get(message.request)
+        if known is None:
+            return None
+        same = (known.done.epoch, known.done.version) == (message.epoch, message.version)
+        if same and known.question in ("", question(message)):
             return None
         return other_question(message, "Publish")
 
-    def remember(self, request: RequestId, done: RoundDone) -> None:
+    def remember(self, request: RequestId, ending: Ending) -> None:
         """The round of `request` ended like this."""
-        self.last = done
-        self._by_request[request] = done
+        self.last = ending.done
+        self._by_request[request] = ending
         while len(self._by_request) > ANSWERS:
             self._by_request.pop(next(iter(self._by_request)))
 

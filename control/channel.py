@@ -32,7 +32,7 @@ from .messages import (
     Topology,
 )
 from .outgoing import RECORDS, ChannelRecord, Out, Tell, together
-from .past import remembered
+from .past import ending, remembered
 from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
 from .standing import Standing
@@ -101,8 +101,9 @@ class Channel(Standing):
 
     def repeat_done(self, agent: Agent, message: Publish) -> None:
         """Answer a `Publish` whose round is over."""
-        done = self._answers.get(message.request)
-        if done is None and self._is_committed(message) and self.round is None:
+        known = self._answers.get(message.request)
+        done = known.done if known else None
+        if not (known and known.closed) and self._is_committed(message) and self.round is None:
             done = already_committed(message, self.committed_epoch, self._fleet.holders(self.committed))
             if self._tenure.held_by(agent):
                 self._end_lease("the version was committed already")
@@ -315,7 +316,7 @@ class Channel(Standing):
             raise InvariantBroken("a round was closed that is not there", self.story)
         self._fleet.left_by(round_.members.values())
         self.round = None
-        self._answers.remember(record.request, record.done)
+        self._answers.remember(record.request, ending(record))
         stood_s = round_.publish.stood_s
         self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done, stood_s=stood_s))
         self._end_lease("the round ended")

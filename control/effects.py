@@ -43,7 +43,11 @@ class Committed(Record, frozen=True):
     manifest: Digest
     table: Digest
     request: RequestId
-    """The `Publish` that asked for it: asked again after a restart, it is answered as committed."""
+    """The `Publish` that asked for it: asked again, it is answered as committed from now on, whatever comes later."""
+    announced: Epoch
+    """The epoch of that `Publish`: `epoch` is higher where engines were driven again."""
+    question: str
+    """Of that `Publish` (`answers.question`)."""
     engines: tuple[AgentId, ...]
     """Who holds it, verified."""
     rollback: bool = False
@@ -51,10 +55,12 @@ class Committed(Record, frozen=True):
 
 
 class RoundClosed(Record, frozen=True):
-    """How a round ended: the answer that the same `Publish` gets from now on."""
+    """How a round ended: the answer that the same `Publish` gets from now on. Replaces that of its `Committed`."""
 
     request: RequestId
     done: RoundDone
+    question: str
+    """Of the `Publish` (`answers.question`)."""
 
 
 class Probe(Record, frozen=True):

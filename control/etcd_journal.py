@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from .answers import Ending
 from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from .election import Term
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
@@ -23,7 +24,7 @@ from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, mod
 from .ids import Channel, Epoch, RequestId
 from .journal import REPLY_TTL_S
 from .messages import Held, RoundDone
-from .past import Past, Restored, remembered
+from .past import Past, Restored, ending, remembered
 
 SCHEMA: Final = 1
 REPLIES: Final = 32
@@ -52,6 +53,12 @@ class _Row(msgspec.Struct, frozen=True):
 class _Reply(msgspec.Struct, frozen=True):
     written_at: float
     done: RoundDone
+    question: str = ""
+    closed: bool = True
+
+    @property
+    def ending(self) -> Ending:
+        return Ending(self.done, self.question, self.closed)
 
 
 class EtcdJournal:
@@ -68,7 +75,7 @@ class EtcdJournal:
         """Channels whose last write was not answered: they are read again before the next."""
         self._replies: dict[Channel, deque[str]] = {}
         """Keys of the answers that are kept, by channel, the oldest first."""
-        self._answers: dict[Channel, dict[RequestId, RoundDone]] = {}
+        self._answers: dict[Channel, dict[RequestId, Ending]] = {}
         self._meta = _Meta()
         self.boot = 0
         try:
@@ -98,7 +105,7 @@ class EtcdJournal:
                 case EpochTaken() | Committed():
                     self._write_row(record)
                 case RoundClosed():
-                    self._write_reply(record)
+                    self._write_reply(record, [], [])
                 case Probe():
                     self._meta = msgspec.structs.replace(self._meta, probed=self._meta.probed + 1)
                     self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
@@ -132,7 +139,11 @@ class EtcdJournal:
         row, revision = self._rows.get(record.channel, (_Row(), 0))
         after = _taken(row, record) if isinstance(record, EpochTaken) else self._committed(row, record)
         self._doubtful.add(record.channel)
-        written_at = self._write([modified_at(key, revision)], [put(key, msgspec.json.encode(after))])
+        write = put(key, msgspec.json.encode(after))
+        if isinstance(record, EpochTaken):
+            written_at = self._write([modified_at(key, revision)], [write])
+        else:
+            written_at = self._write_reply(record, [modified_at(key, revision)], [write])
         self._doubtful.discard(record.channel)
         self._rows[record.channel] = (after, written_at)
 
@@ -147,21 +158,30 @@ class EtcdJournal:
         history = remembered(row.history, record)
         return msgspec.structs.replace(row, committed=held, committed_epoch=record.epoch, history=history)
 
-    def _write_reply(self, record: RoundClosed) -> None:
-        key = self._key("reply", record.request)
-        operations = [put(key, msgspec.json.encode(_Reply(self._wall_clock(), record.done)))]
-        mine = self._replies.setdefault(record.done.channel, deque())
+    def _write_reply(self, record: Committed | RoundClosed, conditions: list[Json], others: list[Json]) -> int:
+        """Keep the answer to the `Publish` of `record`, together with `others`; returns the revision at which it is."""
+        known = ending(record)
+        key, channel = self._key("reply", record.request), known.done.channel
+        reply = _Reply(self._wall_clock(), known.done, known.question, known.closed)
+        operations = [*others, put(key, msgspec.json.encode(reply))]
+        mine = self._replies.setdefault(channel, deque())
         longest = max(self._replies.values(), key=len)
         full = key not in mine and sum(map(len, self._replies.values())) >= REPLIES
         old = longest[0] if full and (len(longest) > 1 or longest is mine) else None
         if old:
             operations.append(delete(old))
-        self._write([], operations)
+        written_at = self._write(conditions, operations)
         if old:
             longest.popleft()
-        if key not in mine:
-            mine.append(key)
-        self._answers.setdefault(record.done.channel, {})[record.request] = record.done
+            for each in self._answers.values():
+                each.pop(RequestId(old.removeprefix(self._key("reply", ""))), None)
+        if key in mine:
+            mine.remove(key)
+        mine.append(key)
+        answers = self._answers.setdefault(channel, {})
+        answers.pop(record.request, None)
+        answers[record.request] = known
+        return written_at
 
     def _write(self, conditions: list[Json], operations: list[Json]) -> int:
         """Carry out `operations` if this term lasts and `conditions` hold; returns the revision at which it did."""
@@ -198,7 +218,7 @@ class EtcdJournal:
             self._replies.setdefault(reply.done.channel, deque()).append(name)
             if reply.written_at >= oldest:
                 request = RequestId(name.removeprefix(replies))
-                self._answers.setdefault(reply.done.channel, {})[request] = reply.done
+                self._answers.setdefault(reply.done.channel, {})[request] = reply.ending
 
     def _adopt(self, channel: Channel, found: tuple[KeyValue, ...]) -> None:
         self._doubtful.discard(channel)

@@ -3,9 +3,9 @@
 WAL with synchronous=FULL: one fsync per record, and a record is durable when `write` returns. Heartbeats and anything
 else that can be asked again never come here. The file belongs on a local disk: SQLite's locks do not hold on NFS.
 
-Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (answers to finished rounds, kept
-for a while), `event` (append-only audit of grants, commits and ended rounds, for people; we read in it what was once
-committed, so that they need not).
+Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (answers to rounds that are over or
+committed, kept for a while), `event` (append-only audit of grants, commits and ended rounds, for people; we read in it
+what was once committed, so that they need not).
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from .answers import ANSWERS
+from .answers import ANSWERS, Ending
 from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
 from .log import get_log
 from .messages import Held, RoundDone
-from .past import Past, Restored, remembered
+from .past import Past, Restored, ending, remembered
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+"""2 keeps with each answer what was asked, and an answer from the commit on. A file of 1 becomes one of 2."""
 REPLY_TTL_S: Final = 24 * 3600.0
 """A trainer that asks about a round after a day is told what is committed, not how its round went."""
 EVENTS: Final = 10_000
@@ -56,7 +57,9 @@ CREATE TABLE reply (
     request TEXT PRIMARY KEY,
     channel TEXT NOT NULL,
     answer BLOB NOT NULL,
-    written_at REAL NOT NULL
+    written_at REAL NOT NULL,
+    question TEXT NOT NULL DEFAULT '',
+    closed INTEGER NOT NULL DEFAULT 1
 ) STRICT;
 CREATE TABLE event (
     id INTEGER PRIMARY KEY,
@@ -65,6 +68,12 @@ CREATE TABLE event (
     channel TEXT NOT NULL,
     record TEXT NOT NULL
 ) STRICT;
+"""
+
+_FROM_1: Final = """
+ALTER TABLE reply ADD COLUMN question TEXT NOT NULL DEFAULT '';
+ALTER TABLE reply ADD COLUMN closed INTEGER NOT NULL DEFAULT 1;
+UPDATE meta SET schema = 2;
 """
 
 _ENCODE_ANSWER: Final = msgspec.msgpack.Encoder()
@@ -178,13 +187,19 @@ class SqliteJournal:
 
     def _adopt_schema(self) -> None:
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
-            for statement in filter(str.strip, _TABLES.split(";")):
-                self._db.execute(statement)
+            self._run(_TABLES)
             self._db.execute("INSERT INTO meta VALUES (1, ?, 0, 0)", (SCHEMA,))
         (found,) = self._db.execute("SELECT schema FROM meta").fetchone()
+        if found == 1:
+            self._run(_FROM_1)
+            found = SCHEMA
         if found != SCHEMA:
             advice = "start the release that wrote it, or another journal"
             raise JournalError(self._path, f"schema {found}, this release reads {SCHEMA}", advice)
+
+    def _run(self, script: str) -> None:
+        for statement in filter(str.strip, script.split(";")):
+            self._db.execute(statement)
 
     def confirm(self) -> None:
         """Nobody else can have the file."""
@@ -201,6 +216,7 @@ class SqliteJournal:
                     )
                 case Committed():
                     self._commit(record)
+                    self._remember(record)
                 case RoundClosed():
                     self._remember(record)
                 case Probe():
@@ -210,17 +226,18 @@ class SqliteJournal:
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written. Raises `JournalCorrupt`."""
-        answers: dict[str, dict[RequestId, RoundDone]] = {}
+        answers: dict[str, dict[RequestId, Ending]] = {}
         oldest = self._wall_clock() - REPLY_TTL_S
         rows = self._db.execute(
-            "SELECT request, channel, answer FROM (SELECT *, rowid AS number, row_number() OVER"
+            "SELECT request, channel, answer, question, closed FROM (SELECT *, rowid AS number, row_number() OVER"
             " (PARTITION BY channel ORDER BY written_at DESC, rowid DESC) AS place FROM reply WHERE written_at >= ?)"
             " WHERE place <= ? ORDER BY written_at, number",
             (oldest, ANSWERS),
         )
-        for request, channel, answer in rows:
+        for request, channel, answer, question, closed in rows:
             try:
-                answers.setdefault(channel, {})[RequestId(request)] = _DECODE_ANSWER.decode(answer)
+                known = Ending(_DECODE_ANSWER.decode(answer), question, closed=bool(closed))
+                answers.setdefault(channel, {})[RequestId(request)] = known
             except ValueError as error:
                 raise JournalCorrupt(
                     self._path, f"the answer to {request!r} is unreadable ({error})", _RESTORE
@@ -270,11 +287,19 @@ class SqliteJournal:
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
             raise JournalCorrupt(self._path, problem, "this is a bug: keep the file and report it")
 
-    def _remember(self, record: RoundClosed) -> None:
-        now = self._wall_clock()
+    def _remember(self, record: Committed | RoundClosed) -> None:
+        now, known = self._wall_clock(), ending(record)
         self._db.execute(
-            "INSERT OR REPLACE INTO reply VALUES (?, ?, ?, ?)",
-            (record.request, record.done.channel, _ENCODE_ANSWER.encode(record.done), now),
+            "INSERT OR REPLACE INTO reply (request, channel, answer, written_at, question, closed)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                record.request,
+                known.done.channel,
+                _ENCODE_ANSWER.encode(known.done),
+                now,
+                known.question,
+                known.closed,
+            ),
         )
         self._db.execute("DELETE FROM reply WHERE written_at < ?", (now - REPLY_TTL_S,))
 
@@ -368,7 +393,7 @@ _RESTORE: Final = "restore it from a backup; beginning anew would forget which v
 _Row = tuple[str, int, int | None, int | None, str | None, str | None]
 
 
-def _restored(row: _Row, answers: Mapping[RequestId, RoundDone]) -> Restored:
+def _restored(row: _Row, answers: Mapping[RequestId, Ending]) -> Restored:
     _, epoch, version, committed_epoch, manifest, table = row
     held = None
     if version is not None and manifest is not None and table is not None:

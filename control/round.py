@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from . import patience
+from .answers import question
 from .cohort import HOPEFUL, SERVING_ON, STANDING
 from .effects import Committed, EpochTaken, Redriven, RoundClosed
 from .ids import AgentId, Epoch
@@ -149,11 +150,13 @@ class Round(Progress):
                     manifest=self.publish.manifest,
                     table=self.publish.table,
                     request=self.publish.request,
+                    announced=self.publish.epoch,
+                    question=question(self.publish),
                     engines=tuple(member.name for member in self._cohort.within(EnginePhase.VERIFIED)),
                     rollback=self.publish.rollback,
                 )
             case Want.CLOSE:
-                return RoundClosed(request=self.publish.request, done=self.done(now))
+                return RoundClosed(request=self.publish.request, done=self.done(now), question=question(self.publish))
 
     # -- decisions --------------------------------------------------------------------------------------------------
 

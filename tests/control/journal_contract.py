@@ -8,11 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from weightbus.control.answers import ANSWERS
 from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.journal import REPLY_TTL_S, Journal
 from weightbus.control.messages import Outcome, RoundDone
+from weightbus.control.past import Restored, ending
 
 from .world import replay
 
@@ -25,14 +27,16 @@ def taken(epoch: int, channel: str = "policy") -> EpochTaken:
     return EpochTaken(channel=Channel(channel), epoch=Epoch(epoch), holder=AgentId("t"), version=Version(1))
 
 
-def commit(version: int, epoch: int, table: Digest = A) -> Committed:
+def commit(version: int, epoch: int, table: Digest = A, request: str = "p", announced: int = 0) -> Committed:
     return Committed(
         channel=POLICY,
         epoch=Epoch(epoch),
         version=Version(version),
         manifest=A,
         table=table,
-        request=RequestId("p"),
+        request=RequestId(request),
+        announced=Epoch(announced or epoch),
+        question="ab",
         engines=(AgentId("e0"),),
     )
 
@@ -47,7 +51,7 @@ def closed(request: str, channel: Channel = POLICY) -> RoundClosed:
         engines=(),
         seconds={"total": 1.0},
     )
-    return RoundClosed(request=RequestId(request), done=done)
+    return RoundClosed(request=RequestId(request), done=done, question="ab")
 
 
 RECORDS: list[AnyRecord] = [taken(1), commit(1, 1), closed("p"), taken(1, "other"), taken(2), commit(3, 2), Probe()]
@@ -107,6 +111,33 @@ class JournalContract:
         assert (restored.epoch, restored.committed.version) == (3, 3)
         assert [(past.version, past.epoch, past.rollback) for past in restored.history] == [(7, 1, False), (3, 2, True)]
 
+    def test_a_commit_answers_its_publish(self, opens: Callable[..., Journal]) -> None:
+        """What is durable is known by its key too, also after another version; how its round ended replaces that."""
+        journal = opens()
+        for record in (taken(1), taken(2), commit(1, 2, request="a", announced=1), taken(3), commit(2, 3, request="b")):
+            journal.write(record)
+        found = self._again(journal, opens)[POLICY]
+        known = found.answers[RequestId("a")]
+        assert list(found.answers) == ["a", "b"]
+        assert (known.done.epoch, known.done.version, known.done.outcome) == (1, 1, Outcome.COMMITTED)
+        assert (known.closed, known.question, known.done.engines) == (False, "ab", ())
+        assert "not kept" in known.done.reason
+        journal = opens()
+        journal.write(closed("a"))
+        found = self._again(journal, opens)[POLICY]
+        assert list(found.answers) == ["b", "a"]
+        assert found.answers[RequestId("a")] == ending(closed("a"))
+
+    def test_answers_of_commits_are_forgotten_too(self, opens: Callable[..., Journal]) -> None:
+        """However many versions are committed and never closed, so many answers are kept, the newest."""
+        journal = opens()
+        for epoch in range(1, ANSWERS + 4):
+            journal.write(taken(epoch))
+            journal.write(commit(epoch, epoch, request=f"p{epoch}"))
+        assert list(journal.restore()[POLICY].answers) == list(found := self._again(journal, opens)[POLICY].answers)
+        assert list(found)[-1] == f"p{ANSWERS + 3}"
+        assert len(found) <= ANSWERS
+
     def test_answers_are_forgotten_after_a_day(self, opens: Callable[..., Journal]) -> None:
         """Old answers do not come back."""
         clock = [0.0]
@@ -132,8 +163,8 @@ class JournalContract:
             journal.write(closed(f"p{number:03}"))
         found = self._again(journal, opens)
         for channel in quiet:
-            assert list(found[channel].answers) == [f"last-of-{channel}"]  # type: ignore[attr-defined]
-        assert list(found[POLICY].answers)[-1] == "p069"  # type: ignore[attr-defined]
+            assert list(found[channel].answers) == [f"last-of-{channel}"]
+        assert list(found[POLICY].answers)[-1] == "p069"
 
     def test_one_coordinator_at_a_time(self, opens: Callable[..., Journal]) -> None:
         """A second coordinator does not get the journal while the first has it, and gets it at once afterwards."""
@@ -146,9 +177,9 @@ class JournalContract:
         second.close()
 
     @staticmethod
-    def _again(journal: Journal, opens: Callable[..., Journal]) -> dict[Channel, object]:
+    def _again(journal: Journal, opens: Callable[..., Journal]) -> dict[Channel, Restored]:
         journal.close()
         again = opens()
         found = dict(again.restore())
         again.close()
-        return found  # type: ignore[return-value]
+        return found

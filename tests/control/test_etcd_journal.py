@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, etcd_member
 from weightbus.control.election import Deposed, Election, Leader, Term
 from weightbus.control.errors import ConfigurationError, JournalUnwritable
-from weightbus.control.etcd import Etcd, parse_url
+from weightbus.control.etcd import Etcd, parse_url, put
 from weightbus.control.etcd_journal import REPLIES, EtcdJournal
 from weightbus.control.journal import Journal
+from weightbus.control.past import ending
 
 from .journal_contract import POLICY, JournalContract, closed, commit, taken
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
+ROOT = Path(__file__).parents[2]
 TTL_S = 5.0
 """Long enough for a machine that does other things between two renewals."""
 
@@ -196,6 +204,34 @@ def test_a_store_that_goes_away_between_election_and_boot(candidates: Candidates
         member.signal(signal.SIGCONT)
 
 
+STARTER = """
+import sys, time
+from pathlib import Path
+from tests.kit.etcd_member import EtcdMember
+member = EtcdMember(Path(sys.argv[1]))
+member.start()
+print(member._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_member_ends_with_the_tests_that_are_killed(tmp_path: Path) -> None:
+    """It is in a session of its own, and would stay for ever."""
+    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT) as starter:
+        assert starter.stdout
+        member = int(starter.stdout.readline())
+        line = Path(f"/proc/{member}/cmdline")
+        assert b"etcd" in line.read_bytes().split(b"\0")[0]
+        starter.kill()
+    try:
+        wait(lambda: not line.exists() or not line.read_bytes())  # nobody may be there to reap it
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("redis://x", "write etcd://"), ("etcd://", "write etcd://"), ("etcd://10.0.0.1:2379", "plain HTTP")],
@@ -204,3 +240,16 @@ def test_what_is_no_store(text: str, reason: str) -> None:
     """A store that is none, or that plain HTTP would reach over a network, is refused with what to write."""
     with pytest.raises(ConfigurationError, match=reason):
         parse_url(text)
+
+
+def test_answers_of_an_earlier_release_are_read(candidates: Candidates) -> None:
+    """They tell nothing of the question, and are taken for whole."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    known = ending(closed("p"))
+    old = msgspec.json.encode({"written_at": time.time(), "done": known.done})
+    candidates.etcd().txn([], [put(f"{candidates.prefix}/reply/p", old)])
+    journal.close()
+    again = candidates.lead()
+    assert again.restore()[POLICY].answers == {"p": msgspec.structs.replace(known, question="")}
+    again.close()

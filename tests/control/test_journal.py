@@ -21,7 +21,7 @@ import structlog
 from weightbus.control.answers import ANSWERS
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, RequestId, Version
-from weightbus.control.journal import REPLY_TTL_S, Journal, SqliteJournal
+from weightbus.control.journal import REPLY_TTL_S, SCHEMA, Journal, SqliteJournal
 from weightbus.control.messages import Held
 
 from .journal_contract import RECORDS, JournalContract, closed, taken
@@ -159,10 +159,17 @@ def test_a_journal_of_the_first_release_is_read(tmp_path: Path) -> None:
         database.executescript(Path(__file__).with_name("golden").joinpath("journal.sql").read_text("utf-8"))
     with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 1.0)) as journal:
         known = journal.restore()[Channel("policy")]
+        for record in RECORDS[3:]:
+            journal.write(record)
+    with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 1.0)) as again:
+        assert again.restore()[Channel("policy")].answers[RequestId("r1")] == known.answers[RequestId("r1")]
+        assert again._db.execute("SELECT schema FROM meta").fetchone() == (SCHEMA,)
     assert (journal.boot, known.epoch, known.committed_epoch) == (2, 2, 1)
     assert known.committed == Held(version=Version(1), manifest=Digest("a" * 64), table=Digest("b" * 64))
     assert [(past.version, past.epoch) for past in known.history] == [(1, 1)]
-    (report,) = known.answers[RequestId("r1")].engines
+    answer = known.answers[RequestId("r1")]
+    assert (answer.question, answer.closed) == ("", True)
+    (report,) = answer.done.engines
     assert (report.engine, report.bytes, report.verified_by) == ("e0", 5, "live-digest")
 
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from weightbus.control.effects import Refusal
-from weightbus.control.ids import AgentId, Epoch, Incarnation, Version
+from weightbus.control.effects import Refusal, RoundClosed, RoundEnded
+from weightbus.control.events import Tick
+from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
 from weightbus.control.lease import YES, Lease, may_acquire, may_use
-from weightbus.control.messages import Acquire, Code, Granted, Publish, Refused, Release, RoundDone
+from weightbus.control.limits import Limits
+from weightbus.control.messages import (
+    Acquire,
+    Code,
+    Granted,
+    Offered,
+    Outcome,
+    Policy,
+    Prepare,
+    Publish,
+    Refused,
+    Release,
+    RoundDone,
+)
 
 from .world import CHANNEL, World
 
@@ -82,6 +98,32 @@ def test_second_trainer_waits_until_the_first_is_silent() -> None:
     assert world.committed == 1
     granted = [m.epoch for a in (first, second) for m in a.got(Granted) if isinstance(m, Granted)]
     assert granted == [1, 2]
+
+
+def test_a_round_ends_with_the_lease_of_a_holder_that_is_silent() -> None:
+    """Where a lease is shorter than what makes an agent count as lost: the holder is one still, the round is over."""
+    world = World(Limits(lease_s=4.0, silence_s=60.0))
+    engine, trainer, other = world.engine("e0"), world.trainer(), world.trainer("other")
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    assert engine.got(Prepare)
+    assert trainer.deaf
+    world.now += 3.0
+    world.handle(Tick())
+    assert world.machine.channels[CHANNEL].round
+    world.now += 1.0
+    due = world.machine.next_deadline()
+    assert due is not None
+    assert due <= world.now
+    world.handle(Tick())
+    world.settle()
+    assert world.machine.channels[CHANNEL].lease is None
+    assert world.machine.channels[CHANNEL].round is None
+    assert world.machine.members.get(trainer.name)
+    (ended,) = [each for each in world.observed if isinstance(each, RoundEnded)]
+    assert (ended.outcome, ended.done.reason) == (Outcome.ABORTED, "trainer trainer was silent for 4.0 s")
+    assert world.publish(other, 1).outcome is Outcome.COMMITTED
 
 
 def test_lease_lives_as_long_as_its_holder_says_something() -> None:
@@ -193,20 +235,33 @@ def test_a_key_that_was_used_for_another_question_is_refused() -> None:
     assert trainer.got(Granted)[-1] == granted
 
 
-def test_the_key_of_a_round_that_is_over_is_not_for_another_version() -> None:
-    """Also where only the journal remembers the key: how a round ended is no answer for another version."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": Version(2)},
+        {"table": Digest("0" * 64)},
+        {"manifest": Digest("0" * 64)},
+        {"catch_up": True},
+        {"policy": Policy(min_engines=3)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_key_of_a_round_that_is_over_is_not_for_another_question(changes: dict[str, Any], closed: bool) -> None:
+    """Also where only the journal remembers the key: how a round ended is no answer for other weights."""
     world = World()
     trainer = world.trainer()
     world.publish(trainer, 1)
     (published,) = [each for each in trainer.said if isinstance(each, Publish)]
+    if not closed:  # the coordinator ended before the round did
+        assert isinstance(world.records.pop(), RoundClosed)
     world.restart()
     world.settle()
     before = len(trainer.got(RoundDone))
+    trainer.say(msgspec.structs.replace(published, **changes))
+    world.settle()
+    assert len(trainer.got(RoundDone)) == before
+    assert codes(world, "trainer")[-1] is Code.NOT_ALLOWED
     trainer.say(published)
     world.settle()
-    done = len(trainer.got(RoundDone))
-    assert done > before
-    trainer.say(msgspec.structs.replace(published, version=Version(2)))
-    world.settle()
-    assert len(trainer.got(RoundDone)) == done
-    assert codes(world, "trainer")[-1] is Code.NOT_ALLOWED
+    assert len(trainer.got(RoundDone)) > before

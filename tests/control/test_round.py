@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from weightbus.control.effects import Committed, EngineFailed, EpochTaken, RoundClosed, SendTo
-from weightbus.control.ids import AgentId, Channel, Epoch
+from weightbus.control.effects import Committed, EngineFailed, EpochTaken, SendTo
+from weightbus.control.ids import AgentId, Epoch
 from weightbus.control.limits import Limits
 from weightbus.control.messages import (
     Abort,
@@ -604,21 +604,40 @@ def test_restart_answers_a_finished_round_from_the_journal() -> None:
     """The same `Publish` gets the same report from the next coordinator."""
     world, *_, trainer = fleet()
     done = world.publish(trainer, 1)
-    closed = next(record for record in world.records if isinstance(record, RoundClosed))
-    publish = Publish(
-        request=closed.request,
-        channel=Channel("policy"),
-        epoch=done.epoch,
-        version=done.version,
-        manifest="0" * 64,  # type: ignore[arg-type]
-        table="0" * 64,  # type: ignore[arg-type]
-        bytes=0,
-        buckets=0,
-    )
+    (publish,) = [each for each in trainer.said if isinstance(each, Publish)]
     world.restart()
     trainer.say(publish)
     world.settle()
     assert trainer.done == done
+
+
+@pytest.mark.parametrize("redriven", [False, True])
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_what_is_durable_is_answered_as_committed_whatever_came_later(redriven: bool, overtaken: bool) -> None:
+    """Died between a commit and the end of its round: asked again, even after another trainer's version, it says so."""
+    world, engine, _, trainer = fleet()
+    if redriven:
+        engine.fail(Transfer, Step.TRANSFER)
+    world.crash_on = lambda effect: isinstance(effect, SendTo) and isinstance(effect.message, Commit)
+    trainer.acquire(1)
+    world.settle()
+    assert world.crashed
+    (publish,) = [each for each in trainer.said if isinstance(each, Publish)]
+    assert [record.epoch - publish.epoch for record in world.records if isinstance(record, Committed)] == [redriven]
+    trainer.alive = False
+    world.crash_on = lambda _effect: False
+    world.restart()
+    if overtaken:
+        assert world.publish(world.trainer("other"), 2).outcome is Outcome.COMMITTED
+    trainer.alive = True
+    trainer.connect()
+    world.settle()
+    done = trainer.done
+    assert done
+    assert (done.outcome, done.version, done.epoch) == (Outcome.COMMITTED, 1, publish.epoch)
+    assert [each for each in trainer.said if isinstance(each, Publish)] == [publish, publish]
+    assert {each.engine for each in done.engines} == (set() if overtaken else {"e0", "e1"})
+    assert world.committed == (2 if overtaken else 1)
 
 
 # -- messages that are lost, doubled or late -------------------------------------------------------------------------

@@ -76,7 +76,7 @@ from weightbus.control.messages import (
     Welcome,
     Withdraw,
 )
-from weightbus.control.past import Restored, remembered
+from weightbus.control.past import Restored, ending, remembered
 
 CHANNEL = Channel("policy")
 MANIFEST = b"the layout"
@@ -122,11 +122,15 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
                 held = Held(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
                 known = channels[record.channel]
                 channels[record.channel] = msgspec.structs.replace(
-                    known, committed=held, committed_epoch=record.epoch, history=remembered(known.history, record)
+                    known,
+                    committed=held,
+                    committed_epoch=record.epoch,
+                    history=remembered(known.history, record),
+                    answers={**known.answers, record.request: ending(record)},
                 )
             case RoundClosed():
                 known = channels[record.done.channel]
-                answers = {**known.answers, record.request: record.done}
+                answers = {**known.answers, record.request: ending(record)}
                 channels[record.done.channel] = msgspec.structs.replace(known, answers=answers)
             case _:
                 pass

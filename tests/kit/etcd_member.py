@@ -13,6 +13,7 @@ from pathlib import Path
 
 from weightbus.control.etcd import Etcd, EtcdUnavailable
 
+from .leashed import leashed
 from .ports import free_port
 from .waiting import stands_still, until
 
@@ -21,7 +22,7 @@ MISSING = "there is no etcd here (Debian: apt-get install etcd-server)"
 
 
 class EtcdMember:
-    """One process. Its data outlives `kill` and `start`."""
+    """One process, which ends with this one. Its data outlives `kill` and `start`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +44,7 @@ class EtcdMember:
         argv += [f"--initial-cluster=one={peers}"]
         log = (self.folder / "etcd.log").open("ab")
         with log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+            self._process = subprocess.Popen(leashed(argv), stdout=log, stderr=log, start_new_session=True)
         etcd, until = Etcd((self.address,), 1.0), time.monotonic() + 30
         with contextlib.closing(etcd):
             while True:

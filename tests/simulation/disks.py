@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.answers import ANSWERS
+from weightbus.control.answers import ANSWERS, Ending
 from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.journal import REPLY_TTL_S
-from weightbus.control.messages import Held, RoundDone
-from weightbus.control.past import Restored, remembered
+from weightbus.control.messages import Held
+from weightbus.control.past import Restored, ending, remembered
 from weightbus.engine_agent import record_file
 from weightbus.engine_agent.errors import StateUnreadable
 from weightbus.engine_agent.events import Record
@@ -49,7 +49,7 @@ class JournalDisk:
         self.wall_offset = 0.0
         """The wall clock of this machine; it may jump, and nothing but the age of replies depends on it."""
         self.channels: dict[Channel, Restored] = {}
-        self.replies: dict[RequestId, tuple[float, RoundDone]] = {}
+        self.replies: dict[RequestId, tuple[float, Ending]] = {}
         self.ghost: AnyRecord | None = None
         """Refused, and yet it may be on the disk."""
         self._in_flight: tuple[AnyRecord, float] | None = None
@@ -71,13 +71,18 @@ class JournalDisk:
                 self.channels[record.channel] = msgspec.structs.replace(known, epoch=epoch)
             case Committed():
                 self._commit(record)
+                self._remember(record, written_at)
             case RoundClosed():
-                self.replies[record.request] = (self.wall() if written_at is None else written_at, record.done)
-                for key in [k for k, (at, _) in self.replies.items() if at < self.wall() - REPLY_TTL_S]:
-                    del self.replies[key]
+                self._remember(record, written_at)
             case Probe():
                 return
         self.world.judge.durable(record)
+
+    def _remember(self, record: Committed | RoundClosed, written_at: float | None) -> None:
+        self.replies.pop(record.request, None)
+        self.replies[record.request] = (self.wall() if written_at is None else written_at, ending(record))
+        for key in [k for k, (at, _) in self.replies.items() if at < self.wall() - REPLY_TTL_S]:
+            del self.replies[key]
 
     def _commit(self, record: Committed) -> None:
         known = self.channels.get(record.channel, Restored())
@@ -146,10 +151,10 @@ class JournalDisk:
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written."""
         oldest = self.wall() - REPLY_TTL_S
-        answers: dict[Channel, dict[RequestId, RoundDone]] = {}
-        for request, (at, done) in list(self.replies.items())[-ANSWERS:]:
+        answers: dict[Channel, dict[RequestId, Ending]] = {}
+        for request, (at, known) in list(self.replies.items())[-ANSWERS:]:
             if at >= oldest:
-                answers.setdefault(Channel(done.channel), {})[request] = done
+                answers.setdefault(Channel(known.done.channel), {})[request] = known
         return {
             name: msgspec.structs.replace(known, answers=answers.get(name, {})) for name, known in self.channels.items()
         }

@@ -123,7 +123,7 @@ def draw(seed: int) -> Scenario:
         faults=tuple(faults),
         calm_from=calm_from,
     )
-    return _with_power(_with_lag(_with_waves(_with_neglect(_with_data_plane(drawn)))))
+    return _with_return(_with_silence(_with_power(_with_lag(_with_waves(_with_neglect(_with_data_plane(drawn)))))))
 
 
 def _with_waves(drawn: Scenario) -> Scenario:
@@ -214,6 +214,39 @@ def _with_neglect(drawn: Scenario) -> Scenario:
     earlier = [fault for fault in drawn.faults if fault.at < at]
     faults = sorted((*earlier, *faults, *away), key=lambda fault: fault.at)
     return msgspec.structs.replace(drawn, faults=tuple(faults), calm_from=max(drawn.calm_from, over))
+
+
+def _with_silence(drawn: Scenario) -> Scenario:
+    """A coordinator that is away for longer than a pause lease, from a pause on after which no byte comes.
+
+    By dice of their own, too.
+    """
+    rng = random.Random(f"weightbus-silence-{drawn.seed}")
+    if rng.random() >= 0.04:
+        return drawn
+    at, engine = rng.uniform(1.0, 8.0), rng.choice(drawn.engines).name
+    faults = [each for each in drawn.faults if each.at < at]
+    faults.append(Fault(at=at, kind="data-cut", who=engine, lasts=35.0, moment="pausing"))
+    faults.append(Fault(at=at, kind="kill", who="coordinator", lasts=35.0, moment="pausing"))
+    return msgspec.structs.replace(drawn, faults=tuple(faults), calm_from=max(drawn.calm_from, at + 35.0))
+
+
+def _with_return(drawn: Scenario) -> Scenario:
+    """An engine whose agent is back in the middle of a round, without a part in it, and stopped before it has answered.
+
+    By dice of their own, too.
+    """
+    rng = random.Random(f"weightbus-return-{drawn.seed}")
+    if rng.random() >= 0.04 or len(drawn.engines) == 1:
+        return drawn
+    at, engine = rng.uniform(6.0, 16.0), rng.choice(drawn.engines).name
+    killed, stopped = rng.choice((("preparing", "offering"), ("offering", "transferring")))
+    faults = (
+        Fault(at=at, kind="kill", who=engine, lasts=0.1, moment=killed),
+        Fault(at=at, kind="freeze", who=engine, lasts=8.0, moment=stopped),  # which is entered once it is back
+    )
+    calm_from = max(drawn.calm_from, at + 15.0)
+    return msgspec.structs.replace(drawn, redrives=1, min_engines=0, faults=faults, calm_from=calm_from)
 
 
 def _engine(rng: random.Random, name: str) -> EngineSpec:

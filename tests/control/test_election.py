@@ -1,0 +1,79 @@
+"""A leader's lease on a clock of our own: it counts from when it was asked for, since etcd may count from then on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from weightbus.control.election import Deposed, Election, Leader, Term
+from weightbus.control.etcd import Etcd, EtcdUnavailable, Json, Outcome
+
+DEADLINE_S = 60.0
+
+
+class SlowStore:
+    """An etcd whose lease calls take time, by the leader's clock, before they are answered."""
+
+    def __init__(self, *, grant_s: float = 0.0, renewals_s: Sequence[float] = ()) -> None:
+        """After `renewals_s` it answers no renewal any more."""
+        self.now = 0.0
+        self._grant_s, self._renewals_s = grant_s, list(renewals_s)
+        self.unanswered = threading.Event()
+
+    def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> Outcome:
+        del conditions, then, otherwise
+        return Outcome(succeeded=True, revision=1, found=())
+
+    def grant(self, ttl_s: float) -> int:
+        del ttl_s
+        self.now += self._grant_s
+        return 1
+
+    def keep_alive(self, lease: int) -> bool:
+        del lease
+        if not self._renewals_s:
+            self.unanswered.set()
+            raise EtcdUnavailable(("one",), "no answer")
+        self.now += self._renewals_s.pop(0)
+        return True
+
+    def revoke(self, lease: int) -> None:
+        del lease
+
+    def elect(self, ttl_s: float) -> Term:
+        term = Election(cast("Etcd", self), "wb", Leader("c0", ""), ttl_s, lambda: self.now).stand()
+        assert isinstance(term, Term)
+        return term
+
+
+def lasts_until(term: Term, store: SlowStore, moment: float) -> None:
+    """It does so up to then, and no longer."""
+    store.now = moment - 0.01
+    term.confirm()
+    store.now = moment
+    with pytest.raises(Deposed, match="not be renewed in time"):
+        term.confirm()
+
+
+def test_a_lease_counts_from_the_moment_it_was_asked_for() -> None:
+    """However late the answer comes: another may be elected when etcd's time is over, not when ours is."""
+    store = SlowStore(grant_s=50.0)
+    term = store.elect(ttl_s=80.0)
+    try:
+        lasts_until(term, store, 80.0)
+    finally:
+        term.resign()
+
+
+def test_a_renewal_counts_from_the_moment_it_was_asked_for() -> None:
+    """It adds nothing that etcd may not have granted."""
+    store = SlowStore(renewals_s=(0.1, 0.15))
+    term = store.elect(ttl_s=0.2)  # which is also how often it is renewed, in real time: four times as often
+    try:
+        assert store.unanswered.wait(DEADLINE_S)
+        lasts_until(term, store, 0.1 + 0.2)
+    finally:
+        term.resign()
