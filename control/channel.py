@@ -110,8 +110,8 @@ class Channel(Standing):
         if done:
             self.out.append(Tell((agent.name,), done))
 
-    def transferring(self, agent: Agent, message: Offered | Sent, now: float) -> Verdict:
-        """The trainer's half of the transports stands, or is over."""
+    def transferring(self, agent: Agent, message: Offered | Sent, missing: str, now: float) -> Verdict:
+        """The trainer's half of the transports stands, or is over. `missing` names a blob that has to be put first."""
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
         if not verdict.ok or self.round is None:
             return verdict
@@ -120,7 +120,9 @@ class Channel(Standing):
         elif self.round.state is RoundState.OFFERING:
             return Verdict(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
         else:
-            self.round.sent(message.epoch, message.failed, message.spared, now)
+            verdict = self._may_be_sent(message, missing)
+            if verdict.ok:
+                self.round.sent(message.epoch, message.table, message.failed, message.spared, now)
         return verdict
 
     def abandon(self, agent: Agent, message: Abandon, now: float) -> Verdict:

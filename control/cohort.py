@@ -13,7 +13,7 @@ from typing import Final, assert_never
 from .duties import Duties
 from .effects import AnyObservation, EngineFailed
 from .engines import GENERATES
-from .ids import AgentId, Epoch
+from .ids import AgentId, Digest, Epoch
 from .limits import Limits
 from .member import Member
 from .messages import (
@@ -98,6 +98,8 @@ class Cohort:
         notes: list[AnyObservation],
     ) -> None:
         self.members: dict[AgentId, Member] = {}
+        self.table: Digest = publish.table
+        """Of the version; empty while it is open."""
         self._publish = publish
         self._most = publish.policy.max_paused
         self._limits = limits
@@ -129,6 +131,7 @@ class Cohort:
                 transport=transport,
                 health=info.health,
                 redrives_left=redrives,
+                shares=routes[name].shares,
             )
         for member in self.within(_LEFT):
             member.reason = routes[member.name].reason
@@ -232,6 +235,13 @@ class Cohort:
             self._duties.assign(member.name, self._held_back[member.name], now)
         self._held_back.clear()
 
+    def learn(self, table: Digest) -> None:
+        """The table that was open is this one: whoever has proven another one is broken."""
+        self.table = table
+        for member in self.within(EnginePhase.VERIFIED):
+            if member.proven != table:
+                self._holds_another(member, self._publish.version, member.proven)
+
     def doubt(self, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
         """The trainer could not serve these: each gets a little time to speak for itself, then it breaks.
 
@@ -262,7 +272,7 @@ class Cohort:
         """The version is durable: whoever holds it, verified, is to serve it."""
         members = self.within(EnginePhase.VERIFIED)
         self._move_all(members, EnginePhase.VERIFIED, _RESUMING)
-        self._tell(members, self._orders.commit, now)
+        self._tell(members, lambda member: self._orders.commit(member, self.table), now)
 
     def leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
         """Take an engine out of the round: it resumes if it is clean, and stays paused otherwise."""
@@ -355,16 +365,21 @@ class Cohort:
         self._stands(member)
         if member.phase not in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
             return
-        if message.version != self._publish.version or message.table != self._publish.table:
-            member.health = EngineHealth.DIRTY
-            found = f"version {message.version}, table {message.table[:12]}"
-            self._break(member, f"verified {found}; expected {self._publish.version}, {self._publish.table[:12]}")
+        if message.version != self._publish.version or message.table != (self.table or message.table):
+            self._holds_another(member, message.version, message.table)
             return
         self._move(member, EnginePhase.VERIFIED)
+        member.proven = message.table
         member.reason = ""  # what went wrong before, in this attempt or an earlier one, is mended
         member.seconds["verify"] = message.seconds
         member.verified_by = message.verified_by
         self._duties.drop(member.name)
+
+    def _holds_another(self, member: Member, version: int, table: str) -> None:
+        """Than the one that the trainer published."""
+        member.health = EngineHealth.DIRTY
+        expected = f"{self._publish.version}, {self.table[:12] or 'whose table follows'}"
+        self._break(member, f"verified version {version}, table {table[:12]}; expected {expected}")
 
     def _serving(self, member: Member, message: Serving, now: float) -> None:
         if member.phase is _RESUMING:

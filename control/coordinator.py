@@ -325,16 +325,22 @@ class Coordinator:
             case Acquire():
                 return self._closed() or channel.acquire(agent, message, now)
             case Publish():
-                missing = next((d for d in (message.manifest, message.table) if d not in self.blobs), "")
-                return self._closed() or channel.publish(agent, message, missing, now)
+                return self._closed() or channel.publish(
+                    agent, message, self._missing(message.manifest, message.table), now
+                )
             case Release():
                 return channel.release(agent, message)
             case Offered() | Sent():
-                return channel.transferring(agent, message, now)
+                table = message.table if isinstance(message, Sent) else ""
+                return channel.transferring(agent, message, self._missing(table), now)
             case Abandon():
                 return channel.abandon(agent, message, now)
             case _:
                 assert_never(message)
+
+    def _missing(self, *digests: str) -> str:
+        """The first of these blobs that is not here; empty when all are. One without a name is not asked for."""
+        return next((digest for digest in digests if digest and digest not in self.blobs), "")
 
     def _closed(self) -> Verdict | None:
         """Why nothing new may begin; None when it may."""

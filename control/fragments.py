@@ -135,6 +135,9 @@ class Receiver(Fragment, frozen=True):
     transport: TransportKind
     tp: Count
     url: Text = ""
+    shares: bool = False
+    """A worker of it is on a GPU of the trainer's, and would wait there for what is still made. Said only where the
+    table is open."""
 
 
 class Offer(Fragment, frozen=True):

@@ -19,11 +19,13 @@ from .ids import (
     BlobDigest,
     ChannelName,
     Count,
+    Digest,
     EpochNumber,
     IncarnationId,
     JoinedChannel,
     RequestKey,
     Seconds,
+    TableDigest,
     Text,
     VersionNumber,
 )
@@ -136,15 +138,17 @@ class PutBlob(Message, frozen=True):
     pages: Count
 
 
-class Publish(Message, frozen=True):
-    """Start the round. Manifest and table must be known. Answered by `Ack` or `Refused`, later by `RoundDone`."""
+class Publish(Message, frozen=True, kw_only=True):
+    """Start the round. What it names must have been put. Answered by `Ack` or `Refused`, later by `RoundDone`."""
 
     request: RequestKey
     channel: ChannelName
     epoch: EpochNumber
     version: VersionNumber
     manifest: BlobDigest
-    table: BlobDigest
+    table: TableDigest = Digest("")
+    """Left open where the table follows: the trainer still digests, and says it in `Sent`. Engines get it over the
+    transport, before they have proven anything."""
     bytes: Count
     buckets: Count
     policy: Policy = Policy()
@@ -180,6 +184,8 @@ class Sent(Message, frozen=True):
     epoch: EpochNumber
     failed: dict[str, Text] = {}  # noqa: RUF012  # msgspec gives each its own
     """Engines the trainer could not serve, with the reason. All others took every bucket."""
+    table: TableDigest = Digest("")
+    """Of a version whose `Publish` left it open: must have been put, and is the same in every `Sent` of a round."""
     spared: tuple[AgentName, ...] = ()
     """Those of `failed` to which nothing was sent, only because another one failed: they are not at fault."""
 
@@ -226,7 +232,10 @@ class Transferred(Message, frozen=True):
 
 
 class Verified(Message, frozen=True):
-    """The server's weights are those of `table`. Still paused, still labelled with the old version."""
+    """The server's weights are those of `table`. Still paused, still labelled with the old version.
+
+    Where the command left the table open, it is the one that the trainer gave over the transport.
+    """
 
     request: RequestKey
     channel: JoinedChannel

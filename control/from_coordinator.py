@@ -16,9 +16,11 @@ from .ids import (
     BlobDigest,
     ChannelName,
     Count,
+    Digest,
     EpochNumber,
     RequestKey,
     Seconds,
+    TableDigest,
     Text,
     VersionNumber,
 )
@@ -148,14 +150,15 @@ class RoundDone(Message, frozen=True):
 # -- coordinator -> engine agent (each repeated until its answer arrives) --------------------------------------------
 
 
-class Prepare(Message, frozen=True):
+class Prepare(Message, frozen=True, kw_only=True):
     """Check the manifest against the server. Answered by `Prepared` or `Failed`."""
 
     channel: ChannelName
     epoch: EpochNumber
     version: VersionNumber
     manifest: BlobDigest
-    table: BlobDigest
+    table: TableDigest = Digest("")
+    """As in the `Publish`: left open where it follows."""
     transport: TransportKind
     policy: Policy
     deadline_s: Seconds
@@ -175,14 +178,15 @@ class Pause(Message, frozen=True):
     deadline_s: Seconds
 
 
-class Transfer(Message, frozen=True):
+class Transfer(Message, frozen=True, kw_only=True):
     """Take the tensors from `offer`, once paused. Answered by `Transferred` then `Verified`, or `Failed`."""
 
     channel: ChannelName
     epoch: EpochNumber
     version: VersionNumber
     manifest: BlobDigest
-    table: BlobDigest
+    table: TableDigest = Digest("")
+    """As in the `Prepare`. Left open, the sender gives it, with the trainer's signature, and it is believed by that."""
     offer: Offer
     rank_offset: Count
     """Distributed: the collective rank of this engine's first worker."""

@@ -45,6 +45,8 @@ EpochNumber = Annotated[Epoch, msgspec.Meta(ge=0, le=2**53)]
 IncarnationId = Annotated[Incarnation, msgspec.Meta(min_length=1, max_length=64)]
 RequestKey = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=96)]
 BlobDigest = Annotated[Digest, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+TableDigest = Annotated[Digest, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+"""Of a version's digest table. Empty while the table is open: what it will be follows (messages.py)."""
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

@@ -26,6 +26,10 @@ class Member(msgspec.Struct, kw_only=True):
     bytes: int = 0
     buckets: int = 0
     verified_by: str = ""
+    proven: str = ""
+    """The digest table that it says it holds, since it is verified."""
+    shares: bool = False
+    """A worker of it is on a GPU of the trainer's."""
     rank_offset: int = 0
     spared: bool = False
     """Nothing was sent to it in the last attempt, only because another engine failed: it is not at fault."""

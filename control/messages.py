@@ -31,6 +31,10 @@ The exchange of one round::
                                     RESUMING    Commit   -------->
                                                 <-----  Serving
       <--------------  RoundDone
+
+**Open tables.** Where every engine takes the ranks' memory by itself (``direct``), a trainer may announce a version
+before it has digested it: `Publish`, `Prepare` and `Transfer` leave their table open (empty), and the table follows, to
+the engines over the transport, to the coordinator with `Sent`. Nothing is proven and nothing committed without it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from .codec import brief
-from .ids import Epoch
+from .ids import Digest, Epoch
 from .limits import Limits
 from .member import Member
 from .messages import (
@@ -72,7 +72,14 @@ class Orders:
                 member.rank_offset = rank
                 rank += member.info.tp
             transport = member.transport or TransportKind.DISK
-            receivers.append(Receiver(engine=member.name, transport=transport, tp=member.info.tp, url=member.info.url))
+            receiver = Receiver(
+                engine=member.name,
+                transport=transport,
+                tp=member.info.tp,
+                url=member.info.url,
+                shares=member.shares and not self._publish.table,
+            )
+            receivers.append(receiver)
         return Send(
             channel=self._publish.channel,
             epoch=epoch,
@@ -102,7 +109,7 @@ class Orders:
             ),
         )
 
-    def commit(self, member: Member) -> ToEngine:
+    def commit(self, member: Member, table: Digest) -> ToEngine:
         """The version is durable: serve it."""
         return self._once(
             (Commit, member.epoch),
@@ -110,7 +117,7 @@ class Orders:
                 channel=self._publish.channel,
                 epoch=member.epoch,
                 version=self._publish.version,
-                table=self._publish.table,
+                table=table,
                 flush=self._publish.policy.flush,
                 deadline_s=self._limits.resume_s,
             ),

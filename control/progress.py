@@ -14,7 +14,7 @@ from .codec import clip
 from .cohort import HOPEFUL, SERVING_ON, Cohort
 from .duties import Duties
 from .effects import AnyObservation, StateEntered
-from .ids import AgentId, Channel, Epoch, Version
+from .ids import AgentId, Channel, Digest, Epoch, Version
 from .limits import Limits
 from .member import Member
 from .messages import EngineInfo, Held, Outcome, Publish, RoundDone
@@ -142,9 +142,16 @@ class Progress:
             wrong.append("resuming a version that was not committed")
         if self.state is RoundState.RESUMING and phases & set(HOPEFUL) - {EnginePhase.PREPARED}:
             wrong.append("an engine was forgotten at the commit")
+        if not self.table and (self.durable or self.state is RoundState.COMMITTING):
+            wrong.append("a version is committed, and its digest table is open")
         if any(member.epoch > self.epoch for member in self.members.values()):
             wrong.append("an engine is ahead of its round's epoch")
         return tuple(wrong)
+
+    @property
+    def table(self) -> Digest:
+        """Of the version; empty while it is open."""
+        return self._cohort.table
 
     # -- for who decides --------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from . import patience
 from .answers import question
 from .cohort import HOPEFUL, SERVING_ON, STANDING
 from .effects import Committed, EpochTaken, Redriven, RoundClosed
-from .ids import AgentId, Epoch
+from .ids import AgentId, Digest, Epoch
 from .member import Member
 from .messages import EngineMessage, Offer, Outcome, SlowEngines
 from .progress import Progress, Want
@@ -54,10 +54,15 @@ class Round(Progress):
         self._cohort.transfer(epoch, offers, failed, now)
         self._advance(now)
 
-    def sent(self, epoch: Epoch, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
-        """The trainer's half of the transfer is over. Engines in `failed` get a little time to speak for themselves."""
+    def sent(self, epoch: Epoch, table: Digest, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
+        """The trainer's half of the transfer is over. Engines in `failed` get a little time to speak for themselves.
+
+        `table` is that of the version where it was open.
+        """
         if self.state not in SENDING or epoch != self.epoch:
             return
+        if not self.table:
+            self._cohort.learn(table)
         self._transfer_over()
         self._cohort.doubt(failed, spared, now)
         self._advance(now)
@@ -148,7 +153,7 @@ class Round(Progress):
                     epoch=self.epoch,
                     version=self.version,
                     manifest=self.publish.manifest,
-                    table=self.publish.table,
+                    table=self.table,
                     request=self.publish.request,
                     announced=self.publish.epoch,
                     question=question(self.publish),
@@ -255,6 +260,15 @@ class Round(Progress):
         if command := self._cohort.take_withdrawn(self.epoch):
             self._duties.assign(self.holder, command, now)
 
+    def _stop_waiting_for_sent(self, waited: str, now: float, *, grace: bool) -> None:
+        """The transfer's time is over. Only its trainer can say a table that is open: with `grace` it still may."""
+        if self.table:
+            self._transfer_over()
+        elif grace:
+            self._deadline = now + self._limits.grace_s
+        else:
+            self._abort(f"the trainer has not said the version's digest table: {waited}", now)
+
     def _transfer_over(self) -> None:
         self._sent = self._sent_once = True
         self._duties.drop(self.holder)
@@ -313,7 +327,7 @@ class Round(Progress):
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
         verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
-        enough = self._sent_once and len(verified) >= max(1, self.publish.policy.min_engines)
+        enough = self._sent_once and bool(self.table) and len(verified) >= max(1, self.publish.policy.min_engines)
         if not enough and not self.durable:
             self._abort(reason, now)
             return
@@ -357,9 +371,10 @@ class Round(Progress):
             case RoundState.OFFERING:
                 self._give_up_transfer(f"the trainer offered nothing: {waited}", now)
             case RoundState.TRANSFERRING:
-                for member in self._cohort.within(EnginePhase.TRANSFERRING):
+                late = self._cohort.within(EnginePhase.TRANSFERRING)
+                for member in late:
                     self._cohort.leave(member, f"transfer: {waited}", now)
-                self._transfer_over()
+                self._stop_waiting_for_sent(waited, now, grace=bool(late))
             case RoundState.VERIFYING:
                 for member in self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
                     self._cohort.leave(member, f"verify: {waited}", now)

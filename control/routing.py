@@ -53,6 +53,8 @@ class Route(msgspec.Struct, frozen=True):
 
     transport: TransportKind | None
     reason: str
+    shares: bool = False
+    """A worker is on a GPU of the trainer's, as far as is known."""
     hurdles: dict[TransportKind, Objection] = {}
     """What speaks against those that would have been taken before it, fastest first."""
 
@@ -70,8 +72,9 @@ def choose(ends: Ends) -> Route:
     hurdles = dict(_hurdles(chosen, ends, objections))
     said = "; ".join(f"{kind.value}: {each.found}" for kind, each in objections.items())
     if chosen is None:
-        return Route(None, f"no transport: {said or 'the trainer offers none'}", hurdles)
-    return Route(chosen, f"{chosen.value}: {_merit(chosen, ends)}{f' ({said})' if said else ''}", hurdles)
+        return Route(None, f"no transport: {said or 'the trainer offers none'}", hurdles=hurdles)
+    reason = f"{chosen.value}: {_merit(chosen, ends)}{f' ({said})' if said else ''}"
+    return Route(chosen, reason, _shares(ends), hurdles)
 
 
 def objection(kind: TransportKind, ends: Ends) -> Objection | None:
@@ -300,6 +303,11 @@ def _merit(kind: TransportKind, ends: Ends) -> str:
             return "one collective group, whole buckets to every worker"
         case TransportKind.DISK:
             return "a checkpoint in a folder that both see"
+
+
+def _shares(ends: Ends) -> bool:
+    workers = {place.device for place in _of(ends.from_engine).places if place.device != "cpu"}
+    return any(place.device in workers for place in _of(ends.from_trainer).places)
 
 
 def _links(ends: Ends) -> str:

@@ -6,6 +6,8 @@ the version that was committed before: a chain. The coordinator carries the seal
 * have engines load what no trainer published: the digest table decides every byte, and is signed;
 * have an old version loaded again: its statement is of an old epoch, and engines take no lower one than they have seen;
 * show different histories to different engines: the next statement contradicts one of them;
+* slip them another table where a publication leaves it open: the trainer signs the same statement once more, with the
+  table in it, and engines prove nothing by a table without that signature;
 * send engines elsewhere for the bytes: where a trainer offers them is signed as well, for each epoch. That matters
   because the digests are made for speed, and do not resist somebody who may choose all bytes of a tensor.
 
@@ -22,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from .ids import AgentId, Channel, Epoch
+from .ids import AgentId, Channel, Digest, Epoch
 from .messages import Held, Offer, Prepare, Publish, Role, Seal, Transfer
 from .signing import sign, signed_by
 from .trust import Entry
@@ -62,6 +64,26 @@ def seal_publication(message: Publish, signer: AgentId, secret: str, previous: H
     bare = Seal(signer=signer, previous=previous, signature="0" * 128)
     sealed = msgspec.structs.replace(bare, signature=sign(secret, _statement(message, bare)))
     return msgspec.structs.replace(message, seal=sealed)
+
+
+def seal_table(message: Publish, table: Digest, secret: str) -> str:
+    """The signature for `table`, which the sealed `message` left open: under the same statement, with it filled in."""
+    assert message.seal is not None, "what is not sealed has nothing to be filled in"
+    return sign(secret, _statement(msgspec.structs.replace(message, table=table), message.seal))
+
+
+def doubt_table(
+    message: Prepare | None, table: Digest, signature: str, trusted: Mapping[AgentId, Entry]
+) -> Doubt | None:
+    """What speaks against `table`, which `message`, believed already, left open, and which came with `signature`."""
+    seal = message.seal if message is not None else None
+    entry = trusted.get(seal.signer) if seal is not None else None
+    if message is None or seal is None or entry is None:
+        return Doubt(Distrust.UNKNOWN_SIGNER, f"{seal and seal.signer!r} is not trusted any more")
+    filled_in = msgspec.structs.replace(message, table=table)
+    if not signed_by(entry.signing_key, _statement(filled_in, seal), signature):
+        return Doubt(Distrust.FORGED, f"digest table {table[:12]} is not what {seal.signer!r} signed for it")
+    return None
 
 
 def doubt(message: Prepare, serving: Held | None, trusted: Mapping[AgentId, Entry]) -> Doubt | None:

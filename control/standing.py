@@ -23,6 +23,7 @@ from .messages import (
     Code,
     Held,
     Publish,
+    Sent,
 )
 from .outgoing import Out
 from .past import Past, Restored
@@ -86,7 +87,7 @@ class Standing:
         if self.committed:
             needed.update((self.committed.manifest, self.committed.table))
         if self.round:
-            needed.update((self.round.publish.manifest, self.round.publish.table))
+            needed.update(filter(None, (self.round.publish.manifest, self.round.table)))
         return needed
 
     def phase(self, name: AgentId) -> EnginePhase | None:
@@ -159,9 +160,24 @@ class Standing:
         if older and not (message.rollback or message.catch_up):
             return self._not_newer(message.version)
         if missing:
-            return Verdict(Code.UNKNOWN_BLOB, f"blob {missing} is not here: put it, then publish again")
+            return _unknown(missing)
+        if not (message.table or self._fleet.infos()):
+            return Verdict(Code.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
         reason = contradicts(message, is_committed=self._is_committed(message))
         return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
 
+    def _may_be_sent(self, message: Sent, missing: str) -> Verdict:
+        """Whether what `message` says of the table agrees with what was said before."""
+        known = self.round.table if self.round else ""
+        if not (message.table or known):
+            return Verdict(Code.NOT_ALLOWED, "the table was left open and is not known yet: name it")
+        if known and message.table not in ("", known):
+            return Verdict(Code.NOT_ALLOWED, f"found table {message.table[:12]}, expected {known[:12]} as said before")
+        return _unknown(missing) if missing else YES
+
     def _routes(self, trainer: Agent, *, snapshot: bool = False) -> Mapping[AgentId, Route]:
         return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot)
+
+
+def _unknown(blob: str) -> Verdict:
+    return Verdict(Code.UNKNOWN_BLOB, f"blob {blob} is not here: put it, then ask again")

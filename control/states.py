@@ -144,7 +144,7 @@ ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
     EnginePhase.TRANSFERRED: frozenset(
         {EnginePhase.VERIFIED, EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST}
     ),
-    EnginePhase.VERIFIED: frozenset({EnginePhase.RESUMING, EnginePhase.LEAVING, EnginePhase.LOST}),
+    EnginePhase.VERIFIED: frozenset({EnginePhase.RESUMING, EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST}),
     EnginePhase.BROKEN: frozenset({EnginePhase.PAUSING, EnginePhase.LEAVING, EnginePhase.LOST}),
     EnginePhase.RESUMING: frozenset({EnginePhase.SERVING, EnginePhase.QUARANTINED, EnginePhase.LOST}),
     EnginePhase.LEAVING: frozenset({EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST}),

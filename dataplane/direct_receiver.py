@@ -221,7 +221,7 @@ class DirectReceiver:
                 self._workers.close()
                 lanes = [_lanes(each.lanes) for each in replayed]
                 with self._timed("compare"):
-                    agreement.proof.check(session.table, lanes, [each.odd for each in replayed])
+                    agreement.proof.check(session.known, lanes, [each.odd for each in replayed])
         except Exception as error:
             self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
             listener.close()

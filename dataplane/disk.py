@@ -272,7 +272,7 @@ def check_tensors(target: Path, session: Session) -> None:
     for index, bucket in enumerate(manifest.buckets):
         memory = safetensors_file.read(target / safetensors_file.file_name(manifest, index), manifest, index)
         names = [tensor.name for tensor in manifest.tensors_of(index)]
-        integrity.check(memory, manifest.offsets_of(index), session.table.of_bucket(bucket), names)
+        integrity.check(memory, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
 
 
 def _notes(session: Session) -> Notes:
@@ -281,5 +281,5 @@ def _notes(session: Session) -> Notes:
         epoch=session.epoch,
         version=session.version,
         manifest=session.manifest.digest(),
-        table=session.table.digest(),
+        table=session.known.digest(),
     )

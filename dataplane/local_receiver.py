@@ -137,7 +137,7 @@ class LocalReceiver:
         target = self._memory.memory(index % self._memory.slots)[: bucket.nbytes]
         np.copyto(target.numpy(), source[: bucket.nbytes])
         names = [tensor.name for tensor in manifest.tensors_of(index)]
-        integrity.check(target, manifest.offsets_of(index), session.table.of_bucket(bucket), names)
+        integrity.check(target, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
 
     def _load(
         self, session: Session, server: EngineServer, index: int, memory: CudaMemory | None, deadline: Deadline

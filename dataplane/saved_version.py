@@ -129,7 +129,7 @@ class SavedReceiver:
 
     def _load(self, session: Session, target: Path, server: EngineServer, deadline: Deadline) -> Receipt:
         found = SavedVersion.read(target)
-        wanted = (session.channel, session.version, session.manifest.digest(), session.table.digest())
+        wanted = (session.channel, session.version, session.manifest.digest(), session.known.digest())
         notes = found.notes if found else None
         if notes is None or (notes.channel, notes.version, notes.manifest, notes.table) != wanted:
             raise TransferFailed(f"{target} holds {notes}, expected version {session.version} as it was committed")

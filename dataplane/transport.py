@@ -24,6 +24,7 @@ from typing import Final, Protocol, runtime_checkable
 import msgspec
 import torch
 
+from .errors import TransferFailed
 from .manifest import BucketSpec, DigestTable, Manifest, TensorSpec
 
 JOIN_S: Final = 15.0
@@ -39,7 +40,23 @@ class Session(msgspec.Struct, frozen=True):
     epoch: int
     version: int
     manifest: Manifest
+    table: DigestTable | None
+    """Null where it follows: the sender `tabled` it once known, and the receiver waits for it before it proves."""
+
+    @property
+    def known(self) -> DigestTable:
+        """The table. Raises `TransferFailed` where it follows, which not every transport can wait for."""
+        if self.table is None:
+            raise TransferFailed("the digest table follows, and this transport compares what it takes with it at once")
+        return self.table
+
+
+class Tabled(msgspec.Struct, frozen=True):
+    """The digest table of a session that was begun without."""
+
     table: DigestTable
+    seal: bytes = b""
+    """By which a receiver's side believes it. Carried, and never read here."""
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -203,6 +220,17 @@ class Receipt(msgspec.Struct, frozen=True):
     buckets: int
     checked: bool
     """Every byte was compared with the digest table before the server saw it."""
+    tabled: Tabled | None = None
+    """What the sender gave, and what was taken is proven by, where the session was begun without a table."""
+
+
+@runtime_checkable
+class Tabling(Protocol):
+    """A sender whose session may begin before its digest table is known."""
+
+    def tabled(self, tabled: Tabled) -> None:
+        """Give it to all receivers, those that are there and those that come. Once in a session, from any thread."""
+        ...
 
 
 @runtime_checkable

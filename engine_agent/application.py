@@ -64,7 +64,7 @@ from .events import (
 )
 from .ledger import Ledger
 from .mandate import Mandate
-from .stages import HOLD_S, STEP_OF, Beside, Running, View, Waiting, told, view_of
+from .stages import HOLD_S, STEP_OF, Beside, Running, View, Waiting, filled_in, told, view_of
 
 STORY: Final = 48
 """Recent events that an error carries."""
@@ -343,14 +343,14 @@ class Application:
         return self._fail(command, Step.TRANSFER, f"{type(other).__name__} came before the flip") if other else ()
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
-        if not isinstance(result, Received):
-            reason = result.reason if isinstance(result, Broken) else "the transfer ended without a receipt"
+        if not isinstance(result, Received) or not (command.table or result.table):
+            reason = result.reason if isinstance(result, Broken) else "the transfer ended without a receipt or a table"
             if isinstance(result, Broken) and not result.touched:
                 self.reason = reason
                 return (*self._learn(w.Spared(), now), *self._fail(command, Step.TRANSFER, reason))
             self.reason = f"version {command.version} was not taken completely: {reason}"
             return (*self._learn(w.Touched(), now), *self._fail(command, Step.TRANSFER, reason))
-        arrived = self._learn(w.Touched(), now)
+        command, arrived = filled_in(command, result), self._learn(w.Touched(), now)
         transferred = self._answers.transferred(command, result, seconds)
         if result.verified_by:
             return (*arrived, transferred, *self._proven(command, Proven(result.verified_by), 0.0, now))

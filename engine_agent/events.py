@@ -100,6 +100,8 @@ class Received(msgspec.Struct, frozen=True):
     checked: bool
     verified_by: str = ""
     """How the server was found to hold what the table says, where that is a part of taking it. Empty: `Verify` asks."""
+    table: str = ""
+    """The digest table that came with it and is believed, where the command left it open."""
 
 
 class Proven(msgspec.Struct, frozen=True):

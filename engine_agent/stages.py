@@ -4,7 +4,7 @@ from typing import Final
 
 import msgspec
 
-from weightbus.control.ids import Epoch, Version
+from weightbus.control.ids import Digest, Epoch, Version
 from weightbus.control.messages import EngineHealth, Held, Pause, PauseMode, Step, ToEngine, Transfer
 
 from .events import (
@@ -16,6 +16,7 @@ from .events import (
     Operation,
     PauseServer,
     Receive,
+    Received,
     Release,
     ServerFound,
     ServerGone,
@@ -142,6 +143,11 @@ class Beside:
     def may(self, weights: Weights) -> bool:
         """It can, and the server generates from clean weights: it needs no pause before the flip."""
         return self.able and weights.state in GENERATES and weights.paused is False
+
+
+def filled_in(command: Transfer, received: Received) -> Transfer:
+    """`command` with the digest table that came with what was taken, where it left it open."""
+    return command if command.table else msgspec.structs.replace(command, table=Digest(received.table))
 
 
 def told(event: Event) -> str:

@@ -16,7 +16,7 @@ from weightbus.control.errors import WeightbusError
 from weightbus.control.ids import AgentId, Digest
 from weightbus.control.log import get_log
 from weightbus.control.messages import Held, Offer, Prepare, Publish, Transfer, TransportKind
-from weightbus.control.seals import Doubt, doubt, doubt_offer
+from weightbus.control.seals import Doubt, doubt, doubt_offer, doubt_table
 from weightbus.control.telemetry import (
     CALL_FAILURES,
     CALL_SECONDS,
@@ -26,10 +26,10 @@ from weightbus.control.telemetry import (
     Meters,
 )
 from weightbus.control.trust import TrustList
-from weightbus.dataplane.errors import DataplaneError, NotRecordable
+from weightbus.dataplane.errors import DataplaneError, NotRecordable, TransferFailed
 from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.saved_version import SavedReceiver, SavedVersion
-from weightbus.dataplane.transport import Address, Receiver, Remarking, Returning, Session, Sized, Stager, Timed
+from weightbus.dataplane.transport import Address, Receiver, Remarking, Returning, Session, Sized, Stager, Tabled, Timed
 from weightbus.dataplane.workers import RETURN_S
 
 from . import checkpoint, validate
@@ -107,6 +107,8 @@ class Worker:
         """The last operation that nobody wants any more."""
         self._signer: AgentId | None = None
         """Of the publication that was believed last."""
+        self._believed: Prepare | None = None
+        """That publication."""
         self._layouts: dict[str, Manifest] = {}
         self._table: tuple[tuple[str, str], DigestTable] | None = None
         """The last one that was read, by its manifest's digest and its own: the steps of a round read it again."""
@@ -203,7 +205,7 @@ class Worker:
         if (saved := self._saved(command.table)) is not None and command.seal is None:
             command = _announced(command, saved)
         self._object(command.version, doubt(command, serving, self._trust.agents()))
-        self._signer = command.seal.signer if command.seal else None
+        self._signer, self._believed = (command.seal.signer if command.seal else None), command
 
     def _object(self, version: int, objection: Doubt | None) -> None:
         if objection is not None:
@@ -212,11 +214,14 @@ class Worker:
 
     # -- before -------------------------------------------------------------------------------------------------------
 
-    def _read(self, manifest: str, table: str, deadline_s: float) -> tuple[Manifest, DigestTable]:
+    def _read(self, manifest: str, table: str, deadline_s: float) -> tuple[Manifest, DigestTable | None]:
+        """Both, by their digests; no table where that is open."""
         layout = self._layouts.get(manifest)
         if layout is None:
             layout = Manifest.decode(self._blob(manifest, deadline_s))
             self._layouts = {manifest: layout}
+        if not table:
+            return layout, None
         if self._table is None or self._table[0] != (manifest, table):
             self._table = (manifest, table), DigestTable.decode(self._blob(table, deadline_s), layout)
         return layout, self._table[1]
@@ -233,8 +238,8 @@ class Worker:
 
     def _fit(
         self, manifest: str, table: str, transport: TransportKind, folder: str, deadline_s: float
-    ) -> tuple[Manifest, DigestTable]:
-        """Manifest and table, once they are known to fit this launch of the server."""
+    ) -> tuple[Manifest, DigestTable | None]:
+        """Manifest and table, which may be open, once they are known to fit this launch of the server."""
         layout, digests = self._read(manifest, table, deadline_s)
         facts = self._server.facts
         key = (manifest, facts.identity, transport.value)
@@ -252,6 +257,20 @@ class Worker:
                 raise UnfitManifest(f"{command.offer.address} is not where this agent found the version")
         elif self._trust is not None:
             self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
+
+    def _believe_table(self, command: Transfer, tabled: Tabled | None) -> str:
+        """The digest of the table that followed to `command`, which left it open. Raises unless it is believed."""
+        if tabled is None:
+            raise TransferFailed("the digest table was to follow, and did not come")
+        table = tabled.table
+        if (table.manifest, table.version) != (command.manifest, command.version):
+            raise TransferFailed(f"the digest table that came is of version {table.version}, or of another manifest")
+        digest = Digest(table.digest())
+        if self._trust is not None:
+            signature = tabled.seal.decode("ascii", "replace")
+            self._object(command.version, doubt_table(self._believed, digest, signature, self._trust.agents()))
+        self._table = (command.manifest, digest), table
+        return digest
 
     def _stage(self, command: Transfer, folder: str) -> None:
         """Take it beside what is served, if that is still possible. If not, `_receive` takes it."""
@@ -302,9 +321,10 @@ class Worker:
         if isinstance(receiver, Timed):
             for step, seconds in receiver.seconds.items():
                 self._meters.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
+        followed = "" if command.table else self._believe_table(command, receipt.tabled)
         proves_itself = receipt.checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}
         verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
-        return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by)
+        return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by, followed)
 
     def _receiver_of(self, kind: str) -> Receiver:
         return SavedReceiver() if kind == SAVED else self._make(kind)
@@ -352,6 +372,7 @@ class Worker:
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
         _, table = self._read(command.manifest, command.table, VERIFY_S)
+        assert table is not None, "whoever is to verify knows the table"
         wanted = (self.live_digest(), self._server.tp)
         live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
         if live is not None:

@@ -27,12 +27,12 @@ from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.transport import Address
 
 from .background import End
-from .drive import Progress
 from .errors import AgentClosed, ConnectFailed, TooFarAhead, raise_for
 from .exposure import Exposure
 from .handle import PublishHandle
 from .leader import Leader, exposure_of, lead
-from .orders import Assemble, Beat, Expose, Finish, Join, Make, NotReady, Ranks, Ready, Taken, unexpected
+from .orders import Assemble, Beat, Digest, Expose, Finish, Join, Make, NotReady, Ranks, Ready, Taken, unexpected
+from .outfit import Progress
 from .publication import Ending, Verdict
 from .quantised import as_served
 from .report import Mode, PublishReport
@@ -215,7 +215,7 @@ class TrainerAgent:
             return self._alone(version, unexpected(end, "the end of its publication"))
         return end
 
-    def _follow(self, version: int) -> End | Taken:  # noqa: C901  one line for each order
+    def _follow(self, version: int) -> End | Taken:  # noqa: C901, PLR0912  one line for each order
         """Do what the leader says until the publication is over, or a snapshot is taken and training may go on."""
         cause: BaseException | None = None
         while True:
@@ -226,6 +226,8 @@ class TrainerAgent:
                         self._source.assemble(self.manifest, order.index, None)
                     case Expose() if cause is None and self._exposure is not None:
                         self._exposure.take_part(digests=order.digests, made=order.made)
+                    case Digest() if cause is None and self._exposure is not None:
+                        self._exposure.digests()
                     case Make() if cause is None and self._exposure is not None:
                         self._exposure.make(digests=order.digests)
                     case Join() if cause is None and self._exposure is not None:
@@ -236,7 +238,7 @@ class TrainerAgent:
                         return order
                     case Finish() if order.report.version == version:
                         return order.verdict, order.report, cause
-                    case Assemble() | Make() | Expose() | Join() | Taken() if cause is not None:
+                    case Assemble() | Make() | Expose() | Digest() | Join() | Taken() if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
                         return self._alone(version, cause)
                     case _:

@@ -21,7 +21,7 @@ from weightbus.control.log import get_log
 from weightbus.control.messages import Offer, TransportKind
 from weightbus.control.routing import IN_PLACE
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
-from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot
+from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot, Tabled, Tabling
 
 _OFFER_S: Final = 30.0
 """Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""
@@ -51,6 +51,7 @@ class Delivery:
         self._slots = slots
         self._buckets = len(session.manifest.buckets)
         self._filled = 0
+        self._tabled = False
         self._lanes = [
             _Lane(kind, senders[kind], peers[kind], session, slots, deadline, self._turn) for kind in sorted(peers)
         ]
@@ -69,6 +70,13 @@ class Delivery:
             for lane in self._lanes:
                 lane.told = True
             self._turn.notify_all()
+
+    def tabled(self, tabled: Tabled) -> None:
+        """The digest table of a session that was begun without. To be called after `open`; counts once."""
+        if not self._tabled:
+            self._tabled = True
+            for lane in self._lanes:
+                lane.tabled(tabled)
 
     @property
     def unopened(self) -> dict[str, str]:
@@ -173,6 +181,14 @@ class _Lane:
 
     def start(self) -> None:
         self._thread.start()
+
+    def tabled(self, tabled: Tabled) -> None:
+        if self.address is None or not isinstance(self._sender, Tabling):
+            return
+        try:
+            self._sender.tabled(tabled)
+        except DataplaneError as error:
+            self.withdraw({peer.engine: f"it cannot be given the digest table: {error}" for peer in self.peers})
 
     def withdraw(self, engines: Mapping[str, str]) -> None:
         for peer in self.peers:

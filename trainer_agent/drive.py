@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Final, Protocol, assert_never
+from collections.abc import Callable, Mapping
+from typing import Final, assert_never
 
 import msgspec
 
@@ -22,16 +22,16 @@ from weightbus.dataplane import saved_version
 from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.errors import DataplaneError, Unsupported
 from weightbus.dataplane.manifest import DigestTable
-from weightbus.dataplane.transport import Peer, Sender, Session
+from weightbus.dataplane.transport import Peer, Session, Tabled
 
-from . import orders
+from . import open_table, orders
 from . import publication as p
-from .archive import Archive, Saving
+from .archive import Saving
 from .delivery import Delivery
+from .outfit import Outfit, Progress
 from .report import Mode, PublishReport, Stopwatch
-from .settings import TrainerSettings
 from .source import SourceError
-from .staging import Staging, WeightsDiffer
+from .staging import WeightsDiffer
 
 _log = get_log(__name__)
 
@@ -41,85 +41,6 @@ _FAREWELL_S: Final = 2.0
 """How long a farewell waits for its answer: only the others' speed depends on it."""
 _TEXT: Final = 2048
 """Bound of free text in messages."""
-
-
-class Bus(Protocol):
-    """What is asked of control's `BusClient`."""
-
-    def request(self, message: m.ToCoordinator, blob: bytes | None = None, deadline_s: float = 30.0) -> m.ToAgent:
-        """The answer; a refusal and silence are raised."""
-        ...
-
-    def request_with(
-        self, message: m.ToCoordinator, blobs: Mapping[Digest, bytes], deadline_s: float = 30.0, blobs_s: float = 60.0
-    ) -> m.ToAgent:
-        """As `request`, and see that the coordinator has `blobs`, by their digests, which the message names."""
-        ...
-
-    def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
-        """The blob of that digest."""
-        ...
-
-    def next(self, timeout_s: float) -> m.ToAgent | None:
-        """What the coordinator says unasked."""
-        ...
-
-    @property
-    def committed(self) -> int | None:
-        """The channel's committed version, as the coordinator said it last."""
-        ...
-
-    def status(self, deadline_s: float = 10.0) -> bytes:
-        """The coordinator's status document."""
-        ...
-
-    def new_request(self) -> RequestId:
-        """A key for a request that is not a repetition."""
-        ...
-
-    def close(self) -> None:
-        """Leave."""
-        ...
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """Where a publication stands, for whoever shows it."""
-
-    version: int
-    state: str
-    buckets_sent: int
-    buckets: int
-
-
-class Sealer(Protocol):
-    """Signs for this trainer."""
-
-    def publication(self, message: m.Publish, previous: m.Held | None) -> m.Publish:
-        """`message`, to follow the committed version `previous`."""
-        ...
-
-    def offer(self, offer: m.Offer, epoch: Epoch) -> m.Offer:
-        """`offer`, for one epoch."""
-        ...
-
-
-class Outfit(msgspec.Struct):
-    """What outlives a publication and serves each of them."""
-
-    settings: TrainerSettings
-    bus: Bus
-    ranks: orders.Ranks
-    staging: Staging
-    make_sender: Callable[[m.TransportKind], Sender]
-    senders: MutableMapping[m.TransportKind, Sender]
-    boot: int
-    """The life of the coordinator that was last heard of."""
-    progress: Callable[[Progress], None] | None = None
-    mode: Mode = Mode.LIVE
-    seal: Sealer | None = None
-    """Null where no keys are used."""
-    archive: Archive | None = None
-    """Keeps versions as files; null where none are kept."""
 
 
 class Drive:
@@ -157,6 +78,7 @@ class Drive:
             event = self._perform(effects.popleft()) if effects else self._wait()
             if event is not None:
                 effects.extend(self._handle(event))
+        open_table.settle(self._of.staging, self.version, self._watch)
         self._conclude_saving(self.machine.verdict)
         return self.machine.verdict
 
@@ -168,6 +90,7 @@ class Drive:
         for effect in self._handle(p.Broken(ending, f"{type(error).__name__}: {error}")):
             self._perform(effect)
         self._stop_delivery()
+        open_table.settle(self._of.staging, self.version, self._watch)
         verdict = self.machine.verdict or p.Verdict(ending, str(error))
         self._conclude_saving(verdict)
         return verdict
@@ -190,6 +113,8 @@ class Drive:
         if self._delivery is None:
             until = min(self._beat_at, deadline if deadline is not None else self._beat_at)
             return self._event(self._of.bus.next(max(0.0, until - now)))
+        if self.machine.open and not self.machine.table:
+            return self._close_table()
         return self._event(self._of.bus.next(0.0)) or self._watch_over(self._delivery)
 
     def _watch_over(self, delivery: Delivery) -> p.AnyEvent | None:
@@ -244,7 +169,7 @@ class Drive:
             case p.Assemble():
                 return self._assemble()
             case p.Announce():
-                return self._asking(lambda: self._announce(effect.epoch))
+                return self._asking(lambda: self._announce(effect))
             case p.Deliver():
                 return self._asking(lambda: self._deliver(effect))
             case p.ReportSent():
@@ -288,7 +213,15 @@ class Drive:
         self._engines, self._committed = answer.engines, answer.committed
         self._routes = answer.routes or None
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
-        return p.LeaseGranted(answer.epoch, answer.committed)
+        self._begin_saving()
+        live = not self._catch_up and self._saving is None
+        open_ = live and open_table.allowed(self._of, self.version, answer)
+        return p.LeaseGranted(answer.epoch, answer.committed, open_)
+
+    def _begin_saving(self) -> None:
+        of = self._of
+        if self._saving is None and of.archive is not None and not self._catch_up:
+            self._saving = of.archive.saving(self.version, of.staging.manifest)
 
     def _made(self) -> p.AnyEvent | None:
         """Have what engines will read be made while the lease is asked for. What is wrong if that fails."""
@@ -300,17 +233,40 @@ class Drive:
 
     def _assemble(self) -> p.AnyEvent:
         staging = self._of.staging
-        if self._saving is None and self._of.archive is not None and not self._catch_up:
-            self._saving = self._of.archive.saving(self.version, staging.manifest)
+        self._begin_saving()
         try:
             table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
         except SourceError as error:
             return self._source_failed(error)
         if self._catch_up and self._committed is not None and self._committed.table != table.digest():
             table = self._committed_table(table, self._committed)
+        return self._digested(table)
+
+    def _digested(self, table: DigestTable) -> p.Digested:
+        manifest = self._of.staging.manifest
         seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
-        self._log.info("digested", bytes=staging.manifest.nbytes, buckets=len(staging.manifest.buckets), **seconds)
+        self._log.info("digested", bytes=manifest.nbytes, buckets=len(manifest.buckets), **seconds)
         return p.Digested(table.digest())
+
+    def _close_table(self) -> p.AnyEvent:
+        """Wait for the table of a version that was announced without, and give it to whoever takes the version."""
+        staging = self._of.staging
+        try:
+            table = staging.close(self.version, self._watch)
+        except SourceError as error:
+            return self._source_failed(error)
+        if table is None:
+            return p.Undigested(
+                "the ranks cannot digest what they expose any more: the table has to be made of buckets"
+            )
+        self._give_table(table)
+        return self._digested(table)
+
+    def _give_table(self, table: DigestTable) -> None:
+        """To the receivers of the delivery that runs."""
+        if self._delivery is not None and self._announced is not None:
+            seal = self._of.seal.table(self._announced, Digest(table.digest())) if self._of.seal else b""
+            self._delivery.tabled(Tabled(table, seal))
 
     def _committed_table(self, ours: DigestTable, held: m.Held) -> DigestTable:
         """The committed table where it is of these weights: ours differs when it was made for other engines."""
@@ -323,14 +279,15 @@ class Drive:
             return ours
         return staging.table
 
-    def _announce(self, epoch: int) -> p.AnyEvent:
+    def _announce(self, effect: p.Announce) -> p.AnyEvent:
         staging, patience_s = self._of.staging, self._of.settings.request_timeout_s
         with self._watch.phase("announce"):
-            manifest, table = Digest(staging.name), Digest(staging.table.digest())
+            manifest = Digest(staging.name)
+            table = Digest("") if effect.open else Digest(staging.table.digest())
             message = m.Publish(
-                request=self._publish_keys.setdefault(epoch, self._key()),
+                request=self._publish_keys.setdefault(effect.epoch, self._key()),
                 channel=self._channel,
-                epoch=Epoch(epoch),
+                epoch=Epoch(effect.epoch),
                 version=Version(self.version),
                 manifest=manifest,
                 table=table,
@@ -345,23 +302,28 @@ class Drive:
             if self._of.seal:
                 message = self._of.seal.publication(message, self._committed)
             self._announced = message
-            blobs = {manifest: staging.blob, table: staging.table.encode()}
+            blobs = {manifest: staging.blob}
+            if not effect.open:
+                blobs[table] = staging.table.encode()
             self._of.bus.request_with(message, blobs, patience_s, 6 * patience_s)
-        self._log.info("announced", epoch=epoch, manifest=manifest[:12], table=table[:12])
+        self._log.info("announced", epoch=effect.epoch, manifest=manifest[:12], table=table[:12])
+        if effect.open:  # engines prepare meanwhile
+            try:
+                staging.leave_open(self._watch)
+            except SourceError as error:
+                return self._source_failed(error)
         return p.Accepted()
 
-    def _deliver(self, effect: p.Deliver) -> None:
-        """Open the lanes and say where they are; from then on `_wait` watches them."""
+    def _deliver(self, effect: p.Deliver) -> p.AnyEvent | None:
+        """Open the lanes and say where they are; from then on `_wait` watches them.
+
+        Where a receiver would wait on a device for what the ranks still make there, that is waited for first.
+        """
         of, staging = self._of, self._of.staging
-        peers: dict[m.TransportKind, list[Peer]] = {}
-        for receiver in effect.receivers:
-            peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
-        if of.mode is Mode.SNAPSHOT and IN_PLACE & peers.keys():
-            raise Unsupported("a snapshot was asked for out of memory that is trained on: upgrade the coordinator")
-        for kind in peers:
-            if kind not in of.senders:
-                of.senders[kind] = of.make_sender(kind)
-        session = Session(of.settings.channel, effect.epoch, self.version, staging.manifest, staging.table)
+        peers = self._peers(effect)
+        unable = open_table.unable(peers, of.senders) if self.machine.open else {}
+        table = None if self.machine.open else staging.table
+        session = Session(of.settings.channel, effect.epoch, self.version, staging.manifest, table)
         self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, effect.deadline_s)
         offers = delivery.open()
         for offer in offers:
@@ -370,7 +332,10 @@ class Drive:
         if staging.whole:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
-        epoch, failed = Epoch(effect.epoch), _told(delivery.unopened)
+        tabled = self._table_first(effect) if self.machine.open else None
+        if isinstance(tabled, p.Broken | p.Undigested):
+            return tabled
+        epoch, failed = Epoch(effect.epoch), _told({**delivery.unopened, **unable})
         if of.seal:
             offers = tuple(of.seal.offer(offer, epoch) for offer in offers)
         if failed:
@@ -380,6 +345,29 @@ class Drive:
             self._request(offered)
         finally:
             delivery.told()  # an answer may be lost where the offer was not
+        return tabled if not self.machine.table else None
+
+    def _peers(self, effect: p.Deliver) -> dict[m.TransportKind, list[Peer]]:
+        """By transport, for each of which there is a sender."""
+        of = self._of
+        peers: dict[m.TransportKind, list[Peer]] = {}
+        for receiver in effect.receivers:
+            peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
+        if of.mode is Mode.SNAPSHOT and IN_PLACE & peers.keys():
+            raise Unsupported("a snapshot was asked for out of memory that is trained on: upgrade the coordinator")
+        for kind in peers:
+            if kind not in of.senders:
+                of.senders[kind] = of.make_sender(kind)
+        return peers
+
+    def _table_first(self, effect: p.Deliver) -> p.AnyEvent | None:
+        """What has to be known of an open table before the delivery that was just opened is offered."""
+        staging = self._of.staging
+        if staging.known is not None:
+            self._give_table(staging.known)
+        elif open_table.first(staging, effect.receivers):
+            return self._close_table()
+        return None
 
     def _stop_delivery(self) -> None:
         delivery, self._delivery = self._delivery, None
@@ -395,8 +383,20 @@ class Drive:
         if failed:
             self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
         spared = tuple(AgentId(engine) for engine in effect.spared)
-        epoch = Epoch(effect.epoch)
-        self._request(m.Sent(request=self._key(), channel=self._channel, epoch=epoch, failed=failed, spared=spared))
+        table = Digest(effect.table)
+        message = m.Sent(
+            request=self._key(),
+            channel=self._channel,
+            epoch=Epoch(effect.epoch),
+            failed=failed,
+            table=table,
+            spared=spared,
+        )
+        if table:
+            patience_s = self._of.settings.request_timeout_s
+            self._of.bus.request_with(message, {table: self._of.staging.table.encode()}, patience_s, 6 * patience_s)
+        else:
+            self._request(message)
         return p.Noted(effect.epoch)
 
     def _give_up(self, effect: p.GiveUp) -> None:

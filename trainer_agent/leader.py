@@ -16,12 +16,12 @@ import torch
 
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.errors import ConfigurationError, WeightbusError
-from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId
 from weightbus.control.keys import CurveFiles, read_secret
 from weightbus.control.log import get_log
 from weightbus.control.messages import Held, Hello, Offer, Outcome, Publish, Role, TrainerInfo, TransportKind
 from weightbus.control.routing import IN_PLACE
-from weightbus.control.seals import seal_offer, seal_publication
+from weightbus.control.seals import seal_offer, seal_publication, seal_table
 from weightbus.control.security import curve_files
 from weightbus.control.status import PastStatus, parse
 from weightbus.dataplane.errors import NotExportable
@@ -34,10 +34,11 @@ from weightbus.dataplane.transports import default_runtime_dir, sender
 from .archive import Archive, Policy
 from .background import Background, End
 from .backlog import Claim
-from .drive import Drive, Outfit, Progress
+from .drive import Drive
 from .exposure import Exposable, Exposure
 from .lag import Pacer
 from .orders import Assemble, Beat, Expose, Finish, Ranks, Taken
+from .outfit import Outfit, Progress
 from .publication import Ending, Verdict
 from .quantised import KnowsServed
 from .report import Mode, PublishReport, Stopwatch
@@ -358,6 +359,10 @@ class _Seal:
     def publication(self, message: Publish, previous: Held | None) -> Publish:
         """`message`, to follow the committed version `previous`."""
         return seal_publication(message, self._name, self._secret, previous)
+
+    def table(self, message: Publish, table: Digest) -> bytes:
+        """Why `table` is to be believed for `message`, which left it open."""
+        return seal_table(message, table, self._secret).encode("ascii")
 
     def offer(self, offer: Offer, epoch: Epoch) -> Offer:
         """`offer`, for one epoch."""

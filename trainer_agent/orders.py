@@ -50,6 +50,10 @@ class Expose(Order, frozen=True):
     """`Make` was said in this publication: nothing is begun anew."""
 
 
+class Digest(Order, frozen=True):
+    """Digest this rank's share of what it has exposed."""
+
+
 class Join(Order, frozen=True):
     """Take part in sending `epoch`, by a thread of this rank's own, to whoever comes to `address`."""
 
@@ -80,7 +84,7 @@ class Finish(Order, frozen=True):
     report: PublishReport
 
 
-AnyOrder = Ready | NotReady | Assemble | Make | Expose | Join | Beat | Taken | Finish
+AnyOrder = Ready | NotReady | Assemble | Make | Expose | Digest | Join | Beat | Taken | Finish
 
 _DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
 
@@ -111,6 +115,8 @@ def unexpected(order: AnyOrder, expected: str) -> RuntimeError:
             told = "to make what it exposes"
         case Expose():
             told = "to expose its memory"
+        case Digest():
+            told = "to digest its share"
         case Join():
             told = f"to send epoch {order.epoch}"
         case Beat():

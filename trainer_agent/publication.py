@@ -10,6 +10,10 @@ order and answers each with an event. This module decides, and knows nothing of 
 
 Any state ends in DONE with a `Verdict`; on its own deadline a round is given up through ABANDONING.
 
+Where every engine can wait for the digest table, the first attempt goes from ACQUIRING to ANNOUNCING at once, with an
+open table. Then `Digested` comes in any later state, before `Delivered`, and the table is said with the report. A round
+whose table does not come after all (`Undigested`) is given up, and begun anew with the table first.
+
 What the coordinator says of an older epoch, or of another version, changes nothing. A coordinator that forgot the
 round (it was restarted) is asked once more with the same request key; only when it refuses is the round lost.
 """
@@ -52,6 +56,7 @@ from .publication_events import (
     SendAsked,
     StopDelivery,
     Tick,
+    Undigested,
     Unreachable,
     Withdrawn,
 )
@@ -87,6 +92,7 @@ __all__ = [
     "State",
     "StopDelivery",
     "Tick",
+    "Undigested",
     "Unreachable",
     "Verdict",
     "Withdrawn",
@@ -102,7 +108,8 @@ class State(enum.Enum):
     DIGESTING = "digesting"
     """The lease is held; every rank assembles and the root digests. Engines serve."""
     ANNOUNCING = "announcing"
-    """The digest table is known; the coordinator is asked to start, or to repeat how it stands with, the round."""
+    """The digest table is known, or left open; the coordinator is asked to start the round, or to repeat how it stands
+    with it."""
     WAITING = "waiting"
     """The coordinator drives the round; nothing is being sent."""
     SENDING = "sending"
@@ -144,12 +151,16 @@ _LATER: Final = frozenset({Code.LEASE_HELD, Code.SHUTTING_DOWN, Code.READ_ONLY, 
 
 _IN_ROUND: Final = frozenset({State.ANNOUNCING, State.WAITING, State.SENDING, State.ABANDONING})
 
+_TABLE_FOLLOWS: Final = frozenset({State.ANNOUNCING, State.WAITING, State.SENDING, State.ABANDONING})
+"""Where an open table may become known."""
+
 _ASKING: Final = frozenset({State.ACQUIRING, State.ANNOUNCING, State.WAITING, State.SENDING})
 
 EXPECTED: Final[dict[type[Event], frozenset[State]]] = {
     Begin: frozenset({State.ACQUIRING}),
     LeaseGranted: frozenset({State.ACQUIRING}),
-    Digested: frozenset({State.DIGESTING}),
+    Digested: frozenset({State.DIGESTING}) | _TABLE_FOLLOWS,
+    Undigested: _TABLE_FOLLOWS,
     Accepted: frozenset({State.ANNOUNCING}),
     Delivered: frozenset({State.SENDING}),
     Refusal: _ASKING,
@@ -173,6 +184,8 @@ class Publication:
         """The epoch that was granted: what the round is announced under."""
         self.attempt = 0
         self.table = ""
+        self.open = False
+        """The round is announced without its table, which may be known by now."""
         self._asked = 0
         """Highest epoch of a `SendAsked` that was taken up; the coordinator repeats it until it hears of an offer."""
         self._silence = ""
@@ -195,10 +208,13 @@ class Publication:
         """Raise `InvariantBroken` when fields contradict each other."""
         if (self.state is State.DONE) != (self.verdict is not None):
             raise InvariantBroken(f"publication of {self.version} is {self.state.value} with verdict {self.verdict}")
-        if self.state in _IN_ROUND and (self.lease < 1 or self.epoch < self.lease or not self.table):
+        tabled = bool(self.table) or self.open
+        if self.state in _IN_ROUND and (self.lease < 1 or self.epoch < self.lease or not tabled):
             raise InvariantBroken(
                 f"{self.state.value} with lease {self.lease}, epoch {self.epoch}, table {self.table!r}"
             )
+        if self._unsaid is not None and self._unsaid.table != (self.table if self.open else ""):
+            raise InvariantBroken(f"a report names table {self._unsaid.table!r}, expected {self.table!r}")
         if (
             self.state is not State.DONE
             and self.attempt
@@ -209,9 +225,7 @@ class Publication:
 
     def handle(self, event: AnyEvent, now: float) -> Effects:  # noqa: C901, PLR0911  one line for each event
         """Take one event. Raises `IllegalMove`, changing nothing, on an answer to what was not asked."""
-        allowed = EXPECTED.get(type(event))
-        if allowed is not None and self.state not in allowed:
-            raise IllegalMove("publication", self.state.value, type(event).__name__)
+        self._require(event)
         if self.state is State.DONE:
             return ()
         match event:
@@ -222,6 +236,8 @@ class Publication:
             case Unreachable():
                 self._silence = event.reason
                 return self._later(self.limits.retry_s, now)
+            case Undigested():
+                return self._undigested(event, now)
             case Broken():
                 return self._broken(event)
             case SendAsked():
@@ -238,16 +254,23 @@ class Publication:
             case _:  # pragma: no cover
                 assert_never(event)
 
+    def _require(self, event: AnyEvent) -> None:
+        """Raise `IllegalMove` unless it was asked for. An open table comes once, and before the end of a delivery."""
+        allowed = EXPECTED.get(type(event))
+        late = isinstance(event, Digested | Undigested) and self.state is not State.DIGESTING
+        in_turn = not late or (self.open and not self.table)
+        if isinstance(event, Delivered):
+            in_turn = bool(self.table)
+        if not in_turn or (allowed is not None and self.state not in allowed):
+            raise IllegalMove("publication", f"{self.state.value}, table {self.table!r}", type(event).__name__)
+
     def _went_well(self, event: Begin | LeaseGranted | Digested | Accepted | Delivered | Noted, now: float) -> Effects:
         """The straight way."""
         match event:
             case Begin():
                 return self._acquire(now)
             case LeaseGranted():
-                self.epoch = self.lease = event.epoch
-                self._committed = event.committed or self._committed
-                self._move(State.DIGESTING)
-                return (Assemble(),)
+                return self._granted(event, now)
             case Digested():
                 return self._digested(event, now)
             case Accepted():
@@ -255,7 +278,7 @@ class Publication:
                 return (self._unsaid,) if self._unsaid is not None else ()
             case Delivered():
                 self._move(State.WAITING, give_up_at=self._give_up_at)
-                self._unsaid = ReportSent(event.epoch, event.failed, event.spared)
+                self._unsaid = ReportSent(event.epoch, event.failed, event.spared, self.table if self.open else "")
                 return (self._unsaid,)
             case Noted():
                 self._unsaid = None
@@ -267,16 +290,37 @@ class Publication:
 
     def _acquire(self, now: float) -> Effects:
         self.attempt += 1
-        self._unsaid = None
+        self._unsaid, self.open = None, False
         self._move(State.ACQUIRING, give_up_at=now + self.limits.acquire_s)
         return (AskLease(),)
 
+    def _granted(self, event: LeaseGranted, now: float) -> Effects:
+        self.epoch = self.lease = event.epoch
+        self._committed = event.committed or self._committed
+        self.open = event.open and self.attempt == 1 and not self._catch_up
+        if self.open:
+            return self._announce(now)
+        self._move(State.DIGESTING)
+        return (Assemble(),)
+
     def _digested(self, event: Digested, now: float) -> Effects:
         self.table = event.table
+        if self.state is not State.DIGESTING:
+            return ()
         if self._catch_up and not self._is_committed():
             return (*self._finish(_OTHER_WEIGHTS), GiveBack(self.lease))
+        return self._announce(now)
+
+    def _announce(self, now: float) -> Effects:
         self._move(State.ANNOUNCING, give_up_at=now + self.limits.round_s)
-        return (Announce(self.lease),)
+        return (Announce(self.lease, self.open),)
+
+    def _undigested(self, event: Undigested, now: float) -> Effects:
+        """The same version, with its table first."""
+        if self.state is State.ABANDONING:
+            return ()
+        given_up = (*self._stop(), GiveUp(self.epoch, event.reason))
+        return (*given_up, *self._begin_again(event.reason, now))
 
     def _send(self, event: SendAsked) -> Effects:
         """A first `Send` and a re-drive are the same: everything, to those named, under its epoch."""
@@ -321,7 +365,7 @@ class Publication:
         stop = self._stop()
         self._move(State.ANNOUNCING, give_up_at=self._give_up_at)
         self._asked = 0
-        return (*stop, Announce(self.lease))
+        return (*stop, Announce(self.lease, self.open))
 
     def _reconnected(self, event: Reconnected) -> Effects:
         self._committed = event.committed or self._committed
@@ -369,7 +413,7 @@ class Publication:
         if self._due is None or now < self._due:
             return ()
         self._due = None
-        return (AskLease(),) if self.state is State.ACQUIRING else (Announce(self.lease),)
+        return (AskLease(),) if self.state is State.ACQUIRING else (Announce(self.lease, self.open),)
 
     def _out_of_time(self, now: float) -> Effects:
         match self.state:

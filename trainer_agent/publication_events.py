@@ -51,6 +51,8 @@ class LeaseGranted(Event, frozen=True):
 
     epoch: int
     committed: Held | None = None
+    open: bool = False
+    """Every engine can wait for the digest table: the version may be announced before it is known."""
 
 
 class Refusal(Event, frozen=True):
@@ -68,9 +70,15 @@ class Unreachable(Event, frozen=True):
 
 
 class Digested(Event, frozen=True):
-    """Every bucket was assembled and digested; `table` names the digest table."""
+    """Everything was digested; `table` names the digest table. Of an open one, once for all attempts, at any time."""
 
     table: str
+
+
+class Undigested(Event, frozen=True):
+    """The table that was left open will not come: only buckets can be digested. The round has to begin anew."""
+
+    reason: str
 
 
 class Broken(Event, frozen=True):
@@ -146,6 +154,7 @@ AnyEvent = (
     | Refusal
     | Unreachable
     | Digested
+    | Undigested
     | Broken
     | Accepted
     | SendAsked
@@ -176,10 +185,12 @@ class Assemble(Effect, frozen=True):
 class Announce(Effect, frozen=True):
     """Put what the coordinator lacks and ask for the round of `epoch`; asked again, it is the same request.
 
-    Answered by Accepted, Refusal or Unreachable.
+    Answered by Accepted, Refusal, Unreachable or Broken.
     """
 
     epoch: int
+    open: bool = False
+    """Without a table, which follows: `Digested` or `Undigested` has to come before `Delivered`."""
 
 
 class Deliver(Effect, frozen=True):
@@ -212,6 +223,8 @@ class ReportSent(Effect, frozen=True):
     epoch: int
     failed: dict[str, str]
     spared: tuple[str, ...] = ()
+    table: str = ""
+    """Names the digest table, and is to be put, where the version was announced without."""
 
 
 class GiveUp(Effect, frozen=True):

@@ -85,6 +85,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         float,
         Meta(description="how often a kept snapshot is offered to engines that are behind; 0: never", ge=0, le=86400),
     ] = 1.0
+    open_tables: Annotated[
+        bool, Meta(description="announce a version while it is still digested, where all engines take it by direct")
+    ] = True
     transfer_timeout_s: Annotated[Wait, Meta(description="deadline of one transfer")] = 600.0
     acquire_timeout_s: Annotated[Wait, Meta(description="how long the lease is asked for")] = 300.0
     round_timeout_s: Annotated[Wait, Meta(description="deadline of a round, re-drives included")] = 1800.0

@@ -11,8 +11,9 @@ from weightbus.control.log import get_log
 from weightbus.control.status import ChannelView, parse
 
 from .background import End
-from .drive import Drive, Outfit
+from .drive import Drive
 from .orders import Ranks
+from .outfit import Outfit
 from .publication import Ending, Verdict
 from .report import Mode, PublishReport
 from .snapshot import Store, StoredWeights

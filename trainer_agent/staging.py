@@ -74,15 +74,23 @@ class InPlace:
         `routes` are the coordinator's choice. An engine without one takes no part; null where none were told: then it
         is made here, of what `Hello` says.
         """
-        kinds: Mapping[str, TransportKind | None] = (
-            {name: routing.choose(routing.Ends(self._trainer, info)).transport for name, info in engines.items()}
-            if routes is None
-            else routes
-        )
+        kinds = self._kinds(engines, routes)
         reading = [name for name in engines if kinds.get(name) in routing.IN_PLACE]
         others = {name: engines[name] for name in engines if kinds.get(name) and name not in reading}
         self._wanted = bool(reading)
         return len(reading), others
+
+    def may_leave_open(self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None) -> bool:
+        """Whether the digests, begun already, may be waited for later: every one of `engines` can take them so."""
+        kinds = {kind for name, kind in self._kinds(engines, routes).items() if name in engines and kind}
+        return self._made and self._digested and kinds == {TransportKind.DIRECT}
+
+    def _kinds(
+        self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None
+    ) -> Mapping[str, TransportKind | None]:
+        if routes is not None:
+            return routes
+        return {name: routing.choose(routing.Ends(self._trainer, info)).transport for name, info in engines.items()}
 
     def join(self, ranks: orders.Ranks, offer: Offer, epoch: int, deadline_s: float) -> None:
         """Have every rank send to whoever comes to `offer`. Collective; returns at once."""
@@ -91,8 +99,18 @@ class InPlace:
 
     def digests(self, ranks: orders.Ranks, *, wanted: bool) -> bytes | None:
         """Expose the memory as it is now, and digest it if that is `wanted` and possible. Collective."""
+        self.expose(ranks, digests=wanted)
+        return self._found(self.exposure.digests() if wanted else None, wanted=wanted)
+
+    def digests_later(self, ranks: orders.Ranks) -> bytes | None:
+        """Those of what was exposed before, if that is possible after all. Collective."""
+        ranks.tell(orders.Digest())
+        return self._found(self.exposure.digests(), wanted=True)
+
+    def expose(self, ranks: orders.Ranks, *, digests: bool = False) -> None:
+        """Make the memory readable as it is now; with `digests` the other ranks go on to those. Collective."""
         made, self._made = self._made, False
-        ranks.tell(orders.Expose(digests=wanted, made=made))
+        ranks.tell(orders.Expose(digests=digests, made=made))
         try:
             self.exposure.expose(made=made)
         except NotExportable as error:
@@ -100,7 +118,8 @@ class InPlace:
                 f"the memory could be exported before, and now cannot: {error}; what engines read where it is must be "
                 f"where it was when the agent connected: load offloaded parameters back before publishing"
             ) from error
-        found = self.exposure.digests() if wanted else None
+
+    def _found(self, found: bytes | None, *, wanted: bool) -> bytes | None:
         self._digested = found is not None
         if wanted and found is None and self._said != self.exposure.unsummed:
             self._said = self.exposure.unsummed
@@ -140,6 +159,8 @@ class Staging:
         self.head_dim = head_dim
         self._in_place = in_place
         self._table: DigestTable | None = None
+        self._open = False
+        """The digests of the publication that runs have begun, and are not waited for yet."""
         self._filled = False
         self._saving: Saving | None = None
         self._wanted: frozenset[Want] = frozenset()
@@ -160,6 +181,16 @@ class Staging:
         return self._filled and len(self.manifest.buckets) <= len(self.slots)
 
     @property
+    def open(self) -> bool:
+        """The table of the publication that runs was left open, and not asked for since."""
+        return self._open
+
+    @property
+    def known(self) -> DigestTable | None:
+        """The digests of the publication that runs, once there are any."""
+        return self._table
+
+    @property
     def table(self) -> DigestTable:
         """The digests of the publication that runs. Raises `RuntimeError` before `digest`."""
         if self._table is None:
@@ -168,7 +199,7 @@ class Staging:
 
     def begin(self) -> None:
         """A new publication: what was read for an earlier one no longer counts."""
-        self._table, self._filled, self._saving = None, False, None
+        self._table, self._filled, self._saving, self._open = None, False, None, False
         if self._in_place is not None:
             self._in_place.begin()
 
@@ -177,6 +208,30 @@ class Staging:
         if self._in_place is not None:
             with watch.phase("make"):
                 self._in_place.make(self._ranks)
+
+    def may_leave_open(
+        self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None = None
+    ) -> bool:
+        """Whether `engines` can be told of the version before its table is known: `leave_open`, later `close`."""
+        return self._table is None and self._in_place is not None and self._in_place.may_leave_open(engines, routes)
+
+    def leave_open(self, watch: Stopwatch) -> None:
+        """Expose what engines read, and do not wait for its digests. Once for a publication. Collective."""
+        if self._in_place is not None and self._table is None and not self._open:
+            with watch.phase("expose"):
+                self._in_place.expose(self._ranks)
+            self._open = True
+
+    def close(self, version: int, watch: Stopwatch) -> DigestTable | None:
+        """Wait for the digests that were left open. None where there are none: then `digest` makes them. Collective."""
+        if self._open and self._in_place is not None:
+            self._open = False
+            with watch.phase("digest"):
+                digests = self._in_place.digests_later(self._ranks)
+            if digests is not None:
+                self._wanted = frozenset[Want]()
+                self._table = DigestTable(self.name, version, integrity.ALGORITHM, digests)
+        return self._table
 
     def digest(
         self,
@@ -193,6 +248,7 @@ class Staging:
         that was made so serves engines that come later, by another transport, too: unless they can report digests.
         With `saving` buckets are assembled in any case, and given to it.
         """
+        self.close(version, watch)
         reading, others = (0, engines) if self._in_place is None else self._in_place.sort(engines, routes)
         wanted = layouts_wanted(others)
         if self._table is not None and wanted <= self._wanted:

@@ -35,8 +35,8 @@ from weightbus.dataplane import sends
 from weightbus.dataplane.pair_group import PairGroup
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo import checkpoint, model
-from weightbus.trainer_agent.drive import Progress
 from weightbus.trainer_agent.megatron import MegatronSource
+from weightbus.trainer_agent.outfit import Progress
 
 SMALL_TURNS = 1 << 14
 """Bytes for a pair of ranks in a turn, so that tiny models take several."""

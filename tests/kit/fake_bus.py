@@ -132,10 +132,19 @@ class FakeCoordinator:
             )
         )
 
-    def finish(self, publish: m.Publish, outcome: m.Outcome, reason: str = "", failed: tuple[str, ...] = ()) -> None:
-        """The round is over."""
+    def finish(
+        self,
+        publish: m.Publish,
+        outcome: m.Outcome,
+        reason: str = "",
+        failed: tuple[str, ...] = (),
+        table: Digest | None = None,
+    ) -> None:
+        """The round is over. `table` is what `publish` left open."""
         if outcome is m.Outcome.COMMITTED:
-            self.committed = m.Held(version=publish.version, manifest=publish.manifest, table=publish.table)
+            known = table or publish.table
+            assert known in self.blobs
+            self.committed = m.Held(version=publish.version, manifest=publish.manifest, table=known)
         reports = tuple(
             m.EngineReport(engine=AgentId(name), outcome=m.Outcome.QUARANTINED if name in failed else outcome)
             for name in self.engines
@@ -199,7 +208,7 @@ class FakeCoordinator:
         elif len(message.failed) == len(self.engines):
             self.finish(publish, m.Outcome.ABORTED, "no engine took the version", tuple(message.failed))
         else:
-            self.finish(publish, m.Outcome.COMMITTED, "", tuple(message.failed))
+            self.finish(publish, m.Outcome.COMMITTED, "", tuple(message.failed), message.table or None)
 
 
 def silence() -> CoordinatorUnreachable:

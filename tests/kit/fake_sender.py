@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.transport import JOIN_S, Address, Peer, Session, Slot
+from weightbus.dataplane.transport import JOIN_S, Address, Peer, Session, Slot, Tabled
 
 
 class FakeSender:
@@ -83,3 +83,32 @@ class FakeSender:
         for peer in self._peers:
             if peer.engine not in self.failed:
                 self.taken[self._session.epoch, peer.engine].append(slot.memory[:nbytes].numpy().tobytes())
+
+
+class FakeTablingSender(FakeSender):
+    """Satisfies `Tabling`, too. Where the table follows, `finish` waits for it, as receivers would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gave: dict[int, list[Tabled]] = {}
+        """By epoch: what receivers were given."""
+        self._came = threading.Event()
+
+    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+        self._came.clear()
+        if session.table is not None:
+            self._came.set()
+        return super().offer(session, peers)
+
+    def tabled(self, tabled: Tabled) -> None:
+        assert self._session is not None
+        if self._session.table is not None or self.gave.get(self._session.epoch):
+            raise TransferFailed("no table is to follow, or it came before")
+        self.calls.append("tabled")
+        self.gave.setdefault(self._session.epoch, []).append(tabled)
+        self._came.set()
+
+    def finish(self, deadline_s: float) -> None:
+        if not self._came.wait(deadline_s):
+            raise TransferFailed("the table did not come")
+        super().finish(deadline_s)

@@ -17,9 +17,9 @@ from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.staging import BucketPool
 from weightbus.trainer_agent import errors
 from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.drive import Outfit, Progress
 from weightbus.trainer_agent.leader import Leader
 from weightbus.trainer_agent.orders import Ranks
+from weightbus.trainer_agent.outfit import Outfit, Progress
 from weightbus.trainer_agent.report import PublishReport
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed

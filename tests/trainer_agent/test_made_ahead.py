@@ -31,9 +31,9 @@ from weightbus.dataplane.shared_memory import HostMemory
 from weightbus.dataplane.staging import BucketPool
 from weightbus.trainer_agent import orders, quantised_assembly
 from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.drive import Outfit
 from weightbus.trainer_agent.exposure import Exposure
 from weightbus.trainer_agent.leader import Leader
+from weightbus.trainer_agent.outfit import Outfit
 from weightbus.trainer_agent.publication import Ending, Verdict
 from weightbus.trainer_agent.quantised import ReadableQuantisedSource, quantised
 from weightbus.trainer_agent.quantised_assembly import ReadableSource
@@ -44,7 +44,7 @@ from weightbus.trainer_agent.staging import InPlace, Staging
 
 from ..kit import quantising
 from ..kit.fake_bus import FakeCoordinator, engine
-from ..kit.fake_sender import FakeSender
+from ..kit.fake_sender import FakeTablingSender
 
 BLOCK = 16
 DIRECT = m.TransportKind.DIRECT
@@ -174,6 +174,7 @@ class Rig:
         self.trainer = Trainer(3)
         self.source: ReadableSource = source_of(self.trainer) if quantised else self.trainer
         self.coordinator = Coordinator(self.device.log, DIRECT)
+        self.sender = FakeTablingSender()
         manifest = Manifest.of("M", self.source.tensors())
         settings = TrainerSettings(channel="c", request_timeout_s=1.0, beat_s=0.2)
         self.exposure = Exposure(self.source, manifest, folder / "r", "c")
@@ -186,7 +187,7 @@ class Rig:
             bus=self.coordinator,
             ranks=ranks,
             staging=Staging(self.source, manifest, pool, ranks, None, InPlace(self.exposure, info)),
-            make_sender=lambda _kind: FakeSender(),
+            make_sender=lambda _kind: self.sender,
             senders={},
             boot=self.coordinator.boot,
         )
@@ -202,9 +203,11 @@ class Rig:
 
     def table(self) -> DigestTable:
         """The last one that the coordinator was given."""
-        publish = [message for message in self.coordinator.heard if isinstance(message, m.Publish)][-1]
+        said = [message for message in self.coordinator.heard if isinstance(message, m.Publish | m.Sent)]
+        publish = [message for message in said if isinstance(message, m.Publish)][-1]
+        table = [message.table for message in said if message.table][-1]
         manifest = Manifest.decode(self.coordinator.blobs[publish.manifest])
-        return DigestTable.decode(self.coordinator.blobs[publish.table], manifest)
+        return DigestTable.decode(self.coordinator.blobs[table], manifest)
 
 
 @pytest.fixture
@@ -225,7 +228,7 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 def test_it_is_made_while_the_lease_is_asked_for(rig: Rig) -> None:
-    """And digested behind that; both are waited for before anything is announced: nobody reads what is half made."""
+    """And digested behind that; both are waited for before anything is offered: nobody reads what is half made."""
     _, first = rig.publish(1)
     rig.trainer.step()
 
@@ -233,7 +236,7 @@ def test_it_is_made_while_the_lease_is_asked_for(rig: Rig) -> None:
 
     assert verdict.ending is Ending.COMMITTED
     assert first == ["Acquire", "make", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
-    assert second == ["make", "digest", "Acquire", "settled", "digested", "Publish", "Offered", "Sent"]
+    assert second == ["make", "digest", "Acquire", "Publish", "settled", "digested", "Offered", "Sent"]
     assert rig.table().tensors == rig.trainer.digests()
 
 
@@ -246,7 +249,7 @@ def test_weights_that_are_read_as_they_are_are_digested_while_the_lease_is_asked
 
     assert verdict.ending is Ending.COMMITTED
     assert first == ["Acquire", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
-    assert second == ["digest", "Acquire", "settled", "digested", "Publish", "Offered", "Sent"]
+    assert second == ["digest", "Acquire", "Publish", "settled", "digested", "Offered", "Sent"]
     assert plain.table().tensors == plain.trainer.digests(quantised=False)
 
 
@@ -368,8 +371,8 @@ def test_a_source_that_fails_then_asks_for_no_lease(rig: Rig, monkeypatch: pytes
     assert len(rig.coordinator.heard) == told
 
 
-def test_a_device_that_fails_gives_the_lease_back(rig: Rig) -> None:
-    """What was begun is found to have failed when it is waited for: nothing is announced, and the next one is whole."""
+def test_a_device_that_fails_ends_the_round(rig: Rig) -> None:
+    """What was begun is found to have failed when it is waited for: nothing is offered, and the next one is whole."""
     rig.publish(1)
     rig.device.broken = True
 
@@ -380,7 +383,7 @@ def test_a_device_that_fails_gives_the_lease_back(rig: Rig) -> None:
 
     assert verdict.ending is Ending.INTERNAL
     assert "illegal memory access" in verdict.reason
-    assert happened == ["make", "digest", "Acquire", "Release"]
+    assert happened == ["make", "digest", "Acquire", "Publish", "Abandon"]
     assert again.ending is Ending.COMMITTED
     assert rig.table().tensors == rig.trainer.digests()
 

@@ -1,0 +1,52 @@
+"""Versions that are announced before their digest table is known: which may be, and what has to be looked after then.
+
+The devices of all ranks digest while the coordinator prepares engines, and, where these copy out of other devices,
+while they copy. publication.py says what is promised in such a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from weightbus.control.log import get_log
+from weightbus.control.messages import Granted, Receiver, TransportKind
+from weightbus.dataplane.transport import Peer, Sender, Tabling
+
+from .outfit import Outfit
+from .report import Mode, Stopwatch
+from .staging import Staging
+
+_log = get_log(__name__)
+_CANNOT_WAIT: Final = "the digest table follows in this round, and {} cannot wait for it: a later version will do"
+
+
+def allowed(of: Outfit, version: int, granted: Granted) -> bool:
+    """Whether a live version, which is not kept as files, may be announced without its table.
+
+    Not one that may be committed already: that only its table tells.
+    """
+    newer = granted.committed is None or version > granted.committed.version
+    wanted = of.settings.open_tables and of.mode is Mode.LIVE and newer
+    return wanted and of.staging.may_leave_open(granted.engines, granted.routes or None)
+
+
+def unable(peers: dict[TransportKind, list[Peer]], senders: Mapping[TransportKind, Sender]) -> dict[str, str]:
+    """Takes those out of `peers` that came after the lease and cannot wait for a table; who they are, and why."""
+    kinds = [kind for kind in peers if not isinstance(senders[kind], Tabling)]
+    return {peer.engine: _CANNOT_WAIT.format(kind.value) for kind in kinds for peer in peers.pop(kind)}
+
+
+def first(staging: Staging, receivers: Sequence[Receiver]) -> bool:
+    """Whether the table is waited for before the offer: a copy on the same device would wait for what is made there."""
+    return any(each.shares for each in receivers) or staging.slots[0].memory.device.type == "cpu"
+
+
+def settle(staging: Staging, version: int, watch: Stopwatch) -> None:
+    """The publication is over, however it ended: what still reads the weights ends before they are stepped."""
+    if not staging.open:
+        return
+    try:
+        staging.close(version, watch)
+    except Exception as error:  # noqa: BLE001  the next publication finds what is wrong
+        _log.warning("digests_not_settled", error=f"{type(error).__name__}: {error}")
