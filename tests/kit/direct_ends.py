@@ -1,6 +1,7 @@
 """Ends of direct rounds in processes of their own: reads jobs, a JSON object a line, and forks a process for each.
 
     {"half": "trainer", "root": .., "epoch": 1, "seed": 3}     offers a version, says where, and stays
+                                 with "follows": true  without its digest table, which does not come
     {"half": "workers", "socket": .., "tp": 2, "die": "Replay"}  is a server's workers for one call of the loader
 
 A process may be told to kill itself at a point: before it obeys a message of that name, when it has ``copied``, or when
@@ -17,6 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -41,7 +43,10 @@ def trainer(job: dict[str, Any]) -> None:
     """Offer one version to ``e``."""
     made = Trainer(Path(job["root"]))
     made.step(job["seed"])
-    address = made.sender.offer(made.session(job["epoch"]), [Peer("e", job["tp"])])
+    session = made.session(job["epoch"])
+    if job.get("follows"):
+        session = msgspec.structs.replace(session, table=None)
+    address = made.sender.offer(session, [Peer("e", job["tp"])])
     say(address=address.address)
     made.sender.ready(WAIT_S)
     made.sender.finish(WAIT_S)
