@@ -12,7 +12,7 @@ import os
 import selectors
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -48,6 +48,12 @@ class Exposed:
         """Names what a receiver keeps from round to round, in whatever generation it lies."""
         parts = (self.pieces.encode(), *(export.encode() for export in self.exports))
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+    def again(self, exporters: tuple[wire.Exporting, ...]) -> Exposed:
+        """The same layout, in another generation or round."""
+        found = replace(self, exporters=exporters)
+        vars(found)["layout"] = self.layout  # which takes as long as the layout is large
+        return found
 
 
 class _Peer:

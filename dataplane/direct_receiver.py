@@ -31,7 +31,7 @@ from .copy_engine import Lanes
 from .deadline import Deadline
 from .direct_wire import Welcome
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
-from .exports import ExportMap
+from .exports import ExportMap, MadeRegion
 from .frames import FrameListener, Frames
 from .local import open_runtime_dir
 from .manifest import DigestTable, Manifest
@@ -83,6 +83,8 @@ class DirectReceiver:
         self._listener: FrameListener | None = None
         self._workers = Workers()
         self._layout: Layout | None = None
+        self._made: dict[int, MadeRegion] = {}
+        """By holder: what of `_layout` is made part by part."""
         self._recordings: dict[str, Recording] = {}
         self._agreements: dict[int, Agreement] = {}
         """By the model, in the order in which the server calls the loader."""
@@ -95,7 +97,8 @@ class DirectReceiver:
         self.remark = ""
         """Why the last copies were slower than they could be."""
         self.seconds: dict[str, float] = {}
-        """Where the time of the last round went, all models together. `copy` and `verify` are of the slowest worker.
+        """Where the time of the last round went, all models together. `wait` (for what is still made), `copy` and
+        `verify` are each of the slowest worker.
 
         Implements `Timed`.
         """
@@ -182,6 +185,7 @@ class DirectReceiver:
         exports = tuple(ExportMap.decode(each) for each in reply.exports)
         pieces = Pieces.decode([reply.pieces], manifest.tensors)
         self._layout = Layout(welcome.layout, pieces, exports)
+        self._made = {each.holder: made for each in exports if (made := each.made) is not None}
         return self._layout
 
     def _agree(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
@@ -317,13 +321,14 @@ class DirectReceiver:
         touched, self._touched = self._touched, True
         try:
             replayed = self._workers.replay(
-                session.epoch, session.version, welcome.exporters, agreement.plans, deadline
+                session.epoch, session.version, welcome.exporters, self._made, agreement.plans, deadline
             )
         except ReplayFailed as failed:
             # Every worker has answered: if none of them began to write, the engine holds what it held.
             self._touched = touched or failed.touched
             raise
         self.remark = next((each.remark for each in replayed if each.remark), "")
+        self._add("wait", max(each.wait_s for each in replayed))
         self._add("copy", max(each.copy_s for each in replayed))
         self._add("verify", max(each.verify_s for each in replayed))
         return replayed

@@ -34,12 +34,14 @@ class Hello(WireMessage, frozen=True, tag=True):
     engine: str
 
 
-class Exporting(WireMessage, frozen=True, tag=True):
+class Exporting(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """One trainer rank: where its exporter listens, and which generation of its memory is current."""
 
     holder: int
     address: str
     generation: int
+    round: int = 0
+    """What the marks of its parts have to show; 0 where it makes nothing."""
 
 
 class Welcome(WireMessage, frozen=True, tag=True):

@@ -20,6 +20,7 @@ from weightbus.dataplane.copy_cuda import CudaCopies, CudaEngine
 from weightbus.dataplane.copy_engines import BRANCHES, branches_asked
 from weightbus.dataplane.copy_peer import PeerCopies
 from weightbus.dataplane.copy_runs import CopyRuns, copy_runs
+from weightbus.dataplane.copy_stages import StagedCopies
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies
 from weightbus.dataplane.errors import NoCopyEngines, Unsupported
@@ -79,7 +80,7 @@ def test_a_batch_copies_what_the_table_says(branches: int, table: CopyTable) -> 
 def test_a_driver_without_batches_is_told() -> None:
     """A symbol is missing."""
     with pytest.raises(NoCopyEngines, match=r"older than 13.0.*WEIGHTBUS_WORKER_BRANCHES=0"):
-        CopyBatch(CopyRuns(column(1), column(1), column(1)), 1, cast("Any", object()))
+        CopyBatch(CopyRuns(column(1), column(1), column(1), column(0)), 1, cast("Any", object()))
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def bound(
     driver: Any, branches: int, *, remote: bool = True
-) -> tuple[CudaCopies | PeerCopies, torch.Tensor, torch.Tensor]:
+) -> tuple[CudaCopies | StagedCopies | PeerCopies, torch.Tensor, torch.Tensor]:
     """`MIXED`, out of the memory of another GPU, or of the same one."""
     source = torch.randint(0, 256, (7 * MB,), dtype=torch.uint8)
     found, expected = torch.zeros_like(source), torch.zeros_like(source)
@@ -193,14 +194,14 @@ def test_batches_run_between_what_was_before_and_what_comes_after(monkeypatch: p
     batch = CopyBatch(runs, 2, cast("Any", driver))
     launch = batch.launch
 
-    def told(handles: Sequence[int]) -> None:
+    def told(handles: Sequence[int], stage: int) -> None:
         streams.told.extend(f"branch {handle - 7} copies" for handle in handles)
-        launch(handles)
+        launch(handles, stage)
 
     monkeypatch.setattr(batch, "launch", told)
     kernel = cast("Any", SimpleNamespace(launch=lambda: streams.told.append("the kernel copies")))
 
-    PeerCopies(torch.device("cuda", 0), batch, kernel, lambda: kernel, (here,)).run()
+    PeerCopies(torch.device("cuda", 0), batch, {0: kernel}, lambda: {0: kernel}, (here,)).run()
 
     assert streams.told[0] == "the device has ended"
     assert streams.told[-1] == "main has ended"

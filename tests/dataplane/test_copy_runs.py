@@ -72,7 +72,7 @@ def test_who_copies_what() -> None:
 def test_calls_are_short_first_and_then_longer(lengths: list[int]) -> None:
     """Together they are all runs, in their order, and none is empty; a call ends within a run of its share's end."""
     nbytes = column(*lengths)
-    found = calls_of(CopyRuns(np.arange(len(nbytes)), nbytes * 0, nbytes))
+    found = calls_of(CopyRuns(np.arange(len(nbytes)), nbytes * 0, nbytes, nbytes * 0))
     assert np.concatenate([each.source for each in found]).tolist() == list(range(len(nbytes)))
     assert all(len(each) for each in found)
     ends = [nbytes.sum() * sum(SHARES[: at + 1]) / sum(SHARES) for at in range(len(SHARES))]
@@ -84,5 +84,5 @@ def test_calls_are_short_first_and_then_longer(lengths: list[int]) -> None:
 
 def test_calls_double_until_they_are_all_alike() -> None:
     """What is handed over while one call is copied is at most twice as much, so that nothing waits for the host."""
-    found = calls_of(CopyRuns(column(*range(560)), column(*[0] * 560), column(*[7] * 560)))
+    found = calls_of(CopyRuns(column(*range(560)), column(*[0] * 560), column(*[7] * 560), column(*[0] * 560)))
     assert [len(each) for each in found] == [10, 10, 20, 40, 80, 80, 80, 80, 80, 80]
