@@ -97,8 +97,8 @@ class DirectReceiver:
         self.remark = ""
         """Why the last copies were slower than they could be."""
         self.seconds: dict[str, float] = {}
-        """Where the time of the last round went, all models together. `wait` (for what is still made), `copy` and
-        `verify` are each of the slowest worker.
+        """Where the time of the last round went, all models together. `copy`, `wait` (for
+        what was still made, while nothing was copied) and `verify` are of the slowest worker.
 
         Implements `Timed`.
         """
@@ -328,8 +328,9 @@ class DirectReceiver:
             self._touched = touched or failed.touched
             raise
         self.remark = next((each.remark for each in replayed if each.remark), "")
-        self._add("wait", max(each.wait_s for each in replayed))
-        self._add("copy", max(each.copy_s for each in replayed))
+        slowest = max(replayed, key=lambda each: each.wait_s + each.copy_s)
+        self._add("wait", slowest.wait_s)
+        self._add("copy", slowest.copy_s)
         self._add("verify", max(each.verify_s for each in replayed))
         return replayed
 
