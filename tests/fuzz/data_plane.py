@@ -73,7 +73,7 @@ def _messages(name: str, module: Any, decoder: str, *good: Any) -> Target:
 
 def _targets() -> tuple[Target, ...]:
     d, w, lo, e = direct_wire, worker_wire, local_wire, export_wire
-    exporting = d.Exporting(holder=0, address="/run/x", generation=3)
+    exporting = d.Exporting(holder=0, address="/run/x", generation=3, round=9)
     reader = Reader(0, "host", "cpu", ("GPU-1",))
     exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2))
     adopt = w.Adopt(
@@ -99,6 +99,7 @@ def _targets() -> tuple[Target, ...]:
             d.Refused(epoch=3, reason="no"),
             d.Layout(pieces=b"p", exports=(b"e",)),
             d.Agreed(),
+            d.Table(table=b"t" * 64, seal=b"s"),
             d.Failed(reason="no"),
         ),
         _messages(
@@ -107,6 +108,7 @@ def _targets() -> tuple[Target, ...]:
             "_TO_SENDER",
             d.Hello(channel="c", epoch=3, engine="e0"),
             d.GiveLayout(),
+            d.GiveTable(),
             d.Propose(plans=(d.Proposal(reader=reader, recording=b"r", plan="p"),)),
             d.Finished(),
         ),
@@ -116,7 +118,7 @@ def _targets() -> tuple[Target, ...]:
             "_TO_WORKER",
             w.Record(layout="l", tensors=SPECS),
             adopt,
-            w.Replay(epoch=3, version=7, exports=(exports,)),
+            w.Replay(epoch=3, version=7, exports=(exports,), rounds=(9,), within_s=1.0),
             w.Done(),
         ),
         _messages(
