@@ -153,7 +153,7 @@ class _FarMarks:
                 self._read.record(self._stream)
             self._looks = True
         until = time.perf_counter() + _SPIN_S
-        while not self._read.query():
+        while not self._read.query():  # type: ignore[no-untyped-call]
             if time.perf_counter() > until:
                 return {}
         self._looks = False

@@ -20,7 +20,7 @@ from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.exports import ExportMap, Place, Region
+from weightbus.dataplane.exports import ExportMap, MadeRegion, Parts, Place, Region
 from weightbus.dataplane.manifest import DigestTable, LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.meeting import _Sealed
 from weightbus.dataplane.pieces import Piece, Pieces, View, whole
@@ -75,7 +75,7 @@ def _targets() -> tuple[Target, ...]:
     d, w, lo, e = direct_wire, worker_wire, local_wire, export_wire
     exporting = d.Exporting(holder=0, address="/run/x", generation=3, round=9)
     reader = Reader(0, "host", "cpu", ("GPU-1",))
-    exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2))
+    exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2), made=MadeRegion(1, 0, (8,), 16))
     adopt = w.Adopt(
         plan="p",
         recording="r",
@@ -248,7 +248,8 @@ def _recording() -> Recording:
 
 
 def _export_map() -> ExportMap:
-    return ExportMap(holder=0, host="host", regions=(Region(4096, "cpu"),), places=(Place(0, 0), Place(0, 64)))
+    places = (Place(0, 0), Place(0, 64))
+    return ExportMap(0, "host", (Region(4096, "cpu"),), places, Parts(1, (64, 256), 512))
 
 
 class _Store:
