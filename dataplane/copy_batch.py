@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from .copy_runs import SHARES, CopyRuns, calls_of
 from .cuda_driver import error_name
@@ -33,6 +34,10 @@ class _Attributes(ctypes.Structure):
     )
 
 
+def _columns(runs: CopyRuns) -> list[npt.NDArray[np.uint64]]:
+    return [np.ascontiguousarray(each, np.uint64) for each in (runs.target, runs.source, runs.nbytes)]
+
+
 class CopyBatch:
     """Copies that were made ready. Their memory is the caller's to keep."""
 
@@ -47,24 +52,28 @@ class CopyBatch:
             raise NoCopyEngines(f"the CUDA driver has no batches of copies ({error}): it is older than 13.0") from error
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
-        self._calls = [
-            tuple(np.ascontiguousarray(each, np.uint64) for each in (part.target, part.source, part.nbytes))
-            for part in calls_of(runs, shares)
-        ]
+        self._calls = [(int(each.stage[0]), _columns(each)) for each in calls_of(runs, shares)]
         self._branches = min(branches, len(self._calls))
 
     def __len__(self) -> int:
         """Streams that `launch` needs."""
         return self._branches
 
-    def launch(self, streams: Sequence[int]) -> None:
-        """Copy everything, in the orders of streams with these handles, of which none is the default one.
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those that there are runs of, in their order."""
+        return tuple(dict.fromkeys(stage for stage, _ in self._calls))
+
+    def launch(self, streams: Sequence[int], stage: int | None = None) -> None:
+        """Copy a stage, or all, in the orders of streams with these handles, of which none is the default one.
 
         Raises `NoCopyEngines`; some of it may be under way then.
         """
         if len(streams) != self._branches:
             raise ValueError(f"{len(streams)} streams, expected {self._branches}")
-        for stream, columns in zip(itertools.cycle(streams), self._calls, strict=False):
+        for stream, (of, columns) in zip(itertools.cycle(streams), self._calls, strict=False):
+            if stage not in {None, of}:
+                continue
             code = self._call(
                 *(ctypes.c_void_p(column.ctypes.data) for column in columns), ctypes.c_size_t(len(columns[0])),
                 ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1), ctypes.c_void_p(stream),

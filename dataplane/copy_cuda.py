@@ -14,9 +14,10 @@ import torch
 
 from .boxes import Column
 from .copy_batch import CopyBatch
-from .copy_engine import Lanes
+from .copy_engine import Lanes, Ready, at_once
 from .copy_peer import PeerCopies
 from .copy_runs import Mask, copy_runs, for_copy_engines
+from .copy_stages import StagedCopies, by_stage
 from .copy_table import CopyTable
 from .copy_torch import TorchCopies
 from .digest_table import BoxTable
@@ -44,26 +45,41 @@ class CudaEngine:
         self._library = library
 
     def copies(
-        self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
-    ) -> CudaCopies | PeerCopies:
+        self,
+        table: CopyTable,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        stages: Column | None = None,
+    ) -> CudaCopies | StagedCopies | PeerCopies:
         """Bind a table."""
+        stages = np.zeros(len(table), np.int64) if stages is None else stages
         by_engines: Mask = np.zeros(len(table), np.bool_)
         if self._branches and len(table):
             remote = np.array([each.data_ptr() in self._remote for each in sources], np.int64)
             by_engines = for_copy_engines(table, remote)
+
+        def kernel(rows: Mask) -> dict[int, CudaCopies]:
+            found = by_stage(table.take(np.flatnonzero(rows)), stages[rows])
+            return {at: CudaCopies(self._device, each, sources, targets) for at, each in found.items()}
+
         if not by_engines.any():
-            return CudaCopies(self._device, table, sources, targets)
-        long, rest = (table.take(np.flatnonzero(rows)) for rows in (by_engines, ~by_engines))
+            return self._staged(kernel(~by_engines))
+        long = np.flatnonzero(by_engines)
         try:
-            batch = CopyBatch(copy_runs(long, _bases(sources), _bases(targets)), self._branches, self._library)
+            runs = copy_runs(table.take(long), _bases(sources), _bases(targets), stages[long])
+            batch = CopyBatch(runs, self._branches, self._library)
         except NoCopyEngines as error:
-            return CudaCopies(self._device, table, sources, targets, str(error))
+            return self._staged(kernel(np.ones(len(table), np.bool_)), str(error))
+        rest = kernel(~by_engines)
+        return PeerCopies(self._device, batch, rest, lambda: kernel(by_engines), (*sources, *targets))
 
-        def instead() -> CudaCopies:
-            return CudaCopies(self._device, long, sources, targets)
-
-        kernel = CudaCopies(self._device, rest, sources, targets)
-        return PeerCopies(self._device, batch, kernel, instead, (*sources, *targets))
+    def _staged(self, stages: dict[int, CudaCopies], remark: str = "") -> CudaCopies | StagedCopies:
+        """What the kernel does alone."""
+        only = stages.get(0) if len(stages) == 1 else None
+        if only is None:
+            return StagedCopies(stages, self._device, remark)
+        only.remark = remark
+        return only
 
     def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> CudaDigest:
         """Bind a table of boxes."""
@@ -90,17 +106,23 @@ class CudaCopies:
         self._memory = (tuple(sources), tuple(targets))
         self._source_at = sources[0].data_ptr() if sources else 0
 
-    def run(self) -> None:
+    @property
+    def busy(self) -> bool:
+        """Something that was launched is under way."""
+        return not torch.cuda.current_stream(self._device).query()
+
+    def run(self, ready: Ready = at_once) -> None:
         """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            self.launch()
+            self.launch(ready)
             torch.cuda.current_stream().synchronize()
 
-    def launch(self) -> None:
+    def launch(self, ready: Ready = at_once) -> None:
         """Copy every row, in the order of the current stream of this device."""
         from .copy_triton import copy  # noqa: PLC0415  triton is not there without a GPU
 
+        ready(0)
         with torch.cuda.device(self._device):
             for vector, table in self._tiles:
                 copy(table, vector)

@@ -6,17 +6,25 @@ paused server waits for: no work that grows with the number of rows may happen i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from .boxes import Column
 from .copy_table import CopyTable
 from .digest_table import BoxTable
 
 Lanes = npt.NDArray[np.uint64]
+Ready = Callable[[int], None]
+"""Called before the copies of a stage are launched, stage by stage: returns when all that they read is there."""
+
+
+def at_once(stage: int) -> None:
+    """Implements `Ready`: all of it is there."""
+    del stage
 
 
 class PreparedCopies(Protocol):
@@ -25,14 +33,20 @@ class PreparedCopies(Protocol):
     remark: str
     """Why it is slower than it could be; empty where it is not."""
 
-    def run(self) -> None:
+    @property
+    def busy(self) -> bool:
+        """Something that was launched is under way."""
+        ...
+
+    def run(self, ready: Ready = at_once) -> None:
         """Copy every row. Returns when the bytes are in the targets, and other streams may read them.
 
-        Begins when no stream reads the targets any more: a paused server may still compute its last batch.
+        Begins when no stream reads the targets any more: a paused server may still compute its last batch. What `ready`
+        raises leaves stages out, and those before may be under way.
         """
         ...
 
-    def launch(self) -> None:
+    def launch(self, ready: Ready = at_once) -> None:
         """Copy every row, in the order of the current stream. Returns at once where the device works by itself."""
         ...
 
@@ -77,9 +91,16 @@ class CopyEngine(Protocol):
     """
 
     def copies(
-        self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+        self,
+        table: CopyTable,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        stages: Column | None = None,
     ) -> PreparedCopies:
-        """Bind a table whose bounds `CopyTable.check` has proven."""
+        """Bind a table whose bounds `CopyTable.check` has proven.
+
+        `stages`, (rows,), says which rows are copied before which, and together; without them all are one stage, 0.
+        """
         ...
 
     def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> PreparedDigest:

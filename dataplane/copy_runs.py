@@ -37,6 +37,8 @@ class CopyRuns:
     """Address of the first byte."""
     target: Column
     nbytes: Column
+    stage: Column
+    """Runs of a stage are handed over before those of the next one."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -53,8 +55,11 @@ def for_copy_engines(table: CopyTable, remote: Column) -> Mask:
     return found
 
 
-def copy_runs(table: CopyTable, source_base: Column, target_base: Column) -> CopyRuns:
-    """The runs of a table without casts, long ones in parts; bases are the addresses of the regions."""
+def copy_runs(table: CopyTable, source_base: Column, target_base: Column, stages: Column | None = None) -> CopyRuns:
+    """The runs of a table without casts, long ones in parts; bases are the addresses of the regions.
+
+    `stages` are those of the rows; without them all are of stage 0.
+    """
     nbytes = table.run * ITEM_SIZES[table.target_dtype]
     parts = -(-nbytes // MOST_RUN)
     count: Column = table.grid.prod(axis=1, dtype=np.int64) * parts
@@ -68,12 +73,19 @@ def copy_runs(table: CopyTable, source_base: Column, target_base: Column) -> Cop
         number, index = np.divmod(number, table.grid[row, axis])
         source += index * table.source_step[row, axis]
         target += index * table.target_step[row, axis]
-    return CopyRuns(source, target, np.minimum(nbytes[row] - begin, MOST_RUN))
+    stage = np.zeros(len(row), np.int64) if stages is None else stages[row]
+    return CopyRuns(source, target, np.minimum(nbytes[row] - begin, MOST_RUN), stage)
 
 
 def calls_of(runs: CopyRuns, shares: Sequence[int] = SHARES) -> list[CopyRuns]:
-    """Batches to hand over one after another, none of them empty: runs that follow one another, by their `shares`."""
+    """Batches to hand over one after another, none of them empty: runs that follow one another, by their `shares`.
+
+    Each is of one stage: those that a stage cuts are two.
+    """
+    runs = runs.take(np.argsort(runs.stage, kind="stable"))
     before = np.cumsum(runs.nbytes) - runs.nbytes
     ends = np.cumsum(shares) * int(runs.nbytes.sum()) // sum(shares)
     call: Column = np.searchsorted(ends, before, side="right")
-    return [runs.take(np.flatnonzero(call == each)) for each in np.unique(call).tolist()]
+    begins = np.flatnonzero(np.diff(call, prepend=-1) | np.diff(runs.stage, prepend=-1))
+    ends = np.append(begins, len(runs))
+    return [runs.take(np.arange(a, b)) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]

@@ -9,7 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .copy_engine import Lanes
+from .boxes import Column
+from .copy_engine import Lanes, PreparedCopies, Ready, at_once
+from .copy_stages import StagedCopies, by_stage
 from .copy_table import CopyTable
 from .digest_table import WORD_BYTES, BoxTable
 from .integrity import mix
@@ -22,9 +24,17 @@ _BLOCK_WORDS: Final = 64 * 1024
 class TorchEngine:
     """Implements `CopyEngine`. One torch view for each row and side, made once."""
 
-    def copies(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> TorchCopies:
+    def copies(
+        self,
+        table: CopyTable,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        stages: Column | None = None,
+    ) -> PreparedCopies:
         """Bind a table."""
-        return TorchCopies(table, sources, targets)
+        if stages is None:
+            return TorchCopies(table, sources, targets)
+        return StagedCopies({at: TorchCopies(rows, sources, targets) for at, rows in by_stage(table, stages).items()})
 
     def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> TorchDigest:
         """Bind a table of boxes, on a CPU."""
@@ -42,14 +52,20 @@ class TorchCopies:
         for _, target, _, target_at, _, target_dtype, run, *shape in self._rows:
             self._to.append(_view(targets[target], target_at, target_dtype, (*shape[:3], run), shape[6:]))
 
-    def run(self) -> None:
+    @property
+    def busy(self) -> bool:
+        """A CPU does nothing by itself."""
+        return False
+
+    def run(self, ready: Ready = at_once) -> None:
         """Copy every row."""
-        self.launch()
+        self.launch(ready)
         if self._to and self._to[0].device.type == "cuda":
             torch.cuda.current_stream(self._to[0].device).synchronize()
 
-    def launch(self) -> None:
+    def launch(self, ready: Ready = at_once) -> None:
         """Copy every row, in the order of the current stream."""
+        ready(0)
         if self._to:
             torch._foreach_copy_(self._to, self._from)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 

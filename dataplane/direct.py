@@ -6,11 +6,13 @@ plans, and keeps the trainer waiting until every reader has finished. The receiv
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import selectors
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -24,7 +26,7 @@ from .local import open_runtime_dir
 from .pieces import Pieces
 from .plan import make_plan
 from .recording import Recording
-from .transport import JOIN_S, Address, Peer, Session, Slot
+from .transport import JOIN_S, Address, Peer, Session, Slot, Tabled
 
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
@@ -47,16 +49,24 @@ class Exposed:
         parts = (self.pieces.encode(), *(export.encode() for export in self.exports))
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
+    def again(self, exporters: tuple[wire.Exporting, ...]) -> Exposed:
+        """The same layout, in another generation or round."""
+        found = replace(self, exporters=exporters)
+        vars(found)["layout"] = self.layout  # which takes as long as the layout is large
+        return found
+
 
 class _Peer:
     def __init__(self, engine: str) -> None:
         self.engine = engine
         self.frames: Frames | None = None
         self.finished = False
+        self.asks = False
+        """For the digest table, which it has not got yet."""
 
 
 class DirectSender:
-    """Implements `Sender`. `expose` is called at each offer: the memory of the version that is published."""
+    """Implements `Sender` and `Tabling`. At each offer `expose` says where the version that is published lies."""
 
     def __init__(self, runtime_dir: Path, channel: str, expose: Callable[[], Exposed]) -> None:
         self._runtime_dir = runtime_dir
@@ -71,6 +81,13 @@ class DirectSender:
         self._agreed: set[str] = set()
         self._listener: FrameListener | None = None
         self._selector: selectors.BaseSelector | None = None
+        self._lock = threading.Lock()
+        """Of the three below: the table comes from any thread."""
+        self._table: wire.Table | None = None
+        self._follows: bool | None = None
+        """The session was begun without its table; null before the first."""
+        self._wake = -1
+        """An eventfd of `_selector`, while something is on offer."""
 
     @property
     def failed(self) -> dict[str, str]:
@@ -99,7 +116,33 @@ class DirectSender:
         self._listener = FrameListener(path)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
+        with self._lock:
+            self._table, self._follows = None, session.table is None
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._selector.register(self._wake, selectors.EVENT_READ, None)
         return Address(os.fspath(path))
+
+    def tabled(self, tabled: Tabled) -> None:
+        """Implements `Tabling`: whoever has asked for it is told, and whoever will.
+
+        To be called when `offer` has returned; after `close` it says nothing. Raises `TransferFailed` for a session
+        that was begun with its table or has got it, and for one that is larger than any.
+        """
+        table = wire.Table(table=tabled.table.encode(), seal=tabled.seal)
+        if len(table.table) > wire.MOST_TABLE_BYTES or len(table.seal) > wire.MOST_SEAL_BYTES:
+            raise TransferFailed(
+                f"a digest table of {len(table.table)} bytes, sealed by {len(table.seal)}, is too large"
+            )
+        with self._lock:
+            if not self._follows:
+                raise TransferFailed(
+                    "no digest table is to follow: nothing was offered, or it was offered with its table"
+                )
+            if self._table is not None:
+                raise TransferFailed("the digest table was given before, and there is one for each session")
+            self._table = table
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
         """Wait until every peer has connected, or is in `failed`."""
@@ -134,6 +177,10 @@ class DirectSender:
         if self._selector is not None:
             self._selector.close()
             self._selector = None
+        with self._lock:
+            wake, self._wake = self._wake, -1
+        if wake >= 0:
+            os.close(wake)
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -157,10 +204,12 @@ class DirectSender:
             if engine in self._peers:
                 self._drop(self._peers[engine], reason)
         for key, _ in self._selector.select(timeout_s):
-            if key.data is None:
+            if key.data is not None:
+                self._hear(key.data)
+            elif key.fileobj is self._listener:
                 self._admit()
             else:
-                self._hear(key.data)
+                self._woken()
 
     def _admit(self) -> None:
         assert self._listener is not None
@@ -181,6 +230,24 @@ class DirectSender:
         peer = self._peers[hello.engine]
         peer.frames = frames
         return self._register(frames, peer)
+
+    def _woken(self) -> None:
+        """The digest table has come."""
+        with self._lock, contextlib.suppress(BlockingIOError, OSError):  # closed meanwhile
+            os.eventfd_read(self._wake)
+        for peer in tuple(self._peers.values()):
+            try:
+                self._give_table(peer)
+            except DataplaneError as error:
+                self._drop(peer, str(error))
+
+    def _give_table(self, peer: _Peer) -> None:
+        """To one that asks for it, once it is there."""
+        with self._lock:
+            table = self._table
+        if table is not None and peer.asks and peer.frames is not None:
+            peer.asks = False
+            wire.say(peer.frames, table, Deadline(_PACKET_S))
 
     def _register(self, frames: Frames, peer: _Peer) -> None:
         assert self._selector is not None
@@ -211,6 +278,9 @@ class DirectSender:
                     for each in proposed.plans:
                         self._agree(each)
                     wire.say(peer.frames, wire.Agreed(), deadline)
+                case wire.GiveTable() if self._follows:
+                    peer.asks = True
+                    self._give_table(peer)
                 case wire.Finished():
                     peer.finished = True
                 case wire.Failed(reason=reason):

@@ -3,7 +3,8 @@
 It moves no bytes itself. It has the server call our loader in every worker, and leads the workers that then connect
 through one exchange (worker_wire.py): record and plan where something is new, copy, and say what they hold. It compares
 that with the digest table while they return, to a server that is paused and stays so: `receive` is done when that is
-right, and `returned` when the server is to be asked for something that has to come after.
+right, and `returned` when the server is to be asked for something that has to come after. A table that follows is heard
+while they copy, and waited for then.
 
 A server that speculates calls the loader for one model after another, in an order of its own: the one it serves, and
 its draft models. Each is an exchange of its own within the one call, and takes from the version what its loader asks
@@ -30,15 +31,15 @@ from .copy_engine import Lanes
 from .deadline import Deadline
 from .direct_wire import Welcome
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
-from .exports import ExportMap
+from .exports import ExportMap, MadeRegion
 from .frames import FrameListener, Frames
 from .local import open_runtime_dir
-from .manifest import Manifest
+from .manifest import DigestTable, Manifest
 from .pieces import Pieces
 from .plan import Plan, Reader, make_plan
 from .proof import Proof, make_proof
 from .recording import Recording
-from .transport import Address, EngineServer, Receipt, Session
+from .transport import Address, EngineServer, Receipt, Session, Tabled
 from .workers import RETURN_S, ReplayFailed, Workers
 
 
@@ -82,16 +83,22 @@ class DirectReceiver:
         self._listener: FrameListener | None = None
         self._workers = Workers()
         self._layout: Layout | None = None
+        self._made: dict[int, MadeRegion] = {}
+        """By holder: what of `_layout` is made part by part."""
         self._recordings: dict[str, Recording] = {}
         self._agreements: dict[int, Agreement] = {}
         """By the model, in the order in which the server calls the loader."""
         self._caller: ThreadPoolExecutor | None = None
         self._returning: Future[None] | None = None
         """The server's call in which the last version was taken."""
+        self._hearer: ThreadPoolExecutor | None = None
+        self._coming: Future[Tabled] | None = None
+        """The digest table of a session that was begun without, once it was asked for."""
         self.remark = ""
         """Why the last copies were slower than they could be."""
         self.seconds: dict[str, float] = {}
-        """Where the time of the last round went, all models together. `copy` and `verify` are of the slowest worker.
+        """Where the time of the last round went, all models together. `copy`, `wait` (for
+        what was still made, while nothing was copied) and `verify` are of the slowest worker.
 
         Implements `Timed`.
         """
@@ -114,6 +121,7 @@ class DirectReceiver:
         self.close()
         self._touched = False
         self.seconds = {}
+        self._coming = None
         deadline = Deadline(deadline_s)
         connection = self._connection = self._connect(address, deadline)
         try:
@@ -127,7 +135,8 @@ class DirectReceiver:
             raise
         finally:
             self.close()
-        return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
+        tabled = self._coming.result() if self._coming is not None else None
+        return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True, tabled=tabled)
 
     def returned(self, deadline_s: float) -> None:
         """Implements `Returning`."""
@@ -146,9 +155,10 @@ class DirectReceiver:
     def shutdown(self) -> None:
         """Let go of everything."""
         self.close()
-        if self._caller is not None:
-            self._caller.shutdown(wait=False)
-            self._caller = None
+        for each in (self._caller, self._hearer):
+            if each is not None:
+                each.shutdown(wait=False)
+        self._caller = self._hearer = None
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 
@@ -175,6 +185,7 @@ class DirectReceiver:
         exports = tuple(ExportMap.decode(each) for each in reply.exports)
         pieces = Pieces.decode([reply.pieces], manifest.tensors)
         self._layout = Layout(welcome.layout, pieces, exports)
+        self._made = {each.holder: made for each in exports if (made := each.made) is not None}
         return self._layout
 
     def _agree(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
@@ -187,6 +198,22 @@ class DirectReceiver:
         reply = direct_wire.hear_sender(connection, deadline, "the trainer to make the same plan")
         if not isinstance(reply, direct_wire.Agreed):
             raise TransferFailed(f"the trainer does not agree to the plan: {_reason(reply)}")
+
+    def _ask_table(self, connection: Frames, session: Session, deadline: Deadline) -> None:
+        """Have a digest table that follows heard by a thread of its own, while the workers copy."""
+        if session.table is not None or self._coming is not None:
+            return
+        direct_wire.say(connection, direct_wire.GiveTable(), deadline)
+        if self._hearer is None:
+            self._hearer = ThreadPoolExecutor(1, "weightbus-table")
+        self._coming = self._hearer.submit(_hear_table, connection, session, deadline)
+
+    def _table_of(self, session: Session) -> DigestTable:
+        """What the workers have to hold; waited for where it follows. Raises `PeerLost`, `DeadlineExceeded`."""
+        if self._coming is None:
+            return session.known
+        with self._timed("table"):
+            return self._coming.result().table
 
     # -- the workers --------------------------------------------------------------------------------------------------
 
@@ -213,6 +240,7 @@ class DirectReceiver:
                 if not came:
                     break
                 agreement = self._prepared(connection, session.manifest, layout, model, deadline)
+                self._ask_table(connection, session, deadline)
                 with self._timed("replay"):
                     replayed = self._replay(session, welcome, agreement, deadline)
                 # They have said what they hold, and the server stands still until somebody commits: while it returns,
@@ -220,8 +248,9 @@ class DirectReceiver:
                 self._workers.let_go(worker_wire.Done())
                 self._workers.close()
                 lanes = [_lanes(each.lanes) for each in replayed]
+                table = self._table_of(session)
                 with self._timed("compare"):
-                    agreement.proof.check(session.known, lanes, [each.odd for each in replayed])
+                    agreement.proof.check(table, lanes, [each.odd for each in replayed])
         except Exception as error:
             self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
             listener.close()
@@ -292,14 +321,16 @@ class DirectReceiver:
         touched, self._touched = self._touched, True
         try:
             replayed = self._workers.replay(
-                session.epoch, session.version, welcome.exporters, agreement.plans, deadline
+                session.epoch, session.version, welcome.exporters, self._made, agreement.plans, deadline
             )
         except ReplayFailed as failed:
             # Every worker has answered: if none of them began to write, the engine holds what it held.
             self._touched = touched or failed.touched
             raise
         self.remark = next((each.remark for each in replayed if each.remark), "")
-        self._add("copy", max(each.copy_s for each in replayed))
+        slowest = max(replayed, key=lambda each: each.wait_s + each.copy_s)
+        self._add("wait", slowest.wait_s)
+        self._add("copy", slowest.copy_s)
         self._add("verify", max(each.verify_s for each in replayed))
         return replayed
 
@@ -313,6 +344,19 @@ class DirectReceiver:
 def _lanes(blob: bytes) -> Lanes:
     found: Lanes = np.frombuffer(blob, "<u8").astype(np.uint64).reshape(2, -1)
     return found
+
+
+def _hear_table(connection: Frames, session: Session, deadline: Deadline) -> Tabled:
+    """The digest table of a session that was begun without. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
+    reply = direct_wire.hear_sender(connection, deadline, "the digest table")
+    if not isinstance(reply, direct_wire.Table):
+        raise PeerLost(f"the sender gave no digest table: {_reason(reply)}")
+    if len(reply.table) > direct_wire.MOST_TABLE_BYTES or len(reply.seal) > direct_wire.MOST_SEAL_BYTES:
+        raise PeerLost(f"a digest table of {len(reply.table)} bytes, sealed by {len(reply.seal)}, is larger than any")
+    table = DigestTable.decode(reply.table, session.manifest)
+    if table.version != session.version:
+        raise TransferFailed(f"the digest table is of version {table.version}, this session of {session.version}")
+    return Tabled(table, reply.seal)
 
 
 def _wait(call: Future[None], seconds: float) -> None:

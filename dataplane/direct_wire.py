@@ -7,7 +7,11 @@ receiver                     sender
          <-------------------  Layout
   Propose ------------------>                       (only when the plan is new)
          <-------------------  Agreed
+  GiveTable ---------------->                       (only where the digest table follows)
+         <-------------------  Table                 as soon as it is known
   Finished | Failed -------->
+
+Nobody is told anything that it has not asked for, but for Failed: a receiver that copies reads nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -30,12 +34,14 @@ class Hello(WireMessage, frozen=True, tag=True):
     engine: str
 
 
-class Exporting(WireMessage, frozen=True, tag=True):
+class Exporting(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """One trainer rank: where its exporter listens, and which generation of its memory is current."""
 
     holder: int
     address: str
     generation: int
+    round: int = 0
+    """What the marks of its parts have to show; 0 where it makes nothing."""
 
 
 class Welcome(WireMessage, frozen=True, tag=True):
@@ -85,6 +91,18 @@ class Agreed(WireMessage, frozen=True, tag=True):
     """Sender: it made the same plans."""
 
 
+class GiveTable(WireMessage, frozen=True, tag=True):
+    """Receiver: it is about to copy, and has no digest table yet. Answered once, when there is one."""
+
+
+class Table(WireMessage, frozen=True, tag=True):
+    """Sender: what is copied has to be this. At most `MOST_TABLE_BYTES` and `MOST_SEAL_BYTES`."""
+
+    table: bytes
+    """`DigestTable.encode`."""
+    seal: bytes
+
+
 class Finished(WireMessage, frozen=True, tag=True):
     """Receiver: the engine holds the version, and has proven it."""
 
@@ -95,8 +113,12 @@ class Failed(WireMessage, frozen=True, tag=True):
     reason: str
 
 
-ToReceiver = Welcome | Refused | Layout | Agreed | Failed
-ToSender = Hello | GiveLayout | Propose | Finished | Failed
+ToReceiver = Welcome | Refused | Layout | Agreed | Table | Failed
+ToSender = Hello | GiveLayout | Propose | GiveTable | Finished | Failed
+
+MOST_TABLE_BYTES: Final = 128 * 1024 * 1024
+"""Of a digest table that follows: 16 for each of a million tensors are an eighth of it."""
+MOST_SEAL_BYTES: Final = 4096
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_RECEIVER: Final[msgspec.msgpack.Decoder[ToReceiver]] = msgspec.msgpack.Decoder(ToReceiver)

@@ -19,7 +19,7 @@ import torch
 
 from . import export_wire as wire
 from .errors import PeerLost, TransferFailed, Unsupported
-from .exports import ExportMap
+from .exports import ExportMap, Parts
 from .host import host_identity
 from .local import open_runtime_dir
 from .shared_memory import Held, SharedMemory, memory_of
@@ -57,8 +57,8 @@ class RegionExporter:
         with self._lock:
             return len(self._leases)
 
-    def export(self, tensors: Sequence[torch.Tensor], *, settled: bool = True) -> ExportMap:
-        """Make the memory of `tensors` readable. Raises `NotExportable`.
+    def export(self, tensors: Sequence[torch.Tensor], *, settled: bool = True, parts: Parts | None = None) -> ExportMap:
+        """Make the memory of `tensors` readable, `parts` of it before they are made. Raises `NotExportable`.
 
         Without `settled` it may return before all that this process writes there is written: `settle` waits for that.
         """
@@ -66,7 +66,7 @@ class RegionExporter:
             self._memory = memory_of(tensors)
         # No other tensor can be where these were: their storages are held here.
         pointers = addresses_of(tensors)
-        if self._map is not None and pointers == self._pointers:
+        if self._map is not None and self._map.parts == parts and pointers == self._pointers:
             if settled:
                 self._memory.settle()
             return self._map
@@ -77,7 +77,8 @@ class RegionExporter:
             self._held = held
         self._serve()
         self._pointers = addresses_of(tensors)  # those of a host have been moved
-        self._map = ExportMap(self._holder, host_identity(), tuple(each.region for each in held.values()), places)
+        regions = tuple(each.region for each in held.values())
+        self._map = ExportMap(self._holder, host_identity(), regions, places, parts)
         return self._map
 
     def settle(self) -> None:

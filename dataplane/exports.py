@@ -36,7 +36,27 @@ class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bytes."""
 
 
-class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A local tensor that is made anew for every version, from its beginning on, and may be read while it is."""
+
+    storage: int
+    """Its number among the places."""
+    ends: tuple[int, ...]
+    """Bytes from its beginning, ascending: where each part ends."""
+    marks: int
+    """... and where an int64 for each part lies: it shows the number of the round in which the part was made last."""
+
+
+class MadeRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The same as readers know it. All but the region itself are bytes from the beginning of that region."""
+
+    region: int
+    begin: int
+    ends: tuple[int, ...]
+    marks: int
+
+
+class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Everything that one holder exports. Equal layouts have equal maps, in whatever process and generation."""
 
     holder: int
@@ -45,6 +65,17 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regions: tuple[Region, ...]
     places: tuple[Place, ...]
     """By the number that pieces give a local tensor as `storage`."""
+    parts: Parts | None = None
+    """What of it is made part by part, if anything is. All else is there when it is offered."""
+
+    @property
+    def made(self) -> MadeRegion | None:
+        """`parts`, in their region."""
+        if self.parts is None:
+            return None
+        place = self.places[self.parts.storage]
+        ends = tuple(place.offset + end for end in self.parts.ends)
+        return MadeRegion(place.region, place.offset, ends, place.offset + self.parts.marks)
 
     def encode(self) -> bytes:
         """Canonical bytes."""
@@ -64,6 +95,8 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for place in found.places
         ):
             raise ManifestError("an exported tensor lies outside of its region")
+        if found.parts is not None:
+            _check_parts(found, found.parts)
         return found
 
     def digest(self) -> str:
@@ -76,5 +109,20 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return table[:, 0], table[:, 1]
 
 
+def _check_parts(export: ExportMap, parts: Parts) -> None:
+    if not 0 <= parts.storage < len(export.places) or not 0 < len(parts.ends) <= MOST_PARTS:
+        raise ManifestError(f"{len(parts.ends)} parts of local tensor {parts.storage} are made: there is no such")
+    made = export.made
+    assert made is not None
+    nbytes = export.regions[made.region].nbytes
+    ascending = all(a < b for a, b in zip((0, *parts.ends), parts.ends, strict=False))
+    marks = (made.marks, made.marks + MARK_BYTES * len(made.ends))
+    if not ascending or made.ends[-1] > nbytes or marks[0] < 0 or marks[1] > nbytes or marks[0] % MARK_BYTES:
+        raise ManifestError(f"parts that end at {made.ends}, with marks at {marks[0]}, are none of {nbytes} bytes")
+
+
+MOST_PARTS: Final = 64
+MARK_BYTES: Final = 8
+"""Of the mark of a part."""
 _ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
 _DECODER: Final[msgspec.msgpack.Decoder[ExportMap]] = msgspec.msgpack.Decoder(ExportMap)

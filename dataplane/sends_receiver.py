@@ -189,6 +189,11 @@ class SendsReceiver(DirectReceiver):
         self._expect(known, deadline)
         return known
 
+    def _ask_table(self, connection: Frames, session: Session, deadline: Deadline) -> None:
+        """Raises `TransferFailed`: what is sent is proven with a table that is known."""
+        del connection, deadline
+        assert session.known is not None
+
     def _agree(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
         super()._agree(connection, agreement, deadline)
         self._agreed |= frozenset(agreement.digests)

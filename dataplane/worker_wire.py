@@ -31,6 +31,7 @@ from typing import Final
 import msgspec
 
 from .deadline import Deadline
+from .exports import MadeRegion
 from .frames import Frames
 from .manifest import TensorSpec
 from .sends_wire import Group
@@ -66,13 +67,15 @@ class Recorded(WireMessage, frozen=True, tag=True):
     seconds: float
 
 
-class Exports(WireMessage, frozen=True, tag=True):
+class Exports(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Where one trainer rank's memory is had, and which regions of it."""
 
     holder: int
     address: str
     generation: int
     regions: tuple[int, ...]
+    made: MadeRegion | None = None
+    """One of the regions, where it may be read before all of it is made."""
 
 
 class Adopt(WireMessage, frozen=True, tag=True):
@@ -101,12 +104,16 @@ class Adopted(WireMessage, frozen=True, tag=True):
     seconds: float
 
 
-class Replay(WireMessage, frozen=True, tag=True):
+class Replay(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Sidecar: copy, then say what the engine holds."""
 
     epoch: int
     version: int
     exports: tuple[Exports, ...]
+    rounds: tuple[int, ...] = ()
+    """By the exports: what the marks of parts that are made have to show. Empty where nothing is made."""
+    within_s: float = 0.0
+    """How long they may be waited for."""
 
 
 class Replayed(WireMessage, frozen=True, tag=True, omit_defaults=True):
@@ -116,6 +123,8 @@ class Replayed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     odd: bytes
     copy_s: float
     verify_s: float
+    wait_s: float = 0.0
+    """Of neither: nothing was copied, because what there was to copy was not made yet."""
     remark: str = ""
     """Why it was slower than it could be."""
 

@@ -17,6 +17,7 @@ from . import worker_wire as wire
 from .deadline import Deadline
 from .direct_wire import Exporting
 from .errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, TransferFailed
+from .exports import MadeRegion
 from .frames import FrameListener, Frames
 from .host import host_identity
 from .manifest import Manifest
@@ -29,6 +30,8 @@ _LOOK_S: Final = 0.2
 """How often the server's call is looked at while workers are waited for."""
 _LOOK_AGAIN_S: Final = 0.002
 """The same once a model is served: the server stands still, and mostly has only to say that it was the last one."""
+_ANSWER_S: Final = 2.0
+"""For a worker to say that it has waited in vain."""
 RETURN_S: Final = 30.0
 """For workers to return from the call once they were told how it ended."""
 
@@ -130,21 +133,31 @@ class Workers:
             if not isinstance(reply, wire.Adopted):
                 raise TransferFailed(f"worker {worker.hello.rank} did not take its plan: {_said(reply)}")
 
-    def replay(
-        self, epoch: int, version: int, exporters: Sequence[Exporting], plans: Sequence[Plan], deadline: Deadline
+    def replay(  # noqa: PLR0917
+        self,
+        epoch: int,
+        version: int,
+        exporters: Sequence[Exporting],
+        made: Mapping[int, MadeRegion],
+        plans: Sequence[Plan],
+        deadline: Deadline,
     ) -> list[wire.Replayed]:
-        """All copy at a time. Raises `ReplayFailed` when all have answered and one did not copy."""
+        """All copy at a time, of what holders have `made` each part once it is there.
+
+        Raises `ReplayFailed` when all have answered and one did not copy.
+        """
+        left = deadline.left()
         for worker, plan in zip(self._workers, plans, strict=True):
-            exports = tuple(
-                wire.Exports(
-                    holder=each.holder,
-                    address=each.address,
-                    generation=each.generation,
-                    regions=tuple(source.region for source in plan.sources if source.holder == each.holder),
-                )
-                for each in exporters
+            read = [(each, _exports(each, made.get(each.holder), plan)) for each in exporters]
+            read = [(each, exports) for each, exports in read if exports.regions]
+            rounds = tuple(each.round for each, _ in read)
+            replay = wire.Replay(
+                epoch=epoch,
+                version=version,
+                exports=tuple(exports for _, exports in read),
+                rounds=rounds if any(rounds) else (),
+                within_s=max(left / 2, left - _ANSWER_S),
             )
-            replay = wire.Replay(epoch=epoch, version=version, exports=tuple(each for each in exports if each.regions))
             wire.say(worker.frames, replay, deadline)
         return self._replayed(deadline, None)
 
@@ -228,6 +241,18 @@ def _adopt(digest: str, plan: Plan, proof: RankProof) -> wire.Adopt:
         groups=proof.table.groups,
         odd=proof.odd.encode(),
         odd_bytes=proof.odd_bytes,
+    )
+
+
+def _exports(exporting: Exporting, made: MadeRegion | None, plan: Plan) -> wire.Exports:
+    """What a plan reads of one holder."""
+    regions = tuple(source.region for source in plan.sources if source.holder == exporting.holder)
+    return wire.Exports(
+        holder=exporting.holder,
+        address=exporting.address,
+        generation=exporting.generation,
+        regions=regions,
+        made=made if made is not None and made.region in regions else None,
     )
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,14 +14,16 @@ import numpy as np
 import torch
 
 from weightbus.dataplane import worker_wire as wire
-from weightbus.dataplane.copy_engine import PreparedCopies, PreparedDigest
+from weightbus.dataplane.copy_engine import PreparedCopies, PreparedDigest, Ready
 from weightbus.dataplane.copy_engines import branches_asked, engine_for
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.device_name import device_name, readable_peers
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.exports import MadeRegion
 from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.marks import Marks, Needs, marks_in, needs_of, stages_of
 from weightbus.dataplane.pieces import DTYPES
 from weightbus.dataplane.recording import Constant, Recording
 from weightbus.dataplane.tensor_bytes import bytes_of, sizes_of
@@ -44,6 +46,9 @@ class _Bound:
     exports: tuple[wire.Exports, ...]
     copies: PreparedCopies
     staging: PreparedCopies
+    marks: Marks
+    needs: tuple[Mapping[int, Needs], Mapping[int, Needs]]
+    """Of both: what each stage reads that may still be made."""
 
     @property
     def remark(self) -> str:
@@ -158,16 +163,27 @@ class WorkerState:
         self.touched = False
         began = time.perf_counter()
         bound = self._bind(plan, message.exports)
-        self.touched = True
-        bound.copies.run()
+        rounds = zip(message.exports, message.rounds, strict=bool(message.rounds))
+        bound.marks.begin({each.holder: number for each, number in rounds}, message.within_s)
+        bound.copies.run(self._ready(bound.copies, bound.needs[0], bound.marks))
         if plan.staged:
-            bound.staging.run()
+            bound.staging.run(self._ready(bound.staging, bound.needs[1], bound.marks))
+        self.touched = True
         if bound.remark != self._remark:
             self._remark = bound.remark
             _log.warning("weightbus: %s", bound.remark or "copies are as fast as they can be again")
         self._finish(plan)
         self._importer.check()
-        return self._proven(began)
+        return self._proven(began, bound.marks.seconds)
+
+    def _ready(self, copies: PreparedCopies, needs: Mapping[int, Needs], marks: Marks) -> Ready:
+        """Wait for what a stage of `copies` reads; behind that, the model is written to."""
+
+        def ready(stage: int) -> None:
+            marks.wait(needs.get(stage, ()), lambda: copies.busy)
+            self.touched = True
+
+        return ready
 
     def _finish(self, plan: wire.Adopt) -> None:
         """What is not a copy: padding, and tensors for the engine's own loader."""
@@ -176,7 +192,7 @@ class WorkerState:
         if plan.staged:
             cast("Callable[[NamedTensors], object]", self._model.load_weights)(self._staged(plan.staged))
 
-    def _proven(self, began: float) -> wire.Replayed:
+    def _proven(self, began: float, waited_s: float = 0.0) -> wire.Replayed:
         proof, odd = self._proof, self._odd
         if proof is None or odd is None:
             raise TransferFailed("there is no plan to prove")
@@ -191,7 +207,8 @@ class WorkerState:
         return wire.Replayed(
             lanes=np.ascontiguousarray(lanes).astype("<u8").tobytes(),
             odd=self._odd_buffer.cpu().numpy().tobytes(),
-            copy_s=copied - began,
+            copy_s=copied - began - waited_s,
+            wait_s=waited_s,
             verify_s=time.perf_counter() - copied,
             remark=self._bound.remark if self._bound is not None else "",
         )
@@ -228,10 +245,18 @@ class WorkerState:
         reader = engine_for(self._held.device, branches_asked(os.environ), remote)
         copies.check(sizes_of(sources), sizes_of(targets))
         staging.check(sizes_of(sources), sizes_of([self._buffer]))
+        made = _made(plan, exports)
+        marks = {holder: marks_in(sources[number], each) for number, (holder, each) in made.items()}
+        tables = (copies, staging)
+        stages = [stages_of(table, {number: each for number, (_, each) in made.items()}) for table in tables]
+        holders = {number: holder for number, (holder, _) in made.items()}
+        needs = [needs_of(table, each, holders) for table, each in zip(tables, stages, strict=True)]
         self._bound = _Bound(
             exports,
-            reader.copies(copies, sources, targets),
-            reader.copies(staging, sources, [self._buffer]),
+            reader.copies(copies, sources, targets, stages[0] if needs[0] else None),
+            reader.copies(staging, sources, [self._buffer], stages[1] if needs[1] else None),
+            Marks(marks, self._importer.check),
+            (needs[0], needs[1]),
         )
         return self._bound
 
@@ -261,6 +286,7 @@ class WorkerState:
         if self._bound is not None:
             self._bound.copies.close()
             self._bound.staging.close()
+            self._bound.marks.close()
             self._bound = None
 
     def _forget(self) -> None:
@@ -270,6 +296,12 @@ class WorkerState:
         self._importer.close()
         self._layout, self._plan, self._proof, self._odd, self._casts = "", None, None, None, []
         self._held = ModelTensors(self._model)
+
+
+def _made(plan: wire.Adopt, exports: Sequence[wire.Exports]) -> dict[int, tuple[int, MadeRegion]]:
+    """By number of the source: who makes it part by part."""
+    made = {(each.holder, each.made.region): each.made for each in exports if each.made is not None}
+    return {number: (at[0], made[at]) for number, at in enumerate(plan.sources) if at in made}
 
 
 def _cast_checks(

@@ -24,7 +24,7 @@ from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportable, Unsupported
 from weightbus.dataplane.exporter import RegionExporter
-from weightbus.dataplane.exports import ExportMap
+from weightbus.dataplane.exports import ExportMap, Parts
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.own_memory import OwnMemory
 from weightbus.dataplane.pieces import Pieces
@@ -89,6 +89,23 @@ class Summing(Making, Protocol):
         ...
 
 
+@runtime_checkable
+class Marking(Making, Protocol):
+    """A source that marks in its memory how far it has come with what it makes: readers need not wait for all of it."""
+
+    def parts(self) -> Parts | None:
+        """What is made part by part, `storage` as in `memory`; None where nothing is. Always the same.
+
+        All else that `make` writes is written in the order of the stream before the last mark is.
+        """
+        ...
+
+    @property
+    def round(self) -> int:
+        """What marks show since the last `make`: another number than ever before, and not 0."""
+        ...
+
+
 class _Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a rank says in every round."""
 
@@ -100,6 +117,8 @@ class _Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Digest of its `_Layout`."""
     address: str = ""
     generation: int = 0
+    round: int = 0
+    """What the marks of its parts have to show."""
 
 
 class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,19 +148,23 @@ class _Local:
     digest: str
     used: tuple[int, ...]
     mirror: Mirror
+    parts: Parts | None
+    """What is made part by part."""
 
     def here(self, memory: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Those of the source's storages that are used, in their new numbers."""
         return tuple(map(memory.__getitem__, self.used))
 
     @classmethod
-    def of(cls, pieces: Pieces, memory: Sequence[torch.Tensor]) -> _Local:
+    def of(cls, pieces: Pieces, memory: Sequence[torch.Tensor], parts: Parts | None) -> _Local:
         """What lies in no piece is left out, what is shifted is mirrored."""
         used, numbers = np.unique(pieces.storage, return_inverse=True)
         indexes: list[int] = used.tolist()
         device = memory[indexes[0]].device if indexes else torch.device("cpu")
         mirror = Mirror(replace(pieces, storage=numbers), len(indexes), device)
-        return cls(mirror.pieces, mirror.pieces.digest(), tuple(indexes), mirror)
+        if parts is not None:
+            parts = msgspec.structs.replace(parts, storage=indexes.index(parts.storage))
+        return cls(mirror.pieces, mirror.pieces.digest(), tuple(indexes), mirror, parts)
 
 
 class Exposure:
@@ -180,6 +203,8 @@ class Exposure:
         """`_share` reads the memory already, as it is in this publication."""
         self._ahead: _Standing | None = None
         """What `make` has found."""
+        self._unmarked: torch.cuda.Event | None = None
+        """Behind what `make` has a GPU write without a mark."""
         self._known: tuple[Column, Column] | None = None
         """What the source sums up for this rank's share: which of its sums, and of which of the share's tensors."""
         self._maps: tuple[ExportMap | None, ExportMap | None] = (None, None)
@@ -205,32 +230,42 @@ class Exposure:
         return self._described
 
     def join(self, address: Address, epoch: int, deadline_s: float) -> None:
-        """Have this rank take part in sending `epoch`, by a thread of its own. Not collective."""
+        """Have this rank take part in sending `epoch`, by a thread of its own. Not collective.
+
+        What is sent is not looked at part by part: it waits for all that is made.
+        """
         if self._own is not None:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             self._sends.begin(address, epoch, self._own.regions, deadline_s)
 
     def make(self, *, digests: bool) -> None:
         """Begin to make what is exposed from the weights as they are now, and to digest it if `digests`.
 
         Nobody may be reading it. On a GPU all of that has only begun when this returns. What cannot be exported is
-        found by `expose`.
+        found by `expose`. `expose` and `digests` may follow in any order, and `digests` any time later.
         """
         if isinstance(self._source, Making):
             self._source.make()
         self._ahead, self._begun = self._exported(made=True), False
+        self._note_unmarked()
         if digests and not self._ahead.refusal and self._share is not None:
             self._begin(self._share)
 
     def expose(self, *, made: bool = False) -> None:
         """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike.
 
-        With `made`, as it was at the last `make`. When this returns all of it is there.
+        With `made`, as it was at the last `make`: when this returns, all of it is there but parts of which readers see
+        by their marks when they are, and nothing waits for what digests. Without, all of it is there.
         """
         mine, self._ahead = self._ahead, None
         if mine is None or not made:
             mine, self._begun = self._exported(made=made), False
-        if self._exporter is not None:
-            self._exporter.settle()
+            if self._exporter is not None:
+                self._exporter.settle()
+        elif self._unmarked is not None:
+            self._unmarked.synchronize()
+        self._unmarked = None
         found = [_STANDING.decode(each) for each in self._source.collect(_encode(mine))]
         refusals = [f"rank {rank}: {each.refusal}" for rank, each in enumerate(found) if each.refusal]
         if refusals:
@@ -238,13 +273,14 @@ class Exposure:
         self._give_up_reading([f"rank {rank}: {each.unread}" for rank, each in enumerate(found) if each.unread])
         layouts = tuple(each.layout for each in found)
         exporters = tuple(
-            Exporting(holder=rank, address=each.address, generation=each.generation) for rank, each in enumerate(found)
+            Exporting(holder=rank, address=each.address, generation=each.generation, round=each.round)
+            for rank, each in enumerate(found)
         )
         if layouts != self._layouts or self._pieces is None:
             self._learn(self._source.collect(_encode(self._layout())), exporters)
             self._layouts = layouts
         elif self._exposed is not None and exporters != self._exposed.exporters:
-            self._exposed = replace(self._exposed, exporters=exporters)
+            self._exposed = self._exposed.again(exporters)
 
     def digests(self) -> bytes | None:
         """Of every tensor, one after another, as the memory is now, on the root; empty elsewhere.
@@ -298,7 +334,8 @@ class Exposure:
     def _export(self, memory: Sequence[torch.Tensor]) -> _Standing:
         local = self._local
         if local is None:
-            local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory)
+            parts = self._source.parts() if isinstance(self._source, Marking) else None
+            local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory, parts)
         used = local.here(memory)
         local.mirror.refresh(used)
         self._tensors = [*used, *local.mirror.tensors]
@@ -315,6 +352,7 @@ class Exposure:
             layout=self._name,
             address=exporter.address().address if exporter else "",
             generation=exporter.generation if exporter else 0,
+            round=self._source.round if exporter and local.parts and isinstance(self._source, Marking) else 0,
         )
 
     def _read(self) -> tuple[ExportMap | None, str]:
@@ -322,7 +360,8 @@ class Exposure:
         if self._exporter is None:
             return None, ""
         try:
-            return self._exporter.export(self._tensors, settled=False), ""
+            assert self._local is not None
+            return self._exporter.export(self._tensors, settled=False, parts=self._local.parts), ""
         except (NotExportable, Unsupported, OSError) as error:
             if self._own is None:
                 raise
@@ -351,6 +390,17 @@ class Exposure:
             torch.cuda.synchronize(self._device)  # a training step may write on any stream
         share.begin()
         self._begun = True
+
+    def _note_unmarked(self) -> None:
+        """What `expose` has to wait for, in front of what digests."""
+        self._unmarked = None
+        if self._device.type != "cuda":
+            return
+        if not isinstance(self._source, Making):
+            torch.cuda.synchronize(self._device)  # a training step may write on any stream
+        elif self._local is None or self._local.parts is None or self._local.mirror.tensors:
+            self._unmarked = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._unmarked.record(torch.cuda.current_stream(self._device))
 
     def _share_of(self, division: Division) -> Share:
         """Without what the source sums up anyhow."""

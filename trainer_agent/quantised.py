@@ -22,6 +22,7 @@ import torch
 
 from weightbus.control.log import get_log
 from weightbus.dataplane.copy_engine import Lanes
+from weightbus.dataplane.exports import Parts
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.quantisation import UnknownScheme
@@ -161,6 +162,15 @@ class ReadableQuantisedSource(QuantisedSource):
     def sums(self) -> Lanes:
         """(2, sums of `summed`) uint64, as of the last `make`. Waits for it."""
         return self._standing_now().sums()
+
+    def parts(self) -> Parts | None:
+        """What of `memory` is made part by part; see `exposure.Marking`."""
+        return self._standing_now().parts
+
+    @property
+    def round(self) -> int:
+        """What the marks of the parts show when the last `make` has come so far."""
+        return self._standing_now().round
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
         """What every rank passed, by rank. Collective."""

@@ -6,14 +6,18 @@ Standing   all of this rank's results at once, in an arena of its own, for engin
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
+import msgspec
 import numpy as np
 import torch
 
 from weightbus.dataplane.copy_engine import Lanes
+from weightbus.dataplane.exports import Parts
 from weightbus.dataplane.manifest import ITEM_BYTES, Manifest
 from weightbus.dataplane.pieces import DTYPES as DTYPE_NAMES
 from weightbus.dataplane.pieces import Pieces
@@ -23,6 +27,7 @@ from weightbus.dataplane.tensor_bytes import addresses_of
 from .assembly import DTYPES, Assembler, Exchange, Reach
 from .exposure import Exposable
 from .parcels import plan
+from .quantised_parts import bytes_with_marks, marks_at, parts_of
 from .quantised_plan import Division, Job, Place, Weight, Work
 from .quantised_uploads import WeightUploads
 from .source import Source
@@ -67,7 +72,13 @@ class _Bound:
 
     at: tuple[int, ...]
     """Where all of that is."""
-    tasks: PreparedTasks
+    tasks: tuple[PreparedTasks, ...]
+    """By the parts that they are done in."""
+
+    @property
+    def keeps(self) -> bool:
+        """See `PreparedTasks`."""
+        return any(each.keeps for each in self.tasks)
 
 
 class Assembly:
@@ -156,10 +167,22 @@ class Assembly:
         if bound is None or bound.at != at or (self._away and (near is None or len(near.views) < len(work.jobs))):
             views = near.views if near is not None else {}
             tasks = [self._task(job, out, views.get(number)) for number, job in enumerate(work.jobs)]
-            bound = self._bound[index] = _Bound(at, prepare(tasks, self._source.device))
-        bound.tasks.run()
+            parts = itertools.pairwise((0, *self._cuts(index), len(tasks)))
+            bound = self._bound[index] = _Bound(at, tuple(prepare(tasks[a:b], self._source.device) for a, b in parts))
+        for part, each in enumerate(bound.tasks):
+            each.run()
+            if part < len(bound.tasks) - 1:
+                self._mark(part)
         if near is not None:
             self._near().used(index)
+
+    def _cuts(self, index: int) -> tuple[int, ...]:
+        """Jobs of a bucket behind which something is told before the next ones are begun."""
+        del index
+        return ()
+
+    def _mark(self, part: int) -> None:
+        """Everything up to such a job was launched."""
 
     def _near(self) -> WeightUploads:
         """What uploads parameters from where they are now."""
@@ -241,7 +264,7 @@ class Assembly:
                 self._uploads.settle()
             if self._away and self._source.device.type == "cuda":
                 torch.cuda.current_stream(self._source.device).synchronize()  # pinned parameters may be stepped now
-            self._bound = {at: bound for at, bound in self._bound.items() if not bound.tasks.keeps}
+            self._bound = {at: bound for at, bound in self._bound.items() if not bound.keeps}
             self._arena = torch.empty(0, dtype=torch.uint8)
             self._assembler = self._gatherer = None
 
@@ -249,8 +272,9 @@ class Assembly:
 class Standing(Assembly):
     """All that one rank quantises, in an arena that stays where it is, so that others can read it.
 
-    Nobody reads the arena while it is written: engines are told where it is in an offer, which follows the digests, and
-    a publication ends before the next one makes anything.
+    Engines may read a part of the arena once its mark, which lies behind everything in the arena, shows the number of
+    the round: the device takes all marks away before it writes anything, and writes each behind its part. A publication
+    ends before the next one makes anything.
     """
 
     def __init__(self, division: Division, source: ReadableSource) -> None:
@@ -258,7 +282,12 @@ class Standing(Assembly):
         held = source.held(source.tensors())
         base = int(held.storage.max()) + 1 if len(held) else 0
         kept = division.kept(source.rank, base)
-        super().__init__(division, source, source, kept.work)
+        self._parts = parts_of(kept.work)
+        self._marks_at = marks_at(kept.work)
+        work = msgspec.structs.replace(kept.work, arena_bytes=bytes_with_marks(kept.work, self._parts))
+        super().__init__(division, source, source, work)
+        self.round = secrets.randbits(48)
+        """Grows with every `make`. Another trainer, whose memory this was, will hardly have had the same."""
         quantised = {weight.spec.name for weight in division.weights}
         plain = [row for row in range(len(held)) if held.tensors[int(held.boxes.space[row])].name not in quantised]
         pieces = [*(held.at(row) for row in plain), *kept.results]
@@ -282,6 +311,8 @@ class Standing(Assembly):
             self._take_memory()
             self._write_shapes()
         self._take_memory()
+        self.round += 1
+        self._marks.zero_()
         if len(self._lanes) < len(self.sums_of):
             self._lanes = torch.zeros((len(self.sums_of), 2), dtype=torch.int64, device=self._source.device)
         for index, work in enumerate(self._work.buckets):
@@ -290,6 +321,16 @@ class Standing(Assembly):
                     self._kept[number] = self._gather(number)
             self._quantise(index, None)
             self._kept = {number: memory for number, memory in self._kept.items() if number in self._later[index]}
+        if self._parts:
+            self._mark(len(self._parts) - 1)
+
+    @property
+    def parts(self) -> Parts | None:
+        """Where in `memory` which part of the arena ends; None when nothing is made."""
+        storages = self.pieces.storage[self.pieces.storage >= self._work.base]
+        if not self._parts or not len(storages):
+            return None
+        return Parts(int(storages.min()), tuple(part.end for part in self._parts), self._marks_at)
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:
@@ -299,6 +340,16 @@ class Standing(Assembly):
     def sums(self) -> Lanes:
         """(2, tensors of `sums_of`) uint64: what `make` has summed up. Waits for it."""
         return np.ascontiguousarray(self._lanes.cpu().numpy().view(np.uint64).T)
+
+    @property
+    def _marks(self) -> torch.Tensor:
+        return self._arena[self._marks_at :].view(torch.int64) if self._parts else self._lanes[:0]
+
+    def _cuts(self, index: int) -> tuple[int, ...]:
+        return () if index else tuple(part.jobs for part in self._parts[:-1])
+
+    def _mark(self, part: int) -> None:
+        self._marks[part].fill_(self.round)
 
     def _write_shapes(self) -> None:
         """Once for an arena: they are the same in every version."""

@@ -20,6 +20,7 @@ from weightbus.dataplane.copy_cuda import CudaCopies, CudaEngine
 from weightbus.dataplane.copy_engines import BRANCHES, branches_asked
 from weightbus.dataplane.copy_peer import PeerCopies
 from weightbus.dataplane.copy_runs import CopyRuns, copy_runs
+from weightbus.dataplane.copy_stages import StagedCopies
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies
 from weightbus.dataplane.errors import NoCopyEngines, Unsupported
@@ -79,7 +80,7 @@ def test_a_batch_copies_what_the_table_says(branches: int, table: CopyTable) -> 
 def test_a_driver_without_batches_is_told() -> None:
     """A symbol is missing."""
     with pytest.raises(NoCopyEngines, match=r"older than 13.0.*WEIGHTBUS_WORKER_BRANCHES=0"):
-        CopyBatch(CopyRuns(column(1), column(1), column(1)), 1, cast("Any", object()))
+        CopyBatch(CopyRuns(column(1), column(1), column(1), column(0)), 1, cast("Any", object()))
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def bound(
     driver: Any, branches: int, *, remote: bool = True
-) -> tuple[CudaCopies | PeerCopies, torch.Tensor, torch.Tensor]:
+) -> tuple[CudaCopies | StagedCopies | PeerCopies, torch.Tensor, torch.Tensor]:
     """`MIXED`, out of the memory of another GPU, or of the same one."""
     source = torch.randint(0, 256, (7 * MB,), dtype=torch.uint8)
     found, expected = torch.zeros_like(source), torch.zeros_like(source)
@@ -160,11 +161,76 @@ def test_a_call_that_is_refused_is_the_kernels_from_then_on(launched: list[int])
     copies.close()
 
 
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("branches", [0, 2])
+def test_a_stage_is_launched_when_it_is_ready(branches: int) -> None:
+    """By engines and kernel alike, what is of earlier stages before; no batch is of two stages."""
+    driver = FakeBatches()
+    source = torch.randint(1, 256, (7 * MB,), dtype=torch.uint8)
+    found = torch.zeros_like(source)
+    engine = CudaEngine(CPU, branches, [source.data_ptr()], driver)  # type: ignore[arg-type]
+    stages = column(3, 0, 1, 1, 3)
+    copies = engine.copies(MIXED, [source], [found], stages)
+    places = [(int(at), int(at + run)) for at, run in zip(MIXED.target_at, MIXED.run, strict=True)]
+    asked: list[int] = []
+
+    def ready(stage: int) -> None:
+        asked.append(stage)
+        for (begin, end), of in zip(places, stages.tolist(), strict=True):
+            assert torch.equal(found[begin:end], source[begin:end]) is (of < stage)
+
+    for _ in range(2):
+        found.zero_()
+        copies.launch(ready)
+        assert torch.equal(found[: places[-1][1]], source[: places[-1][1]])
+    assert asked == [0, 1, 3] * 2
+    assert sum(count for _, count in driver.launched) == (6 if branches else 0)
+    copies.close()
+
+
+@pytest.mark.parametrize("refused", [0, 1, 3])
+def test_a_batch_that_is_refused_is_the_kernels_in_its_stage(refused: int, launched: list[int]) -> None:
+    """What engines have copied before included, and what is not ready yet left for later."""
+    driver = FakeBatches()
+    source = torch.randint(1, 256, (8 * MB,), dtype=torch.uint8)
+    found, table = torch.zeros_like(source), rows(2 * MB, 3 * MB, MB, MB)
+    engine = CudaEngine(CPU, 2, [source.data_ptr()], driver)  # type: ignore[arg-type]
+    copies = engine.copies(table, [source], [found], column(0, 1, 3, 3))
+    ends = {0: 2 * MB, 1: 5 * MB, 3: 7 * MB}
+
+    def ready(stage: int) -> None:
+        assert not found[ends[stage] - 1]
+        driver.code = NOT_SUPPORTED if stage == refused else 0
+
+    copies.launch(ready)
+
+    assert torch.equal(found[: 7 * MB], source[: 7 * MB])
+    assert "CUDA_ERROR_NOT_SUPPORTED" in copies.remark
+    assert sum(launched) == 7 * MB
+    copies.close()
+
+
+def test_what_is_not_ready_is_not_launched(launched: list[int]) -> None:
+    """Whatever is raised while a stage is waited for: stages before may be there, those after are not."""
+    source = torch.ones(7 * MB, dtype=torch.uint8)
+    found = torch.zeros_like(source)
+    copies = CudaEngine(CPU).copies(MIXED, [source], [found], column(0, 0, 1, 1, 1))
+
+    def ready(stage: int) -> None:
+        if stage:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        copies.launch(ready)
+    assert int(found.sum()) == 2 * MB + 5000 == sum(launched)
+
+
 class Streams:
     """Stands in for torch.cuda: who waited for whom, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[str] = []
+        self.busy: set[str] = set()
         self.made = 0
         self.main = self.stream("main", 7)
         monkeypatch.setattr(torch.cuda, "Stream", self.branch)
@@ -179,7 +245,12 @@ class Streams:
         def synchronize() -> None:
             self.told.append(f"{name} has ended")
 
-        return SimpleNamespace(name=name, cuda_stream=handle, wait_stream=wait_stream, synchronize=synchronize)
+        def query() -> bool:
+            return name not in self.busy
+
+        return SimpleNamespace(
+            name=name, cuda_stream=handle, wait_stream=wait_stream, synchronize=synchronize, query=query
+        )
 
     def branch(self, _: torch.device) -> Any:
         self.made += 1
@@ -193,14 +264,14 @@ def test_batches_run_between_what_was_before_and_what_comes_after(monkeypatch: p
     batch = CopyBatch(runs, 2, cast("Any", driver))
     launch = batch.launch
 
-    def told(handles: Sequence[int]) -> None:
+    def told(handles: Sequence[int], stage: int) -> None:
         streams.told.extend(f"branch {handle - 7} copies" for handle in handles)
-        launch(handles)
+        launch(handles, stage)
 
     monkeypatch.setattr(batch, "launch", told)
     kernel = cast("Any", SimpleNamespace(launch=lambda: streams.told.append("the kernel copies")))
 
-    PeerCopies(torch.device("cuda", 0), batch, kernel, lambda: kernel, (here,)).run()
+    PeerCopies(torch.device("cuda", 0), batch, {0: kernel}, lambda: {0: kernel}, (here,)).run()
 
     assert streams.told[0] == "the device has ended"
     assert streams.told[-1] == "main has ended"
@@ -224,3 +295,19 @@ def test_what_the_environment_may_say() -> None:
     for wrong in ("-1", "33", "two", "\u0663"):
         with pytest.raises(Unsupported, match=r"WEIGHTBUS_WORKER_BRANCHES.*expected a whole number"):
             branches_asked({"WEIGHTBUS_WORKER_BRANCHES": wrong})
+
+
+@pytest.mark.parametrize(("busy", "expected"), [("", False), ("main", True), ("branch 2", True), ("other", False)])
+def test_copies_are_busy_while_any_of_their_streams_is(
+    monkeypatch: pytest.MonkeyPatch, busy: str, *, expected: bool
+) -> None:
+    """Kernel's or engines'; others' work is none of theirs."""
+    streams, here = Streams(monkeypatch), torch.zeros(4 * MB, dtype=torch.uint8)
+    runs = copy_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
+    batch = CopyBatch(runs, 2, cast("Any", FakeBatches()))
+    kernel = CudaCopies(CPU, CopyTable.empty(), [], [])
+    copies = PeerCopies(torch.device("cuda", 0), batch, {0: kernel}, dict, (here,))
+    streams.busy = {busy}
+
+    assert copies.busy is expected
+    assert StagedCopies({2: copies}).busy is expected

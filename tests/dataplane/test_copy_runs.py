@@ -72,7 +72,7 @@ def test_who_copies_what() -> None:
 def test_calls_are_short_first_and_then_longer(lengths: list[int]) -> None:
     """Together they are all runs, in their order, and none is empty; a call ends within a run of its share's end."""
     nbytes = column(*lengths)
-    found = calls_of(CopyRuns(np.arange(len(nbytes)), nbytes * 0, nbytes))
+    found = calls_of(CopyRuns(np.arange(len(nbytes)), nbytes * 0, nbytes, nbytes * 0))
     assert np.concatenate([each.source for each in found]).tolist() == list(range(len(nbytes)))
     assert all(len(each) for each in found)
     ends = [nbytes.sum() * sum(SHARES[: at + 1]) / sum(SHARES) for at in range(len(SHARES))]
@@ -84,5 +84,16 @@ def test_calls_are_short_first_and_then_longer(lengths: list[int]) -> None:
 
 def test_calls_double_until_they_are_all_alike() -> None:
     """What is handed over while one call is copied is at most twice as much, so that nothing waits for the host."""
-    found = calls_of(CopyRuns(column(*range(560)), column(*[0] * 560), column(*[7] * 560)))
+    found = calls_of(CopyRuns(column(*range(560)), column(*[0] * 560), column(*[7] * 560), column(*[0] * 560)))
     assert [len(each) for each in found] == [10, 10, 20, 40, 80, 80, 80, 80, 80, 80]
+
+
+def test_a_batch_is_of_one_stage() -> None:
+    """Those that are ready first come first, and bytes are shared out as without stages."""
+    nbytes = column(*[10] * 8)
+    runs = CopyRuns(np.arange(8), nbytes * 0, nbytes, column(1, 0, 2, 0, 1, 2, 2, 0))
+
+    found = calls_of(runs, (1, 1))
+
+    assert [each.source.tolist() for each in found] == [[1, 3, 7], [0], [4], [2, 5, 6]]
+    assert [np.unique(each.stage).tolist() for each in found] == [[0], [1], [1], [2]]

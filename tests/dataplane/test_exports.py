@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from weightbus.dataplane import export_wire as wire
 from weightbus.dataplane import importer as exported
-from weightbus.dataplane.errors import NotExportable, PeerLost, StaleSession, TransferFailed
+from weightbus.dataplane.errors import ManifestError, NotExportable, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.exporter import RegionExporter
+from weightbus.dataplane.exports import ExportMap, MadeRegion, Parts, Place, Region
 from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.transport import Address
 
@@ -337,3 +339,40 @@ def test_descriptors_are_closed_behind_mappings(exporter: RegionExporter, import
         importer.open(exporter.address(), 3, 1, [0], OPEN_S)
 
     wait_until(lambda: descriptors() <= before)
+
+
+MADE = ExportMap(
+    0, "here", (Region(100, "cpu"), Region(4096, "cpu")), (Place(0, 0), Place(1, 64)), Parts(1, (8, 32), 64)
+)
+
+
+def test_parts_travel_with_their_map() -> None:
+    """In bytes of their region, too; a map without any is what it was before there were parts."""
+    found = ExportMap.decode(MADE.encode())
+
+    assert found == MADE
+    assert found.made == MadeRegion(1, 64, (72, 96), 128)
+    assert ExportMap(0, "here", MADE.regions, MADE.places).made is None
+    assert b"parts" not in ExportMap(0, "here", MADE.regions, MADE.places).encode()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        Parts(2, (8,), 64),
+        Parts(-1, (8,), 64),
+        Parts(1, (), 64),
+        Parts(1, tuple(range(1, 66)), 128),
+        Parts(1, (8, 8), 64),
+        Parts(1, (0, 8), 64),
+        Parts(1, (8, 5000), 64),
+        Parts(1, (8,), 60),
+        Parts(1, (8,), 4096 - 64),
+        Parts(1, (8,), -128),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(parts: Parts) -> None:
+    """Whoever reads by them would read something else."""
+    wrong = msgspec.structs.replace(MADE, parts=parts)
+    with pytest.raises(ManifestError, match="part"):
+        ExportMap.decode(wrong.encode())

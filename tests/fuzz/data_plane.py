@@ -20,7 +20,7 @@ from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.exports import ExportMap, Place, Region
+from weightbus.dataplane.exports import ExportMap, MadeRegion, Parts, Place, Region
 from weightbus.dataplane.manifest import DigestTable, LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.meeting import _Sealed
 from weightbus.dataplane.pieces import Piece, Pieces, View, whole
@@ -73,9 +73,9 @@ def _messages(name: str, module: Any, decoder: str, *good: Any) -> Target:
 
 def _targets() -> tuple[Target, ...]:
     d, w, lo, e = direct_wire, worker_wire, local_wire, export_wire
-    exporting = d.Exporting(holder=0, address="/run/x", generation=3)
+    exporting = d.Exporting(holder=0, address="/run/x", generation=3, round=9)
     reader = Reader(0, "host", "cpu", ("GPU-1",))
-    exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2))
+    exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2), made=MadeRegion(1, 0, (8,), 16))
     adopt = w.Adopt(
         plan="p",
         recording="r",
@@ -99,6 +99,7 @@ def _targets() -> tuple[Target, ...]:
             d.Refused(epoch=3, reason="no"),
             d.Layout(pieces=b"p", exports=(b"e",)),
             d.Agreed(),
+            d.Table(table=b"t" * 64, seal=b"s"),
             d.Failed(reason="no"),
         ),
         _messages(
@@ -107,6 +108,7 @@ def _targets() -> tuple[Target, ...]:
             "_TO_SENDER",
             d.Hello(channel="c", epoch=3, engine="e0"),
             d.GiveLayout(),
+            d.GiveTable(),
             d.Propose(plans=(d.Proposal(reader=reader, recording=b"r", plan="p"),)),
             d.Finished(),
         ),
@@ -116,7 +118,7 @@ def _targets() -> tuple[Target, ...]:
             "_TO_WORKER",
             w.Record(layout="l", tensors=SPECS),
             adopt,
-            w.Replay(epoch=3, version=7, exports=(exports,)),
+            w.Replay(epoch=3, version=7, exports=(exports,), rounds=(9,), within_s=1.0),
             w.Done(),
         ),
         _messages(
@@ -246,7 +248,8 @@ def _recording() -> Recording:
 
 
 def _export_map() -> ExportMap:
-    return ExportMap(holder=0, host="host", regions=(Region(4096, "cpu"),), places=(Place(0, 0), Place(0, 64)))
+    places = (Place(0, 0), Place(0, 64))
+    return ExportMap(0, "host", (Region(4096, "cpu"),), places, Parts(1, (64, 256), 512))
 
 
 class _Store:

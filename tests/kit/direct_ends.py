@@ -1,6 +1,8 @@
 """Ends of direct rounds in processes of their own: reads jobs, a JSON object a line, and forks a process for each.
 
     {"half": "trainer", "root": .., "epoch": 1, "seed": 3}     offers a version, says where, and stays
+                                 with "follows": true  without its digest table, which does not come
+                                 with "parts": true    of which only the first part is ever made
     {"half": "workers", "socket": .., "tp": 2, "die": "Replay"}  is a server's workers for one call of the loader
 
 A process may be told to kill itself at a point: before it obeys a message of that name, when it has ``copied``, or when
@@ -17,11 +19,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.kit.toy_direct import SPECS, WAIT_S, Shard, Trainer
+from tests.kit.toy_direct import SPECS, WAIT_S, Maker, Shard, Trainer
 from weightbus.dataplane.transport import Peer
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.recorder import record
@@ -39,9 +42,16 @@ def say(**answer: object) -> None:
 
 def trainer(job: dict[str, Any]) -> None:
     """Offer one version to ``e``."""
-    made = Trainer(Path(job["root"]))
-    made.step(job["seed"])
-    address = made.sender.offer(made.session(job["epoch"]), [Peer("e", job["tp"])])
+    made = Maker(Path(job["root"])) if job.get("parts") else Trainer(Path(job["root"]))
+    if isinstance(made, Maker):
+        made.begin(job["seed"])
+        made.make(0)
+    else:
+        made.step(job["seed"])
+    session = made.session(job["epoch"])
+    if job.get("follows"):
+        session = msgspec.structs.replace(session, table=None)
+    address = made.sender.offer(session, [Peer("e", job["tp"])])
     say(address=address.address)
     made.sender.ready(WAIT_S)
     made.sender.finish(WAIT_S)

@@ -18,6 +18,7 @@ from weightbus.dataplane.direct import DirectSender, Exposed
 from weightbus.dataplane.direct_receiver import DirectReceiver
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.exporter import RegionExporter
+from weightbus.dataplane.exports import Parts
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Box, Piece, Pieces, View
 from weightbus.dataplane.transport import Address, Peer, Receipt, Session
@@ -187,6 +188,51 @@ class Trainer:
         self.shards.clear()  # shared storages, each an open file: not kept until the next collection of cycles
 
 
+class Maker(Trainer):
+    """Makes all that it offers anew for each version, in an arena on each rank and in three parts."""
+
+    ENDS = (2, 5, 7)
+    """The tensor behind which each part ends."""
+
+    def __init__(self, runtime: Path, specs: tuple[TensorSpec, ...] = SPECS) -> None:
+        self.round = 0
+        self.parts: list[Parts] = []
+        self.marks: list[torch.Tensor] = []
+        super().__init__(runtime, specs)
+        for rank, shard in enumerate(self.shards):
+            sizes = [-(-tensor.nbytes // 16) * 16 for tensor in shard.values()]
+            begins = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
+            arena = torch.zeros(begins[-1] + 8 * len(self.ENDS), dtype=torch.uint8)
+            self.parts.append(Parts(0, tuple(begins[each] for each in self.ENDS), begins[-1]))
+            self.marks.append(arena[begins[-1] :].view(torch.int64))
+            for begin, (name, tensor) in zip(begins, tuple(shard.items()), strict=False):
+                self.shards[rank][name] = arena[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def begin(self, seed: int) -> None:
+        """A version of which nothing is made yet."""
+        torch.manual_seed(seed)
+        self.values = {spec.name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for spec in self.specs}
+        self.round += 1
+        for marks in self.marks:
+            marks.zero_()
+
+    def make(self, part: int) -> None:
+        """One part of it on both ranks."""
+        names = list(self.shards[0])[self.ENDS[part - 1] if part else 0 : self.ENDS[part]]
+        for rank, shard in enumerate(self.shards):
+            for name in names:
+                shard[name].copy_(self._rows(self.values[name], rank))
+            self.marks[rank][part] = self.round
+
+    def expose(self) -> Exposed:
+        maps, addresses = [], []
+        for rank, (exporter, shard) in enumerate(zip(self.exporters, self.shards, strict=True)):
+            maps.append(exporter.export(list(shard.values()), settled=False, parts=self.parts[rank]))
+            address, generation = exporter.address().address, exporter.generation
+            addresses.append(Exporting(holder=rank, address=address, generation=generation, round=self.round))
+        return Exposed(Pieces.join([self.pieces(rank) for rank in range(2)]), tuple(maps), tuple(addresses))
+
+
 class World:
     """A trainer and an engine, and a round between them."""
 
@@ -198,9 +244,10 @@ class World:
         specs: tuple[TensorSpec, ...] = SPECS,
         shard: type[Shard] = Shard,
         drafts: Sequence[type[Shard]] = (),
+        trainer: type[Trainer] = Trainer,
     ) -> None:
         self.runtime = runtime
-        self.trainer = Trainer(runtime, specs)
+        self.trainer = trainer(runtime, specs)
         self.server = Server(tp, monkeypatch, shard, drafts)
         self.receiver = DirectReceiver(runtime)
         self.epoch = 0

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,10 +224,10 @@ def test_what_one_rank_cannot_export_every_rank_hears(group: Group, monkeypatch:
     """They all raise the same, so that they all go on by the next transport."""
     export = RegionExporter.export
 
-    def refuse(exporter: RegionExporter, tensors: Sequence[torch.Tensor], *, settled: bool) -> object:
+    def refuse(exporter: RegionExporter, tensors: Sequence[torch.Tensor], **how: Any) -> object:
         if exporter._holder == 1:
             raise NotExportable("an expandable segment")
-        return export(exporter, tensors, settled=settled)
+        return export(exporter, tensors, **how)
 
     monkeypatch.setattr(RegionExporter, "export", refuse)
 

@@ -1,0 +1,178 @@
+"""Memory that is read while it is made: which copies need which parts, and what marks are believed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane import marks as module
+from weightbus.dataplane.copy_table import ITEM_SIZES, CopyTable
+from weightbus.dataplane.errors import DeadlineExceeded, ManifestError, PeerLost
+from weightbus.dataplane.exports import MadeRegion
+from weightbus.dataplane.marks import Marks, marks_in, needs_of, stages_of
+
+from .test_tiles import copies
+
+
+def never() -> bool:
+    return False
+
+
+def alive() -> None: ...
+
+
+def touched(table: CopyTable, row: int) -> set[int]:
+    """Bytes of its source region that a row reads."""
+    found: set[int] = set()
+    nbytes = int(table.run[row] * ITEM_SIZES[table.source_dtype[row]])
+    for place in np.ndindex(*table.grid[row].tolist()):
+        at = int(table.source_at[row] + np.array(place) @ table.source_step[row])
+        found.update(range(at, at + nbytes))
+    return found
+
+
+@given(copies(), st.sets(st.integers(1, 400), min_size=1, max_size=5), st.integers(0, 40))
+@settings(max_examples=150, deadline=None)
+def test_a_row_is_of_the_stage_by_which_all_that_it_reads_is_made(table: CopyTable, ends: set[int], begin: int) -> None:
+    """Never before; at once, where it lies in front of the arena or behind it."""
+    made = MadeRegion(0, begin, tuple(sorted(begin + end for end in ends)), 0)
+    stages = stages_of(table, {0: made})
+
+    for row, stage in enumerate(stages.tolist()):
+        read = touched(table, row)
+        if not read & set(range(begin, made.ends[-1])):
+            assert not stage or (min(read) < made.ends[-1] and max(read) >= begin)  # across it: later than it must be
+            continue
+        last = min(max(read), made.ends[-1] - 1)
+        assert made.ends[stage - 1] > last
+        assert stage == 1 or made.ends[stage - 2] <= last
+    assert not stages_of(table, {}).any()
+
+
+def test_stages_say_whose_parts_they_need() -> None:
+    """Each row the parts of the holder that it reads, and nothing of the others."""
+    column = np.array([0, 1, 1, 2], np.int64)
+    table = SimpleNamespace(source=column)
+
+    found = needs_of(table, np.array([2, 2, 0, 0]), {0: 7, 1: 8})  # type: ignore[arg-type]
+
+    assert found == {2: ((7, 2), (8, 2))}
+
+
+@pytest.mark.parametrize("made", [MadeRegion(0, 0, (8,), 57), MadeRegion(0, 0, (8, 9), 56), MadeRegion(0, 0, (), 0)])
+def test_marks_lie_in_their_region(made: MadeRegion) -> None:
+    """Whatever somebody says."""
+    region = torch.arange(64, dtype=torch.uint8)
+    with pytest.raises(ManifestError, match="marks"):
+        marks_in(region, made)
+    found = marks_in(region, MadeRegion(0, 0, (8, 16), 8))
+    assert found.shape == (2,)
+    assert found.data_ptr() == region.data_ptr() + 8
+
+
+def bound(parts: int, round_: int, gone: Callable[[], None] = alive, within_s: float = 30.0) -> tuple[Marks, Any]:
+    memory = torch.zeros(parts, dtype=torch.int64)
+    made = Marks({3: memory}, gone)
+    made.begin({3: round_}, within_s)
+    return made, memory
+
+
+def test_a_part_is_there_when_it_and_all_before_show_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later marks say nothing of earlier parts, and other numbers say nothing at all."""
+    marks, memory = bound(3, 9)
+    shown = iter([(8, 8, 8), (0, 9, 9), (9, 0, 9), (9, 9, 0)])
+    seen: list[tuple[int, ...]] = []
+
+    def step(_: float) -> None:
+        seen.append(next(shown))
+        memory.copy_(torch.tensor(seen[-1]))
+
+    monkeypatch.setattr(module.time, "sleep", step)
+    marks.wait(((3, 1),), never)
+    assert seen[-1] == (9, 0, 9)
+    marks.wait(((3, 2),), never)
+    assert seen[-1] == (9, 9, 0)
+    marks.wait((), never)
+
+
+def test_only_the_time_in_which_nothing_is_copied_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is under way meanwhile hides it."""
+    for busy in (True, False):
+        marks, memory = bound(1, 5)
+        looks = [0]
+
+        def step(_: float, memory: torch.Tensor = memory, looks: list[int] = looks) -> None:
+            looks[0] += 1
+            if looks[0] == 5:
+                memory.fill_(5)
+
+        monkeypatch.setattr(module.time, "sleep", step)
+        marks.wait(((3, 1),), lambda busy=busy: busy)  # type: ignore[misc]
+        assert (marks.seconds > 0) is not busy
+        marks.begin({3: 5}, 1.0)
+        assert marks.seconds == 0.0
+
+
+def test_a_wait_ends_with_its_holder_or_its_deadline() -> None:
+    """Named, with the part that is missing."""
+    marks, _ = bound(3, 9, within_s=0.05)
+    with pytest.raises(DeadlineExceeded, match="part 1 of 3 that trainer rank 3 makes"):
+        marks.wait(((3, 2),), never)
+
+    def gone() -> None:
+        raise PeerLost("trainer rank 3 is gone")
+
+    marks, _ = bound(3, 9, gone)
+    with pytest.raises(PeerLost):
+        marks.wait(((3, 1),), never)
+
+
+def test_who_makes_nothing_in_this_round_is_not_waited_for() -> None:
+    """No number: all is there."""
+    marks, _ = bound(3, 0, within_s=0.0)
+    marks.wait(((3, 3),), never)
+
+
+class FakeGPU:
+    """Stands in for torch.cuda: copies arrive when the event is asked for the third time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked = 0
+        self.told: list[str] = []
+        empty = torch.zeros
+        stream = SimpleNamespace(synchronize=lambda: self.told.append("synchronised"))
+        event = SimpleNamespace(query=self.query, record=lambda _: setattr(self, "asked", 0))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch, "zeros", lambda *shape, **how: empty(*shape, dtype=how["dtype"]))
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked > 2
+
+
+def test_marks_on_a_gpu_are_read_beside_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By copies of their own, one at a time; nothing is believed before such a copy has ended."""
+    monkeypatch.setattr(module, "_SPIN_S", -1.0)
+    gpu = FakeGPU(monkeypatch)
+    memory = torch.tensor([4, 0])
+    far = module._FarMarks({1: memory}, torch.device("cuda", 0))
+
+    assert far.look() == {}
+    assert far.look() == {}
+    assert far.look() == {1: [4, 0]}
+    memory[1] = 4
+    monkeypatch.setattr(module, "_SPIN_S", 10.0)
+    assert far.look() == {1: [4, 4]}
+    far.close()
+    assert gpu.told == ["synchronised"]

@@ -1,0 +1,277 @@
+"""Direct rounds whose digest table follows: copied meanwhile, believed only once it has come and says the same."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from weightbus.dataplane import direct_wire
+from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, ManifestError, PeerLost, TransferFailed
+from weightbus.dataplane.transport import Address, Peer, Receipt, Session, Tabled, Tabling
+from weightbus.engine_agent import worker_loader
+
+from ..kit.ends import Ends
+from ..kit.toy_direct import WAIT_S, Server, Shard, World, holds
+from .test_direct_failures import PROMPT_S, kill
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(tmp_path / "r", 2, monkeypatch)
+    yield made
+    made.close()
+
+
+def begun(session: Session) -> Session:
+    """The same session before its table is known."""
+    return msgspec.structs.replace(session, table=None)
+
+
+class Round:
+    """One that was begun without its table: the trainer's half in a thread, the engine's in another."""
+
+    def __init__(self, world: World, deadline_s: float = WAIT_S) -> None:
+        world.epoch += 1
+        self.world = world
+        self.whole = world.trainer.session(world.epoch)
+        world.trainer.sender.offer(begun(self.whole), [Peer("e", world.server.tp)])
+        self._deadline_s = deadline_s
+        self._serving = threading.Thread(target=self._serve)
+
+    def start(self) -> Future[Receipt]:
+        """Have the engine come."""
+        self._serving.start()
+        sender = self.world.trainer.sender
+        return self.world.receive(begun(self.whole), "e", sender.address, self._deadline_s)
+
+    def table(self, **changes: Any) -> Tabled:
+        """What the trainer has found, or something else."""
+        return Tabled(msgspec.structs.replace(self.whole.known, **changes), b"signed")
+
+    def _serve(self) -> None:
+        try:
+            self.world.trainer.sender.ready(WAIT_S)
+            self.world.trainer.sender.finish(WAIT_S)
+        except TransferFailed:
+            return  # nobody is left
+
+    def end(self) -> None:
+        self._serving.join(WAIT_S)
+        assert not self._serving.is_alive()
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a worker has said what it holds."""
+    found = threading.Event()
+    obey = worker_loader._obey
+
+    def watched(state: Any, message: Any) -> Any:
+        answer = obey(state, message)
+        if type(message).__name__ == "Replay":
+            found.set()
+        return answer
+
+    monkeypatch.setattr(worker_loader, "_obey", watched)
+    return found
+
+
+@pytest.mark.parametrize("when", ["before anybody came", "when all was copied"])
+def test_a_table_that_follows_is_what_is_proven(world: World, copied: threading.Event, when: str) -> None:
+    """In every round, whenever it comes, with the seal that came with it; the workers copy without it."""
+    for seed in (1, 2):
+        world.trainer.step(seed)
+        copied.clear()
+        under_way = Round(world)
+        if when == "before anybody came":
+            world.trainer.sender.tabled(under_way.table())
+        taken = under_way.start()
+        if when == "when all was copied":
+            assert copied.wait(WAIT_S)
+            assert not taken.done()
+            world.trainer.sender.tabled(under_way.table())
+
+        assert taken.result(WAIT_S).tabled == under_way.table()
+        assert holds(world.server, world.trainer.values)
+        under_way.end()
+    assert world.trainer.sender.failed == {}
+    assert world.receiver.seconds["table"] > 0
+    assert isinstance(world.trainer.sender, Tabling)
+
+
+def test_a_table_wakes_the_sender(world: World, copied: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From whatever thread: it is not found out at the next look."""
+    monkeypatch.setattr("weightbus.dataplane.direct._LOOK_S", WAIT_S)
+    under_way = Round(world)
+    taken = under_way.start()
+    assert copied.wait(WAIT_S)
+    began = time.monotonic()
+
+    world.trainer.sender.tabled(under_way.table())
+
+    assert taken.result(WAIT_S).checked
+    assert time.monotonic() - began < PROMPT_S
+    under_way.end()
+
+
+def test_a_session_with_its_table_is_as_ever(world: World) -> None:
+    """Nothing more is said, and another table is refused."""
+    receipt = world.round()
+
+    assert receipt.tabled is None
+    assert "table" not in world.receiver.seconds
+    with pytest.raises(TransferFailed, match="with its table"):
+        world.trainer.sender.tabled(Tabled(world.trainer.session(1).known))
+
+
+def test_a_session_has_one_table(world: World) -> None:
+    """Whoever gives another one is refused, before anything is on offer as well; after the session nobody minds."""
+    table = world.trainer.session(1).known
+    with pytest.raises(TransferFailed, match="nothing was offered"):
+        world.trainer.sender.tabled(Tabled(table))
+    under_way = Round(world)
+    world.trainer.sender.tabled(under_way.table())
+    with pytest.raises(TransferFailed, match="given before"):
+        world.trainer.sender.tabled(under_way.table())
+    assert under_way.start().result(WAIT_S).checked
+    under_way.end()
+    late = Round(world)
+    world.trainer.sender.close()
+    world.trainer.sender.tabled(late.table())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"manifest": "f" * 64}, ManifestError, "is for manifest ffff"),
+        ({"version": 77}, TransferFailed, "of version 77"),
+        ({"tensors": b""}, ManifestError, "holds 0 bytes"),
+        ({}, DigestMismatch, "its digest table says 0101"),
+    ],
+    ids=["manifest", "version", "short", "digest"],
+)
+def test_a_table_of_something_else_proves_nothing(
+    world: World, copied: threading.Event, changes: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    """The engine may hold the version, and is not believed; the trainer hears why, and the next round is taken."""
+    under_way = Round(world)
+    taken = under_way.start()
+    assert copied.wait(WAIT_S)
+    table = under_way.whole.known
+    if not changes:
+        changes = {"tensors": b"\1" * 16 + table.tensors[16:]}
+
+    world.trainer.sender.tabled(under_way.table(**changes))
+
+    with pytest.raises(error, match=says):
+        taken.result(WAIT_S)
+    under_way.end()
+    assert world.receiver.touched
+    assert error.__name__ in world.trainer.sender.failed["e"]
+    world.trainer.step(3)
+    world.round()
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_table_that_is_too_large_is_not_said(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seal of megabytes is none; nor is it taken from somebody who says it all the same."""
+    under_way = Round(world)
+    large = Tabled(under_way.whole.known, b"x" * (direct_wire.MOST_SEAL_BYTES + 1))
+    with pytest.raises(TransferFailed, match="too large"):
+        world.trainer.sender.tabled(large)
+    taken = under_way.start()
+    with monkeypatch.context() as careless:
+        careless.setattr(direct_wire, "MOST_SEAL_BYTES", len(large.seal))
+        world.trainer.sender.tabled(large)
+    with pytest.raises(PeerLost, match="larger than any"):
+        taken.result(WAIT_S)
+    under_way.end()
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "closed", "never"])
+def test_a_table_that_does_not_come(world: World, copied: threading.Event, how: str) -> None:
+    """Whoever says so ends the wait, and so does the deadline: the engine is one that was written to, and failed."""
+    under_way = Round(world, 3.0 if how == "never" else WAIT_S)
+    taken = under_way.start()
+    assert copied.wait(WAIT_S)
+    began = time.monotonic()
+    if how == "withdrawn":
+        world.trainer.sender.withdraw("e", "nobody wants it")
+    elif how == "closed":  # as the end of the trainer's process would
+        peer = world.trainer.sender._peers["e"]
+        assert peer.frames is not None
+        peer.frames._socket.shutdown(socket.SHUT_RDWR)
+
+    with pytest.raises(DeadlineExceeded if how == "never" else PeerLost):
+        taken.result(WAIT_S)
+    assert time.monotonic() - began < PROMPT_S
+    assert world.receiver.touched
+    under_way.end()
+
+
+def test_a_trainer_that_dies_before_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copied: threading.Event
+) -> None:
+    """Between the bytes and their digests: noticed at once, nothing is believed, the engine was written to."""
+    ends = Ends("direct_ends.py")
+    world = World(tmp_path / "r", 2, monkeypatch)
+    try:
+        pid = ends.start(half="trainer", root=str(tmp_path / "r"), epoch=1, seed=1, tp=2, follows=True)
+        address = Address(ends.answer()["address"])
+        taken = world.receive(begun(world.trainer.session(1)), "e", address)
+        assert copied.wait(WAIT_S)
+        began = time.monotonic()
+        kill(pid)
+
+        with pytest.raises(PeerLost):
+            taken.result(WAIT_S)
+        assert time.monotonic() - began < PROMPT_S
+        assert world.receiver.touched
+    finally:
+        world.close()
+        ends.close()
+
+
+def test_draft_models_are_proven_by_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for once, and heard before the next model is planned."""
+    world = World(tmp_path / "r", 1, monkeypatch, drafts=(Shard,))
+    try:
+        for seed in (1, 2):
+            world.trainer.step(seed)
+            under_way = Round(world)
+            taken = under_way.start()
+            world.trainer.sender.tabled(under_way.table())
+            assert taken.result(WAIT_S).tabled == under_way.table()
+            under_way.end()
+            assert holds(world.server, world.trainer.values)
+    finally:
+        world.close()
+
+
+def test_the_server_is_let_go_before_the_table_comes(world: World) -> None:
+    """It stands still until a commit anyhow: its workers do not wait for the trainer."""
+    returned = threading.Event()
+    load = Server.load_direct
+
+    def watched(path: str, deadline_s: float) -> None:
+        load(world.server, path, deadline_s)
+        returned.set()
+
+    world.server.load_direct = watched  # type: ignore[method-assign]
+    under_way = Round(world)
+    taken = under_way.start()
+
+    assert returned.wait(WAIT_S)
+    assert not taken.done()
+    world.trainer.sender.tabled(under_way.table())
+    assert taken.result(WAIT_S).checked
+    world.receiver.returned(WAIT_S)
+    under_way.end()
