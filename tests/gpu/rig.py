@@ -122,6 +122,7 @@ def write_result(out: str | None, name: str, result: Mapping[str, Any]) -> None:
     """Into the folder of the results, if one was named. Whoever reads it, or cuts us off, finds a whole one."""
     if out:
         new = Path(out) / f"{name}.new"
+        new.parent.mkdir(parents=True, exist_ok=True)
         new.write_text(json.dumps(result, indent=1) + "\n")
         new.rename(Path(out) / f"{name}.json")
 
