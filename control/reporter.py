@@ -139,7 +139,10 @@ class Reporter:
         set_all(telemetry.LEASE_INFO, {(name, c.lease.holder): 1.0 for name, c in channels if c.lease})
         set_all(telemetry.ENGINES_QUARANTINED, {(name,): float(_quarantined(c)) for name, c in channels})
         set_all(telemetry.ENGINES_WAITING, {(name,): float(_waiting(c)) for name, c in channels})
-        set_all(telemetry.ENGINE_VERSION, {(c, n): -1.0 if e.version is None else e.version for c, n, e in engines})
+        versions: dict[tuple[str, ...], float] = {
+            (c, n): -1.0 if e.version is None or not e.known else float(e.version) for c, n, e in engines
+        }
+        set_all(telemetry.ENGINE_VERSION, versions)
         set_all(telemetry.ENGINE_LAG, {(c, n): float(e.lag) for c, n, e in engines})
         set_all(telemetry.ENGINE_READY, {(c, n): float(e.ready) for c, n, e in engines})
         counts = Counter((str(channel), role.value) for channel, role in tuple(self._agents.values()))

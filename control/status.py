@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from .channel import Channel
 from .engines import Engine, readiness
 from .errors import Malformed, StandsBy
-from .ids import AgentId
+from .ids import AgentId, Version
 from .membership import Membership
 from .messages import EngineHealth, Held, TransportKind
 from .states import RoundState
@@ -70,8 +71,10 @@ class EngineView(msgspec.Struct, frozen=True):
     state: str
     """``lost``, ``dirty``, ``pending``, ``paused``, ``serving``, or its phase in the running round."""
     version: int | None
+    """That it says it holds, verified."""
     lag: int
-    """Committed version minus its own. 0 while nothing is committed; all of it for an engine without a version."""
+    """Committed version minus its own. 0 while nothing is committed; all of it for an engine without a version, or with
+    one that was never committed here, or that the channel went back from."""
     ready: bool
     reason: str
     """Why it is not ready."""
@@ -83,6 +86,8 @@ class EngineView(msgspec.Struct, frozen=True):
     dp: int
     device: str
     transports: tuple[TransportKind, ...]
+    known: bool = True
+    """Its version is one that was committed here, as far as is remembered."""
 
 
 class ChannelView(msgspec.Struct, frozen=True):
@@ -150,7 +155,8 @@ def describe(channels: Iterable[Channel], members: Membership, lease_s: float, n
 
 
 def _channel(channel: Channel, members: Membership, lease_s: float, now: float) -> ChannelView:
-    engines = {str(e.name): _engine(e, channel, members, now) for e in channel.engines.values()}
+    past = frozenset(each.version for each in channel.history)
+    engines = {str(e.name): _engine(e, channel, past, members, now) for e in channel.engines.values()}
     lease, round_ = channel.lease, channel.round
     return ChannelView(
         epoch=channel.epoch,
@@ -180,15 +186,29 @@ def _held(held: Held | None, epoch: int) -> HeldStatus | None:
     return HeldStatus(held.version, held.manifest, held.table, epoch) if held else None
 
 
-def _engine(engine: Engine, channel: Channel, members: Membership, now: float) -> EngineView:
+def _was_committed(held: Held, committed: Held | None, past: AbstractSet[Version]) -> bool:
+    """Whether a channel with this history knows what an engine says it holds. Only the newest tables are remembered."""
+    if committed is None:
+        return False
+    if held.version == committed.version:
+        return held.table == committed.table
+    return held.version in past or held.version < min(past, default=committed.version)
+
+
+def _engine(
+    engine: Engine, channel: Channel, past: AbstractSet[Version], members: Membership, now: float
+) -> EngineView:
+    """`past`: what was committed in the channel, as far as is remembered."""
     verdict = readiness(engine, channel.phase(engine.name), channel.window_of(engine.name))
-    version = engine.held.version if engine.held else None
-    info = engine.info
+    held, committed, info = engine.held, channel.committed, engine.info
+    version = held.version if held else None
+    known = held is None or _was_committed(held, committed, past)
+    behind = held.version if held and known and committed and held.version <= committed.version else 0
     return EngineView(
         url=info.url,
         state=_state(engine, channel),
         version=version,
-        lag=max(0, channel.committed.version - (version or 0)) if channel.committed else 0,
+        lag=committed.version - behind if committed else 0,
         ready=verdict.ok,
         reason=verdict.reason,
         last_seen_s=_last_seen(engine.name, members, now),
@@ -199,6 +219,7 @@ def _engine(engine: Engine, channel: Channel, members: Membership, now: float) -
         dp=info.dp,
         device=info.device,
         transports=info.transports,
+        known=known,
     )
 
 

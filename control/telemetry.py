@@ -59,8 +59,12 @@ _C, _E, _T = Side.COORDINATOR, Side.ENGINE, Side.TRAINER
 _GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 
 COMMITTED_VERSION = _declare(_C, _GAUGE, "committed_version", "channel", "version that is durable; it never goes back")
-ENGINE_VERSION = _declare(_C, _GAUGE, "engine_version", "channel engine", "verified version it serves; -1 for none")
-ENGINE_LAG = _declare(_C, _GAUGE, "engine_version_lag", "channel engine", "committed version minus the engine's")
+ENGINE_VERSION = _declare(
+    _C, _GAUGE, "engine_version", "channel engine", "committed version that it holds; -1 for none"
+)
+ENGINE_LAG = _declare(
+    _C, _GAUGE, "engine_version_lag", "channel engine", "committed version minus the engine's, if it holds one"
+)
 ENGINE_READY = _declare(_C, _GAUGE, "engine_ready", "channel engine", "1 while it is in the ready list")
 ENGINES_QUARANTINED = _declare(_C, _GAUGE, "engines_quarantined", "channel", "engines that must not serve")
 ENGINES_WAITING = _declare(_C, _GAUGE, "round_engines_waiting", "channel", "engines that wait for their turn")

@@ -6,9 +6,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from weightbus.control.effects import Refusal
-from weightbus.control.messages import Code
+from weightbus.control.ids import Digest, Version
+from weightbus.control.messages import Code, EngineHealth, Held, Prepare, Step
 from weightbus.control.reporter import REFUSALS_LOGGED, Reporter
 from weightbus.control.telemetry import Meters, Side
+
+from .world import CHANNEL, World
 
 
 def test_a_flood_of_refusals_is_counted_and_hardly_logged() -> None:
@@ -50,3 +53,52 @@ def test_connections_are_counted_as_the_bus_counts_them() -> None:
     value = meters.registry.get_sample_value
     assert value("weightbus_connections_total", {"event": "accepted"}) == 10
     assert value("weightbus_connections_total", {"event": "refused"}) == 5
+
+
+def held(version: int, table: str = "c" * 64) -> Held:
+    return Held(version=Version(version), manifest=Digest("d" * 64), table=Digest(table))
+
+
+def shown(world: World, engine: str) -> tuple[float | None, float | None]:
+    """Version and lag, as the gauges have them."""
+    meters = Meters(Side.COORDINATOR)
+    Reporter(meters).show(world.machine.status(world.now))
+    value, labels = meters.registry.get_sample_value, {"channel": CHANNEL, "engine": engine}
+    return value("weightbus_engine_version", labels), value("weightbus_engine_version_lag", labels)
+
+
+@pytest.mark.parametrize("health", [EngineHealth.CLEAN, EngineHealth.PENDING])
+def test_a_version_that_was_never_committed_here_is_none(health: EngineHealth) -> None:
+    """An engine may say that it holds anything: what another store's channel committed, or nobody did."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+
+    def says(held: Held) -> tuple[float | None, float | None]:
+        engine.held, engine.health = held, health
+        world.advance(world.limits.heartbeat_s)
+        view = world.machine.status(world.now).channels[CHANNEL].engines["e0"]
+        assert view.version == held.version, "people see what it says"
+        return shown(world, "e0")
+
+    assert says(held(5)) == (-1, 0), "nothing is committed"
+    engine.held, engine.health = None, EngineHealth.CLEAN
+    for version in (3, 7):
+        world.publish(trainer, version)
+        assert shown(world, "e0") == (version, 0)
+    assert says(held(5)) == (-1, 7), "it was left out"
+    assert says(held(8)) == (-1, 7), "it comes from elsewhere"
+    assert says(held(7)) == (-1, 7), "the number is this channel's, the weights are not"
+    assert says(held(3)) == (3, 4)
+
+
+def test_who_did_not_go_back_with_its_channel_lags_by_all_of_it() -> None:
+    """It holds a version that was committed once, above the committed one: that is not to be up to date."""
+    world = World()
+    world.engine("e0")
+    behind, trainer = world.engine("e1", url="http://e1"), world.trainer()
+    world.publish(trainer, 7)
+    behind.fail(Prepare, Step.PREPARE)
+    trainer.rollback = True
+    world.publish(trainer, 4)
+    assert shown(world, "e0") == (4, 0)
+    assert shown(world, "e1") == (7, 4)
