@@ -24,10 +24,11 @@ _CANNOT_WAIT: Final = "the digest table follows in this round, and {} cannot wai
 def allowed(of: Outfit, version: int, granted: Granted) -> bool:
     """Whether a live version, which is not kept as files, may be announced without its table.
 
-    Not one that may be committed already: that only its table tells.
+    Not one that may be committed already: that only its table tells. Nor before a first one went by this sender.
     """
     newer = granted.committed is None or version > granted.committed.version
-    wanted = of.settings.open_tables and of.mode is Mode.LIVE and newer
+    able = isinstance(of.senders.get(TransportKind.DIRECT), Tabling)
+    wanted = of.settings.open_tables and of.mode is Mode.LIVE and newer and able
     return wanted and of.staging.may_leave_open(granted.engines, granted.routes or None)
 
 
