@@ -17,6 +17,7 @@ from weightbus.control import messages as m
 from weightbus.control.errors import RequestRefused
 from weightbus.control.ids import Digest
 from weightbus.trainer_agent import open_table
+from weightbus.trainer_agent.archive import Archive, Policy
 from weightbus.trainer_agent.exposure import Exposure
 from weightbus.trainer_agent.publication import Ending
 from weightbus.trainer_agent.source import AssemblyFailed
@@ -191,8 +192,8 @@ def test_engines_that_came_since_the_lease_and_cannot_wait_are_not_offered_anyth
     assert others.calls == []
 
 
-@pytest.mark.parametrize("why", ["switched off", "another transport", "committed already", "catch-up"])
-def test_the_table_comes_first(rig: Rig, why: str) -> None:
+@pytest.mark.parametrize("why", ["switched off", "another transport", "committed already", "catch-up", "kept"])
+def test_the_table_comes_first(rig: Rig, why: str, tmp_path: Path) -> None:
     """Where somebody takes buckets, where it decides what is answered, and where that is wanted."""
     outfit, version = rig.leader._outfit, 2
     match why:
@@ -204,6 +205,10 @@ def test_the_table_comes_first(rig: Rig, why: str) -> None:
             outfit.make_sender = lambda kind: rig.sender if kind is DIRECT else FakeSender()
         case "committed already":
             version = 1
+        case "kept":
+            rig.source.assemble = lambda _manifest, _index, out: out.zero_() if out is not None else None  # type: ignore[method-assign]
+            (tmp_path / "config.json").write_text("{}")
+            outfit.archive = Archive(tmp_path / "kept", "c", Policy(1, 1, 0), tmp_path)
     rig.leader.publish(version, catch_up=why == "catch-up")
 
     assert all(said(rig, m.Publish))
