@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from weightbus.control.effects import Committed
-from weightbus.control.ids import Digest
+from weightbus.control.ids import AgentId, Digest, Epoch, RequestId, Version
+from weightbus.control.limits import Limits
+from weightbus.control.member import Member
 from weightbus.control.messages import (
     Code,
     Commit,
@@ -14,16 +16,20 @@ from weightbus.control.messages import (
     Outcome,
     Policy,
     Prepare,
+    Publish,
     Refused,
     Sent,
     SlowEngines,
     Step,
     ToCoordinator,
     Transfer,
+    TransportKind,
     Verified,
 )
+from weightbus.control.orders import Orders
+from weightbus.control.states import EnginePhase
 
-from .world import CHANNEL, Engine, Trainer, World, digest, table_of
+from .world import CHANNEL, Engine, Trainer, World, digest, engine_info, table_of
 
 
 def fleet(**policy: object) -> tuple[World, Engine, Engine, Trainer]:
@@ -204,3 +210,33 @@ def test_the_table_is_kept_while_it_is_needed() -> None:
     world.publish(trainer, 1)
     assert digest(table_of(1)) in world.machine.blobs
     assert digest(table_of(1)) in world.machine.channels[CHANNEL].pinned()
+
+
+@pytest.mark.parametrize("left_open", [True, False])
+def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(left_open: bool) -> None:
+    """Only a round whose table is open asks for it: an older trainer would refuse the field."""
+    publish = Publish(
+        request=RequestId("k"),
+        channel=CHANNEL,
+        epoch=Epoch(1),
+        version=Version(1),
+        manifest=digest(b"manifest"),
+        table=Digest("") if left_open else digest(table_of(1)),
+        bytes=1,
+        buckets=1,
+    )
+    info = engine_info()
+    members = [
+        Member(
+            name=AgentId(name),
+            info=info,
+            phase=EnginePhase.PREPARED,
+            epoch=Epoch(1),
+            transport=TransportKind.DIRECT,
+            health=EngineHealth.CLEAN,
+            shares=shares,
+        )
+        for name, shares in (("e0", True), ("e1", False))
+    ]
+    send = Orders(publish, Limits()).send(Epoch(1), members)
+    assert [each.shares for each in send.receivers] == [left_open, False]
