@@ -218,7 +218,7 @@ class Staging:
     def leave_open(self, watch: Stopwatch) -> None:
         """Expose what engines read, and do not wait for its digests. Once for a publication. Collective."""
         if self._in_place is not None and self._table is None and not self._open:
-            with watch.phase("expose"):
+            with watch.phase("digest"):
                 self._in_place.expose(self._ranks)
             self._open = True
 
