@@ -246,7 +246,7 @@ class Drive:
         """Wait for the table of a version that was announced without, and give it to whoever takes the version."""
         staging = self._of.staging
         try:
-            table = staging.close(self.version, self._watch)
+            table = staging.close_table(self.version, self._watch)
         except SourceError as error:
             return self._source_failed(error)
         if table is None:

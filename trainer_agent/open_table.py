@@ -50,6 +50,6 @@ def settle(staging: Staging, version: int, watch: Stopwatch) -> None:
     if not staging.open:
         return
     try:
-        staging.close(version, watch)
+        staging.close_table(version, watch)
     except Exception as error:  # noqa: BLE001  the next publication finds what is wrong
         _log.warning("digests_not_settled", error=f"{type(error).__name__}: {error}")
