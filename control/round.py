@@ -260,12 +260,13 @@ class Round(Progress):
         if command := self._cohort.take_withdrawn(self.epoch):
             self._duties.assign(self.holder, command, now)
 
-    def _stop_waiting_for_sent(self, waited: str, now: float, *, grace: bool) -> None:
-        """The transfer's time is over. Only its trainer can say a table that is open: with `grace` it still may."""
+    def _wait_for_sent_no_longer(self, waited: str, now: float) -> None:
+        """The time of its engines is over. Only the trainer can say a table that is open: it has the whole deadline."""
+        until = self._since + self.publish.policy.transfer_timeout_s + self._limits.grace_s
         if self.table:
             self._transfer_over()
-        elif grace:
-            self._deadline = now + self._limits.grace_s
+        elif now < until:
+            self._deadline = until
         else:
             self._abort(f"the trainer has not said the version's digest table: {waited}", now)
 
@@ -371,10 +372,9 @@ class Round(Progress):
             case RoundState.OFFERING:
                 self._give_up_transfer(f"the trainer offered nothing: {waited}", now)
             case RoundState.TRANSFERRING:
-                late = self._cohort.within(EnginePhase.TRANSFERRING)
-                for member in late:
+                for member in self._cohort.within(EnginePhase.TRANSFERRING):
                     self._cohort.leave(member, f"transfer: {waited}", now)
-                self._stop_waiting_for_sent(waited, now, grace=bool(late))
+                self._wait_for_sent_no_longer(waited, now)
             case RoundState.VERIFYING:
                 for member in self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
                     self._cohort.leave(member, f"verify: {waited}", now)

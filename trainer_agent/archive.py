@@ -76,9 +76,13 @@ class Archive:
         self._root = place_of(save_dir, channel, 0).parent
         self._swept = False
 
+    def keeps(self, version: int) -> bool:
+        """Whether `version` is one that is kept."""
+        return self._policy.writes(version)
+
     def saving(self, version: int, manifest: Manifest) -> Saving | None:
         """What writes `version`; None for one that is not kept. Under the channel's lease, so nobody else writes."""
-        if not self._policy.writes(version):
+        if not self.keeps(version):
             return None
         if not self._swept:
             self._sweep()

@@ -213,15 +213,8 @@ class Drive:
         self._engines, self._committed = answer.engines, answer.committed
         self._routes = answer.routes or None
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
-        self._begin_saving()
-        live = not self._catch_up and self._saving is None
-        open_ = live and open_table.allowed(self._of, self.version, answer)
-        return p.LeaseGranted(answer.epoch, answer.committed, open_)
-
-    def _begin_saving(self) -> None:
-        of = self._of
-        if self._saving is None and of.archive is not None and not self._catch_up:
-            self._saving = of.archive.saving(self.version, of.staging.manifest)
+        may_leave_open = not self._catch_up and open_table.allowed(self._of, self.version, answer)
+        return p.LeaseGranted(answer.epoch, answer.committed, may_leave_open)
 
     def _made(self) -> p.AnyEvent | None:
         """Have what engines will read be made while the lease is asked for. What is wrong if that fails."""
@@ -233,7 +226,8 @@ class Drive:
 
     def _assemble(self) -> p.AnyEvent:
         staging = self._of.staging
-        self._begin_saving()
+        if self._saving is None and self._of.archive is not None and not self._catch_up:
+            self._saving = self._of.archive.saving(self.version, staging.manifest)
         try:
             table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
         except SourceError as error:
@@ -252,7 +246,7 @@ class Drive:
         """Wait for the table of a version that was announced without, and give it to whoever takes the version."""
         staging = self._of.staging
         try:
-            table = staging.close(self.version, self._watch)
+            table = staging.close_table(self.version, self._watch)
         except SourceError as error:
             return self._source_failed(error)
         if table is None:

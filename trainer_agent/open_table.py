@@ -22,13 +22,16 @@ _CANNOT_WAIT: Final = "the digest table follows in this round, and {} cannot wai
 
 
 def allowed(of: Outfit, version: int, granted: Granted) -> bool:
-    """Whether a live version, which is not kept as files, may be announced without its table.
+    """Whether a version may be announced without its table.
 
-    Not one that may be committed already: that only its table tells.
+    Not one that may be committed already: that only its table tells. Not one that is kept as files, which are of
+    buckets. Not before a first one went by this sender.
     """
     newer = granted.committed is None or version > granted.committed.version
-    wanted = of.settings.open_tables and of.mode is Mode.LIVE and newer
-    return wanted and of.staging.may_leave_open(granted.engines, granted.routes or None)
+    able = isinstance(of.senders.get(TransportKind.DIRECT), Tabling)
+    kept = of.archive is not None and of.archive.keeps(version)
+    wanted = of.settings.open_tables and of.mode is Mode.LIVE
+    return wanted and newer and able and not kept and of.staging.may_leave_open(granted.engines, granted.routes or None)
 
 
 def unable(peers: dict[TransportKind, list[Peer]], senders: Mapping[TransportKind, Sender]) -> dict[str, str]:
@@ -47,6 +50,6 @@ def settle(staging: Staging, version: int, watch: Stopwatch) -> None:
     if not staging.open:
         return
     try:
-        staging.close(version, watch)
+        staging.close_table(version, watch)
     except Exception as error:  # noqa: BLE001  the next publication finds what is wrong
         _log.warning("digests_not_settled", error=f"{type(error).__name__}: {error}")

@@ -212,17 +212,17 @@ class Staging:
     def may_leave_open(
         self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None = None
     ) -> bool:
-        """Whether `engines` can be told of the version before its table is known: `leave_open`, later `close`."""
+        """Whether `engines` can be told of the version before its table is known: `leave_open`, later `close_table`."""
         return self._table is None and self._in_place is not None and self._in_place.may_leave_open(engines, routes)
 
     def leave_open(self, watch: Stopwatch) -> None:
         """Expose what engines read, and do not wait for its digests. Once for a publication. Collective."""
         if self._in_place is not None and self._table is None and not self._open:
-            with watch.phase("expose"):
+            with watch.phase("digest"):
                 self._in_place.expose(self._ranks)
             self._open = True
 
-    def close(self, version: int, watch: Stopwatch) -> DigestTable | None:
+    def close_table(self, version: int, watch: Stopwatch) -> DigestTable | None:
         """Wait for the digests that were left open. None where there are none: then `digest` makes them. Collective."""
         if self._open and self._in_place is not None:
             self._open = False
@@ -248,7 +248,7 @@ class Staging:
         that was made so serves engines that come later, by another transport, too: unless they can report digests.
         With `saving` buckets are assembled in any case, and given to it.
         """
-        self.close(version, watch)
+        self.close_table(version, watch)
         reading, others = (0, engines) if self._in_place is None else self._in_place.sort(engines, routes)
         wanted = layouts_wanted(others)
         if self._table is not None and wanted <= self._wanted:

@@ -25,7 +25,7 @@ from .world import World as QuietWorld
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS.parent / "control" / "PROTOCOL.md"
-ROWS = ("1a", "1b", "1c", "1d", "1e", "1f", "1g", "2", "3", "4", "5", "6", "7a", "7b", "7c", *map(str, range(8, 24)))
+ROWS = ("1a", "1b", "1c", "1d", "1e", "1f", "1g", "2", "3", "4", "5", "6", "7a", "7b", "7c", *map(str, range(8, 26)))
 """All there are. A fault that is thought of later gets the next number."""
 
 
@@ -355,6 +355,40 @@ def tabled() -> dict[str, list[str]]:
 def names_in(file: Path) -> set[str]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+OPEN = {
+    "open_tables": True,
+    "digest_s": 2.0,
+    "engines": tuple(
+        EngineSpec(name=name, transports=(TransportKind.DIRECT,), live=True, drift=0.0) for name in ("e0", "e1")
+    ),
+}
+"""A deployment whose engines take the ranks' memory, and whose trainers digest for longer than it takes to copy."""
+
+
+@pytest.mark.parametrize("how", ["dies", "lost"])
+def test_row_24_a_table_that_follows_does_not_come(how: str) -> None:
+    """Engines have all bytes by then. Who is not given the table is left out; without the trainer, everybody is."""
+    kind, who = ("kill", "t0") if how == "dies" else ("table-lost", "e0")
+    world = storm(
+        Fault(at=4.0, kind=kind, who=who, lasts=3.0, moment="transferring" if how == "dies" else ""), redrives=0, **OPEN
+    )
+    if how == "dies":
+        order(world, "server loads bucket 2", "t0           ** dies", "is over: aborted e0=quarantined e1=quarantined")
+    else:
+        order(world, "e0 hears of no table", "is over: committed e0=quarantined e1=committed")
+    order(world, "=quarantined", "is over: committed e0=committed e1=committed")
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_row_25_another_table_convinces_nobody(sealed: bool) -> None:
+    """Its engine holds what that table says, to the bit; the others are committed, and it is sent everything again."""
+    world = storm(Fault(at=4.0, kind="wrong-table", who="e0"), sealed=sealed, **OPEN)
+    found = "is not what 't0' signed" if sealed else "-> Verified"
+    order(world, "e0 is given another table", "forged/forged", found, "is over: committed e0=committed e1=committed")
+    forged = between(world, "loads bucket 2: forged/forged", "loads bucket 0")
+    assert not [line for line in forged if "e0           server generates again" in line]
 
 
 def test_every_row_has_its_tests() -> None:

@@ -320,3 +320,20 @@ def test_every_choice_is_allowed_and_explained(
     nothing_known = msgspec.structs.replace(ends, from_trainer=None, from_engine=None)
     if choose(nothing_known).transport is None:
         assert route.transport is None, "what agents tell of where they are only ever speaks against a transport"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "shares"),
+    [
+        (("gpu-0", "gpu-1"), ("gpu-1", "gpu-2"), True),
+        (("gpu-0", "gpu-1"), ("gpu-2", "gpu-3"), False),
+        (("cpu",), ("cpu",), False),
+        (("gpu-0",), (), False),
+    ],
+)
+def test_who_shares_a_gpu_with_the_trainer_is_known(
+    ranks: tuple[str, ...], workers: tuple[str, ...], shares: bool
+) -> None:
+    """Any rank with any worker; what was not told is not guessed."""
+    ends = Ends(trainer(**ON_GPU), engine(**ON_GPU), told(places=places(*ranks)), told(places=places(*workers)))
+    assert choose(ends).shares is shares

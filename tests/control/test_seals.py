@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.messages import Held, Offer, PauseMode, Policy, Prepare, Publish, Role, Transfer, TransportKind
-from weightbus.control.seals import Distrust, doubt, doubt_offer, seal_offer, seal_publication
+from weightbus.control.seals import (
+    Distrust,
+    doubt,
+    doubt_offer,
+    doubt_table,
+    seal_offer,
+    seal_publication,
+    seal_table,
+)
 from weightbus.control.signing import sign, signed_by, signing_key_of
 from weightbus.control.sockets import new_keypair
 from weightbus.control.trust import Entry
@@ -244,3 +252,46 @@ def test_an_offer_is_of_one_epoch_and_one_trainer() -> None:
         objection = doubt_offer(message, signer, TRUSTED)
         assert objection is not None
         assert objection.kind is found
+
+
+def left_open(previous: Held | None = None) -> Publish:
+    """A publication whose table follows."""
+    bare = msgspec.structs.replace(publication(), table=Digest(""))
+    return seal_publication(bare, AgentId("t0"), TRAINER.secret, previous)
+
+
+def test_a_table_that_follows_is_believed_by_its_own_signature() -> None:
+    """Of the same statement with the table in it; the one that left it open says nothing of any table."""
+    publish, table = left_open(held(4)), held(5).table
+    prepare = offered(publish)
+    signature = seal_table(publish, table, TRAINER.secret)
+    assert kind(prepare, serving=held(4)) is None
+    assert doubt_table(prepare, table, signature, TRUSTED) is None
+    assert publish.seal is not None
+    for forged in (publish.seal.signature, "0" * 128, "", "not hexadecimal"):
+        found = doubt_table(prepare, table, forged, TRUSTED)
+        assert found is not None
+        assert found.kind is Distrust.FORGED
+
+
+def test_a_signature_under_a_table_is_good_for_one_table_of_one_publication() -> None:
+    """Not for other bits, not for a later epoch, and not by whoever is not trusted any more."""
+    publish, table = left_open(), held(5).table
+    signature = seal_table(publish, table, TRAINER.secret)
+    prepare = offered(publish)
+    later = msgspec.structs.replace(prepare, epoch=Epoch(10))
+    for about, name in ((prepare, digest("evil")), (later, table)):
+        found = doubt_table(about, name, signature, TRUSTED)
+        assert found is not None
+        assert found.kind is Distrust.FORGED
+    for nobody in (None, msgspec.structs.replace(prepare, seal=None), prepare):
+        trusted = TRUSTED if nobody is not prepare else {}
+        found = doubt_table(nobody, table, signature, trusted)
+        assert found is not None
+        assert found.kind is Distrust.UNKNOWN_SIGNER
+
+
+def test_an_open_publication_is_not_that_of_any_table() -> None:
+    """Who carries it can neither fill a table in nor take one out."""
+    assert kind(offered(left_open(), table=digest("evil"))) is Distrust.FORGED
+    assert kind(offered(sealed(), table=Digest(""))) is Distrust.FORGED

@@ -317,13 +317,14 @@ class Engine(Agent):
                 return [Paused(request=self.key(), seconds=0.2, **common)]
             case Transfer():
                 self.weights, self.health = message.version, EngineHealth.PENDING
-                self.held = Held(version=message.version, manifest=message.manifest, table=message.table)
+                table = message.table or digest(table_of(message.version))  # as its sender says, where it follows
+                self.held = Held(version=message.version, manifest=message.manifest, table=table)
                 return [
                     Transferred(request=self.key(), bytes=100, buckets=2, seconds=0.3, **common),
                     Verified(
                         request=self.key(),
                         version=message.version,
-                        table=message.table,
+                        table=table,
                         verified_by="bucket-digest",
                         seconds=0.4,
                         **common,
@@ -354,6 +355,10 @@ class Trainer(Agent):
         self.rollback = self.rollback_publish_only = self.catch_up = False
         self.policy = Policy()
         self.mode = "live"
+        self.open_table = False
+        """It leaves its tables open, and says them when it has sent."""
+        self.says_table: bytes | None = None
+        """Instead of the one of its version."""
         self.publishing: Publish | None = None
         self.failed: Mapping[str, str] = {}
         self.spared: tuple[AgentId, ...] = ()
@@ -386,6 +391,13 @@ class Trainer(Agent):
         self.version = version
         self.try_say(Acquire(request=self.key(), channel=CHANNEL, version=Version(version), rollback=self.rollback))
 
+    def put_table(self) -> Digest:
+        """Of what it has sent."""
+        blob = table_of(self.version) if self.says_table is None else self.says_table
+        if blob:
+            self.try_say(PutBlob(request=self.key(), digest=digest(blob), page=0, pages=1), blob)
+        return digest(blob) if blob else Digest("")
+
     def try_say(self, message: ToCoordinator, blob: bytes | None = None) -> None:
         if self.stop_before is not None and isinstance(message, self.stop_before):
             self.deaf = True
@@ -402,7 +414,7 @@ class Trainer(Agent):
                 self.publishing = None
                 self.acquire(self.version)
             case Granted() if self.version and not self.publishing:
-                for blob in (MANIFEST, table_of(self.version)):
+                for blob in (MANIFEST,) if self.open_table else (MANIFEST, table_of(self.version)):
                     self.try_say(PutBlob(request=self.key(), digest=digest(blob), page=0, pages=1), blob)
                 self.publishing = Publish(
                     request=self.key(),
@@ -410,7 +422,7 @@ class Trainer(Agent):
                     epoch=message.epoch,
                     version=Version(self.version),
                     manifest=digest(MANIFEST),
-                    table=digest(table_of(self.version)),
+                    table=Digest("") if self.open_table else digest(table_of(self.version)),
                     bytes=100,
                     buckets=2,
                     policy=self.policy,
@@ -451,6 +463,7 @@ class Trainer(Agent):
                     channel=CHANNEL,
                     epoch=self.offering.epoch,
                     failed=dict(self.failed),
+                    table=self.put_table() if self.open_table else Digest(""),
                     spared=self.spared,
                 )
                 self.offering = None
@@ -536,10 +549,14 @@ class World:
     def settle(self) -> None:
         """Deliver until nobody has anything to say."""
         while self.queue and not self.crashed:
-            agent, message, blob = self.queue.pop(0)
-            if agent.alive and not self.lose(message):
-                self.note(f"{agent.name} -> {brief(message)}")
-                self.handle(MessageReceived(peer=agent.peer, message=message, blob=blob))
+            self.step()
+
+    def step(self) -> None:
+        """Deliver one message."""
+        agent, message, blob = self.queue.pop(0)
+        if agent.alive and not self.lose(message):
+            self.note(f"{agent.name} -> {brief(message)}")
+            self.handle(MessageReceived(peer=agent.peer, message=message, blob=blob))
 
     def handle(self, event: AnyEvent) -> tuple[AnyEffect, ...]:
         """Give the machine one event, carry out what it asks, and check it."""

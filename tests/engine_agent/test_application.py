@@ -14,10 +14,12 @@ from weightbus.engine_agent.events import (
     ForgetAnswers,
     Label,
     Receive,
+    Received,
     Record,
     Release,
     Remember,
     Run,
+    Verify,
 )
 from weightbus.engine_agent.stages import HOLD_S
 
@@ -161,6 +163,49 @@ def test_only_what_was_prepared_is_taken() -> None:
     assert "not prepared" in only(world.transfer(3, 9)).reason
     world.transfer(4, 8)
     assert type(world.doing).__name__ == "Receive", "a re-drive of what was prepared needs no second Prepare"
+
+
+@pytest.mark.parametrize("proven", [True, False], ids=["while it was taken", "by the server"])
+def test_a_table_that_follows_is_the_one_of_what_is_held(proven: bool) -> None:
+    """From the receipt on: it is what was proven, what a commit has to name, and what is remembered."""
+    world = World()
+    world.asked = ""
+    world.to_paused()
+    assert ran(world.transfer()) == ["Receive"]
+    assert world.record is not None
+    assert world.record.health is DIRTY, "what is durable before the first byte names no table"
+    received = world.end(Received(1000, 2, True, "live-digest" if proven else "", TABLE))
+    if not proven:
+        assert isinstance(world.doing, Verify)
+        assert world.doing.command.table == TABLE
+        received = (*received, *world.end())
+    verified = answers(received)[-1]
+    assert (verified.version, verified.table) == (7, TABLE)
+    assert world.record.held == m.Held(version=7, manifest=MANIFEST, table=TABLE)  # type: ignore[arg-type]
+    assert only(world.commit(table=OTHER)).step is Step.COMMIT
+    world.commit()
+    assert only(world.end()).version == 7
+
+
+def test_a_table_that_does_not_follow_leaves_the_server_dirty() -> None:
+    """All was taken, and nobody knows what it is."""
+    world = World()
+    world.asked = ""
+    world.to_paused()
+    world.transfer()
+    failed = only(world.end(Received(1000, 2, checked=True, verified_by="live-digest")))
+    assert (failed.step, failed.health) == (Step.TRANSFER, DIRTY)
+    assert world.machine.held is None
+
+
+def test_what_was_prepared_open_is_taken_open() -> None:
+    """A command that names a table is not the one that left it open, nor the other way round."""
+    for prepared, told in (("", TABLE), (TABLE, "")):
+        world = World()
+        world.asked = prepared
+        world.to_paused()
+        world.asked = told
+        assert "not prepared" in only(world.transfer()).reason
 
 
 def test_epochs_that_have_passed_stay_passed_for_the_next_agent() -> None:

@@ -12,16 +12,28 @@ import pytest
 import torch
 
 from weightbus.control.errors import NotWanted
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
-from weightbus.control.messages import Offer, Policy, Prepare, Role, Seal, Transfer, TransportKind
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.keys import read_secret
+from weightbus.control.messages import Offer, Policy, Prepare, Publish, Role, Seal, Transfer, TransportKind
 from weightbus.control.provision import Member, provision
+from weightbus.control.seals import seal_offer, seal_publication, seal_table
 from weightbus.control.telemetry import Meters, Side
 from weightbus.control.trust import TRUST_FILE, TrustList
 from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed
-from weightbus.dataplane.transport import Receipt
+from weightbus.dataplane.manifest import DigestTable
+from weightbus.dataplane.transport import Receipt, Session, Tabled
 from weightbus.engine_agent.dialects import dialect_of
 from weightbus.engine_agent.errors import ServerError
-from weightbus.engine_agent.events import Broken, Finished, Label, PauseServer, Receive, Release, Validate
+from weightbus.engine_agent.events import (
+    Broken,
+    Finished,
+    Label,
+    PauseServer,
+    Receive,
+    Received,
+    Release,
+    Validate,
+)
 from weightbus.engine_agent.identity import facts_of
 from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.worker import Worker
@@ -332,3 +344,83 @@ def test_an_operation_that_was_called_off_before_it_began_asks_nothing() -> None
     assert isinstance(result, Broken)
     assert "called off" in result.reason
     assert asked == ["label"], "one harmless question, and nothing after it"
+
+
+class Following:
+    """A receiver that was given a table on its way, and proved by it."""
+
+    def __init__(self, tabled: Tabled | None) -> None:
+        self.tabled, self.touched, self.sessions = tabled, True, list[Session]()
+
+    def receive(self, session: Session, *_: object) -> Receipt:
+        self.sessions.append(session)
+        return Receipt(1, 1, checked=True, tabled=self.tabled)
+
+
+def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *, signed: str, version: int = 5) -> tuple[object, Following]:
+    """What comes of a version whose table followed, `signed` by its trainer, by nobody, or not needing to be."""
+    provision(folder, [Member(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
+    secret = read_secret(folder / "agents" / "t0.key")
+    table = DigestTable(manifest=PREPARE.manifest, version=version, algorithm="mix64x2", tensors=b"")
+    publish = Publish(
+        request=RequestId("k"),
+        channel=PREPARE.channel,
+        epoch=PREPARE.epoch,
+        version=PREPARE.version,
+        manifest=PREPARE.manifest,
+        bytes=1,
+        buckets=1,
+    )
+    publish = seal_publication(publish, AgentId("t0"), secret, None)
+    signature = seal_table(publish, Digest(table.digest()), secret)
+    seal = {"by its trainer": signature.encode(), "by nobody": b"0" * 128, "as no text": b"\xff\xfe"}.get(signed, b"")
+    receiver = Following(None if signed == "never" else Tabled(table, seal))
+    quiet = {name: lambda *_: None for name in ("expect", "untouched", "take_weights_back", "end_update")}
+    server = SimpleNamespace(touched=False, updating=False, **quiet)
+    trust = None if signed == "without keys" else TrustList(folder / TRUST_FILE)
+    made = Worker("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS, trust=trust)
+    monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
+    prepare = msgspec.structs.replace(PREPARE, table=Digest(""), seal=publish.seal)
+    assert isinstance(made.perform(Validate(prepare, "")), Finished)
+    offer = seal_offer(Offer(transport=TransportKind.DIRECT, address="/run/x"), publish.channel, publish.epoch, secret)
+    transfer = msgspec.structs.replace(
+        TRANSFER, epoch=PREPARE.epoch, version=PREPARE.version, table=Digest(""), offer=offer
+    )
+    return made.perform(Receive(transfer, "")), receiver
+
+
+@pytest.mark.parametrize("signed", ["by its trainer", "without keys"])
+def test_a_table_that_followed_names_what_was_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: str
+) -> None:
+    """Its digest is computed here, of what came; the session was begun without one."""
+    result, receiver = taken(tmp_path, monkeypatch, signed=signed)
+    assert receiver.tabled is not None
+    assert [session.table for session in receiver.sessions] == [None]
+    assert result == Received(1, 1, True, "live-digest", receiver.tabled.table.digest())
+
+
+@pytest.mark.parametrize("signed", ["by nobody", "as no text"])
+def test_a_table_that_nobody_signed_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: str
+) -> None:
+    """The transfer has failed, the weights are what nobody knows, and the cause is counted."""
+    cause = {"cause": "forged"}
+    name = "weightbus_sidecar_publications_refused_total"
+    before = METERS.registry.get_sample_value(name, cause) or 0.0
+    result, _ = taken(tmp_path, monkeypatch, signed=signed)
+    assert isinstance(result, Broken)
+    assert result.touched
+    assert "(forged)" in result.reason
+    assert METERS.registry.get_sample_value(name, cause) == before + 1
+
+
+def test_a_table_of_another_version_or_none_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is signed, too."""
+    result, _ = taken(tmp_path / "a", monkeypatch, signed="without keys", version=6)
+    assert isinstance(result, Broken)
+    assert result.touched
+    result, _ = taken(tmp_path / "b", monkeypatch, signed="never")
+    assert isinstance(result, Broken)
+    assert result.touched
+    assert "did not come" in result.reason

@@ -46,6 +46,8 @@ class World:
         self.effects: list[Effect] = []
         self.record = record
         self.slow_label = False
+        self.asked = TABLE
+        """What commands name: empty where the table follows."""
         """Labelling ahead of the commit takes until `end` is called for it, too."""
         self._pending: list[Run] = []
         if up:
@@ -89,7 +91,7 @@ class World:
             epoch,
             version=Version(version),
             manifest=MANIFEST,
-            table=TABLE,
+            table=self.asked,
             transport=m.TransportKind.LOCAL,
             policy=m.Policy(),
         )
@@ -109,7 +111,7 @@ class World:
             epoch=Epoch(epoch),
             version=Version(version),
             manifest=Digest(MANIFEST),
-            table=Digest(TABLE),
+            table=Digest(self.asked),
             offer=m.Offer(transport=m.TransportKind.LOCAL, address="/run/x"),
             rank_offset=1,
             deadline_s=30.0,

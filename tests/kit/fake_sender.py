@@ -92,6 +92,8 @@ class FakeTablingSender(FakeSender):
         super().__init__()
         self.gave: dict[int, list[Tabled]] = {}
         """By epoch: what receivers were given."""
+        self.lose_at_finish: dict[int, str] = {}
+        """Epoch -> the engine that dies when it has everything."""
         self._came = threading.Event()
 
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
@@ -111,4 +113,6 @@ class FakeTablingSender(FakeSender):
     def finish(self, deadline_s: float) -> None:
         if not self._came.wait(deadline_s):
             raise TransferFailed("the table did not come")
+        if self._session is not None and (lost := self.lose_at_finish.get(self._session.epoch)):
+            self.failed[lost] = "died"
         super().finish(deadline_s)

@@ -5,6 +5,7 @@ Mirrors `engine_agent/runner.py` and `worker.py` thread by thread: what blocks t
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from weightbus.control.messages import (
     TransportKind,
     Welcome,
 )
-from weightbus.control.seals import Doubt, doubt, doubt_offer
+from weightbus.control.seals import Doubt, doubt, doubt_offer, doubt_table
 from weightbus.engine_agent.application import Application
 from weightbus.engine_agent.dispatch import Dispatcher
 from weightbus.engine_agent.events import (
@@ -118,6 +119,7 @@ class EngineProcess(Process):
         self._boot = 0
         self._number, self._called_off = 0, -1
         self._signer: AgentId | None = None
+        self._believed: Prepare | None = None
         self.touched = False
         self._up, self._misses, self._last_label, self._launch = False, 0, "", 0
         self.client = None
@@ -313,7 +315,8 @@ class EngineProcess(Process):
             case Validate(command, _, serving):
                 self._believe(command, serving)
                 yield from self._blob(command.manifest, command.deadline_s)
-                yield from self._blob(command.table, command.deadline_s)
+                if command.table:
+                    yield from self._blob(command.table, command.deadline_s)
                 yield 0.02 + 0.3 * self._world.data_rng.random()
                 return Finished(beside=self.beside)
             case Stage(command):
@@ -337,17 +340,34 @@ class EngineProcess(Process):
         deadline = self.clock() + command.deadline_s
         if self._world.trust is not None:
             self._object(doubt_offer(command, self._signer, self._world.trust))
-        wanted = yield from self._table(command.table, command.deadline_s)
-        checked = yield from receive(self._world, self, command.offer.address, command.epoch, wanted, deadline)
+        wanted = (yield from self._table(command.table, command.deadline_s)) if command.table else None
+        checked, followed = yield from receive(
+            self._world, self, command.offer.address, command.epoch, wanted, deadline
+        )
+        if followed is not None:
+            table = self._believe_table(*followed)
+            count = self._world.scenario.buckets
+            return Received(count, count, checked, "live-digest", table)
         verified_by = ""
         if checked and self.live and self.proves_itself:
             verified_by = (yield from self._verify(command, checked=True)).verified_by
+        assert wanted is not None
         return Received(len(wanted), len(wanted), checked, verified_by)
+
+    def _believe_table(self, blob: bytes, signature: str) -> Digest:
+        table = Digest(hashlib.sha256(blob).hexdigest())
+        if self._world.trust is not None:
+            objection = doubt_table(self._believed, table, signature, self._world.trust)
+            if self._world.judge.believes_table(self.name, table, objection is None):
+                self._object(objection)
+            elif objection is not None:
+                raise TransferBroken(objection.reason)
+        return table
 
     def _believe(self, command: Prepare, serving: Held | None) -> None:
         if self._world.trust is not None:
             self._object(doubt(command, serving, self._world.trust))
-            self._signer = command.seal.signer if command.seal else None
+            self._signer, self._believed = (command.seal.signer if command.seal else None), command
 
     def _object(self, objection: Doubt | None) -> None:
         """No fault of a simulated network makes an honest trainer's version unbelievable."""

@@ -49,7 +49,8 @@ INVARIANTS: Final = {
     "journal-survives": "what the journal called durable is found after every crash, and nothing that nobody wrote",
     "record-survives": "a sidecar finds its record whole after any crash: the last one, or the one being written",
     "never-back": "the committed version of a channel never goes back, unless a trainer said so",
-    "believed": "what an honest trainer signed is believed, whatever was lost, repeated or restarted in between",
+    "believed": "what an honest trainer signed is believed, whatever was lost, repeated or restarted in between, and no"
+    " other table where signatures are asked for",
     "one-table": "a committed version has one digest table",
     "nothing-lost": "what a trainer was told to be committed is committed on disk, with that trainer's own table",
     "same-answer": "the same request gets the same answer",
@@ -233,6 +234,13 @@ class Judge:
                 self.broken("nothing-lost", f"{agent} is told that {message.version} is committed; on disk: {found}")
         elif request in self._committed_requests and not self._ghosts:
             self.broken("nothing-lost", f"{agent} is told that {message.version} came to nothing; it is on disk")
+
+    def believes_table(self, engine: str, table: str, believed: bool) -> bool:
+        """An engine that trusts signatures was given a table that followed. Whether a trainer has published it."""
+        published = self._world.is_published(table)
+        if believed and not published:
+            self.broken("believed", f"{engine} believes table {table[:12]}, which no trainer signed")
+        return published
 
     def publication_over(self, trainer: str, version: int, table: str, ending: Ending) -> None:
         """A trainer learnt how its publication ended."""

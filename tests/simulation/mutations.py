@@ -162,6 +162,35 @@ MUTATIONS: Final = (
         "        members = self.within(EnginePhase.VERIFIED, EnginePhase.LEAVING)\n",
     ),
     _m(
+        "commits-though-its-table-is-open",
+        ROUND,
+        """        if self.table:
+            self._transfer_over()
+""",
+        """        if True:
+            self._transfer_over()
+""",
+        (ROUND, "self._sent_once and bool(self.table) and", "self._sent_once and"),
+    ),
+    _m(
+        "takes-whatever-table-an-engine-has-proven",
+        COHORT,
+        "            if member.proven != table:\n",
+        "            if False:\n",
+    ),
+    _m(
+        "takes-whatever-table-an-engine-proves-once-it-is-known",
+        COHORT,
+        "message.table != (self.table or message.table)",
+        "False",
+    ),
+    _m(
+        "believes-a-table-that-follows-unsigned",
+        "control/seals.py",
+        "    if not signed_by(entry.signing_key, _statement(filled_in, seal), signature):\n",
+        "    if False:\n",
+    ),
+    _m(
         "leaves-without-a-word",
         COHORT,
         "        self._move(member, EnginePhase.LEAVING)\n",

@@ -10,7 +10,7 @@ from weightbus.control.messages import SlowEngines, TransportKind
 
 from .network import Weather
 
-LOCAL, GROUP = TransportKind.LOCAL, TransportKind.DISTRIBUTED
+LOCAL, GROUP, DIRECT = TransportKind.LOCAL, TransportKind.DISTRIBUTED, TransportKind.DIRECT
 LONGEST_S = 60.0
 MOMENTS = ("preparing", "pausing", "offering", "transferring", "verifying", "committing", "resuming", "aborting")
 
@@ -84,6 +84,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """The journal is the real one: SQLite's files are cut and torn where it had not synced them."""
     max_lag: int = 0
     """Versions that an engine may be behind the committed one and still be listed."""
+    open_tables: bool = False
+    """Trainers announce before they have digested, where every engine takes versions by `direct`."""
+    digest_s: float = 0.5
+    """How long they digest at most."""
 
 
 def draw(seed: int) -> Scenario:
@@ -123,7 +127,40 @@ def draw(seed: int) -> Scenario:
         faults=tuple(faults),
         calm_from=calm_from,
     )
-    return _with_return(_with_silence(_with_power(_with_lag(_with_waves(_with_neglect(_with_data_plane(drawn)))))))
+    drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
+    return _with_open_tables(_with_return(_with_silence(_with_power(drawn))))
+
+
+def _with_open_tables(drawn: Scenario) -> Scenario:
+    """Versions announced without their table, and what may happen to one that follows. By dice of their own."""
+    rng = random.Random(f"weightbus-open-{drawn.seed}")
+    if rng.random() >= 0.35:
+        return drawn
+    engines = tuple(
+        msgspec.structs.replace(each, transports=(DIRECT, *each.transports), live=True) if rng.random() < 0.9 else each
+        for each in drawn.engines
+    )
+    faults = list(drawn.faults)
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        at, engine = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(drawn.engines).name
+        match rng.choice(("wrong", "wrong", "lost", "trainer", "coordinator")):
+            case "wrong":  # another table than the others are given, and bytes that agree with it
+                faults.append(Fault(at=at, kind="wrong-table", who=engine))
+            case "lost":  # it asks for one, and hears nothing
+                faults.append(Fault(at=at, kind="table-lost", who=engine))
+            case "trainer":  # between the copy and the table
+                who = rng.choice(drawn.trainers)
+                faults.append(Fault(at=at, kind="kill", who=who, lasts=rng.uniform(0.2, 9.0), moment="transferring"))
+            case _:  # between the table and the commit
+                moment = rng.choice(("verifying", "committing"))
+                faults.append(Fault(at=at, kind="kill", who="coordinator", lasts=0.3, moment=moment))
+    return msgspec.structs.replace(
+        drawn,
+        engines=engines,
+        open_tables=True,
+        digest_s=rng.choice((0.05, 0.5, 3.0)),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+    )
 
 
 def _with_waves(drawn: Scenario) -> Scenario:

@@ -48,8 +48,9 @@ def test_the_same_seed_takes_the_same_course_in_any_process() -> None:
 def test_seeds_make_all_kinds_of_faults() -> None:
     """The scenarios of a few hundred seeds leave no kind of fault, and no moment of a round, untried."""
     faults = [fault for seed in range(400) for fault in draw(seed).faults]
-    assert {fault.kind for fault in faults} == {*KINDS, "data-cut", "stall", "power"}
+    assert {fault.kind for fault in faults} == {*KINDS, "data-cut", "stall", "power", "wrong-table", "table-lost"}
     assert any(draw(seed).sealed for seed in range(20))
+    assert any(draw(seed).open_tables for seed in range(20))
     assert any(draw(seed).sqlite for seed in range(8)), "the course of none that is compared has the real journal"
     assert {fault.kind for fault in faults if fault.power} == {"trap"}
     assert {fault.who[0] for fault in faults if fault.power or fault.kind == "power"} == {"c", "e"}

@@ -16,7 +16,7 @@ import msgspec
 from weightbus.control import messages as m
 from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.seals import seal_offer, seal_publication
+from weightbus.control.seals import seal_offer, seal_publication, seal_table
 from weightbus.trainer_agent import publication as p
 
 from .client import Client
@@ -127,6 +127,8 @@ class TrainerProcess(Process):
             return self._event(message)
         delivery = self._delivery
         if delivery is not None:
+            if self._machine.open and not self._machine.table:
+                return (yield from self._close_table())
             if delivery.over(now):
                 self._delivery = None
                 return p.Delivered(delivery.epoch, delivery.failed(), delivery.spared())
@@ -159,11 +161,11 @@ class TrainerProcess(Process):
                 yield 0.05 + 0.5 * self._rng.random()
                 return p.Digested(hashlib.sha256(self._blob(version)).hexdigest())
             case p.Announce():
-                return (yield from self._asking(self._announce(client, version, effect.epoch)))
+                return (yield from self._asking(self._announce(client, version, effect)))
             case p.Deliver():
                 return (yield from self._asking(self._deliver(client, version, effect)))
             case p.ReportSent():
-                return (yield from self._asking(self._report(client, effect)))
+                return (yield from self._asking(self._report(client, version, effect)))
             case p.DropReceivers():
                 if self._delivery is not None:
                     self._delivery.withdraw(effect.engines)
@@ -194,10 +196,13 @@ class TrainerProcess(Process):
         answer, _ = yield from client.asking(message, deadline_s=REQUEST_S)
         assert isinstance(answer, m.Granted)
         self._committed = answer.committed
-        return p.LeaseGranted(answer.epoch, answer.committed)
+        newer = answer.committed is None or version > answer.committed.version
+        kinds = {answer.routes[name] for name in answer.engines if name in answer.routes}
+        may_leave_open = self._world.scenario.open_tables and newer and kinds == {m.TransportKind.DIRECT}
+        return p.LeaseGranted(answer.epoch, answer.committed, may_leave_open)
 
-    def _announce(self, client: Client, version: int, epoch: int) -> Thread:
-        blobs = (b"the layout", self._blob(version))
+    def _announce(self, client: Client, version: int, effect: p.Announce) -> Thread:
+        epoch, blobs = effect.epoch, (b"the layout", self._blob(version))
         manifest, table = (Digest(hashlib.sha256(blob).hexdigest()) for blob in blobs)
         scenario = self._world.scenario
         message = m.Publish(
@@ -206,7 +211,7 @@ class TrainerProcess(Process):
             epoch=Epoch(epoch),
             version=Version(version),
             manifest=manifest,
-            table=table,
+            table=Digest("") if effect.open else table,
             bytes=scenario.buckets,
             buckets=scenario.buckets,
             policy=self._world.policy(),
@@ -215,35 +220,74 @@ class TrainerProcess(Process):
         if self._world.trust is not None:
             message = seal_publication(message, AgentId(self.name), secret_of(self.name), self._committed)
         self._world.publishes(self.name, epoch, message.request, table, self._blob_tags(version)[0])
-        yield from client.asking_with(message, blobs, REQUEST_S, 6 * REQUEST_S)
+        self._announced = message
+        yield from client.asking_with(message, blobs[:1] if effect.open else blobs, REQUEST_S, 6 * REQUEST_S)
         return p.Accepted()
+
+    def _close_table(self) -> Thread:
+        """What is left of digesting, then the table for whoever takes the version; seldom there is none after all."""
+        version = self._machine.version
+        yield self._world.scenario.digest_s * self._rng.random()
+        if self._rng.random() < 0.05:
+            return p.Undigested("the ranks cannot digest what they expose any more")
+        self._give_table(version)
+        return p.Digested(hashlib.sha256(self._blob(version)).hexdigest())
+
+    def _give_table(self, version: int) -> None:
+        blob, signature = self._blob(version), ""
+        if self._world.trust is not None:
+            table = Digest(hashlib.sha256(blob).hexdigest())
+            signature = seal_table(self._announced, table, secret_of(self.name))
+        for outlet in self._delivery.outlets if self._delivery is not None else ():
+            outlet.table = blob, signature
 
     def _deliver(self, client: Client, version: int, effect: p.Deliver) -> Thread:
         yield 0.01 + 0.05 * self._rng.random()
-        self._delivery = delivery = _Delivery(self, effect, self._blob_tags(version))
+        is_open = self._machine.open
+        unable = [each for each in effect.receivers if is_open and each.transport is not m.TransportKind.DIRECT]
+        able = msgspec.structs.replace(effect, receivers=tuple(each for each in effect.receivers if each not in unable))
+        self._delivery = delivery = _Delivery(self, able, self._blob_tags(version))
         for outlet in delivery.outlets:
             self._world.opened(outlet)
+            if is_open:
+                self._world.tabled(outlet)
+        tabled: p.AnyEvent | None = None
+        if is_open and self._machine.table:
+            self._give_table(version)
+        elif is_open and self._rng.random() < 0.3:  # a receiver is on the same device
+            tabled = yield from self._close_table()
+            if isinstance(tabled, p.Undigested):
+                return tabled
         offers = tuple(m.Offer(transport=each.kind, address=self._world.address(each)) for each in delivery.outlets)
         if self._world.trust is not None:
             secret, channel, at = secret_of(self.name), self._world.channel, Epoch(effect.epoch)
             offers = tuple(seal_offer(offer, channel, at, secret) for offer in offers)
         offered = m.Offered(
-            request=client.new_request(), channel=self._world.channel, epoch=Epoch(effect.epoch), offers=offers
+            request=client.new_request(),
+            channel=self._world.channel,
+            epoch=Epoch(effect.epoch),
+            offers=offers,
+            failed={each.engine: "the digest table follows in this round" for each in unable},
         )
         try:
             yield from client.asking(offered, deadline_s=REQUEST_S)
         finally:
             delivery.told(self.clock())
+        return tabled
 
-    def _report(self, client: Client, effect: p.ReportSent) -> Thread:
+    def _report(self, client: Client, version: int, effect: p.ReportSent) -> Thread:
         message = m.Sent(
             request=client.new_request(),
             channel=self._world.channel,
             epoch=Epoch(effect.epoch),
             failed={name: why[:200] for name, why in effect.failed.items()},
+            table=Digest(effect.table),
             spared=tuple(AgentId(name) for name in effect.spared),
         )
-        yield from client.asking(message, deadline_s=REQUEST_S)
+        if effect.table:
+            yield from client.asking_with(message, (self._blob(version),), REQUEST_S, 6 * REQUEST_S)
+        else:
+            yield from client.asking(message, deadline_s=REQUEST_S)
         return p.Noted(effect.epoch)
 
     def _farewell(self, client: Client, kind: Callable[..., m.ToCoordinator], **fields: object) -> Thread:

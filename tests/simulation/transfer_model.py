@@ -1,13 +1,16 @@
 """The data plane: what a trainer has on offer under one epoch, and how an engine agent's receiver takes it.
 
-Two kinds, as different as the real ones: over ``local`` every engine takes its buckets by itself, and each is compared
-with the digest table before the server sees it; over ``distributed`` all engines of a group go in step, one failure is
-everybody's, and nothing was looked at before the load.
+Two kinds, as different as the real ones: over ``local`` and ``direct`` every engine takes its buckets by itself, and
+each is compared with the digest table before the server sees it; over ``distributed`` all engines of a group go in
+step, one failure is everybody's, and nothing was looked at before the load. Over ``direct`` the table may follow: then
+all is loaded first.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from weightbus.control.messages import TransportKind
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from .world import World
 
 JOIN_S = 8.0
+FORGED = "forged/forged"
 STEP_S = 0.05
 
 
@@ -44,6 +48,12 @@ class Outlet:
         """Engines that only another one's failure kept from it, before the first bucket."""
         self.corrupt: int | None = None
         """This bucket is not what it should be."""
+        self.table: tuple[bytes, str] | None = None
+        """The table that follows and the signature of it, once the trainer has said it."""
+        self.forged_for = ""
+        """This engine takes other bytes than the others, and another table that agrees with them."""
+        self.mute_for = ""
+        """This one is never told the table."""
 
     @property
     def there(self) -> bool:
@@ -55,9 +65,19 @@ class Outlet:
         """All or nobody."""
         return self.kind is TransportKind.DISTRIBUTED
 
-    def content(self, bucket: int) -> str:
-        """What is read from the trainer's memory."""
+    def content(self, bucket: int, engine: str) -> str:
+        """What `engine` reads from the trainer's memory, or takes for it."""
+        if engine == self.forged_for:
+            return FORGED
         return "garbage/garbage" if bucket == self.corrupt else self.tags[bucket]
+
+    def told(self, engine: str) -> tuple[bytes, str] | None:
+        """The table that follows, as `engine` gets it, and its signature; None as long as it does not."""
+        if self.table is None or engine == self.mute_for:
+            return None
+        if engine == self.forged_for:
+            return msgspec.json.encode([FORGED] * len(self.tags)), "0" * 128
+        return self.table
 
     def finish(self, engine: str, why: str = "") -> None:
         """`engine` is through."""
@@ -87,26 +107,30 @@ class Outlet:
 
 
 def receive(  # noqa: PLR0917
-    world: World, engine: EngineProcess, address: str, epoch: int, wanted: tuple[str, ...], deadline: float
+    world: World, engine: EngineProcess, address: str, epoch: int, wanted: tuple[str, ...] | None, deadline: float
 ) -> Thread:
-    """Take every bucket and load it. Returns whether each was compared before; raises `TransferBroken`."""
+    """Take every bucket and load it. Returns whether each was compared, and what followed; raises `TransferBroken`.
+
+    Without `wanted` all is loaded, and compared with the table that follows: its blob and signature are returned.
+    """
     outlet = world.outlets.get(address)
     if outlet is None or not outlet.there:
         raise TransferBroken("nobody listens there")
     if outlet.epoch != epoch:
         raise TransferBroken(f"the sender is at epoch {outlet.epoch}, this engine at {epoch}")
     name = engine.name
+    followed: tuple[bytes, str] | None = None
     if name in outlet.done:
         raise TransferBroken(outlet.done[name] or "this engine is through already")
     try:
         yield from _through(world, outlet, engine, deadline)
         outlet.came[name] = 0
         yield from _join(outlet, engine, deadline)
-        for bucket, tag in enumerate(wanted):
+        for bucket in range(len(outlet.tags)):
             yield STEP_S * (0.5 + world.data_rng.random())
             yield from _through(world, outlet, engine, deadline)
-            found = outlet.content(bucket)
-            if not outlet.collective and found != tag:
+            found = outlet.content(bucket, name)
+            if wanted is not None and not outlet.collective and found != wanted[bucket]:
                 raise TransferBroken(f"bucket {bucket} is not what the table says")  # noqa: TRY301
             yield from engine.call(
                 lambda at=bucket, what=found: engine.server.load(at, what, epoch),
@@ -115,11 +139,23 @@ def receive(  # noqa: PLR0917
             )
             outlet.came[name] = bucket + 1
             yield from _in_step(outlet, engine, bucket + 1, deadline)
+        if wanted is None:
+            followed = yield from _table(world, outlet, engine, deadline)
+            loaded = tuple(outlet.content(bucket, name) for bucket in range(len(outlet.tags)))
+            if tuple(msgspec.json.decode(followed[0], type=list[str])) != loaded:
+                raise TransferBroken("what was loaded is not what the table says")  # noqa: TRY301
     except (TransferBroken, CallFailed) as broken:
         outlet.finish(name, str(broken))
         raise
     outlet.finish(name)
-    return not outlet.collective
+    return not outlet.collective, followed
+
+
+def _table(world: World, outlet: Outlet, engine: EngineProcess, deadline: float) -> Thread:
+    while (told := outlet.told(engine.name)) is None or outlet.trainer.frozen:
+        yield 0.1
+        yield from _through(world, outlet, engine, deadline)
+    return told
 
 
 def _still(outlet: Outlet, engine: EngineProcess, deadline: float) -> None:

@@ -17,7 +17,7 @@ from .invariants import Judge
 from .loop import MOST_STEPS, Loop
 from .network import Network, Weather
 from .process import Process, Trap
-from .scenario import Fault, Scenario
+from .scenario import DIRECT, Fault, Scenario
 from .seals import trust_of
 from .server_model import ServerModel
 from .trainer_process import TrainerProcess
@@ -87,6 +87,7 @@ class World:
             for spec in scenario.engines
         }
         kinds = tuple(dict.fromkeys(kind for spec in scenario.engines for kind in spec.transports))
+        kinds = tuple(sorted(kinds, key=lambda kind: kind is not DIRECT))  # first, where somebody takes it
         self.trainers = {
             name: TrainerProcess(self, name, drift.uniform(-0.01, 0.01), kinds) for name in scenario.trainers
         }
@@ -97,6 +98,8 @@ class World:
         """The allow-list on every engine's host; null where no keys are used."""
         self.faults = 0
         self._corrupt_next: int | None = None
+        self._forge_next = self._mute_next = ""
+        """What befalls the next table that follows, and whom."""
         self._awaited: list[Fault] = []
         """Faults that wait for their moment."""
         self._restart_s: dict[str, float] = {}
@@ -271,7 +274,11 @@ class World:
 
     def tag_of(self, table: str) -> str:
         """What a bucket of that table holds."""
-        return self._tags[table]
+        return self._tags.get(table, "nobody's/table")
+
+    def is_published(self, table: str) -> bool:
+        """A trainer has announced a version that has this table."""
+        return table in self._tags
 
     def committed_version(self) -> int:
         """What the journal's disk holds; 0 for nothing."""
@@ -288,6 +295,14 @@ class World:
         if outlet.corrupt is not None:
             self.loop.note(outlet.trainer.name, f"** bucket {outlet.corrupt} of epoch {outlet.epoch} is corrupted")
         self.outlets[self.address(outlet)] = outlet
+
+    def tabled(self, outlet: Outlet) -> None:
+        """... the table of which follows."""
+        outlet.forged_for, self._forge_next = self._forge_next, ""
+        outlet.mute_for, self._mute_next = self._mute_next, ""
+        for engine, what in ((outlet.forged_for, "is given another table"), (outlet.mute_for, "hears of no table")):
+            if engine:
+                self.loop.note(outlet.trainer.name, f"** in epoch {outlet.epoch} {engine} {what}")
 
     @staticmethod
     def address(outlet: Outlet) -> str:
@@ -425,6 +440,10 @@ class World:
                 self.loop.after(lasts + 5.0, lambda: self._revive(who))
             case "corrupt":
                 self._corrupt_next = fault.count
+            case "wrong-table":
+                self._forge_next = who
+            case "table-lost":
+                self._mute_next = who
             case "disk-full":
                 self._fill(who, full=True)
                 self.loop.after(lasts, lambda: self._fill(who, full=False))
@@ -456,7 +475,7 @@ class World:
             self._fill(name, full=False)
             self._revive(name)
         self._fill("coordinator", full=False)
-        self._corrupt_next = None
+        self._corrupt_next, self._forge_next, self._mute_next = None, "", ""
 
     def _watch_over(self, process: Process) -> None:
         """A supervisor: what dies is started again."""

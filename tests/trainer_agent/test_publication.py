@@ -357,3 +357,100 @@ def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C9
             effects.extend(machine.handle(p.Tick(), now))
     assert machine.verdict is not None
     assert not open_delivery
+
+
+# -- open tables -------------------------------------------------------------------------------------------------------
+
+
+def left_open(state: State) -> Publication:
+    """One that was announced without its table, which is not known yet, in `state`."""
+    machine = Publication(7, LIMITS)
+    machine.handle(p.Begin(), 0.0)
+    for event in (p.LeaseGranted(3, open=True), p.Accepted(), send(3)):
+        if machine.state is state:
+            break
+        machine.handle(event, 0.0)
+    if state is State.ABANDONING:
+        machine.handle(p.Tick(), 100.0)
+    assert machine.state is state
+    return machine
+
+
+def test_a_round_whose_table_follows() -> None:
+    """Nothing is assembled before the announcement; the table is said with the report, and with no other message."""
+    machine = Publication(7, LIMITS)
+    machine.handle(p.Begin(), 0.0)
+    assert machine.handle(p.LeaseGranted(3, open=True), 0.1) == (p.Announce(3, open=True),)
+    machine.handle(p.Accepted(), 0.2)
+    machine.handle(send(3), 0.3)
+    assert machine.handle(p.Digested(TABLE), 0.4) == ()
+    assert machine.handle(p.Delivered(3, {}), 0.5) == (p.ReportSent(3, {}, (), TABLE),)
+    machine.handle(p.Noted(3), 0.6)
+    machine.handle(send(4), 0.7)
+    assert machine.handle(p.Delivered(4, {}), 0.8) == (p.ReportSent(4, {}, (), TABLE),)
+    machine.handle(ended(), 0.9)
+    assert machine.verdict == p.Verdict(Ending.COMMITTED, "because")
+
+
+def test_an_open_table_comes_once_and_before_the_end_of_a_delivery() -> None:
+    """A driver that says otherwise is broken, and changes nothing."""
+    machine = left_open(State.SENDING)
+    with pytest.raises(IllegalMove):
+        machine.handle(p.Delivered(3, {}), 1.0)
+    machine.handle(p.Digested(TABLE), 1.0)
+    for again in (p.Digested(TABLE), p.Undigested("no")):
+        with pytest.raises(IllegalMove):
+            machine.handle(again, 1.0)
+    for state in (State.ANNOUNCING, State.WAITING, State.SENDING):
+        with pytest.raises(IllegalMove):
+            brought_to(state).handle(p.Digested(TABLE), 1.0)
+
+
+@pytest.mark.parametrize("state", [State.ANNOUNCING, State.WAITING, State.SENDING, State.ABANDONING])
+def test_a_table_may_become_known_in_any_state_of_the_round(state: State) -> None:
+    """It is kept for the report, and nothing else follows from it."""
+    machine = left_open(state)
+    assert machine.handle(p.Digested(TABLE), 100.5 if state is State.ABANDONING else 1.0) == ()
+    assert (machine.state, machine.table) == (state, TABLE)
+
+
+@pytest.mark.parametrize("state", [State.ANNOUNCING, State.WAITING, State.SENDING])
+def test_a_table_that_does_not_come_begins_the_round_anew(state: State) -> None:
+    """With the table first, whatever the next grant says: what follows cannot fail in that way twice."""
+    machine = left_open(state)
+    stop = (p.StopDelivery(),) if state is State.SENDING else ()
+    assert machine.handle(p.Undigested("two ranks"), 1.0) == (*stop, p.GiveUp(3, "two ranks"), p.AskLease())
+    assert machine.handle(ended(Outcome.ABORTED), 1.1) == ()
+    assert machine.handle(p.LeaseGranted(5, open=True), 1.2) == (p.Assemble(),)
+    assert machine.handle(p.Digested(TABLE), 1.3) == (p.Announce(5),)
+
+
+def test_a_coordinator_that_forgot_an_open_round_is_asked_with_the_table() -> None:
+    """Whether the version was committed meanwhile is found out by it."""
+    machine = left_open(State.SENDING)
+    machine.handle(p.Digested(TABLE), 1.0)
+    machine.handle(p.Delivered(3, {}), 1.1)
+    assert machine.handle(p.Reconnected(None, restarted=True), 1.2) == (p.Announce(3, open=True),)
+    assert machine.handle(p.Refusal(Code.STALE_EPOCH, "restarted"), 1.3) == (p.AskLease(),)
+    machine.handle(p.LeaseGranted(5, held(7), open=True), 1.4)
+    assert machine.handle(p.Digested(TABLE), 1.5) == (p.Announce(5),)
+
+
+def test_an_open_version_that_was_committed_unheard_is_committed() -> None:
+    """By version and table, once the table is known; before that nothing can have been committed."""
+    machine = left_open(State.SENDING)
+    machine.handle(p.Digested(TABLE), 1.0)
+    machine.handle(p.Delivered(3, {}), 1.1)
+    machine.handle(p.Reconnected(held(7), restarted=True), 1.2)
+    assert machine.verdict is not None
+    assert machine.verdict.ending is Ending.COMMITTED
+    unknown = left_open(State.SENDING)
+    assert unknown.handle(p.Reconnected(held(7), restarted=True), 1.2)[-1] == p.Announce(3, open=True)
+    assert unknown.verdict is None
+
+
+def test_a_catch_up_is_never_left_open() -> None:
+    """That it is of the committed weights is found out by the table."""
+    machine = Publication(7, LIMITS, catch_up=True)
+    machine.handle(p.Begin(), 0.0)
+    assert machine.handle(p.LeaseGranted(3, held(7), open=True), 0.1) == (p.Assemble(),)

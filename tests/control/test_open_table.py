@@ -1,0 +1,242 @@
+"""Rounds whose digest table follows: nothing is committed without it, and nothing that has proven another one."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightbus.control.effects import Committed
+from weightbus.control.ids import AgentId, Digest, Epoch, RequestId, Version
+from weightbus.control.limits import Limits
+from weightbus.control.member import Member
+from weightbus.control.messages import (
+    Code,
+    Commit,
+    EngineHealth,
+    Message,
+    Outcome,
+    Policy,
+    Prepare,
+    Publish,
+    Refused,
+    Sent,
+    SlowEngines,
+    Step,
+    ToCoordinator,
+    Transfer,
+    TransportKind,
+    Verified,
+)
+from weightbus.control.orders import Orders
+from weightbus.control.states import EnginePhase
+
+from .world import CHANNEL, Engine, Trainer, World, digest, engine_info, table_of
+
+
+def fleet(**policy: object) -> tuple[World, Engine, Engine, Trainer]:
+    world = World()
+    engines, trainer = (world.engine("e0"), world.engine("e1")), world.trainer()
+    trainer.open_table, trainer.policy = True, Policy(**policy)  # type: ignore[arg-type]
+    return world, *engines, trainer
+
+
+def say_sent(world: World, trainer: Trainer, table: Digest) -> Code | None:
+    """The report that `trainer` kept to itself. Returns why it was refused, if it was."""
+    trainer.stop_before, trainer.deaf = None, False
+    assert trainer.sending is not None
+    refused = len(trainer.got(Refused))
+    trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=trainer.sending.epoch, table=table))
+    world.settle()
+    found = trainer.got(Refused)[refused:]
+    return found[0].code if found else None
+
+
+def commits(world: World) -> list[Committed]:
+    return [record for record in world.records if isinstance(record, Committed)]
+
+
+def proves(engine: Engine, table: Digest) -> None:
+    """What it says of the next version that it takes."""
+
+    def answer(message: Message) -> Verified:
+        assert isinstance(message, Transfer)
+        engine.health, engine.weights, engine.held = EngineHealth.PENDING, None, None
+        return Verified(
+            request=engine.key(),
+            channel=CHANNEL,
+            epoch=message.epoch,
+            version=message.version,
+            table=table,
+            verified_by="live-digest",
+            seconds=0.1,
+        )
+
+    engine.script[Transfer] = answer
+
+
+def test_a_version_is_committed_under_the_table_that_followed() -> None:
+    """Engines are asked with an open one, and told to serve the one that the trainer said."""
+    world, e0, e1, trainer = fleet()
+    done = world.publish(trainer, 1)
+    table = digest(table_of(1))
+    assert done.outcome is Outcome.COMMITTED
+    assert [record.table for record in commits(world)] == [table]
+    assert e0.held is not None
+    assert e0.held == e1.held
+    assert e0.held.table == table
+    assert world.machine.status(world.now).channels[CHANNEL].ready
+    assert [each.table for kind in (Prepare, Transfer, Commit) for each in e0.got(kind)] == ["", "", table]
+
+
+@pytest.mark.parametrize("redrives", [0, 1])
+def test_who_has_proven_another_table_is_broken(redrives: int) -> None:
+    """It said so before anybody knew better; the others are committed, and it is sent everything again if it may."""
+    world, e0, e1, trainer = fleet(redrives=redrives)
+    proves(e0, digest(b"other bits"))
+    done = world.publish(trainer, 1)
+    (e0_report, e1_report) = sorted(done.engines, key=lambda each: each.engine)
+    assert done.outcome is e1_report.outcome is Outcome.COMMITTED
+    assert e0_report.outcome is (Outcome.COMMITTED if redrives else Outcome.QUARANTINED)
+    if not redrives:
+        assert digest(b"other bits")[:12] in e0_report.reason
+        assert digest(table_of(1))[:12] in e0_report.reason
+    (commit,) = commits(world)
+    assert set(commit.engines) == ({"e0", "e1"} if redrives else {"e1"})
+    assert e1.generating
+
+
+def test_a_table_that_was_said_is_compared_with_at_once() -> None:
+    """In the next attempt of the round, too."""
+    world, e0, _, trainer = fleet(redrives=1)
+
+    def breaks(message: Message) -> ToCoordinator:
+        proves(e0, digest(b"other bits"))  # the next time
+        return e0.failed(message, Step.TRANSFER, "connection reset")
+
+    e0.script[Transfer] = breaks
+    done = world.publish(trainer, 1)
+    outcomes = {each.engine: each.outcome for each in done.engines}
+    assert outcomes == {"e0": Outcome.QUARANTINED, "e1": Outcome.COMMITTED}
+    assert [commit.engines for commit in commits(world)] == [("e1",)]
+
+
+@pytest.mark.parametrize("lost", ["dies", "silent"])
+def test_without_its_table_nothing_is_committed(lost: str) -> None:
+    """Engines have proven something, and nobody who may say it has said that it was the version."""
+    world, e0, e1, trainer = fleet(transfer_timeout_s=30.0)
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    if lost == "dies":
+        trainer.die()
+    world.advance(200)
+    assert commits(world) == []
+    assert not e0.generating
+    assert not e1.generating
+    trainer.stop_before = None
+    if lost == "dies":
+        trainer.live()
+    again = world.trainer("another")
+    again.open_table = True
+    assert world.publish(again, 2).outcome is Outcome.COMMITTED
+    assert e0.generating
+
+
+def test_who_is_slow_is_left_out_and_the_trainer_still_says_its_table() -> None:
+    """The others have waited for it no longer than their policy says, and are committed."""
+    world, e0, e1, trainer = fleet(slow=SlowEngines.QUORUM, quorum=1, slow_s=5.0)
+
+    def never(_message: Message) -> None:
+        e0.script[Transfer] = never
+
+    e0.script[Transfer] = never
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    world.advance(6)
+    assert commits(world) == []
+    trainer.deaf = False
+    assert say_sent(world, trainer, trainer.put_table()) is None
+    (commit,) = commits(world)
+    assert commit.engines == ("e1",)
+    assert e1.generating
+
+
+@pytest.mark.parametrize("said", [b"", b"never put"])
+def test_a_report_without_the_table_is_refused(said: bytes) -> None:
+    """One that names none, or one that is not here: asked again with it, the round goes on."""
+    world, _, _, trainer = fleet()
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    expected = Code.UNKNOWN_BLOB if said else Code.NOT_ALLOWED
+    assert say_sent(world, trainer, digest(said) if said else Digest("")) is expected
+    assert commits(world) == []
+    assert say_sent(world, trainer, trainer.put_table()) is None
+    assert len(commits(world)) == 1
+
+
+def test_the_table_of_a_round_is_the_one_that_was_said_first() -> None:
+    """A trainer that says another one with a second attempt is refused, and the first one still counts."""
+    world, e0, _, trainer = fleet(redrives=1)
+    e0.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "connection reset")
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    table = trainer.put_table()
+    trainer.says_table = b"another table"  # it says this with the attempt that follows
+    assert say_sent(world, trainer, table) is Code.NOT_ALLOWED
+    assert commits(world) == []
+    assert say_sent(world, trainer, table) is None
+    assert [record.table for record in commits(world)] == [table]
+
+
+def test_an_open_table_needs_somebody_to_give_it_to() -> None:
+    """A channel without engines commits at once, and for that the table has to be there."""
+    world = World()
+    trainer = world.trainer()
+    trainer.open_table = True
+    trainer.acquire(1)
+    while not trainer.got(Refused):
+        world.step()
+    assert trainer.got(Refused)[0].code is Code.NOT_ALLOWED  # type: ignore[attr-defined]
+    trainer.open_table = False
+    world.settle()
+    assert [record.table for record in commits(world)] == [digest(table_of(1))]
+
+
+def test_the_table_is_kept_while_it_is_needed() -> None:
+    """From the report on its blob is pinned, as that of a table which came first."""
+    world, _, _, trainer = fleet()
+    world.publish(trainer, 1)
+    assert digest(table_of(1)) in world.machine.blobs
+    assert digest(table_of(1)) in world.machine.channels[CHANNEL].pinned()
+
+
+@pytest.mark.parametrize("left_open", [True, False])
+def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(left_open: bool) -> None:
+    """Only a round whose table is open asks for it: an older trainer would refuse the field."""
+    publish = Publish(
+        request=RequestId("k"),
+        channel=CHANNEL,
+        epoch=Epoch(1),
+        version=Version(1),
+        manifest=digest(b"manifest"),
+        table=Digest("") if left_open else digest(table_of(1)),
+        bytes=1,
+        buckets=1,
+    )
+    info = engine_info()
+    members = [
+        Member(
+            name=AgentId(name),
+            info=info,
+            phase=EnginePhase.PREPARED,
+            epoch=Epoch(1),
+            transport=TransportKind.DIRECT,
+            health=EngineHealth.CLEAN,
+            shares=shares,
+        )
+        for name, shares in (("e0", True), ("e1", False))
+    ]
+    send = Orders(publish, Limits()).send(Epoch(1), members)
+    assert [each.shares for each in send.receivers] == [left_open, False]
