@@ -44,7 +44,8 @@ def stages_of(table: CopyTable, made: Mapping[int, MadeRegion]) -> Column:
     for number, each in made.items():
         ends = np.array(each.ends, np.int64)
         reads = (table.source == number) & (first < ends[-1]) & (last > each.begin)
-        needed: Column = np.searchsorted(ends, np.minimum(last, ends[-1]), side="left")
+        until: Column = np.minimum(last, ends[-1])
+        needed: Column = np.searchsorted(ends, until, side="left")
         stages[reads] = needed[reads] + 1
     return stages
 
