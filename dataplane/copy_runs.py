@@ -7,6 +7,7 @@ other's bytes; on one GPU the kernel is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Final
@@ -86,6 +87,6 @@ def calls_of(runs: CopyRuns, shares: Sequence[int] = SHARES) -> list[CopyRuns]:
     before = np.cumsum(runs.nbytes) - runs.nbytes
     ends = np.cumsum(shares) * int(runs.nbytes.sum()) // sum(shares)
     call: Column = np.searchsorted(ends, before, side="right")
-    begins = np.flatnonzero(np.diff(call, prepend=-1) | np.diff(runs.stage, prepend=-1))
-    ends = np.append(begins, len(runs))
-    return [runs.take(np.arange(a, b)) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+    begins: Column = np.flatnonzero(np.diff(call, prepend=-1) | np.diff(runs.stage, prepend=-1))
+    borders: list[int] = [*begins.tolist(), len(runs)]
+    return [runs.take(np.arange(a, b)) for a, b in itertools.pairwise(borders)]

@@ -329,7 +329,8 @@ class DirectReceiver:
             raise
         self.remark = next((each.remark for each in replayed if each.remark), "")
         slowest = max(replayed, key=lambda each: each.wait_s + each.copy_s)
-        self._add("wait", slowest.wait_s)
+        if any(each.round for each in welcome.exporters):
+            self._add("wait", slowest.wait_s)
         self._add("copy", slowest.copy_s)
         self._add("verify", max(each.verify_s for each in replayed))
         return replayed

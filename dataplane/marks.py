@@ -44,8 +44,9 @@ def stages_of(table: CopyTable, made: Mapping[int, MadeRegion]) -> Column:
     for number, each in made.items():
         ends = np.array(each.ends, np.int64)
         reads = (table.source == number) & (first < ends[-1]) & (last > each.begin)
-        needed = np.searchsorted(ends, np.minimum(last, ends[-1]), side="left") + 1
-        stages[reads] = needed[reads]
+        until: Column = np.minimum(last, ends[-1])
+        needed: Column = np.searchsorted(ends, until, side="left")
+        stages[reads] = needed[reads] + 1
     return stages
 
 
@@ -118,8 +119,7 @@ class Marks:
         """Who has not made everything yet."""
         if self._first(needs) is None:
             return None
-        shown = self._far.look() if self._far is not None else {at: each.tolist() for at, each in self._marks.items()}
-        for holder, marks in shown.items():
+        for holder, marks in (_numbers(self._marks) if self._far is None else self._far.look()).items():
             wanted = self._rounds.get(holder)
             known = self._there.get(holder, 0)
             while known < len(marks) and marks[known] == wanted:
@@ -129,6 +129,11 @@ class Marks:
 
     def _first(self, needs: Sequence[tuple[int, int]]) -> int | None:
         return next((holder for holder, parts in needs if self._there.get(holder, 0) < parts), None)
+
+
+def _numbers(marks: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
+    columns: dict[int, Column] = {holder: each.numpy() for holder, each in marks.items()}
+    return {holder: each.tolist() for holder, each in columns.items()}
 
 
 class _FarMarks:
@@ -157,7 +162,7 @@ class _FarMarks:
             if time.perf_counter() > until:
                 return {}
         self._looks = False
-        return {holder: each.tolist() for holder, each in self._shown.items()}
+        return _numbers(self._shown)
 
     def close(self) -> None:
         """Let go of the memory, once nothing reads it any more."""

@@ -96,7 +96,9 @@ class Proof:
                 raise ValueError(f"worker {number} reported {each.shape} sums, expected 2 for {len(rank.atom)} boxes")
         sums = np.concatenate(lanes, axis=1)
         agreed = np.array_equal(sums[:, reading.again], sums[:, reading.before])
-        totals = np.add.reduceat(sums[:, reading.by_tensor], reading.begins, axis=1) if len(reading.begins) else sums
+        totals = np.take(sums, reading.by_tensor, axis=1)  # a fancy index takes six times as long
+        if 0 < len(reading.begins) < totals.shape[1]:
+            totals = np.add.reduceat(totals, reading.begins, axis=1)
         digests = integrity.finish(totals, self._sizes)
         if not agreed or digests != reading.of(table.tensors):
             self._explain(table, lanes)

@@ -416,6 +416,8 @@ class Exposure:
         return share
 
     def _drop_share(self) -> None:
+        if self._begun and self._exporter is not None:
+            self._exporter.settle()  # a device reads by it
         if self._share is not None:
             self._share.close()
             self._share, self._begun = None, False

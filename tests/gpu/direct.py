@@ -269,6 +269,7 @@ def rounds(
                 "trainer_s": report.seconds,
                 "engine_s": engine.seconds if engine else {},
                 "sidecar_s": {key: value for key, value in spent.items() if not key.endswith("#")},
+                "steps": sorted(key[:-1] for key in spent if key.startswith("step:") and key.endswith("#")),
                 "http_calls": sum(
                     value for key, value in spent.items() if key.startswith("call:") and key.endswith("#")
                 ),

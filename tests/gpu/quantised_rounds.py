@@ -12,7 +12,8 @@ with noise in between; engines.py compares with checkpoints.
 Prints one JSON object, quantised.json with the figures of quantised.py in FILE; `--out FOLDER` writes it there, after
 every server. Exits with 1 unless everything was equal. All servers start together and decode with CUDA graphs, as in a
 deployment: a server that is asked to pause ends the step that it is in, and an eager one takes as long as a transfer.
-The fastest of the rounds and the median are both given.
+The fastest of the rounds and the median are both given; `ways` says whether rounds were announced before their digests
+were known, and copied part by part.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def write(args: argparse.Namespace, work: Path, hf: dict[str, Any], problem: str
         **{name: min(seconds[place]) if place in seconds else None for place, name in FIGURES.items()},
         "median": {FIGURES[place]: statistics.median(each) for place, each in seconds.items()},
         "median_phases_s": {place: phases(each["steady"]) for place, each in measured.items()},
+        "ways": {place: ways(each["steady"]) for place, each in measured.items()},
         "quantise_model_s": rounds.get("quantise_model_s"),
         "round_bytes": {place: each["bytes"] for place, each in measured.items()},
         "equal": bool(kernels.get("equal", not args.kernels))
@@ -127,6 +129,20 @@ def committed(found: dict[str, Any]) -> bool:
     """Every round of a server was."""
     reports = (found["first"], found["flattened_bucket"], *found["steady"])
     return all(each["outcome"].endswith("committed") for each in reports)
+
+
+def ways(steady: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many rounds were announced before their digests were known, and how many were copied part by part, by marks.
+
+    With the median of what their workers waited: for digests, and for parts while nothing was copied.
+    """
+    found: dict[str, Any] = {"rounds": len(steady)}
+    for name, step in (("open", "step:transfer_table"), ("pipelined", "step:transfer_wait")):
+        those = [each for each in steady if step in each["steps"]]
+        found[name] = len(those)
+        seconds = [float(each["sidecar_s"].get(step, 0.0)) for each in those]  # what took no time is not there
+        found[f"{step.removeprefix('step:')}_s"] = statistics.median(seconds) if seconds else None
+    return found
 
 
 def phases(steady: list[dict[str, Any]]) -> dict[str, float]:

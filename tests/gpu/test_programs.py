@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import engines, int4
+from tests.gpu import engines, int4, quantised_rounds
 from weightbus.control.messages import TransportKind
 from weightbus.control.routing import PREFERRED, Ends, choose
 from weightbus.engine_agent.payload import LOADER
@@ -87,6 +87,26 @@ def test_a_speculating_server_is_refused_in_the_words_that_its_case_asks_for(tmp
     route = choose(Ends(trainer_info(transports=(TransportKind.LOCAL,)), engine_info(), None, told))
     assert route.transport is None
     assert engines.CASES["draft"].refused in route.reason
+
+
+def test_rounds_that_are_read_while_they_are_made_are_told_apart() -> None:
+    """By the steps that their sidecars counted, also where one took no time; the wait is no part of the copy."""
+    both = ["step:transfer_copy", "step:transfer_table", "step:transfer_wait"]
+    steady: list[dict[str, Any]] = [
+        {
+            "steps": both,
+            "sidecar_s": {"step:transfer_copy": 0.1, "step:transfer_table": 0.2, "step:transfer_wait": 0.4},
+        },
+        {"steps": both, "sidecar_s": {"step:transfer_copy": 0.1, "step:transfer_table": 0.4}},
+        {"steps": both[:1], "sidecar_s": {"step:transfer_copy": 0.1}},
+    ]
+
+    assert quantised_rounds.ways(steady) == {
+        "rounds": 3, "open": 2, "transfer_table_s": pytest.approx(0.3), "pipelined": 2, "transfer_wait_s": 0.2,
+    }  # fmt: skip
+    assert quantised_rounds.ways(steady[2:]) == {
+        "rounds": 1, "open": 0, "transfer_table_s": None, "pipelined": 0, "transfer_wait_s": None,
+    }  # fmt: skip
 
 
 FILLED = """
