@@ -253,7 +253,7 @@ class DirectReceiver:
     ) -> Agreement:
         """Recordings and plans for this round; those of the last one if nothing changed."""
         with self._timed("record"):
-            recordings, made = self._workers.record(manifest, self._recordings, deadline)
+            recordings, made = self._workers.record(manifest.digest(), manifest.tensors, self._recordings, deadline)
         in_use = {digest for agreement in self._agreements.values() for digest in agreement.recordings}
         self._recordings = {
             digest: recording
