@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -59,17 +59,14 @@ class Agreement:
     recordings: tuple[str, ...]
     readers: tuple[Reader, ...]
     plans: tuple[Plan, ...]
+    digests: tuple[str, ...]
+    """Of the plans."""
     proof: Proof
 
     @cached_property
     def widest(self) -> int:
         """Bytes that the worker with most of them takes in a round."""
         return max(int(plan.copies.target_bytes.sum()) + plan.staging_bytes for plan in self.plans)
-
-    @cached_property
-    def digests(self) -> tuple[str, ...]:
-        """Of the plans."""
-        return tuple(plan.digest() for plan in self.plans)
 
 
 class DirectReceiver:
@@ -177,13 +174,24 @@ class DirectReceiver:
         self._layout = Layout(welcome.layout, pieces, exports)
         return self._layout
 
-    def _agree(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
-        """Have the trainer make the same plans."""
+    def _propose(
+        self,
+        connection: Frames,
+        readers: Sequence[Reader],
+        recordings: Sequence[str],
+        digests: Sequence[str],
+        deadline: Deadline,
+    ) -> None:
+        """Have the trainer make the same plans. `_hear_agreement` waits for it."""
         plans = tuple(
             direct_wire.Proposal(reader=reader, recording=self._recordings[digest].encode(), plan=plan)
-            for reader, digest, plan in zip(agreement.readers, agreement.recordings, agreement.digests, strict=True)
+            for reader, digest, plan in zip(readers, recordings, digests, strict=True)
         )
         direct_wire.say(connection, direct_wire.Propose(plans=plans), deadline)
+
+    def _hear_agreement(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
+        """Raises `TransferFailed` where the trainer made other plans than those of `agreement`."""
+        del agreement
         reply = direct_wire.hear_sender(connection, deadline, "the trainer to make the same plan")
         if not isinstance(reply, direct_wire.Agreed):
             raise TransferFailed(f"the trainer does not agree to the plan: {_reason(reply)}")
@@ -213,6 +221,10 @@ class DirectReceiver:
                 if not came:
                     break
                 agreement = self._prepared(connection, session.manifest, layout, model, deadline)
+                if self._agreements.get(model) is not agreement:
+                    with self._timed("agree"):
+                        self._hear_agreement(connection, agreement, deadline)
+                    self._agreements[model] = agreement
                 with self._timed("replay"):
                     replayed = self._replay(session, welcome, agreement, deadline)
                 # They have said what they hold, and the server stands still until somebody commits: while it returns,
@@ -251,7 +263,7 @@ class DirectReceiver:
     def _prepared(
         self, connection: Frames, manifest: Manifest, layout: Layout, model: int, deadline: Deadline
     ) -> Agreement:
-        """Recordings and plans for this round; those of the last one if nothing changed."""
+        """Recordings and plans for this round; those of the last one if nothing changed. New ones were proposed."""
         with self._timed("record"):
             recordings, made = self._workers.record(manifest.digest(), manifest.tensors, self._recordings, deadline)
         in_use = {digest for agreement in self._agreements.values() for digest in agreement.recordings}
@@ -269,10 +281,10 @@ class DirectReceiver:
                     make_plan(layout.pieces, layout.exports, recording, reader)
                     for recording, reader in zip(found, readers, strict=True)
                 )
-                known = Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
-            with self._timed("agree"):
-                self._agree(connection, known, deadline)
-            self._agreements[model] = known
+                # While the trainer makes the same ones, everything else is done that follows from them.
+                digests = tuple(plan.digest() for plan in plans)
+                self._propose(connection, readers, recordings, digests, deadline)
+                known = Agreement(layout.digest, recordings, readers, plans, digests, make_proof(found, plans))
         with self._timed("adopt"):
             self._workers.adopt(known.digests, self._carried(known.plans), known.proof.ranks, deadline)
         return known

@@ -42,7 +42,7 @@ class _Outcome:
     over: threading.Event = field(default_factory=threading.Event)
     """Everything has moved, or something went wrong."""
     began: float = 0.0
-    """When all had come."""
+    """When all had come, and this end was ready."""
     seconds: float = 0.0
     """From then on."""
 
@@ -71,14 +71,20 @@ class Passage:
         self._to, self._from, self._memory = to, from_, memory
         self._standing = standing or Standing()
 
-    def run(self, move: Callable[[Exchange], None], called_off: Callable[[], str], beat: Callable[[], None]) -> float:
-        """Join, `move`, and return the seconds that it took after all had come.
+    def run(
+        self,
+        move: Callable[[Exchange], None],
+        called_off: Callable[[], str],
+        beat: Callable[[], None],
+        ready: Callable[[], object] = lambda: None,
+    ) -> float:
+        """Join, wait until this end is `ready`, `move`, and return the seconds that moving took.
 
         `called_off` is asked often for a reason to give up, and `beat` is called every `BEAT_S`. Whatever goes wrong
         breaks the group for all. Raises `TransferFailed`.
         """
         outcome, forming = _Outcome(), Deadline(self._where.form_s + _END_S)
-        torch_threads.start(partial(self._pass, move, outcome), "weightbus-sends")
+        torch_threads.start(partial(self._pass, move, ready, outcome), "weightbus-sends")
         due = time.monotonic() + BEAT_S
         while not outcome.over.wait(_LOOK_S):
             if time.monotonic() >= due:
@@ -96,14 +102,15 @@ class Passage:
             raise TransferFailed(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
         return outcome.seconds
 
-    def _pass(self, move: Callable[[Exchange], None], outcome: _Outcome) -> None:
+    def _pass(self, move: Callable[[Exchange], None], ready: Callable[[], object], outcome: _Outcome) -> None:
         group: PairGroup | NixlGroup | None = None
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             group = self._join()
-            outcome.began = time.monotonic()
             outcome.group = group
+            ready()
+            outcome.began = time.monotonic()
             if outcome.done:
                 group.abort("called off while it formed")  # `move` raises
             move(group)

@@ -104,6 +104,7 @@ def test_without_room_it_is_paused(world: SendsWorld, monkeypatch: pytest.Monkey
 def test_nothing_is_received_into_what_the_scheduler_works_with(world: SendsWorld) -> None:
     """Whatever a sidecar says: parameters are written while the scheduler stands in our loader, and only then."""
     world.round()
+    world.receiver.returned(WAIT_S)
     where = Group(store="tcp://127.0.0.1:9", name="g", size=4, rank=2, form_s=1.0, turn_s=1.0)
     leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda _reason: None)
     with pytest.raises(NotTaken, match="the scheduler is at work") as refused:
