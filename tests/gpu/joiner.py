@@ -62,7 +62,7 @@ class Watch:
         end = time.monotonic() + 120
         while time.monotonic() < end:
             came = next((at for at, state, _ in tuple(self.states) if state not in ("unknown", "lost")), None)
-            found = next((at for at, _, is_ready in tuple(self.states) if is_ready and came and at >= came), None)
+            found = next((at for at, state, ok in tuple(self.states) if ok and state == "serving"), None)
             if (at := came if there else found if ready else None) is not None:
                 return at
             time.sleep(LOOK_S)
