@@ -315,9 +315,9 @@ class DirectReceiver:
         self._add("verify", max(each.verify_s for each in replayed))
         return replayed
 
-    def _tell_sender(self, connection: Frames, reason: str) -> None:
+    def _tell_sender(self, connection: Frames, reason: str, *, no_room: bool = False) -> None:
         try:
-            direct_wire.say(connection, direct_wire.Failed(reason=reason[:2048]), Deadline(1.0))
+            direct_wire.say(connection, direct_wire.Failed(reason=reason[:2048], no_room=no_room), Deadline(1.0))
         except DataplaneError:
             return  # it is gone; what happened here is raised anyway
 

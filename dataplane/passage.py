@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from . import torch_threads
 from .deadline import Deadline
-from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
+from .errors import DataplaneError, DeadlineExceeded, NoRoom, PeerLost, TransferFailed
 from .nixl_group import NixlGroup
 from .outbox import Exchange
 from .pair_group import NOBODY, PairGroup
@@ -30,6 +30,7 @@ from .sends_wire import BEAT_S, Group
 from .standing import Standing
 
 _LOOK_S: Final = 0.02
+_SAY_FIRST_S: Final = 1.0
 _END_S: Final = 5.0
 """How long a thread whose group was broken may take to notice."""
 
@@ -99,6 +100,8 @@ class Passage:
         if outcome.error is not None:
             if isinstance(outcome.error, DataplaneError):
                 raise outcome.error
+            if isinstance(outcome.error, torch.OutOfMemoryError):
+                raise NoRoom(str(outcome.error)) from outcome.error
             raise TransferFailed(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
         return outcome.seconds
 
@@ -118,6 +121,9 @@ class Passage:
         except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
             outcome.error = error
             if group is not None:
+                if not outcome.began:  # the others wait, and hear why of whoever leads before they see it break
+                    outcome.over.set()
+                    time.sleep(_SAY_FIRST_S)
                 group.abort(str(error) or type(error).__name__)
         if outcome.error is None and isinstance(group, PairGroup):
             self._standing.keep(self._where.name, group, self._where.keep_s)

@@ -17,7 +17,7 @@ from .binding import Binding
 from .copy_engines import engine_for
 from .copy_table import CopyTable
 from .deadline import Deadline
-from .errors import DataplaneError, PeerLost, TransferFailed
+from .errors import DataplaneError, NoRoom, PeerLost, TransferFailed
 from .outbox import Mail, Outbox
 from .passage import Passage
 from .schedule import Messages
@@ -96,6 +96,7 @@ class RankSends:
     ) -> None:
         frames: SealedFrames | None = None
         binding: Binding[Outbox] | None = None
+        no_room = False
         try:
             frames = SealedFrames.reach(address.address, address.token, deadline)
             hello = wire.RankHello(
@@ -118,14 +119,16 @@ class RankSends:
             wire.say(frames, wire.Through(seconds=seconds, nbytes=bound.result().nbytes), Deadline(_PACKET_S))
         except DataplaneError as error:
             self.failure = str(error) or type(error).__name__
+            no_room = isinstance(error, NoRoom)
         except Exception as error:  # noqa: BLE001  the leader hears of it, and the training loop must go on
             self.failure = f"{type(error).__name__}: {error}"
+            no_room = isinstance(error, torch.OutOfMemoryError)
         finally:
             if binding is not None:
                 binding.settle()
             if frames is not None:
                 if self.failure:
-                    _tell(frames, f"rank {self._rank}: {self.failure}")
+                    _tell(frames, f"rank {self._rank}: {self.failure}", no_room=no_room)
                     frames.close()
                 else:
                     _linger(frames, deadline, stop)
@@ -194,9 +197,9 @@ def _linger(frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> 
     frames.close()
 
 
-def _tell(frames: SealedFrames, reason: str) -> None:
+def _tell(frames: SealedFrames, reason: str, *, no_room: bool) -> None:
     try:
-        wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
+        wire.say(frames, wire.Failed(reason=reason[:2048], no_room=no_room), Deadline(1.0))
     except DataplaneError:
         return  # it is gone, nothing to tell
 

@@ -250,7 +250,7 @@ class SendsReceiver(DirectReceiver):
         leader = Leader(
             beat=lambda: _beat(connection),
             over=lambda: _over(connection),
-            failed=lambda reason: self._tell_sender(connection, reason),
+            failed=lambda reason, no_room: self._tell_sender(connection, reason, no_room=no_room),
         )
         try:
             taken = self._takers.take(begin.group, leader, deadline, beside=beside)
