@@ -102,7 +102,9 @@ class Standing:
     @property
     def window_of_waiting(self) -> Window:
         """What who is prepared may serve: also the version before, while it waits for its turn in a round."""
-        return self.window.also(self.round.replaced) if self.round and self.round.durable else self.window
+        round_ = self.round
+        takes_turns = round_ is not None and round_.durable and not round_.publish.catch_up
+        return self.window.also(round_.replaced) if round_ and takes_turns else self.window
 
     def check(self) -> None:
         """Raise `InvariantBroken` unless the channel's parts agree with each other."""

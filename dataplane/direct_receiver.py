@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -60,17 +60,14 @@ class Agreement:
     recordings: tuple[str, ...]
     readers: tuple[Reader, ...]
     plans: tuple[Plan, ...]
+    digests: tuple[str, ...]
+    """Of the plans."""
     proof: Proof
 
     @cached_property
     def widest(self) -> int:
         """Bytes that the worker with most of them takes in a round."""
         return max(int(plan.copies.target_bytes.sum()) + plan.staging_bytes for plan in self.plans)
-
-    @cached_property
-    def digests(self) -> tuple[str, ...]:
-        """Of the plans."""
-        return tuple(plan.digest() for plan in self.plans)
 
 
 class DirectReceiver:
@@ -188,13 +185,24 @@ class DirectReceiver:
         self._made = {each.holder: made for each in exports if (made := each.made) is not None}
         return self._layout
 
-    def _agree(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
-        """Have the trainer make the same plans."""
+    def _propose(
+        self,
+        connection: Frames,
+        readers: Sequence[Reader],
+        recordings: Sequence[str],
+        digests: Sequence[str],
+        deadline: Deadline,
+    ) -> None:
+        """Have the trainer make the same plans. `_hear_agreement` waits for it."""
         plans = tuple(
             direct_wire.Proposal(reader=reader, recording=self._recordings[digest].encode(), plan=plan)
-            for reader, digest, plan in zip(agreement.readers, agreement.recordings, agreement.digests, strict=True)
+            for reader, digest, plan in zip(readers, recordings, digests, strict=True)
         )
         direct_wire.say(connection, direct_wire.Propose(plans=plans), deadline)
+
+    def _hear_agreement(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
+        """Raises `TransferFailed` where the trainer made other plans than those of `agreement`."""
+        del agreement
         reply = direct_wire.hear_sender(connection, deadline, "the trainer to make the same plan")
         if not isinstance(reply, direct_wire.Agreed):
             raise TransferFailed(f"the trainer does not agree to the plan: {_reason(reply)}")
@@ -240,6 +248,10 @@ class DirectReceiver:
                 if not came:
                     break
                 agreement = self._prepared(connection, session.manifest, layout, model, deadline)
+                if self._agreements.get(model) is not agreement:
+                    with self._timed("agree"):
+                        self._hear_agreement(connection, agreement, deadline)
+                    self._agreements[model] = agreement
                 self._ask_table(connection, session, deadline)
                 with self._timed("replay"):
                     replayed = self._replay(session, welcome, agreement, deadline)
@@ -280,9 +292,9 @@ class DirectReceiver:
     def _prepared(
         self, connection: Frames, manifest: Manifest, layout: Layout, model: int, deadline: Deadline
     ) -> Agreement:
-        """Recordings and plans for this round; those of the last one if nothing changed."""
+        """Recordings and plans for this round; those of the last one if nothing changed. New ones were proposed."""
         with self._timed("record"):
-            recordings, made = self._workers.record(manifest, self._recordings, deadline)
+            recordings, made = self._workers.record(manifest.digest(), manifest.tensors, self._recordings, deadline)
         in_use = {digest for agreement in self._agreements.values() for digest in agreement.recordings}
         self._recordings = {
             digest: recording
@@ -298,10 +310,10 @@ class DirectReceiver:
                     make_plan(layout.pieces, layout.exports, recording, reader)
                     for recording, reader in zip(found, readers, strict=True)
                 )
-                known = Agreement(layout.digest, recordings, readers, plans, make_proof(found, plans))
-            with self._timed("agree"):
-                self._agree(connection, known, deadline)
-            self._agreements[model] = known
+                # While the trainer makes the same ones, everything else is done that follows from them.
+                digests = tuple(plan.digest() for plan in plans)
+                self._propose(connection, readers, recordings, digests, deadline)
+                known = Agreement(layout.digest, recordings, readers, plans, digests, make_proof(found, plans))
         with self._timed("adopt"):
             self._workers.adopt(known.digests, self._carried(known.plans), known.proof.ranks, deadline)
         return known
@@ -335,9 +347,9 @@ class DirectReceiver:
         self._add("verify", max(each.verify_s for each in replayed))
         return replayed
 
-    def _tell_sender(self, connection: Frames, reason: str) -> None:
+    def _tell_sender(self, connection: Frames, reason: str, *, no_room: bool = False) -> None:
         try:
-            direct_wire.say(connection, direct_wire.Failed(reason=reason[:2048]), Deadline(1.0))
+            direct_wire.say(connection, direct_wire.Failed(reason=reason[:2048], no_room=no_room), Deadline(1.0))
         except DataplaneError:
             return  # it is gone; what happened here is raised anyway
 

@@ -107,10 +107,12 @@ class Finished(WireMessage, frozen=True, tag=True):
     """Receiver: the engine holds the version, and has proven it."""
 
 
-class Failed(WireMessage, frozen=True, tag=True):
+class Failed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Either side: it gives up."""
 
     reason: str
+    no_room: bool = False
+    """It, or a worker of it, has no memory for what it moves: less at a time may do."""
 
 
 ToReceiver = Welcome | Refused | Layout | Agreed | Table | Failed

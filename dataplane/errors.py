@@ -8,6 +8,7 @@
             Forged               somebody without the session's token spoke in it
             PeerLost             the other side died or stopped answering
             DeadlineExceeded     the wait ran out
+            NoRoom               a member had no memory for what it moves: less at a time may do
             DigestMismatch       what arrived is not what was sent: names the tensor and both digests
         NotExportable            this memory cannot be shared with another process: use staging
         OutOfSharedMemory        the host has no room for a staging buffer: says how much is asked and free
@@ -70,6 +71,10 @@ class DeadlineExceeded(TransferFailed):
         self.waiting_for = waiting_for
         self.seconds = seconds
         super().__init__(f"waited {seconds:.1f} s for {waiting_for}")
+
+
+class NoRoom(TransferFailed):
+    """A member of a transfer had no memory for what it packs or receives. Less at a time may do."""
 
 
 class DigestMismatch(TransferFailed):

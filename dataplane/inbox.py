@@ -70,8 +70,6 @@ class Inbox:
                     self._unpacks[turn] = engine.copies(placed.take(rows), [self._staging], targets)
         self.nbytes = int(messages.nbytes.sum())
         """Of all messages."""
-        self.peers: frozenset[int] = frozenset(np.unique(messages.holder).tolist())
-        """From whom something is received."""
         columns = (messages.turn, messages.holder, messages.nbytes, messages.target, messages.target_at, at, staged)
         self._places: list[list[int]] = np.stack(columns, axis=1).tolist()
         self._receives = self._parcels(self._staging)

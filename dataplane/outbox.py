@@ -81,11 +81,6 @@ class Outbox:
         """Of all messages."""
         return sum(each.memory.numel() for turn in self._sends for each in turn)
 
-    @property
-    def peers(self) -> frozenset[int]:
-        """To whom something is sent."""
-        return frozenset(each.peer for turn in self._sends for each in turn)
-
     def send(self, group: Exchange, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`."""
         under_way: deque[Posted] = deque()

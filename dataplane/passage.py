@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from . import torch_threads
 from .deadline import Deadline
-from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
+from .errors import DataplaneError, DeadlineExceeded, NoRoom, PeerLost, TransferFailed
 from .nixl_group import NixlGroup
 from .outbox import Exchange
 from .pair_group import NOBODY, PairGroup
@@ -30,6 +30,7 @@ from .sends_wire import BEAT_S, Group
 from .standing import Standing
 
 _LOOK_S: Final = 0.02
+_SAY_FIRST_S: Final = 1.0
 _END_S: Final = 5.0
 """How long a thread whose group was broken may take to notice."""
 
@@ -42,7 +43,7 @@ class _Outcome:
     over: threading.Event = field(default_factory=threading.Event)
     """Everything has moved, or something went wrong."""
     began: float = 0.0
-    """When all had come."""
+    """When all had come, and this end was ready."""
     seconds: float = 0.0
     """From then on."""
 
@@ -71,14 +72,20 @@ class Passage:
         self._to, self._from, self._memory = to, from_, memory
         self._standing = standing or Standing()
 
-    def run(self, move: Callable[[Exchange], None], called_off: Callable[[], str], beat: Callable[[], None]) -> float:
-        """Join, `move`, and return the seconds that it took after all had come.
+    def run(
+        self,
+        move: Callable[[Exchange], None],
+        called_off: Callable[[], str],
+        beat: Callable[[], None],
+        ready: Callable[[], object] = lambda: None,
+    ) -> float:
+        """Join, wait until this end is `ready`, `move`, and return the seconds that moving took.
 
         `called_off` is asked often for a reason to give up, and `beat` is called every `BEAT_S`. Whatever goes wrong
         breaks the group for all. Raises `TransferFailed`.
         """
         outcome, forming = _Outcome(), Deadline(self._where.form_s + _END_S)
-        torch_threads.start(partial(self._pass, move, outcome), "weightbus-sends")
+        torch_threads.start(partial(self._pass, move, ready, outcome), "weightbus-sends")
         due = time.monotonic() + BEAT_S
         while not outcome.over.wait(_LOOK_S):
             if time.monotonic() >= due:
@@ -93,17 +100,20 @@ class Passage:
         if outcome.error is not None:
             if isinstance(outcome.error, DataplaneError):
                 raise outcome.error
+            if isinstance(outcome.error, torch.OutOfMemoryError):
+                raise NoRoom(str(outcome.error)) from outcome.error
             raise TransferFailed(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
         return outcome.seconds
 
-    def _pass(self, move: Callable[[Exchange], None], outcome: _Outcome) -> None:
+    def _pass(self, move: Callable[[Exchange], None], ready: Callable[[], object], outcome: _Outcome) -> None:
         group: PairGroup | NixlGroup | None = None
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             group = self._join()
-            outcome.began = time.monotonic()
             outcome.group = group
+            ready()
+            outcome.began = time.monotonic()
             if outcome.done:
                 group.abort("called off while it formed")  # `move` raises
             move(group)
@@ -111,6 +121,9 @@ class Passage:
         except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
             outcome.error = error
             if group is not None:
+                if not outcome.began:  # the others wait, and hear why of whoever leads before they see it break
+                    outcome.over.set()
+                    time.sleep(_SAY_FIRST_S)
                 group.abort(str(error) or type(error).__name__)
         if outcome.error is None and isinstance(group, PairGroup):
             self._standing.keep(self._where.name, group, self._where.keep_s)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 
 from . import sends_wire as wire
+from .binding import Binding
 from .copy_engines import engine_for
 from .copy_table import CopyTable
 from .deadline import Deadline
-from .errors import DataplaneError, PeerLost, TransferFailed
+from .errors import DataplaneError, NoRoom, PeerLost, TransferFailed
 from .outbox import Mail, Outbox
 from .passage import Passage
 from .schedule import Messages
@@ -94,6 +95,8 @@ class RankSends:
         stop: threading.Event,
     ) -> None:
         frames: SealedFrames | None = None
+        binding: Binding[Outbox] | None = None
+        no_room = False
         try:
             frames = SealedFrames.reach(address.address, address.token, deadline)
             hello = wire.RankHello(
@@ -101,22 +104,31 @@ class RankSends:
             )
             wire.say(frames, hello, deadline)
             begin = self._begun(frames, deadline, stop)
-            outbox = self._outbox_of(begin.letters, regions)
+            where, mail = begin.group, self._mail_of(begin.letters)
             device = regions[0].device if regions else torch.device("cpu")
-            where = begin.group
-            passage = Passage(where, where.rank, device, to=outbox.peers, memory=outbox.memory, standing=self._standing)
+            bound = binding = Binding(lambda: self._outbox_of(mail, begin.letters, regions))
+            memory = bound.result().memory if where.nixl else ()  # which the group has to know
+            to = frozenset(each.peer for each in mail if len(each.messages))
+            passage = Passage(where, where.rank, device, to=to, memory=memory, standing=self._standing)
             seconds = passage.run(
-                lambda group: outbox.send(group, where.turn_s), lambda: _called_off(frames, stop), lambda: _beat(frames)
+                lambda group: bound.result().send(group, where.turn_s),
+                lambda: _called_off(frames, stop),
+                lambda: _beat(frames),
+                ready=bound.result,  # made while a group forms
             )
-            wire.say(frames, wire.Through(seconds=seconds, nbytes=outbox.nbytes), Deadline(_PACKET_S))
+            wire.say(frames, wire.Through(seconds=seconds, nbytes=bound.result().nbytes), Deadline(_PACKET_S))
         except DataplaneError as error:
             self.failure = str(error) or type(error).__name__
+            no_room = isinstance(error, NoRoom)
         except Exception as error:  # noqa: BLE001  the leader hears of it, and the training loop must go on
             self.failure = f"{type(error).__name__}: {error}"
+            no_room = isinstance(error, torch.OutOfMemoryError)
         finally:
+            if binding is not None:
+                binding.settle()
             if frames is not None:
                 if self.failure:
-                    _tell(frames, f"rank {self._rank}: {self.failure}")
+                    _tell(frames, f"rank {self._rank}: {self.failure}", no_room=no_room)
                     frames.close()
                 else:
                     _linger(frames, deadline, stop)
@@ -131,19 +143,24 @@ class RankSends:
             raise PeerLost(f"the sender did not begin: {_reason(message)}")
         return message
 
-    def _outbox_of(self, letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]) -> Outbox:
-        """The outbox of these letters; the one of the last epoch if nothing is new."""
+    def _mail_of(self, letters: Sequence[wire.Letters]) -> list[Mail]:
+        """What is sent to whom."""
         for each in letters:
             if each.messages or each.schedule not in self._parts:
                 self._parts[each.schedule] = Messages.decode(each.messages), CopyTable.decode(each.pack)
         self._parts = {each.schedule: self._parts[each.schedule] for each in letters}
+        return [Mail(each.peer, *self._parts[each.schedule]) for each in letters]
+
+    def _outbox_of(
+        self, mail: Sequence[Mail], letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]
+    ) -> Outbox:
+        """The outbox of this mail; the one of the last epoch if nothing is new."""
         addressed = tuple((each.peer, each.schedule) for each in letters)
         known = self._bound
         if known is not None and known.addressed == addressed and known.regions is regions:
             return known.outbox
         self._unbind()
         device = regions[0].device if regions else torch.device("cpu")
-        mail = [Mail(each.peer, *self._parts[each.schedule]) for each in letters]
         made = Outbox(mail, regions, engine_for(device))
         self._bound = _Bound(addressed, regions, made)
         return made
@@ -180,9 +197,9 @@ def _linger(frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> 
     frames.close()
 
 
-def _tell(frames: SealedFrames, reason: str) -> None:
+def _tell(frames: SealedFrames, reason: str, *, no_room: bool) -> None:
     try:
-        wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
+        wire.say(frames, wire.Failed(reason=reason[:2048], no_room=no_room), Deadline(1.0))
     except DataplaneError:
         return  # it is gone, nothing to tell
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -131,6 +131,27 @@ class Recording:
             *(f"{what}: {_some(names)}" for what, names in lists.items() if names),
         ]
         return "; ".join(told)
+
+    def reordered(self, tensors: Sequence[TensorSpec]) -> Recording | None:
+        """The same for a loader that is offered these tensors; None when they are others, or their order may matter.
+
+        It matters where something is written twice: what is offered last stays.
+        """
+        if tuple(tensors) == self.tensors:
+            return self
+        place = {spec: number for number, spec in enumerate(tensors)}
+        same = len(place) == len(tensors) == len(self.tensors) and all(spec in place for spec in self.tensors)
+        if self.rewritten or not same:
+            return None
+        moved = [place[spec] for spec in self.tensors]
+        loaded = [msgspec.structs.replace(each, tensor=moved[each.tensor]) for each in self.loaded]
+        return replace(
+            self,
+            copies=self.copies.ordered(tensors),
+            loaded=tuple(sorted(loaded, key=lambda each: each.tensor)),
+            unread=tuple(sorted(moved[index] for index in self.unread)),
+            dropped=tuple(sorted(moved[index] for index in self.dropped)),
+        )
 
     def encode(self) -> bytes:
         """Canonical bytes: what the worker hands to its sidecar."""

@@ -81,6 +81,11 @@ class Messages:
         """How many there are."""
         return int(self.turn.max()) + 1 if len(self) else 0
 
+    @property
+    def holders(self) -> frozenset[int]:
+        """Who sends any."""
+        return frozenset(np.unique(self.holder).tolist())
+
     def numbers(self) -> Column:
         """(messages, 7): all columns side by side, in the order of the fields."""
         columns = (self.holder, self.turn, self.nbytes, self.source, self.source_at, self.target, self.target_at)

@@ -110,27 +110,17 @@ class SealedListener:
             ) from error
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
 
-    def fileno(self) -> int:
-        """For selectors."""
-        return self._socket.fileno()
-
-    def accept(self, deadline: Deadline, waiting_for: str) -> SealedFrames:
-        """The next connection, greeted. Raises `DeadlineExceeded`, `PeerLost`."""
+    def take(self, deadline: Deadline) -> SealedFrames:
+        """The next connection, still to be greeted. Raises `DeadlineExceeded`, `PeerLost`."""
         try:
-            self._socket.settimeout(deadline.check(waiting_for))
+            self._socket.settimeout(deadline.check("somebody"))
             sock, _ = self._socket.accept()
         except TimeoutError as error:
-            raise DeadlineExceeded(waiting_for, deadline.seconds) from error
+            raise DeadlineExceeded("somebody", deadline.seconds) from error
         except OSError as error:
             raise PeerLost("the port was closed") from error
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        frames = SealedFrames(sock, self._token, listening=True)
-        try:
-            frames.greet(deadline)
-        except TransferFailed:
-            frames.close()
-            raise
-        return frames
+        return SealedFrames(sock, self._token, listening=True)
 
     def close(self) -> None:
         """Twice is fine."""

@@ -23,13 +23,13 @@ from . import sends_wire as wire
 from .broadcast_group import backend_for, serve_store
 from .deadline import Deadline
 from .direct import Exposed
+from .doorman import GREETING_S, Doorman
 from .errors import DataplaneError, ManifestError, PeerLost, TransferFailed
 from .frames import Frames
 from .meeting import new_token
 from .plan import Plan, make_plan
 from .recording import Recording
 from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
-from .sealed_frames import SealedListener
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
 FORM_S: Final = 15.0
@@ -40,16 +40,12 @@ TURN_S: Final = 10.0
 """For one turn of a rank: a rank that stands still is given up after it. 2 GB in it are 200 MB/s."""
 _SHRUNK: Final = 8
 """To what part of itself a group may shrink before its messages are cut anew."""
-_OUT_OF_MEMORY: Final = "OutOfMemoryError"
-"""In the reason of whoever had no room for its staging: the type of torch's error."""
 _LESS: Final = 8
 """By how much turns shrink then: every try costs a version one attempt."""
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 _PACKET_S: Final = 10.0
 """For one message to or from a peer that has begun to speak."""
-_GREETING_S: Final = 2.0
-"""For the first words of whoever connects."""
 
 
 class _End:
@@ -113,7 +109,7 @@ class SendsSender:
         self._engines: dict[str, _End] = {}
         self._ranks: dict[int, _End] = {}
         self._began = False
-        self._listener: SealedListener | None = None
+        self._doorman: Doorman | None = None
         self._selector: selectors.BaseSelector | None = None
         self._store: TCPStore | None = None
         """The one reference to the server: letting go of it ends every wait in the store."""
@@ -147,11 +143,11 @@ class SendsSender:
         self._engines = {peer.engine: _End(peer.engine, peer.tp) for peer in peers}
         self._ranks = {export.holder: _End(f"rank {export.holder}") for export in exposed.exports}
         self._token = new_token()
-        self._listener = SealedListener(self._host, self._token)
+        self._doorman = Doorman(self._host, self._token)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._doorman, selectors.EVENT_READ, None)
         return Address(
-            self._listener.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token
+            self._doorman.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token
         )
 
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
@@ -192,9 +188,9 @@ class SendsSender:
         if self._selector is not None:
             self._selector.close()
             self._selector = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        if self._doorman is not None:
+            self._doorman.close()
+            self._doorman = None
 
     def _cut_for(self, ranks: int) -> int:
         """What a pair may move in a turn: as before, while it fits and is not much too little.
@@ -236,10 +232,12 @@ class SendsSender:
             if engine in self._engines and not self._engines[engine].finished:
                 self._drop(self._engines[engine], reason)
         for key, _ in self._selector.select(timeout_s):
-            if key.data is None:
-                self._admit()
-            else:
+            if key.data is not None:
                 self._hear(key.data)
+                continue
+            assert self._doorman is not None
+            for frames, hello in self._doorman.came():
+                self._admit(frames, hello)
 
     def _require_some(self) -> None:
         if not self._engines:
@@ -255,16 +253,10 @@ class SendsSender:
 
     # -- who comes ----------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        assert self._listener is not None
+    def _admit(self, frames: Frames, hello: wire.ToSender) -> None:
         assert self._selector is not None
-        deadline = Deadline(_GREETING_S)
+        deadline = Deadline(GREETING_S)
         try:
-            frames = self._listener.accept(deadline, "somebody")
-        except DataplaneError:  # whoever it was is gone; who never comes is named at the deadline
-            return None
-        try:
-            hello = wire.hear_receiver(frames, deadline)
             end, reason = self._known(hello)
             if end is None:
                 wire.say(frames, wire.Refused(epoch=self._epoch, reason=reason), deadline)
@@ -318,8 +310,8 @@ class SendsSender:
                     end.through = True
                 case wire.Finished() if end.through:
                     end.finished = True
-                case wire.Failed(reason=reason):
-                    if _OUT_OF_MEMORY in reason:
+                case wire.Failed(reason=reason, no_room=no_room):
+                    if no_room:
                         self._ceiling = max(self._pair_bytes // _LESS, MIN_PAIR_BYTES)
                     self._drop(end, reason)
                 case message:

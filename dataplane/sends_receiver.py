@@ -194,8 +194,8 @@ class SendsReceiver(DirectReceiver):
         del connection, deadline
         assert session.known is not None
 
-    def _agree(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
-        super()._agree(connection, agreement, deadline)
+    def _hear_agreement(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
+        super()._hear_agreement(connection, agreement, deadline)
         self._agreed |= frozenset(agreement.digests)
 
     def _expect(self, known: Agreement, deadline: Deadline) -> None:
@@ -243,7 +243,8 @@ class SendsReceiver(DirectReceiver):
         """From the word that all are prepared to the last byte."""
         digests = tuple(each.digest() for each in self._schedules[1])
         if not self._agreed.issuperset(agreement.digests):
-            self._agree(connection, agreement, deadline)
+            self._propose(connection, agreement.readers, agreement.recordings, agreement.digests, deadline)
+            self._hear_agreement(connection, agreement, deadline)
         prepared = sends_wire.Prepared(plans=agreement.digests, schedules=digests, group=self._takers.group)
         sends_wire.say(connection, prepared, deadline)
         begin = sends_wire.hear_sender(connection, deadline, "the sender to begin")
@@ -254,7 +255,7 @@ class SendsReceiver(DirectReceiver):
         leader = Leader(
             beat=lambda: _beat(connection),
             over=lambda: _over(connection),
-            failed=lambda reason: self._tell_sender(connection, reason),
+            failed=lambda reason, no_room: self._tell_sender(connection, reason, no_room=no_room),
         )
         try:
             taken = self._takers.take(begin.group, leader, deadline, beside=beside)

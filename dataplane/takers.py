@@ -53,8 +53,8 @@ class Leader:
     """This engine does not stand still."""
     over: Callable[[], str]
     """Why the attempt is over there; empty while it is not."""
-    failed: Callable[[str], None]
-    """It is over here."""
+    failed: Callable[[str, bool], None]
+    """It is over here, and why; whether for want of memory."""
 
 
 class Takers:
@@ -279,7 +279,7 @@ class _Transfer:
             return False
         self._found[rank] = said
         if not isinstance(said, worker_wire.Taken):
-            self._end(f"worker {rank}: {_said(said)}")
+            self._end(f"worker {rank}: {_said(said)}", isinstance(said, worker_wire.Failed) and said.no_room)
         return True
 
     def _look(self) -> None:
@@ -290,11 +290,11 @@ class _Transfer:
         still = [rank for rank, heard_at in self._heard.items() if rank not in self._found and heard_at < late]
         self._end(str(StandsStill(still[0])) if still else self._leader.over())
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, no_room: bool = False) -> None:
         if not reason or self._reason:
             return
         self._reason, self._over = reason, Deadline(_END_S)
-        self._leader.failed(reason)
+        self._leader.failed(reason, no_room)
         _tell({rank: frames for rank, frames in self._threads.items() if rank not in self._found}, reason)
 
 

@@ -186,13 +186,15 @@ class Done(WireMessage, frozen=True, tag=True):
     """Sidecar: return to the server."""
 
 
-class Failed(WireMessage, frozen=True, tag=True):
+class Failed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Either side: it gives up. The worker has changed weights if `touched`."""
 
     reason: str
     touched: bool = False
     unrecordable: bool = False
     """The worker's loader is what cannot be followed: it would fail again."""
+    no_room: bool = False
+    """A worker has no memory for what it is sent: less at a time may do."""
 
 
 ToWorker = Record | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed

@@ -20,7 +20,7 @@ from .errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, T
 from .exports import MadeRegion
 from .frames import FrameListener, Frames
 from .host import host_identity
-from .manifest import Manifest
+from .manifest import TensorSpec
 from .plan import Plan, Reader
 from .proof import RankProof, provable
 from .recording import Recording
@@ -95,18 +95,17 @@ class Workers:
         )
 
     def record(
-        self, manifest: Manifest, known: Mapping[str, Recording], deadline: Deadline
+        self, layout: str, tensors: tuple[TensorSpec, ...], known: Mapping[str, Recording], deadline: Deadline
     ) -> tuple[tuple[str, ...], dict[str, Recording]]:
         """The digest of each worker's recording, and those that were made now: by whoever has none of this layout.
 
         Raises `NotRecordable`, `TransferFailed`.
         """
-        layout = manifest.digest()
         without = [
             worker for worker in self._workers if worker.hello.layout != layout or worker.hello.recording not in known
         ]
         for worker in without:
-            wire.say(worker.frames, wire.Record(layout=layout, tensors=manifest.tensors), deadline)
+            wire.say(worker.frames, wire.Record(layout=layout, tensors=tensors), deadline)
         made: dict[str, Recording] = {}
         for worker in without:
             reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
@@ -114,7 +113,7 @@ class Workers:
                 raise NotRecordable(f"worker {worker.hello.rank}: {reply.reason}")
             if not isinstance(reply, wire.Recorded):
                 raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
-            recording = provable(Recording.decode(reply.recording, manifest.tensors))
+            recording = provable(Recording.decode(reply.recording, tensors))
             digest = recording.digest()
             made[digest] = recording
             # Whoever records has let go of its plan, also where the same one will be made again.

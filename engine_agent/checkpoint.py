@@ -6,7 +6,7 @@ small JSON files are read, never weights.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -95,6 +95,11 @@ def expected(folder: Path) -> Expected:
         f"nothing says which tensors {config.architectures or 'the served model'} has: put its safetensors files into "
         f"{folder}, or serve one of {known}"
     )
+
+
+def dense(architectures: Sequence[str]) -> bool:
+    """Whether it is a model without experts whose layers are known here."""
+    return bool(architectures) and _DENSE.issuperset(architectures)
 
 
 def _quantisation(folder: Path, config: _Config) -> Quantisation | None:

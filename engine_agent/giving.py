@@ -40,12 +40,12 @@ class Giving:
         """`post` puts what is found before the machine; `recorded` reads what is on the disk."""
         self._server, self._post, self._recorded = server, post, recorded
 
-    def ask(self, view: View, queue: Callable[[Future[None]], None]) -> Readiness:
+    def ask(self, view: View, queue: Callable[[Callable[[], None]], None]) -> Readiness:
         """Have `queue` bring the order to the worker, and wait for its end. On a thread of the HTTP port."""
         if not view.up or view.doing or view.reached is not None:
             return Readiness(False, f"not now: {view.reason or view.doing or 'a round is under way'}")
         asked: Future[None] = Future()
-        queue(asked)
+        queue(lambda: self.carry_out(asked))
         try:
             asked.result(_GIVE_S)
         except (EngineAgentError, OSError, FutureTimeout) as error:

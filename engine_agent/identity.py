@@ -91,6 +91,12 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
     )
 
 
+def layout_of(facts: ServerFacts) -> tuple[str, ...]:
+    """What of a server a `Hello` describes once and for all."""
+    ranks = (facts.tp, facts.pp, facts.dp, facts.dp_attention)
+    return (facts.version, facts.device, facts.misset, *map(str, ranks))
+
+
 def _misset(process: tuple[int, int] | None) -> str:
     """Workers have the environment of the process that started them. What cannot be read they will say themselves."""
     try:

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import Final, assert_never
 
 import msgspec
@@ -78,11 +78,12 @@ from .events import (
     Welcomed,
 )
 from .giving import Giving, Noticed
-from .identity import ServerFacts
+from .identity import layout_of
 from .key_files import read_keys
 from .late_records import LateRecords
 from .lending import Lending
 from .record_file import RecordFile
+from .rehearsing import Rehearsing
 from .saved_versions import SavedVersions
 from .settings import EngineAgentSettings
 from .sglang import SGLangServer
@@ -99,12 +100,6 @@ TICK_S: Final = 0.5
 _CLOSE_S: Final = 5.0
 _SAY_FIRST_S: Final = 0.001
 """What an operation has found is said before its thread looks ahead: threads of one process wait for each other."""
-
-
-def layout_of(facts: ServerFacts) -> tuple[str, ...]:
-    """What of a server a `Hello` describes once and for all."""
-    ranks = (facts.tp, facts.pp, facts.dp, facts.dp_attention)
-    return (facts.version, facts.device, facts.misset, *map(str, ranks))
 
 
 def _level(view: View) -> int:
@@ -153,11 +148,12 @@ class EngineAgent:
         self._dispatcher = Dispatcher(self._machine, self._late.now, self._carry_out, self._post, self._late.later)
         self._view = self._machine.view()
         self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
-        self._operations: queue.SimpleQueue[Run | Future[None] | None] = queue.SimpleQueue()
+        self._operations: queue.SimpleQueue[Run | Callable[[], None] | None] = queue.SimpleQueue()
         self._speaker = Speaker(lambda: self._bus, settings.name)
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
         self._saved = SavedVersions(settings, self._worker)
         self._giving = Giving(self._server, self._events.put, self._records.read)
+        self._rehearsing = Rehearsing(settings, self._server, lambda: self._view, self._events.put)
         self._bus: BusClient | None = None
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
@@ -188,17 +184,18 @@ class EngineAgent:
         )
         self.http_port = http.port
         http.start()
-        threads = [threading.Thread(target=self._work, name="worker", daemon=True)]
+        thread = threading.Thread(target=self._work, name="worker", daemon=True)
         try:
-            threads[0].start()
+            thread.start()
             self._await_server()
+            self._rehearse()
             self._connect()
             self._speaker.start()
             self._loop()
         except _Ended:
             self._log.info("stopped")
         finally:
-            self._close(http, threads)
+            self._close(http, thread)
 
     def stop(self) -> None:
         """End `run`, from any thread or signal handler."""
@@ -227,6 +224,11 @@ class EngineAgent:
             if time.monotonic() >= until and not self._view.up:
                 waited = f"{self.settings.start_timeout_s:g} s"
                 raise EngineAgentError(f"no SGLang server at {self.settings.server} for {waited}: start it first")
+
+    def _rehearse(self) -> None:
+        self._operations.put(self._rehearsing.carry_out)
+        while not self._rehearsing.over:  # nobody waits for this engine yet
+            self._step(self._next())
 
     def _connect(self) -> None:
         """Join the coordinator as what the server is now."""
@@ -366,17 +368,17 @@ class EngineAgent:
             held = view.held and view.held.version
             self._log.log(_level(view), "health", health=view.health.value, held=held, reason=view.reason)
 
-    def _close(self, http: HttpPort, threads: list[threading.Thread]) -> None:
+    def _close(self, http: HttpPort, thread: threading.Thread) -> None:
         self._stopping.set()
         self._watch.stop()
         self._operations.put(None)
         self._worker.cancel()
+        self._rehearsing.close()
         if self._bus is not None:
             self._bus.close()
         self._speaker.stop()
-        for thread in threads:
-            if thread.is_alive():
-                thread.join(_CLOSE_S)
+        if thread.is_alive():
+            thread.join(_CLOSE_S)
         self._saved.close()
         self._worker.close()
         self._server.close()
@@ -395,20 +397,18 @@ class EngineAgent:
             except queue.Empty:
                 if done:
                     self._worker.look_ahead(*done)
+                    self._rehearsing.remember(self._worker.copied)
                 done = None
                 continue
             done = None
             if run is None:
                 return
-            if isinstance(run, Future):
-                self._giving.carry_out(run)
+            if not isinstance(run, Run):
+                run()
                 continue
             result = self._worker.perform(run.operation, run.identity, run.number)
             self._events.put(Operated(run.number, result))
             done = run.operation, result
-
-    def _give_back(self) -> Readiness:
-        return self._giving.ask(self._view, self._operations.put)
 
     def _listen(self, bus: BusClient) -> None:
         try:

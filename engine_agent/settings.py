@@ -83,6 +83,9 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     beside: Annotated[
         bool, Meta(description="take what is sent beside the served weights where memory allows (sends)")
     ] = True
+    record_ahead: Annotated[
+        bool, Meta(description="record the server's loader before the first version asks for it (direct, sends)")
+    ] = True
     gives_back: Annotated[
         bool,
         Meta(description="let POST /give-back on the HTTP port have the server give its GPU memory back"),

@@ -24,6 +24,7 @@ from .wire import Keys, Observer, Wire
 
 CALL_S: Final = 30.0
 """For calls that only change a flag. The server answers them at once unless its scheduler is stuck."""
+_REQUESTS: Final = ("num_running_reqs", "num_waiting_reqs")
 _FLUSH_STEP_S: Final = 0.1
 _LOOK_S: Final = 0.5
 """How long a look at the launch holds good. A server needs seconds from its start to its first answer."""
@@ -140,6 +141,18 @@ class SGLangServer:
     def generates(self, deadline_s: float = CALL_S) -> None:
         """Raise `ServerError` unless its workers generate something now. A paused server does not."""
         self._wire.alive("/health_generate", deadline_s)
+
+    def idle(self, deadline_s: float = CALL_S) -> bool:
+        """Whether it has no request now. Raises `ServerError` where it does not say."""
+        loads = self._wire.get("/v1/loads", deadline_s).get("loads")
+        if not isinstance(loads, list) or not loads:
+            raise ServerRefused("/v1/loads", 200, "no list of loads in the answer")
+        return not any(map(_requests_of, loads))  # pyright: ignore[reportUnknownArgumentType]
+
+    @property
+    def lent(self) -> bool:
+        """It has given memory back."""
+        return bool(self._lending.tags)
 
     def checksums(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
         """By rank: the digest of every live parameter under SGLang's own names."""
@@ -362,6 +375,15 @@ class SGLangServer:
             self._wire.admin("/end_weight_update", {}, min(deadline_s, CALL_S))
             self._wire.admin("/begin_weight_update", {}, min(deadline_s, CALL_S))
         self._session = True
+
+
+def _requests_of(load: object) -> int:
+    """How many requests one scheduler has."""
+    counts: list[object] = [load.get(key) for key in _REQUESTS] if isinstance(load, dict) else [None]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    numbers = [count for count in counts if isinstance(count, int)]
+    if len(numbers) != len(counts):
+        raise ServerRefused("/v1/loads", 200, "no numbers of requests in the answer")
+    return sum(numbers)
 
 
 def _checksums_of(rank: object) -> dict[str, str]:

@@ -16,10 +16,11 @@ from typing import Final
 import torch
 
 from weightbus.dataplane import worker_wire as wire
+from weightbus.dataplane.binding import Binding
 from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import DataplaneError, TransferFailed
+from weightbus.dataplane.errors import DataplaneError, NoRoom, TransferFailed
 from weightbus.dataplane.frames import Frames
 from weightbus.dataplane.inbox import Inbox, beside_bytes
 from weightbus.dataplane.outbox import Exchange
@@ -51,8 +52,10 @@ class Taker:
         self._taken = False
         self._touched = False
         self._closed = False
+        self._binding: Binding[Inbox] | None = None
         self._frames = Frames.connect(expect.socket, Deadline(_CONNECT_S))
         wire.say(self._frames, wire.Expecting(rank=rank, schedule=self.schedule), Deadline(_SAY_S))
+        self._bind(beside=False)  # the scheduler stands in our loader, and the others are being asked
         self._thread = threading.Thread(target=self._run, name="weightbus-taker", daemon=True)
         self._thread.start()
 
@@ -75,6 +78,7 @@ class Taker:
         self._frames.close()
         if self._thread is not threading.current_thread():
             self._thread.join(_SAY_S)
+        self._settle()
         self._drop()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -113,22 +117,38 @@ class Taker:
         if not message.beside and not self.standing.is_set():
             return wire.Failed(reason="the scheduler is at work: nothing is received into its parameters")
         try:
-            inbox = self._bound(beside=message.beside)
             where = message.group
+            binding = self._binding if self._binding and not message.beside else self._bind(beside=message.beside)
+            memory = binding.result().memory if where.nixl else ()  # which the group has to know
 
             def move(group: Exchange) -> None:
                 self._touched = not message.beside
-                inbox.receive(group, where.turn_s)
+                binding.result().receive(group, where.turn_s)
 
             passage = Passage(
-                where, where.rank, self._device, from_=inbox.peers, memory=inbox.memory, standing=self._standing
+                where, where.rank, self._device, from_=self._messages.holders, memory=memory, standing=self._standing
             )
-            seconds = passage.run(move, self._called_off, self._beat)
+            seconds = passage.run(move, self._called_off, self._beat, ready=binding.result)  # made while a group forms
         except Exception as error:  # noqa: BLE001 - see above
+            self._settle()
             self._detach()
-            return wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048], touched=self._touched)
+            no_room = isinstance(error, NoRoom | torch.OutOfMemoryError)
+            reason = f"{type(error).__name__}: {error}"[:2048]
+            return wire.Failed(reason=reason, touched=self._touched, no_room=no_room)
+        self._settle()
         self._taken = True
-        return wire.Taken(seconds=seconds, nbytes=inbox.nbytes)
+        return wire.Taken(seconds=seconds, nbytes=binding.result().nbytes)
+
+    def _bind(self, *, beside: bool) -> Binding[Inbox]:
+        self._settle()
+        self._binding = Binding(lambda: self._bound(beside=beside))
+        return self._binding
+
+    def _settle(self) -> None:
+        """Nothing is bound behind our back any more."""
+        binding, self._binding = self._binding, None
+        if binding is not None:
+            binding.settle()
 
     def _bound(self, *, beside: bool) -> Inbox:
         if self._inbox is None or self._inbox.beside != beside:

@@ -139,7 +139,7 @@ def _tensors(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Iter
     yield from wrong[:_SHOWN]
     if len(wrong) > _SHOWN:
         yield f"{len(wrong) - _SHOWN} more shapes differ"
-    served = _served_dtype(facts, expected)
+    served = served_dtype(facts, expected)
     cast = {
         f"{tensor.name!r} ({tensor.dtype})"
         for tensor in manifest.tensors
@@ -150,7 +150,7 @@ def _tensors(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Iter
         yield f"{_some(cast)} not of the server's dtype ({wanted}): it would cast them in silence"
 
 
-def _served_dtype(facts: ServerFacts, expected: Expected) -> str:
+def served_dtype(facts: ServerFacts, expected: Expected) -> str:
     """The dtype asked for at launch, in torch's words, or the checkpoint's."""
     words = {"auto": expected.dtype, "half": "float16", "float": "float32"}
     return words.get(facts.dtype, facts.dtype)

@@ -116,6 +116,9 @@ class Worker:
         self._returning: tuple[Returning, str] | None = None
         """Who took the last version, and of which launch: its server may still have to return from the call."""
         self._remark = ""
+        self.copied: Manifest | None = None
+        """Of the last version that was copied straight into the parameters and is served."""
+        self._copied: Manifest | None = None
 
     def perform(self, operation: Operation, identity: str = "", number: int = 0) -> Result:
         """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
@@ -323,6 +326,7 @@ class Worker:
                 self._meters.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
         followed = "" if command.table else self._believe_table(command, receipt.tabled)
         proves_itself = receipt.checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}
+        self._copied = layout if proves_itself else self._copied
         verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
         return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by, followed)
 
@@ -415,6 +419,7 @@ class Worker:
         if release.flush:
             self._server.flush(max(until - time.monotonic(), 0.001))
         self._server.resume(min(release.deadline_s, CALL_S))
+        self.copied = self._copied
         if release.look:
             self._server.generates(min(release.deadline_s, LOOK_S))
 

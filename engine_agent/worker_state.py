@@ -72,6 +72,8 @@ class WorkerState:
         self._importer = RegionImporter(self._held.device)
         self._layout = ""
         self._tensors: tuple[TensorSpec, ...] = ()
+        self._recording: Recording | None = None
+        """The last one, of the tensors of the model as they lie."""
         self._constants: list[tuple[torch.Tensor, float]] = []
         self._plan: wire.Adopt | None = None
         self._tables: tuple[CopyTable, CopyTable] = (CopyTable.empty(), CopyTable.empty())
@@ -100,11 +102,19 @@ class WorkerState:
         )
 
     def record(self, message: wire.Record, rank: int) -> Recording:
-        """Run the model's loader once."""
+        """Run the model's loader once; not where that was done with these tensors, and the model is as it was."""
+        known = self._recording
         self._forget()
-        load = cast("Callable[[NamedTensors], object]", self._model.load_weights)
-        recording = record(self._model, load, message.tensors, rank)
-        _log.info("weightbus: recorded %s", recording.account)
+        recording = None
+        if known is not None and known.rank == rank and known.targets == self._held.targets:
+            recording = known.reordered(message.tensors)
+        if recording is None:
+            load = cast("Callable[[NamedTensors], object]", self._model.load_weights)
+            recording = record(self._model, load, message.tensors, rank)
+            _log.info("weightbus: recorded %s", recording.account)
+        else:
+            _log.info("weightbus: the loader was recorded with these tensors before")
+        self._recording = recording
         self._layout, self._tensors = message.layout, message.tensors
         self._constants = [(self._part(each), each.value) for each in recording.constants]
         return recording
@@ -295,6 +305,7 @@ class WorkerState:
         self._hang_up()
         self._importer.close()
         self._layout, self._plan, self._proof, self._odd, self._casts = "", None, None, None, []
+        self._recording = None
         self._held = ModelTensors(self._model)
 
 

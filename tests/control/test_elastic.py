@@ -265,6 +265,16 @@ def test_a_joiner_is_brought_what_is_committed() -> None:
     assert world.committed == 1
 
 
+def test_a_joiner_is_not_routed_to_before_it_serves() -> None:
+    """Not with the weights of its launch either, while it waits for its bytes: what is committed is older than it."""
+    world, _, _, trainer = behind()
+    trainer.catch_up = True
+    before = len(world.observed)
+    world.publish(trainer, 1)
+    seen = world.observed[before:]
+    assert [ready for name, ready in readiness_of(seen) if name == "e1"] == [True]
+
+
 def test_a_catch_up_finds_nobody_behind() -> None:
     """It is answered like any version that is committed already, and nobody is paused."""
     world = World()

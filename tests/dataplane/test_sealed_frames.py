@@ -17,11 +17,23 @@ WAIT_S = 20.0
 Pair = tuple[SealedFrames, SealedFrames]
 
 
+def greeted(listener: SealedListener, seconds: float) -> SealedFrames:
+    """Whoever connects next; hung up on where he does not know the token."""
+    deadline = Deadline(seconds)
+    frames = listener.take(deadline)
+    try:
+        frames.greet(deadline)
+    except TransferFailed:
+        frames.close()
+        raise
+    return frames
+
+
 def pair(host: str = "127.0.0.1", theirs: str = "token") -> Pair:
     """Both ends of a connection; the one that connects believes that the token is `theirs`."""
     listener = SealedListener(host, "token")
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, Deadline(WAIT_S), "somebody")
+        accepted = pool.submit(greeted, listener, WAIT_S)
         reached = SealedFrames.reach(listener.address, theirs, Deadline(WAIT_S))
         found = accepted.result(WAIT_S), reached
     listener.close()
@@ -61,7 +73,7 @@ def test_who_does_not_know_the_token_says_nothing() -> None:
     """Either end refuses a stranger before his first word."""
     listener = SealedListener("127.0.0.1", "token")
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(listener.accept, Deadline(WAIT_S), "somebody")
+        accepted = pool.submit(greeted, listener, WAIT_S)
         with pytest.raises(Forged, match="stranger"):
             SealedFrames.reach(listener.address, "another", Deadline(WAIT_S))
         with pytest.raises(Forged, match="stranger"):
@@ -88,7 +100,7 @@ def test_a_stranger_cannot_fill_the_memory() -> None:
     with socket.create_connection(host_and_port(listener.address)) as stranger:
         stranger.sendall(bytes(16) + struct.pack("<Q", 1 << 40) + bytes(24))
         with pytest.raises(Forged):
-            listener.accept(Deadline(WAIT_S), "somebody")
+            greeted(listener, WAIT_S)
     listener.close()
 
 
@@ -96,7 +108,7 @@ def test_whoever_says_nothing_costs_a_deadline() -> None:
     """A connection that greets nobody, and an address where nobody listens."""
     listener = SealedListener("127.0.0.1", "token")
     with socket.create_connection(host_and_port(listener.address)), pytest.raises(DeadlineExceeded):
-        listener.accept(Deadline(0.2), "somebody")
+        greeted(listener, 0.2)
     listener.close()
 
     with pytest.raises(PeerLost, match="does not answer"):

@@ -25,7 +25,7 @@ def test_a_worker_that_falls_silent_may_have_written(
     worker = Frames.connect(str(tmp_path / "t.sock"), Deadline(WAIT_S))
     frames = listener.accept(Deadline(WAIT_S), "a worker")
     silent: list[int] = []
-    leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda _reason: None)
+    leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
     with pytest.raises(NotTaken, match="stands still") as ended:
         takers._Transfer({0: frames}, leader, beside=beside).outcomes(
             Deadline(WAIT_S), lambda rank, _heard_at: silent.append(rank)

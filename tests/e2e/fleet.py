@@ -108,7 +108,7 @@ class Fleet:
         """Start one server and its sidecar; returns at once."""
         port, side = free_port(), free_port()
         server = ("-m", "weightbus.engine_agent.cpu_server", f"--model-path={self.folder / 'seed0'}", f"--port={port}")
-        options = ("--skip-tokenizer-init", "--log-level=warning", f"--custom-weight-loader={LOADER}")
+        options = ("--skip-tokenizer-init", "--log-level=info", f"--custom-weight-loader={LOADER}")
         argv = (sys.executable, *server, f"--tp-size={tp}", *options)
         url = f"http://127.0.0.1:{port}"
         sidecar = (

@@ -86,6 +86,12 @@ def _serves(fleet: Fleet, name: str, answers: Answers, label: str) -> None:
             assert fleet.generate(name, prompt, len(tokens)) == (tokens, label)
 
 
+def _recordings(fleet: Fleet, name: str) -> tuple[int, int]:
+    """How often the workers of a server recorded their loader, and how often they had one already."""
+    log = (fleet.folder / f"server-{name}.log").read_text(errors="replace")
+    return log.count("weightbus: recorded"), log.count("recorded with these tensors before")
+
+
 def _outcomes(report: dict[str, Any]) -> dict[str, str]:
     assert "error" not in report, report["error"]
     return {engine["engine"]: engine["outcome"] for engine in report["engines"]}
@@ -98,6 +104,15 @@ def test_before_the_first_version_engines_serve_what_they_were_started_with(
     assert fleet.channel()["committed"] is None
     for name in ("one", "two"):
         _serves(fleet, name, expected[0], "default")
+
+
+def test_loaders_are_recorded_before_the_coordinator_hears_of_the_engines(fleet: Fleet) -> None:
+    """By the files of the served checkpoint. The servers answer after it as before, says the test above."""
+    for name, workers in (("one", 1), ("two", 2)):
+        said = (fleet.folder / f"sidecar-{name}.log").read_text()
+        assert -1 < said.find("recorded_ahead") < said.find("joined"), said
+        assert "not_recorded_ahead" not in said
+        assert _recordings(fleet, name) == (workers, 0)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +223,7 @@ class TestDirect:
         }
         for name in ("one", "two"):
             _serves(fleet, name, expected[seed], str(version))
+        assert _recordings(fleet, "one") == (1, 1), "its loader was recorded in a round"
 
 
 def test_megatron_ranks_are_read_where_they_are(fleet: Fleet, expected: dict[int, Answers]) -> None:

@@ -20,6 +20,7 @@ from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.wire import Wire
 
 from ..kit.fake_weights import FakeWeights, read
+from ..kit.waiting import until
 
 PROMPT = [5, 6, 7]
 CALL_S = 120.0
@@ -123,6 +124,21 @@ class ServerContract:
         bench.server.resume(CALL_S)
         request.join(CALL_S)
         assert len(answers[0]["output_ids"]) == 8
+
+    def test_it_says_whether_it_has_requests(self, bench: Bench) -> None:
+        """While it generates; and soon after it has ended, that it has none."""
+        until(lambda: bench.server.idle(CALL_S), "it to be idle")
+        seen = False
+        for _ in range(10):
+            asked = threading.Thread(target=bench.generate, args=(200,))
+            asked.start()
+            while asked.is_alive() and not seen:
+                seen = not bench.server.idle(CALL_S)
+            asked.join(CALL_S)
+            if seen:
+                break
+        assert seen
+        until(lambda: bench.server.idle(CALL_S), "it to be idle again")
 
     def test_the_label_is_set_apart_from_the_weights(self, bench: Bench) -> None:
         """Updates do not move the label; setting it does, and every token says so."""

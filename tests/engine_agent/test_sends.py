@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +15,11 @@ import torch
 
 from weightbus.dataplane import rank_sends, sends
 from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.doorman import GREETING_S
 from weightbus.dataplane.errors import DigestMismatch, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.nixl_group import _MODULES
 from weightbus.dataplane.outbox import Outbox
+from weightbus.dataplane.sealed_frames import host_and_port
 from weightbus.dataplane.sends_wire import Group
 from weightbus.dataplane.takers import Leader, NotTaken
 from weightbus.dataplane.transport import Peer
@@ -104,8 +108,9 @@ def test_without_room_it_is_paused(world: SendsWorld, monkeypatch: pytest.Monkey
 def test_nothing_is_received_into_what_the_scheduler_works_with(world: SendsWorld) -> None:
     """Whatever a sidecar says: parameters are written while the scheduler stands in our loader, and only then."""
     world.round()
+    world.receiver.returned(WAIT_S)
     where = Group(store="tcp://127.0.0.1:9", name="g", size=4, rank=2, form_s=1.0, turn_s=1.0)
-    leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda _reason: None)
+    leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
     with pytest.raises(NotTaken, match="the scheduler is at work") as refused:
         world.receiver._takers.take(where, leader, Deadline(WAIT_S), beside=False)
     assert not refused.value.touched
@@ -134,22 +139,33 @@ def test_a_transfer_that_breaks_off_says_whether_weights_are_whole(
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_turns_shrink_where_memory_is_short(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank without room for what it packs costs one attempt: the next one is cut into turns of an eighth."""
-    made, most = rank_sends.Outbox, 2 << 20
+@pytest.mark.parametrize("who", [rank_sends, taker], ids=["rank", "worker"])
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+def test_turns_shrink_where_memory_is_short(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch, who: Any, kind: type[Exception]
+) -> None:
+    """Who has no room for what it packs or receives costs one attempt: the next is cut into turns of an eighth.
+
+    By what went wrong, and not by how it is worded.
+    """
+    name = "Outbox" if who is rank_sends else "Inbox"
+    made, most = getattr(who, name), 2 << 20
     monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 64 * most)
 
-    def roomy(mail: Any, regions: Any, engine: Any) -> Any:
+    def roomy(*arguments: Any, **more: Any) -> Any:
         if world.trainer.sends._pair_bytes > most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return made(mail, regions, engine)
+            raise kind("CUDA OutOfMemoryError")
+        return made(*arguments, **more)
 
-    monkeypatch.setattr(rank_sends, "Outbox", roomy)
+    monkeypatch.setattr(who, name, roomy)
     tried = []
     for _ in range(2):
         with pytest.raises(TransferFailed):
             world.round()
         tried.append(world.trainer.sends._pair_bytes)
+    if kind is RuntimeError:
+        assert tried == [64 * most, 64 * most]
+        return
     world.round()
     assert [*tried, world.trainer.sends._pair_bytes] == [64 * most, 8 * most, most]
     assert holds(world.server, world.trainer.values)
@@ -225,3 +241,22 @@ def test_what_is_not_the_version_is_noticed(world: SendsWorld) -> None:
         world.round(session)
     assert world.receiver.touched
     assert "DigestMismatch" in world.trainer.sends.failed["e"]
+
+
+def test_who_says_nothing_keeps_nobody_waiting(world: SendsWorld) -> None:
+    """Twenty strangers that connect before anybody of the round, and are silent; one that speaks another language."""
+    world.epoch += 1
+    session = world.trainer.session(world.epoch)
+    address = world.trainer.sends.offer(session, [Peer("e", world.server.tp)])
+    strangers = [socket.create_connection(host_and_port(address.address)) for _ in range(21)]
+    strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    began = time.monotonic()
+    world.trainer.summon(address, session.epoch)
+    taken = world.receive(session, "e", address)
+    world.trainer.sends.ready(WAIT_S)
+    assert time.monotonic() - began < GREETING_S
+    world.trainer.sends.finish(WAIT_S)
+    assert taken.result(WAIT_S).checked
+    assert holds(world.server, world.trainer.values)
+    for stranger in strangers:
+        stranger.close()

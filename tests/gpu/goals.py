@@ -116,6 +116,13 @@ def nccl(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
         yield Goal(f"{name}: a joiner is routable, in rounds", figure, 2.0)
 
 
+def joiner(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """From `Hello` to ready, beside the median round."""
+    if (figure := ratio(found, "joiner_s", "normal_round_s")) is not None:
+        yield Goal(f"{name}: routable, in rounds", figure, 2.0)
+        yield Goal(f"{name}: routable after, s", found["joiner_s"])
+
+
 def quantised(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     """FP8 rounds beside bfloat16 rounds."""
     if found.get("of_copy"):
@@ -159,7 +166,7 @@ def offloaded(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
 
 KINDS: dict[str, Callable[[str, Mapping[str, Any]], Iterator[Goal]]] = {
     "colocated": direct, "peer": direct, "crosswise": direct, "nccl": nccl, "quantised": quantised,
-    "engines": engines, "int4": int4, "deaths": deaths, "offloaded": offloaded,
+    "engines": engines, "int4": int4, "deaths": deaths, "offloaded": offloaded, "joiner": joiner,
 }  # fmt: skip
 """By the first word of a file's name."""
 

@@ -71,7 +71,7 @@ class Part:
 
     def engine(self, place: str) -> dict[str, Any]:
         """As the coordinator shows it."""
-        channel = "hosts" if place in ("near", "far") else place
+        channel = self.layout["engines"][place]["channel"]
         url = f"http://127.0.0.1:{self.layout['status']}/status"
         channels = self.fleet._http.get(url).json()["channels"]
         found: dict[str, Any] = channels.get(channel, {"engines": {}})["engines"].get(f"{place}0", {})
@@ -388,13 +388,13 @@ def committed(report: dict[str, Any], *engines: str) -> bool:
 
 
 class rounds:  # noqa: N801  a context manager like direct.rounds
-    """An agent of channel ``hosts``, and how it publishes one version."""
+    """An agent of one channel, and how it publishes one version."""
 
-    def __init__(self, part: Part, transport: str) -> None:
+    def __init__(self, part: Part, transport: str, channel: str = "hosts") -> None:
         from weightbus.trainer_agent import TrainerAgent
 
         self._agent = TrainerAgent.connect(
-            part.source, channel="hosts", name="trainer-hosts", coordinator=f"tcp://127.0.0.1:{part.layout['bus']}",
+            part.source, channel=channel, name=f"trainer-{channel}", coordinator=f"tcp://127.0.0.1:{part.layout['bus']}",
             transport=(transport,), bucket_bytes=direct.BUCKET_BYTES, insecure_loopback=True, pause="in_place",
             flush=False,
         )  # fmt: skip

@@ -239,6 +239,8 @@ class Engine:
     """Folder of its checkpoint, as `write_model` made it."""
     sidecar: tuple[str, ...] = ()
     """More flags of that."""
+    later: bool = False
+    """Its sidecar is started by somebody else."""
 
     @property
     def place(self) -> str:
@@ -284,9 +286,10 @@ def start_engine(programs: Any, device: str, work: Path, engine: Engine, layout:
         f"--verify={engine.verify}",
         *engine.sidecar,
     ]
-    pid = programs.start(f"sidecar-{engine.place}", sidecar).process.pid
+    pid = 0 if engine.later else programs.start(f"sidecar-{engine.place}", sidecar).process.pid
     layout["engines"][engine.place] = {
         "server": port, "sidecar": side, "server_group": process, "sidecar_group": pid, "start": sidecar,
+        "channel": engine.channel,
     }  # fmt: skip
 
 

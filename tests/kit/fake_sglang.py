@@ -179,6 +179,10 @@ class FakeSGLang:
             "enable_memory_saver": self.memory_saver,
         }
 
+    def loads(self, _: dict[str, Any]) -> dict[str, Any]:
+        """``/v1/loads``."""
+        return {"loads": [{"dp_rank": 0, "num_running_reqs": self.running, "num_waiting_reqs": 0}]}
+
     def model_info(self, _: dict[str, Any]) -> dict[str, Any]:
         config = json.loads((self.checkpoint / "config.json").read_text())
         return {
@@ -363,7 +367,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def _serve(self, body: dict[str, Any]) -> None:
-        path = self.path.split("?")[0]
+        path = self.path.split("?")[0].removeprefix("/v1")
         known = hasattr(self.fake, path.lstrip("/")) and not path.startswith("/_")
         try:
             if not self._allowed(path):

@@ -87,7 +87,7 @@ def doomed(job: dict[str, Any]) -> None:
 
     PairGroup.form = classmethod(formed)  # type: ignore[method-assign, assignment]
     before(PairGroup, "post", "moving")
-    before(RankSends, "_bound", "begun")
+    before(RankSends, "_mail_of", "begun")
     before(Outbox, "send", "", "through")
     before(Taker, "_take", "begun", "through")
     before(Taker, "flip", "flip", "flipped")

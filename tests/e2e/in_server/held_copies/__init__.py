@@ -16,9 +16,9 @@ _whole = TorchCopies.launch
 _hold = Path(os.environ["HELD_COPIES"])
 
 
-def _launch(copies: TorchCopies) -> None:
+def _launch(copies: TorchCopies, *ready: object) -> None:
     if len(copies._to) < 2 or not _hold.exists():
-        return _whole(copies)
+        return _whole(copies, *ready)
     half = len(copies._to) // 2
     for target, source in zip(copies._to[:half], copies._from[:half], strict=True):
         target.copy_(source)

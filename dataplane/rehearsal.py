@@ -1,0 +1,92 @@
+"""The server's loader is recorded while nobody waits for it: an exchange with its workers in which nothing moves.
+
+What a worker records it keeps; it is used for a version of exactly these tensors, whoever asks then (worker_wire.py,
+`Record`). Nothing is written to the model by it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Final
+
+from . import worker_wire
+from .deadline import Deadline
+from .errors import TransferFailed
+from .frames import FrameListener
+from .local import open_runtime_dir
+from .manifest import TensorSpec
+from .transport import EngineServer
+from .workers import RETURN_S, Workers
+
+_LAYOUT: Final = "rehearsed"
+"""In place of a manifest's digest: no version has it."""
+_COMING_S: Final = 15.0
+"""For the server to call our loader. A worker imports it then, for the first time."""
+
+
+class Rehearsal:
+    """One. `close` may be called from another thread, and ends it."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+        self._listener: FrameListener | None = None
+        self._workers = Workers()
+        self._closed = False
+
+    def record(self, tensors: Sequence[TensorSpec], engine: str, server: EngineServer, deadline_s: float) -> int:
+        """Have every worker record each of its models with `tensors`; the number of models, once the server is back.
+
+        Raises `NotRecordable`, `TransferFailed`, and what the server's call raises.
+        """
+        deadline = Deadline(deadline_s)
+        open_runtime_dir(self._runtime_dir)
+        listener = self._listener = FrameListener(self._runtime_dir / f"{engine}-{os.getpid()}-r.sock")
+        caller = ThreadPoolExecutor(1, "weightbus-rehearsal")
+        call = caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
+        coming = Deadline(_COMING_S)
+        models = 0
+        try:
+            for model in itertools.count() if server.drafts else (0,):
+                if not self._workers.gather(
+                    listener, call, server.tp, model == 0, deadline, lambda: self._wait(coming)
+                ):
+                    break
+                self._workers.record(_LAYOUT, tuple(tensors), {}, deadline)
+                self._workers.let_go(worker_wire.Done())
+                self._workers.close()
+                models += 1
+        except Exception as error:
+            self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048]))
+            raise
+        finally:
+            self.close()
+            _returned(call, min(deadline.left(), RETURN_S))
+            caller.shutdown(wait=False)
+        call.result(0)
+        return models
+
+    def close(self) -> None:
+        """Let the workers return to their server."""
+        self._closed = True
+        self._workers.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _wait(self, coming: Deadline) -> None:
+        """While workers are waited for. A server that is busy lets its requests end before it calls any loader."""
+        if self._closed:
+            raise TransferFailed("nobody wants a recording any more")
+        coming.check("the server to call our loader: it has requests")
+
+
+def _returned(call: Future[None], seconds: float) -> None:
+    """Wait until the server has answered, however it did."""
+    try:
+        call.exception(seconds)
+    except FutureTimeout:
+        return

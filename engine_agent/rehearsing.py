@@ -1,0 +1,150 @@
+"""Has the server's loader recorded before the coordinator hears of this engine: its first round need not do it then.
+
+What is recorded with is what the served checkpoint's files say, or the manifest of the last version that was copied
+here in an earlier life of the agent. A version of other tensors is recorded in its round. Nothing here can fail the
+agent: whatever speaks against it is a line in the log.
+
+SGLang calls a loader outside of a pause when all requests have ended, and keeps new ones waiting meanwhile. So only a
+server that has none is asked, or one that is paused anyway.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from weightbus.control.log import get_log
+from weightbus.dataplane.errors import DataplaneError, ManifestError
+from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.rehearsal import Rehearsal
+from weightbus.dataplane.transports import default_runtime_dir
+
+from . import checkpoint, validate
+from .checkpoint import Expected
+from .dialects import Dialect
+from .errors import EngineAgentError, UnfitManifest
+from .giving import Noticed
+from .identity import ServerFacts
+from .record_file import write_durably
+from .settings import EngineAgentSettings
+from .sglang import SGLangServer
+from .stages import View
+
+_RECORD_S: Final = 120.0
+"""For all models of the server. A quantised model of 48 layers took 8 s."""
+_ASK_S: Final = 5.0
+_CPU: Final = Path("/proc/cpuinfo")
+
+_log = get_log(__name__)
+
+
+class Rehearsing:
+    """Of one life of the agent. `carry_out` and `remember` are called on the worker's thread, `close` on any."""
+
+    def __init__(
+        self,
+        settings: EngineAgentSettings,
+        server: SGLangServer,
+        view: Callable[[], View],
+        post: Callable[[Noticed], None],
+    ) -> None:
+        """`view` is what is known of the engine now; `post` wakes whoever waits for `over`."""
+        self._settings, self._server, self._view, self._post = settings, server, view, post
+        self._path = settings.state_dir / f"{settings.name}.manifest"
+        self._kept = ""
+        """Digest of the manifest that the file has."""
+        self._rehearsal: Rehearsal | None = None
+        self._over = not settings.record_ahead
+        self._closed = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing is recorded ahead, any more."""
+        return self._over
+
+    def carry_out(self) -> None:
+        """Never raises."""
+        try:
+            if not self._over:
+                self._record()
+        except (EngineAgentError, DataplaneError, OSError, ValueError) as error:
+            _log.info("not_recorded_ahead", reason=str(error) or type(error).__name__)
+        except Exception:  # noqa: BLE001 - the agent must outlive it, see above
+            _log.exception("not_recorded_ahead")
+        self._over = True
+        self._post(Noticed(threading.Event()))
+
+    def remember(self, copied: Manifest | None) -> None:
+        """Keep the manifest of a version for the next life. Without it there are the checkpoint's files."""
+        if copied is None or not self._settings.record_ahead or copied.digest() == self._kept:
+            return
+        self._kept = copied.digest()
+        try:
+            write_durably(self._path, copied.encode())
+        except OSError as error:
+            _log.info("manifest_not_kept", reason=str(error), path=str(self._path))
+
+    def close(self) -> None:
+        """Let the server go on."""
+        self._closed = True
+        if self._rehearsal is not None:
+            self._rehearsal.close()
+
+    def _record(self) -> None:
+        facts, server = self._server.facts, self._server
+        ways = [kind.value for kind in self._settings.transports if kind.value in {"direct", "sends"}]
+        ways = [kind for kind in ways if kind in validate.transports_of(facts)]
+        if not ways or self._closed:
+            return None
+        expected = checkpoint.expected(self._settings.model_path or Path(facts.model_path))
+        if objection := _objection(facts, server.dialect, expected, lent=server.lent):
+            return _log.info("not_recorded_ahead", reason=objection)
+        tensors = self._remembered(facts, expected, ways[0]) or tensors_of(facts, expected)
+        server.expect(facts.identity)
+        if not self._view().paused and not server.idle(_ASK_S):
+            return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
+        began = time.monotonic()
+        self._rehearsal = Rehearsal(self._settings.runtime_dir or default_runtime_dir())
+        try:
+            models = self._rehearsal.record(tensors, self._settings.name, server, _RECORD_S)
+        finally:
+            self._rehearsal = None
+            server.end_update(_ASK_S)
+        _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=round(time.monotonic() - began, 3))
+        return None
+
+    def _remembered(self, facts: ServerFacts, expected: Expected, transport: str) -> tuple[TensorSpec, ...]:
+        """Of the last version that was copied here, if this server would take it again."""
+        try:
+            manifest = Manifest.decode(self._path.read_bytes())
+            validate.check(manifest, facts, self._server.dialect, expected, transport)
+        except (OSError, ManifestError, UnfitManifest):
+            return ()
+        self._kept = manifest.digest()
+        return manifest.tensors
+
+
+def tensors_of(facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
+    """The checkpoint's tensors as a trainer serves them. Raises `UnfitManifest` where a dtype is not known."""
+    served = validate.served_dtype(facts, expected)
+    found = [TensorSpec(name, expected.dtypes.get(name, served), shape) for name, shape in expected.shapes.items()]
+    if odd := next((spec.name for spec in found if not spec.dtype), ""):
+        raise UnfitManifest(f"nothing says in which dtype {odd!r} is served")
+    return tuple(found)
+
+
+def _objection(facts: ServerFacts, dialect: Dialect, expected: Expected, *, lent: bool) -> str:
+    """Why this server's loader is not called outside of a round; empty when it may be."""
+    if lent or facts.undefined:
+        return "the server has given memory back"
+    plain = not facts.quantization and expected.quantisation is None and checkpoint.dense(facts.architectures)
+    packed = facts.device == "cpu" and "amx_tile" in _CPU.read_text(encoding="utf-8")
+    if dialect.sessions and (packed or not plain):
+        return (
+            f"SGLang {facts.version} lays weights out anew after a loader was called, as if all had been loaded: those"
+            " that were not would be laid out twice"
+        )
+    return ""

@@ -1,0 +1,227 @@
+"""A loader that is recorded before any version asks for it, on toy workers: used for its tensors, and for no others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weightbus.dataplane import rehearsal
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.rehearsal import Rehearsal
+from weightbus.engine_agent import worker_state
+
+from ..kit.toy_direct import SPECS, WAIT_S, Shard, Trainer, World, holds
+from ..kit.waiting import until
+
+
+@pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
+def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(tmp_path / "r", request.param, monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ranks that ran their loader."""
+    ranks: list[int] = []
+    plain = worker_state.record
+
+    def counted(*arguments: Any) -> Any:
+        ranks.append(arguments[3])
+        return plain(*arguments)
+
+    monkeypatch.setattr(worker_state, "record", counted)
+    return ranks
+
+
+def rehearse(world: World, specs: tuple[TensorSpec, ...] = SPECS) -> int:
+    return Rehearsal(world.runtime).record(specs, "e", world.server, WAIT_S)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["same order", "another order"])
+def test_the_first_round_records_nothing(world: World, recorded: list[int], order: int) -> None:
+    """Whatever order the checkpoint's files had: nothing is written twice."""
+    for model in world.server.models:
+        model.norm.data.fill_(3.0)
+    assert rehearse(world, SPECS[::order]) == 1
+    assert all(bool((model.norm == 3.0).all()) for model in world.server.models)
+    assert sorted(recorded) == list(range(world.server.tp))
+    world.trainer.step(1)
+
+    world.round()
+
+    assert len(recorded) == world.server.tp
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_recording_in_another_order_is_the_one_that_would_be_made(world: World, recorded: list[int]) -> None:
+    """But for the order of its rows."""
+    rehearse(world, SPECS[::-1])
+    world.round()
+    kept = dict(world.receiver._recordings)
+    world.server.models = [Shard(rank, world.server.tp) for rank in range(world.server.tp)]
+    world.round()
+
+    made = {each.rank: each for each in world.receiver._recordings.values()}
+    assert len(recorded) == 2 * world.server.tp
+    for each in kept.values():
+        other = made[each.rank]
+        assert each.copies.digest() == other.copies.digest()
+        assert (each.tensors, each.loaded, each.unread) == (other.tensors, other.loaded, other.unread)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [SPECS[:-1], (*SPECS[:5], TensorSpec("wide", "float32", (8,)), SPECS[6])],
+    ids=["one less", "another dtype"],
+)
+def test_a_version_of_other_tensors_is_recorded_in_its_round(
+    world: World, recorded: list[int], specs: tuple[TensorSpec, ...]
+) -> None:
+    """What was recorded says nothing of it."""
+    rehearse(world, specs)
+
+    world.round()
+
+    assert len(recorded) == 2 * world.server.tp
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_model_whose_tensors_moved_meanwhile_is_recorded_in_its_round(world: World, recorded: list[int]) -> None:
+    """Between the rehearsal and the round somebody put other memory under a parameter."""
+    rehearse(world)
+    world.server.models[0].up.data = world.server.models[0].up.data.clone()
+
+    world.round()
+
+    assert recorded.count(0) == 2
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_model_that_has_more_tensors_by_now_is_recorded_in_its_round(world: World, recorded: list[int]) -> None:
+    """What was recorded numbers the tensors that there were."""
+    rehearse(world)
+    for model in world.server.models:
+        model.register_buffer("added", torch.zeros(4))
+
+    world.round()
+
+    assert len(recorded) == 2 * world.server.tp
+    assert all(len(each.targets) == len(SPECS) + 1 for each in world.receiver._recordings.values())
+
+
+def test_a_sidecar_that_begins_anew_finds_what_was_recorded(world: World, recorded: list[int]) -> None:
+    """The workers keep it, whoever asked for it."""
+    world.round()
+    world.receiver.shutdown()
+    world.receiver = type(world.receiver)(world.runtime)
+    world.trainer.close()
+    world.trainer = Trainer(world.runtime)
+
+    world.round()
+
+    assert len(recorded) == world.server.tp
+    assert holds(world.server, world.trainer.values)
+
+
+class Twice(Shard):
+    """What was offered last stays."""
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            super().load_weights([(name, tensor)])
+            if name in ("up", "down"):
+                self.norm.data.copy_(tensor[0, :8] if tensor.shape[1] >= 8 else tensor[:, 0])
+
+
+def test_where_the_order_matters_it_must_be_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: list[int]
+) -> None:
+    """A place that is written twice holds what came last."""
+    world = World(tmp_path / "r", 1, monkeypatch, shard=Twice)
+    try:
+        rehearse(world, SPECS[::-1])
+        world.round()
+        assert len(recorded) == 2
+        assert holds(world.server, world.trainer.values)
+    finally:
+        world.close()
+
+
+def test_draft_models_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: list[int]) -> None:
+    """A server that speculates calls the loader for each of its models."""
+    world = World(tmp_path / "r", 1, monkeypatch, drafts=(Shard,))
+    try:
+        assert rehearse(world) == 2
+        world.trainer.step(4)
+        world.round()
+        assert len(recorded) == 2
+        assert holds(world.server, world.trainer.values)
+    finally:
+        world.close()
+
+
+def test_a_loader_that_fails_says_so_and_the_server_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is held; the next round records as ever."""
+    with monkeypatch.context() as patched:
+        patched.setattr(worker_state, "record", lambda *_: 1 / 0)
+        with pytest.raises(TransferFailed, match="ZeroDivisionError"):
+            rehearse(world)
+
+    world.round()
+
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_busy_server_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls no loader before its requests have ended; what calls it then finds nobody, and returns."""
+    monkeypatch.setattr(rehearsal, "_COMING_S", 0.3)
+    monkeypatch.setattr(rehearsal, "RETURN_S", 0.1)
+    ended = threading.Event()
+    world.server.before_load = lambda: (ended.wait(WAIT_S), None)[1]
+    began = time.monotonic()
+    with pytest.raises(TransferFailed, match="it has requests"):
+        rehearse(world)
+    assert time.monotonic() - began < 5
+
+    ended.set()
+    world.server.before_load = lambda: None
+    world.round()
+    assert holds(world.server, world.trainer.values)
+
+
+def test_an_agent_that_ends_lets_the_server_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever records is told, and returns to its server."""
+    held = threading.Event()
+    plain = worker_state.record
+
+    def slow(*arguments: Any) -> Any:
+        held.wait(WAIT_S)
+        return plain(*arguments)
+
+    monkeypatch.setattr(worker_state, "record", slow)
+    asked = Rehearsal(world.runtime)
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asked.record(SPECS, "e", world.server, WAIT_S)  # type: ignore[arg-type]
+        except TransferFailed as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until(lambda: len(asked._workers._workers) == world.server.tp, "the workers")
+    asked.close()
+    held.set()
+    thread.join(WAIT_S)
+
+    assert len(failed) == 1

@@ -1,0 +1,225 @@
+"""When an agent has its server's loader recorded ahead, with which tensors, and when it leaves the server alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from structlog.testing import capture_logs
+
+from weightbus.dataplane import rehearsal
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.engine_agent import rehearsing
+from weightbus.engine_agent.giving import Noticed
+from weightbus.engine_agent.payload import LOADER
+from weightbus.engine_agent.rehearsing import Rehearsing
+from weightbus.engine_agent.settings import EngineAgentSettings
+from weightbus.engine_agent.sglang import SGLangServer
+from weightbus.engine_agent.stages import View
+
+from ..kit import tiny_model
+from ..kit.fake_sglang import FakeSGLang
+from ..kit.fake_weights import read
+
+
+class Launched(FakeSGLang):
+    """With our loader."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.info: dict[str, Any] = {}
+
+    def server_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {**super().server_info(body), "custom_weight_loader": [LOADER], **self.info}
+
+
+@dataclasses.dataclass
+class Stage:
+    """A server, and the agent's part."""
+
+    folder: Path
+    fake: Launched
+    asked: list[tuple[TensorSpec, ...]]
+    paused: bool = False
+    record_ahead: bool = True
+
+    def carry_out(self) -> tuple[Rehearsing, list[str]]:
+        """One life of the agent; what it said."""
+        settings = EngineAgentSettings(
+            name="e0", channel="c", server=self.fake.url, insecure_loopback=True, state_dir=self.folder / "state",
+            runtime_dir=self.folder / "run", record_ahead=self.record_ahead,
+        )  # fmt: skip
+        server = SGLangServer(self.fake.url)
+        server.connect()
+        posted: list[Noticed] = []
+        view = cast("View", type("Seen", (), {"paused": self.paused}))
+        made = Rehearsing(settings, server, lambda: view, posted.append)
+        with capture_logs() as logs:
+            made.carry_out()
+        assert made.over
+        assert len(posted) == 1
+        server.close()
+        return made, [f"{each['event']}: {each.get('reason', '')}" for each in logs]
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    asked: list[tuple[TensorSpec, ...]] = []
+
+    def record(_: object, tensors: tuple[TensorSpec, ...], *__: object) -> int:
+        asked.append(tensors)
+        return 1
+
+    monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
+    monkeypatch.setattr(rehearsing, "_CPU", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text("flags: fpu avx2\n")
+    launched = Launched(tiny_model.write(tmp_path / "a", 1))
+    launched.start()
+    made = Stage(tmp_path, launched, asked)
+    yield made
+    made.fake.stop()
+
+
+def specs_of(folder: Path) -> list[TensorSpec]:
+    return [TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in read(folder).items()]
+
+
+def test_the_checkpoints_files_say_what_is_recorded(stage: Stage) -> None:
+    """Names, shapes and dtypes of all of its tensors."""
+    _, said = stage.carry_out()
+
+    assert said == ["recorded_ahead: "]
+    assert sorted(stage.asked[0], key=lambda spec: spec.name) == sorted(
+        specs_of(stage.fake.checkpoint), key=lambda spec: spec.name
+    )
+
+
+def test_the_last_versions_manifest_goes_before_the_files(stage: Stage) -> None:
+    """A trainer that serves fewer tensors than the files have, or others in another order, will do so again."""
+    first, _ = stage.carry_out()
+    last = Manifest.of("Qwen3ForCausalLM", specs_of(stage.fake.checkpoint)[::-1], 1000)
+    first.remember(last)
+
+    stage.carry_out()
+
+    assert stage.asked[1] == last.tensors != stage.asked[0]
+
+
+@pytest.mark.parametrize("spoil", ["another model", "other shapes", "not a manifest"])
+def test_a_manifest_of_another_model_is_not_used(stage: Stage, spoil: str) -> None:
+    """The server was launched with something else since."""
+    first, _ = stage.carry_out()
+    specs = specs_of(stage.fake.checkpoint)
+    if spoil == "other shapes":
+        specs = [TensorSpec(spec.name, spec.dtype, (7,)) for spec in specs]
+    first.remember(Manifest.of("LlamaForCausalLM" if spoil == "another model" else "Qwen3ForCausalLM", specs, 1000))
+    if spoil == "not a manifest":
+        (stage.folder / "state/e0.manifest").write_bytes(b"\x00garbage")
+
+    stage.carry_out()
+
+    assert stage.asked[1] == stage.asked[0]
+
+
+def test_a_server_with_requests_is_left_alone(stage: Stage) -> None:
+    """SGLang would let them end, and keep new ones waiting. One that is paused keeps them waiting anyway."""
+    stage.fake.running = 1
+    _, said = stage.carry_out()
+    assert "has requests" in said[0]
+    assert not stage.asked
+
+    stage.paused = True
+    stage.carry_out()
+    assert stage.asked
+
+
+def test_a_server_that_does_not_say_whether_it_has_requests_is_left_alone(stage: Stage) -> None:
+    """Nothing of what it does not say is assumed."""
+    stage.fake.loads = lambda _: {"loads": [{"dp_rank": 0}]}  # type: ignore[method-assign]
+
+    _, said = stage.carry_out()
+
+    assert said[0].startswith("not_recorded_ahead: ")
+    assert not stage.asked
+
+
+@pytest.mark.parametrize(
+    ("version", "info", "experts", "may"),
+    [
+        ("0.5.17", {}, True, True),
+        ("0.5.17", {"quantization": "fp8"}, False, True),
+        ("0.5.23", {}, True, False),
+        ("0.5.23", {"quantization": "fp8"}, False, False),
+        ("0.5.23", {}, False, True),
+    ],
+)
+def test_a_version_that_lays_out_anew_what_it_loads_is_asked_for_plain_models_only(
+    stage: Stage, version: str, info: dict[str, Any], experts: bool, may: bool
+) -> None:
+    """At the end of a session it would do so with weights that were not loaded in it."""
+    if experts:
+        config = stage.fake.checkpoint / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "architectures": ["Qwen3MoeForCausalLM"]}))
+    stage.fake.stop()
+    stage.fake = Launched(stage.fake.checkpoint, version)
+    stage.fake.info = info
+    stage.fake.start()
+
+    _, said = stage.carry_out()
+
+    assert (said == ["recorded_ahead: "]) is may
+    assert bool(stage.asked) is may
+    assert not stage.fake.session
+
+
+def test_a_processor_whose_weights_are_packed_in_place_is_left_alone(stage: Stage) -> None:
+    """Of a version with sessions."""
+    (stage.folder / "cpuinfo").write_text("flags: fpu amx_tile\n")
+
+    stage.carry_out()
+
+    assert not stage.asked
+
+
+def test_it_can_be_switched_off(stage: Stage) -> None:
+    """Nothing is asked of the server, and nothing kept."""
+    stage.record_ahead = False
+    made, said = stage.carry_out()
+    made.remember(Manifest.of("Qwen3ForCausalLM", specs_of(stage.fake.checkpoint), 1000))
+
+    assert said == []
+    assert stage.asked == []
+    assert not (stage.folder / "state").exists()
+
+
+@pytest.mark.parametrize("error", [TransferFailed("it broke"), RuntimeError("it broke")])
+def test_what_fails_is_said_and_the_agent_goes_on(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The session that was opened for it is closed."""
+
+    def record(_: object, *__: object) -> int:
+        server = cast("SGLangServer", __[2])
+        server._begin_update(5.0)
+        raise error
+
+    monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
+
+    _, said = stage.carry_out()
+
+    assert said[0].startswith("not_recorded_ahead")
+    assert not stage.fake.session
+
+
+def test_a_server_without_our_loader_is_not_asked(stage: Stage) -> None:
+    """It would end by it."""
+    stage.fake.info = {"custom_weight_loader": []}
+
+    _, said = stage.carry_out()
+
+    assert said == []
+    assert stage.asked == []

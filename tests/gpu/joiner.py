@@ -1,0 +1,206 @@
+"""How long an engine takes that joins: from its `Hello` until it is ready, beside a round of the others.
+
+    python3 tests/gpu/joiner.py                       two CUDA devices. Qwen3-30B-A3B shapes, 24 layers, 31 GB
+    python3 tests/gpu/joiner.py --not-ahead           the same where its loader is recorded in its first round
+    python3 tests/gpu/joiner.py --device cpu          the same steps with tiny models, over gloo
+
+A Megatron-core trainer on GPU 0 sends versions to a real SGLang server on GPU 1, by `sends`. A second server stands
+beside it, full of noise, and its sidecar is started then: the coordinator hears of the engine, the trainer brings it
+the committed version, and it is ready. `joiner_s` is from one to the other, as the coordinator's status shows both.
+Then the sidecar goes, misses a version, and comes back to the same server (`again`).
+
+Prints one JSON object; `--out FOLDER` writes joiner.json there. Exits with 1 unless it came to its end and both servers
+held the same, by their own checksums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import nccl_parts
+import rig
+
+STEADY = 5
+CHANNEL = "joiner"
+FIRST, LATE = "first", "late"
+LOOK_S = 0.001
+
+
+class Watch:
+    """Looks at the coordinator's status all the time: when is an engine there, and when is it ready?"""
+
+    def __init__(self, part: nccl_parts.Part, place: str) -> None:
+        self._part, self._place = part, place
+        self._over = threading.Event()
+        self.states: list[tuple[float, str, bool]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK_S):
+            found = self._part.engine(self._place)
+            now = time.monotonic()
+            state = found.get("state", "unknown"), bool(found.get("ready"))
+            if not self.states or self.states[-1][1:] != state:
+                self.states.append((now, *state))
+
+    def until(self, what: str, *, there: bool = False, ready: bool = False) -> float:
+        """When it was seen for the first time, or was ready for the first time since it was there."""
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            came = next((at for at, state, _ in tuple(self.states) if state not in ("unknown", "lost")), None)
+            found = next((at for at, state, ok in tuple(self.states) if ok and state == "serving"), None)
+            if (at := came if there else found if ready else None) is not None:
+                return at
+            time.sleep(LOOK_S)
+        raise TimeoutError(f"waited 120 s for {what}; seen: {self.states}")
+
+    def close(self) -> list[tuple[float, str, bool]]:
+        """What was seen, in seconds since it was there."""
+        self._over.set()
+        self._thread.join(10)
+        came = self.until("the engine", there=True)
+        return [(round(at - came, 4), state, ready) for at, state, ready in self.states]
+
+
+def join(part: nccl_parts.Part, publish: nccl_parts.rounds, version: int, log: Path) -> dict[str, Any]:
+    """Start the late engine's sidecar and bring it `version`; where the time went."""
+    late = part.layout["engines"][LATE]
+    watch = Watch(part, LATE)
+    # What a killed sidecar left in the status is not the engine that comes.
+    rig.wait("nobody to be there", lambda: bool(watch.states) and watch.states[-1][1] in ("unknown", "lost"), 60, _nop)
+    watch.states.clear()
+    began = time.monotonic()
+    with log.open("ab") as output:
+        late["sidecar_group"] = subprocess.Popen(
+            late["start"], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        ).pid
+    came = watch.until("its Hello", there=True)
+    report = publish.catch_up(version)
+    ready = watch.until("it to be ready", ready=True)
+    return {
+        "joiner_s": ready - came,
+        "before_hello_s": came - began,
+        "caught_up": report,
+        "sidecar_s": part.fleet.seconds(LATE),
+        "states": watch.close(),
+        "recorded_ahead": "recorded_ahead" in (text := log.read_text()) and "not_recorded_ahead" not in text,
+    }
+
+
+def _nop() -> None:
+    pass
+
+
+def train(work: Path, device: str) -> None:
+    """The trainer: a process of its own."""
+    rig.play_cuda(device)
+    part = nccl_parts.Part(CHANNEL, work, device, "model", (FIRST,))
+    part.called()
+    part.fleet.wait_serving(LATE, 400, _nop)
+    part.fleet.overwrite(LATE)
+    noise = part.fleet.checksum(LATE)
+    numbers = iter(range(1, 1000))
+    with nccl_parts.rounds(part, "sends", CHANNEL) as publish:
+        reports = []
+        for version in (next(numbers) for _ in range(STEADY + 2)):
+            part.source.refill(version)
+            reports.append(publish(version))
+        steady = [each["publish_s"] for each in reports[2:]]
+        normal = statistics.median(steady)
+        equal = all(nccl_parts.committed(each) for each in reports)
+        part.say(rounds=reports, normal_round_s=normal, steady_s=steady, equal=False)
+
+        joined = join(part, publish, version, work / "sidecar-late.log")
+        sums = part.fleet.checksum(FIRST), part.fleet.checksum(LATE)
+        equal = equal and sums[0] == sums[1] != noise
+        part.say(**joined, ratio=joined["joiner_s"] / normal, equal_joined=equal)
+
+        both = []
+        for version in (next(numbers) for _ in range(3)):
+            part.source.refill(version)
+            both.append(publish(version))
+        equal = equal and all(nccl_parts.committed(each) for each in both)
+        part.say(with_both=both)
+
+        os.killpg(part.layout["engines"][LATE]["sidecar_group"], signal.SIGTERM)
+        rig.wait("it to be gone", lambda: part.engine(LATE)["state"] == "lost", 30, _nop)
+        part.source.refill(version := next(numbers))
+        equal = equal and nccl_parts.committed(publish(version), f"{FIRST}0")
+        again = join(part, publish, version, work / "sidecar-late-again.log")
+        sums = part.fleet.checksum(FIRST), part.fleet.checksum(LATE)
+        part.say(again=again, equal=equal and sums[0] == sums[1])
+        os.killpg(part.layout["engines"][LATE]["sidecar_group"], signal.SIGTERM)
+    part.source.close()
+
+
+def orchestrate(args: argparse.Namespace, work: Path, programs: Any) -> dict[str, Any]:
+    """Start everything, wait for the trainer, and say what it found."""
+    hf = rig.model_of(args)
+    rig.write_model(work / "model", hf)
+    layout = rig.start_coordinator(programs, work)
+    flags: tuple[str, ...] = (rig.LOADER,)
+    if args.device == "cuda":
+        flags += (f"--mem-fraction-static={args.memory}", *rig.GRAPHS)
+    more = ("--no-record-ahead",) if args.not_ahead else ()
+    for place in (FIRST, LATE):
+        engine = rig.Engine(
+            CHANNEL, 1, 1, flags, "available", name=place, sidecar=more if place == LATE else (), later=place == LATE
+        )
+        rig.start_engine(programs, args.device, work, engine, layout)
+    rig.write_layout(work, layout)
+    (work / f"go-{CHANNEL}").touch()
+    command = [sys.executable, __file__, f"--trainer-of={work}", f"--device={args.device}"]
+    trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
+    programs.dismiss([trainer])  # it is looked after here
+    until, problem = time.monotonic() + args.deadline, ""
+    while trainer.process.poll() is None and time.monotonic() < until:
+        time.sleep(0.2)
+    if trainer.process.poll() is None:
+        os.killpg(trainer.process.pid, signal.SIGKILL)
+        problem = "it ran out of time"
+    elif trainer.process.returncode:
+        problem = f"the trainer ended with status {trainer.process.returncode}"
+    if problem:
+        rig.keep_logs(work, args.out, "joiner")
+    file = work / f"result-{CHANNEL}.json"
+    measured: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"equal": False}
+    head = {key: measured.pop(key, None) for key in ("joiner_s", "normal_round_s", "ratio", "recorded_ahead", "equal")}
+    described = rig.describe("joiner.py", args.device, hf)
+    return {**described, **head, **({"problem": problem} if problem else {}), **measured}
+
+
+def main() -> int:
+    parser = rig.parser(__doc__, memory=0.6, deadline=480.0)
+    parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
+    parser.add_argument("--config", help="config.json of another model")
+    parser.add_argument("--not-ahead", action="store_true", help="the late sidecar records in its first round")
+    args = parser.parse_args()
+    if args.trainer_of:
+        train(Path(args.trainer_of), args.device)
+        return 0
+    from weightbus.trainer_agent.demo.processes import Programs
+
+    work = Path(tempfile.mkdtemp(prefix="wb-joiner-"))
+    with Programs(work) as programs:
+        found = orchestrate(args, work, programs)
+    rig.write_result(args.out, "joiner-not-ahead" if args.not_ahead else "joiner", found)
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0 if found["equal"] and "problem" not in found else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
