@@ -98,12 +98,16 @@ class Inbox:
                 self._flip.follow(None)
 
     def receive(self, group: Exchange, turn_s: float) -> None:
-        """All turns; each has `turn_s`. Raises `TransferFailed`."""
+        """All turns; each has `turn_s`. Raises `TransferFailed`.
+
+        What goes beside the parameters has room of its own, so all of it is asked for at once.
+        """
+        limit = len(self._receives) if self.beside else UNDER_WAY
         if not self.beside and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # a paused server may still compute its last batch
         under_way: deque[tuple[Posted, PreparedCopies | None]] = deque()
         for receives, unpack in zip(self._receives, self._unpacks, strict=True):
-            if len(under_way) == UNDER_WAY:
+            if len(under_way) == limit:
                 self._arrived(group, *under_way.popleft(), turn_s)
             under_way.append((group.post((), receives), unpack))
         while under_way:

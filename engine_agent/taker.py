@@ -25,6 +25,7 @@ from weightbus.dataplane.frames import Frames
 from weightbus.dataplane.inbox import Inbox, beside_bytes
 from weightbus.dataplane.outbox import Exchange
 from weightbus.dataplane.passage import Passage
+from weightbus.dataplane.promptness import prompt
 from weightbus.dataplane.schedule import Messages
 from weightbus.dataplane.standing import Standing
 
@@ -91,7 +92,9 @@ class Taker:
                     case wire.Weigh():
                         self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
                     case wire.Take():
-                        self._say(self._take(message))
+                        with prompt():
+                            taken = self._take(message)
+                        self._say(taken)
                     case wire.Failed():  # of what has ended already
                         self._taken = False
                     case _:

@@ -247,6 +247,44 @@ def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tupl
     return Pieces.of(tensors, pieces), [export], Recording(0, targets, Pieces.of(tensors, wanted))
 
 
+class Asked:
+    """An exchange that notes what is done in it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Asked:
+        assert not sends
+        assert receives
+        self.done.append("post")
+        return self
+
+    def wait(self, deadline: Deadline) -> None:
+        deadline.check("it")
+        self.done.append("wait")
+
+    def lane(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        self.done.append("settle")
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "in place"])
+def test_what_has_room_of_its_own_is_asked_for_at_once(*, beside: bool) -> None:
+    """A thread beside a busy scheduler needs the interpreter as seldom as can be; a turn's room is used again."""
+    pieces, exports, recording = model(8)
+    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 8, 128 * 256 * 2)
+    turns = made.messages.turns
+    assert turns > 2 * UNDER_WAY
+    targets = [torch.zeros(128 * 256 * 2, dtype=torch.uint8) for _ in range(8)]
+    box = Inbox(made.messages, made.unpack, targets, TorchEngine(), torch.device("cpu"), beside=beside)
+    asked = Asked()
+    box.receive(asked, PROMPT_S)
+    assert asked.done.index("wait") == (turns if beside else UNDER_WAY)
+    assert sorted(asked.done) == ["post"] * turns + ["settle"] + ["wait"] * turns
+
+
 def test_what_lies_in_one_piece_is_never_copied() -> None:
     """Out of the trainer's storage into the engine's parameter: no packing, no unpacking, no staging."""
     pieces, exports, recording = model(8)

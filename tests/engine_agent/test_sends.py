@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,10 @@ from weightbus.dataplane import rank_sends, sends
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.doorman import GREETING_S
 from weightbus.dataplane.errors import DigestMismatch, PeerLost, StaleSession, TransferFailed
+from weightbus.dataplane.inbox import Inbox
 from weightbus.dataplane.nixl_group import _MODULES
 from weightbus.dataplane.outbox import Outbox
+from weightbus.dataplane.promptness import INTERVAL_S
 from weightbus.dataplane.sealed_frames import host_and_port
 from weightbus.dataplane.sends_wire import Group
 from weightbus.dataplane.takers import Leader, NotTaken
@@ -56,6 +59,25 @@ def test_from_the_second_round_on_it_is_taken_beside(world: SendsWorld) -> None:
         world.round(stage=True)
         assert world.receiver.mode == "beside"
         assert holds(world.server, world.trainer.values)
+
+
+def test_a_worker_s_thread_gets_the_interpreter_while_it_takes(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler without requests would keep it waiting for seconds; between versions all is as the server has it."""
+    usual, seen = sys.getswitchinterval(), []
+
+    def receive(box: Inbox, *arguments: Any) -> None:
+        seen.append(sys.getswitchinterval())
+        received(box, *arguments)
+
+    received = Inbox.receive
+    monkeypatch.setattr(Inbox, "receive", receive)
+    for _ in range(2):
+        world.round(stage=True)
+        assert sys.getswitchinterval() == pytest.approx(usual)
+    assert seen
+    assert all(each == pytest.approx(INTERVAL_S) for each in seen)
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")

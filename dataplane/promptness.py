@@ -1,0 +1,40 @@
+"""Threads that get the interpreter when they want it, in a process whose main thread never lets go of it for long.
+
+A scheduler without requests looks for some all the time, and gives up the interpreter for a microsecond at each look. A
+thread that waits for it is woken each time and comes too late each time; its wait for the switch interval, after which
+Python takes the interpreter from its holder, begins anew with every look. On an idle server that took up to 0.5 s for
+each call of a thread of ours, and seconds for a version. Where the interval is shorter than the way from one look to
+the next, the waiting thread is served.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final
+
+INTERVAL_S: Final = 2e-6
+_lock = threading.Lock()
+_usual: list[float] = []
+"""The interval that was found, once for everybody who is prompt now."""
+
+
+@contextmanager
+def prompt() -> Generator[None]:
+    """Meanwhile any thread of this process gets the interpreter within `INTERVAL_S` of Python code of another one.
+
+    Those that run lose what the others use, which wait for devices and sockets most of the time. The interval that was
+    found is put back by the last one that leaves, unless somebody else has set another one.
+    """
+    with _lock:
+        _usual.append(_usual[0] if _usual else sys.getswitchinterval())
+        sys.setswitchinterval(INTERVAL_S)
+    try:
+        yield
+    finally:
+        with _lock:
+            usual = _usual.pop()
+            if not _usual and sys.getswitchinterval() == INTERVAL_S:
+                sys.setswitchinterval(usual)

@@ -1,0 +1,58 @@
+"""A thread that is to be served promptly: for as long as anybody asks for it, and nothing of it stays."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Generator
+
+import pytest
+
+from weightbus.dataplane.promptness import INTERVAL_S, prompt
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Generator[float]:
+    """What this process had is put back, whatever a test does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.004)
+    yield 0.004
+    sys.setswitchinterval(before)
+
+
+def test_the_interval_is_short_for_as_long_as_anybody_asks_for_it(usual: float) -> None:
+    """Two transfers of one process may overlap, in any order."""
+    one, other = prompt(), prompt()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
+    other.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_it_ends_with_an_error_too(usual: float) -> None:
+    with pytest.raises(KeyError), prompt():
+        raise KeyError
+    assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_who_sets_another_one_meanwhile_keeps_it() -> None:
+    """The process is its program's."""
+    with prompt():
+        sys.setswitchinterval(0.02)
+    assert sys.getswitchinterval() == pytest.approx(0.02)
+
+
+def test_many_at_a_time(usual: float) -> None:
+    def often() -> None:
+        for _ in range(200):
+            with prompt():
+                assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
+
+    threads = [threading.Thread(target=often) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    assert sys.getswitchinterval() == pytest.approx(usual)
