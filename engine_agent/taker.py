@@ -33,6 +33,8 @@ _CONNECT_S: Final = 30.0
 _SAY_S: Final = 30.0
 _FOREVER_S: Final = 366 * 86400.0
 """Between rounds. The end of the sidecar ends the wait."""
+_SOON_S: Final = 2.0
+"""Who is asked for room is mostly told to take something next."""
 _MEMINFO: Final = Path("/proc/meminfo")
 
 _log = logging.getLogger(__name__)
@@ -90,11 +92,12 @@ class Taker:
                 message = wire.hear_sidecar(self._frames, Deadline(_FOREVER_S))
                 match message:
                     case wire.Weigh():
-                        self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
+                        with prompt():
+                            self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
+                            self._frames.speaks(_SOON_S)
                     case wire.Take():
                         with prompt():
-                            taken = self._take(message)
-                        self._say(taken)
+                            self._say(self._take(message))
                     case wire.Failed():  # of what has ended already
                         self._taken = False
                     case _:
