@@ -128,9 +128,9 @@ def test_a_steady_round_only_copies(world: World, monkeypatch: pytest.MonkeyPatc
     seen: list[str] = []
     obey = worker_loader._obey
 
-    def note(state: object, message: object) -> object:
+    def note(state: object, message: object, called_off: object) -> object:
         seen.append(type(message).__name__)
-        return obey(state, message)  # type: ignore[arg-type]
+        return obey(state, message, called_off)  # type: ignore[arg-type]
 
     monkeypatch.setattr(worker_loader, "_obey", note)
 

@@ -74,8 +74,8 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     found = threading.Event()
     obey = worker_loader._obey
 
-    def watched(state: Any, message: Any) -> Any:
-        answer = obey(state, message)
+    def watched(state: Any, message: Any, called_off: Any) -> Any:
+        answer = obey(state, message, called_off)
         if type(message).__name__ == "Replay":
             found.set()
         return answer
