@@ -293,17 +293,17 @@ def test_nothing_is_under_way_when_a_stage_is_given_up(monkeypatch: pytest.Monke
         if stage:
             raise PeerLost("trainer rank 0 is gone")
 
-    for copies in (
-        PeerCopies(device, batch, {0: kernel, 1: kernel}, dict, (here,)),
-        StagedCopies({0: kernel, 1: kernel}, device),
+    joined = ["main waits for branch 1", "main waits for branch 2"]
+    for made, expected in (
+        (PeerCopies(device, batch, {0: kernel, 1: kernel}, dict, (here,)), joined),
+        (StagedCopies({0: kernel, 1: kernel}, device), []),
     ):
         streams.told.clear()
         with pytest.raises(PeerLost):
-            copies.run(ready)
+            made.run(ready)
         assert streams.told.count("the kernel copies") == 1
         assert streams.told[-1] == "main has ended"
-        waits = [each for each in streams.told if each.startswith("main waits for")]
-        assert waits == (["main waits for branch 1", "main waits for branch 2"] if isinstance(copies, PeerCopies) else [])
+        assert [each for each in streams.told if each.startswith("main waits for")] == expected
 
 
 def test_a_peers_memory_follows_nobody() -> None:
