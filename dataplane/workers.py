@@ -57,6 +57,10 @@ class Workers:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
 
+    def __len__(self) -> int:
+        """Those that have come."""
+        return len(self._workers)
+
     def gather(  # noqa: PLR0917
         self,
         listener: FrameListener,
