@@ -70,10 +70,8 @@ class Doorman:
             except DeadlineExceeded:
                 self._free.release()
                 continue
-            except DataplaneError:
-                if self._closed:
-                    return
-                self._free.release()  # too many open files, or whoever came was gone: the next one may be let in
+            except DataplaneError:  # the port was closed; or too many open files: the next one may be let in
+                self._free.release()
                 time.sleep(_AGAIN_S)
                 continue
             threading.Thread(target=self._greet, args=(frames,), name="weightbus-greeting", daemon=True).start()
