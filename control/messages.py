@@ -34,7 +34,8 @@ The exchange of one round::
 
 **Open tables.** Where every engine takes the ranks' memory by itself (``direct``), a trainer may announce a version
 before it has digested it: `Publish`, `Prepare` and `Transfer` leave their table open (empty), and the table follows, to
-the engines over the transport, to the coordinator with `Sent`. Nothing is proven and nothing committed without it.
+the engines over the transport, to the coordinator (`PutBlob`) at the same time, and `Sent` names it. Nothing is proven
+and nothing committed without it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class PreparedCopies(Protocol):
         """Copy every row. Returns when the bytes are in the targets, and other streams may read them.
 
         Begins when no stream reads the targets any more: a paused server may still compute its last batch. What `ready`
-        raises leaves stages out, and those before may be under way.
+        raises leaves stages out; of those before, nothing is under way any more.
         """
         ...
 

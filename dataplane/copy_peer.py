@@ -51,8 +51,10 @@ class PeerCopies:
         """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
         with self._on_device():
             torch.cuda.synchronize()
-            self.launch(ready)
-            torch.cuda.current_stream().synchronize()
+            try:
+                self.launch(ready)
+            finally:
+                torch.cuda.current_stream().synchronize()
 
     def launch(self, ready: Ready = at_once) -> None:
         """Copy every row, in the order of the current stream of this device.
@@ -62,13 +64,15 @@ class PeerCopies:
         with self._on_device():
             for stream in self._streams:
                 stream.wait_stream(torch.cuda.current_stream(self._device))
-            for stage in self._stages:
-                ready(stage)
-                for each in self._kernel[stage]:
-                    each.launch()
-                self._launch_batch(stage)
-            for stream in self._streams:
-                torch.cuda.current_stream(self._device).wait_stream(stream)
+            try:
+                for stage in self._stages:
+                    ready(stage)
+                    for each in self._kernel[stage]:
+                        each.launch()
+                    self._launch_batch(stage)
+            finally:
+                for stream in self._streams:
+                    torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _launch_batch(self, stage: int) -> None:
         """What the copy engines do of a stage."""

@@ -40,8 +40,10 @@ class StagedCopies:
             return self.launch(ready)
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
-            self.launch(ready)
-            return torch.cuda.current_stream().synchronize()
+            try:
+                return self.launch(ready)
+            finally:
+                torch.cuda.current_stream().synchronize()
 
     def launch(self, ready: Ready = at_once) -> None:
         """Copy every row, in the order of the current stream."""

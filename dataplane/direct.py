@@ -11,6 +11,8 @@ import hashlib
 import os
 import selectors
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +33,7 @@ from .transport import JOIN_S, Address, Peer, Session, Slot, Tabled
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 _PACKET_S: Final = 10.0
-"""For one message to or from a peer that has begun to speak."""
+"""For one message of a peer that has begun to speak, and for a peer to read anything of what it is told."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,21 @@ class _Peer:
         self.finished = False
         self.asks = False
         """For the digest table, which it has not got yet."""
+        self.unread: deque[memoryview] = deque()
+        """What it is told and has no room for yet."""
+        self.moved_at = 0.0
+        """When it last had room."""
+
+    def push(self) -> None:
+        """Tell it what it has room for now. Raises `PeerLost`."""
+        while self.frames is not None and self.unread:
+            left = self.frames.push(self.unread[0])
+            if len(left) < len(self.unread[0]):
+                self.moved_at = time.monotonic()
+            if left:
+                self.unread[0] = left
+                return
+            self.unread.popleft()
 
 
 class DirectSender:
@@ -83,7 +100,8 @@ class DirectSender:
         self._selector: selectors.BaseSelector | None = None
         self._lock = threading.Lock()
         """Of the three below: the table comes from any thread."""
-        self._table: wire.Table | None = None
+        self._table: memoryview | None = None
+        """As it is said; memory that all who are told share."""
         self._follows: bool | None = None
         """The session was begun without its table; null before the first."""
         self._wake = -1
@@ -133,6 +151,7 @@ class DirectSender:
             raise TransferFailed(
                 f"a digest table of {len(table.table)} bytes, sealed by {len(table.seal)}, is too large"
             )
+        framed = wire.as_framed(table)
         with self._lock:
             if not self._follows:
                 raise TransferFailed(
@@ -140,7 +159,7 @@ class DirectSender:
                 )
             if self._table is not None:
                 raise TransferFailed("the digest table was given before, and there is one for each session")
-            self._table = table
+            self._table = framed
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
@@ -200,16 +219,25 @@ class DirectSender:
     def _pump(self, timeout_s: float) -> None:
         if self._selector is None:
             raise TransferFailed("nothing is on offer: call offer first")
-        for engine, reason in tuple(self._withdrawn.items()):
-            if engine in self._peers:
-                self._drop(self._peers[engine], reason)
-        for key, _ in self._selector.select(timeout_s):
+        self._drop_lost()
+        for key, events in self._selector.select(timeout_s):
             if key.data is not None:
-                self._hear(key.data)
+                if events & selectors.EVENT_WRITE:
+                    self._push(key.data)
+                if events & selectors.EVENT_READ:
+                    self._hear(key.data)
             elif key.fileobj is self._listener:
                 self._admit()
             else:
                 self._woken()
+
+    def _drop_lost(self) -> None:
+        """Who was withdrawn, and who does not read."""
+        for peer in tuple(self._peers.values()):
+            if peer.engine in self._withdrawn:
+                self._drop(peer, self._withdrawn[peer.engine])
+            elif peer.unread and time.monotonic() - peer.moved_at > _PACKET_S:
+                self._drop(peer, f"it has read nothing for {_PACKET_S:.1f} s of what it was told")
 
     def _admit(self) -> None:
         assert self._listener is not None
@@ -242,12 +270,36 @@ class DirectSender:
                 self._drop(peer, str(error))
 
     def _give_table(self, peer: _Peer) -> None:
-        """To one that asks for it, once it is there."""
+        """To one that asks for it, once it is there. Raises `PeerLost`."""
         with self._lock:
             table = self._table
         if table is not None and peer.asks and peer.frames is not None:
             peer.asks = False
-            wire.say(peer.frames, table, Deadline(_PACKET_S))
+            self._tell(peer, table)
+
+    def _tell(self, peer: _Peer, framed: memoryview) -> None:
+        """As it reads: one that does not keeps nobody else waiting. Raises `PeerLost`."""
+        if not peer.unread:
+            peer.moved_at = time.monotonic()
+        peer.unread.append(framed)
+        peer.push()
+        self._watch(peer)
+
+    def _push(self, peer: _Peer) -> None:
+        """It has room again."""
+        try:
+            peer.push()
+            self._watch(peer)
+        except DataplaneError as error:
+            self._drop(peer, str(error))
+
+    def _watch(self, peer: _Peer) -> None:
+        """For what it says, and for room where it is to be told something."""
+        assert self._selector is not None
+        if peer.frames is not None:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unread else 0)
+            if self._selector.get_key(peer.frames).events != wanted:
+                self._selector.modify(peer.frames, wanted, peer)
 
     def _register(self, frames: Frames, peer: _Peer) -> None:
         assert self._selector is not None
@@ -266,18 +318,17 @@ class DirectSender:
     def _hear(self, peer: _Peer) -> None:
         if peer.frames is None:  # dropped by an earlier event of the same batch
             return
-        deadline = Deadline(_PACKET_S)
         try:
-            match wire.hear_receiver(peer.frames, deadline):
+            match wire.hear_receiver(peer.frames, Deadline(_PACKET_S)):
                 case wire.GiveLayout():
                     assert self._exposed is not None
                     exports = tuple(export.encode() for export in self._exposed.exports)
                     layout = wire.Layout(pieces=self._exposed.pieces.encode(), exports=exports)
-                    wire.say(peer.frames, layout, deadline)
+                    self._tell(peer, wire.as_framed(layout))
                 case wire.Propose() as proposed:
                     for each in proposed.plans:
                         self._agree(each)
-                    wire.say(peer.frames, wire.Agreed(), deadline)
+                    self._tell(peer, wire.as_framed(wire.Agreed()))
                 case wire.GiveTable() if self._follows:
                     peer.asks = True
                     self._give_table(peer)
@@ -306,8 +357,9 @@ class DirectSender:
 
     def _drop(self, peer: _Peer, reason: str) -> None:
         if peer.frames is not None:
-            if not peer.finished:
+            if not peer.finished and not peer.unread:
                 self._say_goodbye(peer.frames, reason)
+            peer.unread.clear()
             if self._selector is not None:
                 self._selector.unregister(peer.frames)
             peer.frames.close()

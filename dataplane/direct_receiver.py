@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from .plan import Plan, Reader, make_plan
 from .proof import Proof, make_proof
 from .recording import Recording
 from .transport import Address, EngineServer, Receipt, Session, Tabled
-from .workers import RETURN_S, ReplayFailed, Workers
+from .workers import RETURN_S, ReplayFailed, Workers, regions_read
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +63,11 @@ class Agreement:
     digests: tuple[str, ...]
     """Of the plans."""
     proof: Proof
+
+    @cached_property
+    def reads(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
+        """By plan and holder: the regions that are read."""
+        return tuple(regions_read(plan) for plan in self.plans)
 
     @cached_property
     def widest(self) -> int:
@@ -333,7 +338,7 @@ class DirectReceiver:
         touched, self._touched = self._touched, True
         try:
             replayed = self._workers.replay(
-                session.epoch, session.version, welcome.exporters, self._made, agreement.plans, deadline
+                session.epoch, session.version, welcome.exporters, self._made, agreement.reads, deadline
             )
         except ReplayFailed as failed:
             # Every worker has answered: if none of them began to write, the engine holds what it held.

@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from .deadline import Deadline
-from .frames import Frames
+from .frames import Frames, framed
 from .plan import Reader
 from .wire_message import WireMessage, decode
 
@@ -130,6 +130,11 @@ _TO_SENDER: Final[msgspec.msgpack.Decoder[ToSender]] = msgspec.msgpack.Decoder(T
 def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> None:
     """Raises `PeerLost`, `DeadlineExceeded`."""
     frames.send(_ENCODER.encode(message), deadline)
+
+
+def as_framed(message: ToReceiver) -> memoryview:
+    """For `Frames.push`: as `say` would send it."""
+    return memoryview(framed(_ENCODER.encode(message)))
 
 
 def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:

@@ -10,6 +10,7 @@ import contextlib
 import queue
 import socket
 import threading
+import time
 from typing import Final
 
 from . import sends_wire as wire
@@ -21,6 +22,8 @@ GREETING_S: Final = 2.0
 """For the first words of whoever connects."""
 GREETED: Final = 256
 """Connections that are greeted at a time. Others wait in the socket's backlog until the time of one is over."""
+_AGAIN_S: Final = 0.05
+"""Before another connection is accepted, where one could not be."""
 
 
 class Doorman:
@@ -67,8 +70,10 @@ class Doorman:
             except DeadlineExceeded:
                 self._free.release()
                 continue
-            except DataplaneError:  # the port was closed
-                return
+            except DataplaneError:  # the port was closed; or too many open files: the next one may be let in
+                self._free.release()
+                time.sleep(_AGAIN_S)
+                continue
             threading.Thread(target=self._greet, args=(frames,), name="weightbus-greeting", daemon=True).start()
 
     def _greet(self, frames: SealedFrames) -> None:

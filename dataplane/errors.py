@@ -41,12 +41,12 @@ class TransferFailed(DataplaneError):
 
 
 class StaleSession(TransferFailed):
-    """The other side speaks of another epoch than this session's."""
+    """The other side speaks of another epoch than this session's, or makes another round's weights."""
 
-    def __init__(self, found: int, expected: int) -> None:
+    def __init__(self, found: int, expected: int, what: str = "epoch") -> None:
         self.found = found
         self.expected = expected
-        super().__init__(f"the peer speaks of epoch {found}, this session is of epoch {expected}")
+        super().__init__(f"the peer speaks of {what} {found}, this session is of {what} {expected}")
 
 
 class Forged(TransferFailed):

@@ -20,6 +20,11 @@ _LENGTH: Final = struct.Struct("<Q")
 _BLOCK: Final = 1024 * 1024
 
 
+def framed(message: bytes) -> bytes:
+    """As it travels."""
+    return _LENGTH.pack(len(message)) + message
+
+
 class Frames:
     """One end of an established connection. Whoever is at the other end has been looked at."""
 
@@ -53,9 +58,19 @@ class Frames:
         """Raises `PeerLost`, `DeadlineExceeded`."""
         try:
             self._socket.settimeout(deadline.check("room to send"))
-            self._socket.sendall(_LENGTH.pack(len(message)) + message)
+            self._socket.sendall(framed(message))
         except TimeoutError as error:
             raise DeadlineExceeded("the other end to read", deadline.seconds) from error
+        except OSError as error:
+            raise PeerLost(f"the other end is gone: {error}") from error
+
+    def push(self, framed: memoryview) -> memoryview:
+        """Send of `framed` messages what the other end has room for now; what is left of it. Raises `PeerLost`."""
+        try:
+            self._socket.settimeout(0.0)
+            return framed[self._socket.send(framed) :]
+        except BlockingIOError:
+            return framed
         except OSError as error:
             raise PeerLost(f"the other end is gone: {error}") from error
 

@@ -17,7 +17,7 @@ import torch
 from .boxes import Column
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 from .deadline import Deadline
-from .errors import ManifestError
+from .errors import ManifestError, StaleSession
 from .exports import MARK_BYTES, MadeRegion
 
 _LOOK_S: Final = 0.0001
@@ -75,6 +75,7 @@ class Marks:
         """`marks`, (parts,) int64, by holder, on one device. `alive` raises where a holder is gone."""
         self._marks = dict(marks)
         self._alive = alive
+        self._wanted: Callable[[], None] = alive
         self._rounds: Mapping[int, int] = {}
         self._there: dict[int, int] = {}
         self._deadline = Deadline(0.0)
@@ -83,15 +84,20 @@ class Marks:
         device = next((each.device for each in self._marks.values()), torch.device("cpu"))
         self._far = _FarMarks(self._marks, device) if device.type == "cuda" else None
 
-    def begin(self, rounds: Mapping[int, int], within_s: float) -> None:
-        """From now on the marks of each holder have to show its round, within so many seconds. 0: all is there."""
+    def begin(self, rounds: Mapping[int, int], within_s: float, wanted: Callable[[], None]) -> None:
+        """From now on the marks of each holder have to show its round, within so many seconds. 0: all is there.
+
+        `wanted` raises where nobody wants that any more.
+        """
         self._rounds, self._deadline, self.seconds = rounds, Deadline(within_s), 0.0
+        self._wanted = wanted
         self._there = {holder: len(each) for holder, each in self._marks.items() if not rounds.get(holder)}
 
     def wait(self, needs: Sequence[tuple[int, int]], busy: Callable[[], bool]) -> None:
         """Return when these parts are there; `busy` says whether something is copied meanwhile.
 
-        Raises `PeerLost` for a holder that is gone, `DeadlineExceeded` with the part that is missing.
+        Raises `PeerLost` for a holder that is gone, `StaleSession` for one that makes a newer round, what `wanted`
+        raises, and `DeadlineExceeded` with the part that is missing.
         """
         looked_at = time.perf_counter()
         asked_at = looked_at
@@ -102,6 +108,7 @@ class Marks:
             if now - asked_at >= _ALIVE_S:
                 asked_at = now
                 self._alive()
+                self._wanted()
             time.sleep(_LOOK_S)
             now = time.perf_counter()
             if not busy():
@@ -120,10 +127,12 @@ class Marks:
         if self._first(needs) is None:
             return None
         for holder, marks in (_numbers(self._marks) if self._far is None else self._far.look()).items():
-            wanted = self._rounds.get(holder)
+            wanted = self._rounds.get(holder, 0)
             known = self._there.get(holder, 0)
             while known < len(marks) and marks[known] == wanted:
                 known += 1
+            if wanted and max(marks) > wanted:  # its marks were zero, or older, when this round was offered
+                raise StaleSession(max(marks), wanted, "round")
             self._there[holder] = known
         return self._first(needs)
 

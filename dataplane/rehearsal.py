@@ -37,25 +37,29 @@ class Rehearsal:
         self._listener: FrameListener | None = None
         self._workers = Workers()
         self._closed = False
+        self._coming = Deadline(_COMING_S)
+        """For the server's workers to come."""
+        self.pending = False
+        """`record` has given up, and the server has not come to its call yet: nothing takes that back."""
 
     def record(self, tensors: Sequence[TensorSpec], engine: str, server: EngineServer, deadline_s: float) -> int:
         """Have every worker record each of its models with `tensors`; the number of models, once the server is back.
 
-        Raises `NotRecordable`, `TransferFailed`, and what the server's call raises.
+        Raises `NotRecordable`, `TransferFailed`, and what the server's call raises. A server that does not come to our
+        loader soon is not waited for: when it does, its workers find nobody and return.
         """
         deadline = Deadline(deadline_s)
         open_runtime_dir(self._runtime_dir)
         listener = self._listener = FrameListener(self._runtime_dir / f"{engine}-{os.getpid()}-r.sock")
         caller = ThreadPoolExecutor(1, "weightbus-rehearsal")
         call = caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
-        coming = Deadline(_COMING_S)
+        self._coming = Deadline(_COMING_S)
         models = 0
         try:
             for model in itertools.count() if server.drafts else (0,):
-                if not self._workers.gather(
-                    listener, call, server.tp, model == 0, deadline, lambda: self._wait(coming)
-                ):
+                if not self._workers.gather(listener, call, server.tp, model == 0, deadline, self._wait):
                     break
+                self._coming = deadline  # the server has let us in
                 self._workers.record(_LAYOUT, tuple(tensors), {}, deadline)
                 self._workers.let_go(worker_wire.Done())
                 self._workers.close()
@@ -64,8 +68,9 @@ class Rehearsal:
             self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048]))
             raise
         finally:
+            came = models or len(self._workers)
             self.close()
-            _returned(call, min(deadline.left(), RETURN_S))
+            self.pending = not _returned(call, min(deadline.left(), RETURN_S) if came else 0.0)
             caller.shutdown(wait=False)
         call.result(0)
         return models
@@ -77,16 +82,17 @@ class Rehearsal:
         if self._listener is not None:
             self._listener.close()
 
-    def _wait(self, coming: Deadline) -> None:
+    def _wait(self) -> None:
         """While workers are waited for. A server that is busy lets its requests end before it calls any loader."""
         if self._closed:
             raise TransferFailed("nobody wants a recording any more")
-        coming.check("the server to call our loader: it has requests")
+        self._coming.check("the server to call our loader: it has requests")
 
 
-def _returned(call: Future[None], seconds: float) -> None:
-    """Wait until the server has answered, however it did."""
+def _returned(call: Future[None], seconds: float) -> bool:
+    """Whether the server has answered within so many seconds, however it did."""
     try:
         call.exception(seconds)
     except FutureTimeout:
-        return
+        return False
+    return True

@@ -57,6 +57,10 @@ class Workers:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
 
+    def __len__(self) -> int:
+        """Those that have come."""
+        return len(self._workers)
+
     def gather(  # noqa: PLR0917
         self,
         listener: FrameListener,
@@ -138,17 +142,18 @@ class Workers:
         version: int,
         exporters: Sequence[Exporting],
         made: Mapping[int, MadeRegion],
-        plans: Sequence[Plan],
+        reads: Sequence[Mapping[int, tuple[int, ...]]],
         deadline: Deadline,
     ) -> list[wire.Replayed]:
         """All copy at a time, of what holders have `made` each part once it is there.
 
+        `reads` is `regions_read` of each worker's plan.
         Raises `ReplayFailed` when all have answered and one did not copy.
         """
         left = deadline.left()
-        for worker, plan in zip(self._workers, plans, strict=True):
-            read = [(each, _exports(each, made.get(each.holder), plan)) for each in exporters]
-            read = [(each, exports) for each, exports in read if exports.regions]
+        for worker, regions in zip(self._workers, reads, strict=True):
+            of = [each for each in exporters if each.holder in regions]
+            read = [(each, _exports(each, made.get(each.holder), regions[each.holder])) for each in of]
             rounds = tuple(each.round for each, _ in read)
             replay = wire.Replay(
                 epoch=epoch,
@@ -243,9 +248,16 @@ def _adopt(digest: str, plan: Plan, proof: RankProof) -> wire.Adopt:
     )
 
 
-def _exports(exporting: Exporting, made: MadeRegion | None, plan: Plan) -> wire.Exports:
-    """What a plan reads of one holder."""
-    regions = tuple(source.region for source in plan.sources if source.holder == exporting.holder)
+def regions_read(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """By holder: what a plan reads of it. Takes as long as there are regions, and is the same in every round."""
+    found: dict[int, list[int]] = {}
+    for source in plan.sources:
+        found.setdefault(source.holder, []).append(source.region)
+    return {holder: tuple(regions) for holder, regions in found.items()}
+
+
+def _exports(exporting: Exporting, made: MadeRegion | None, regions: tuple[int, ...]) -> wire.Exports:
+    """What is read of one holder."""
     return wire.Exports(
         holder=exporting.holder,
         address=exporting.address,

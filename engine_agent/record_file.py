@@ -68,7 +68,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def _write_fresh(path: Path, content: bytes) -> Path:
-    fresh = path.with_suffix(".new")
+    fresh = path.parent / f"{path.name}.new"  # another one for each file: they are written by several threads
     with fresh.open("wb") as file:
         file.write(content)
         file.flush()

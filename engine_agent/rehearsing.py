@@ -4,8 +4,9 @@ What is recorded with is what the served checkpoint's files say, or the manifest
 here in an earlier life of the agent. A version of other tensors is recorded in its round. Nothing here can fail the
 agent: whatever speaks against it is a line in the log.
 
-SGLang calls a loader outside of a pause when all requests have ended, and keeps new ones waiting meanwhile. So only a
-server that has none is asked, or one that is paused anyway.
+SGLang calls a loader outside of a pause when all requests have ended, and keeps new ones waiting from the moment that
+it is asked. So only a server that has none is asked, or one that is paused anyway. A request that comes just then is
+waited for by those behind it, and by the recording, which is soon given up; the call itself cannot be taken back.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from .stages import View
 _RECORD_S: Final = 120.0
 """For all models of the server. A quantised model of 48 layers took 8 s."""
 _ASK_S: Final = 5.0
+_AGAIN_S: Final = 0.5
+"""Between two looks that have to find no request: one alone may fall between two parts of a prompt."""
 _CPU: Final = Path("/proc/cpuinfo")
 
 _log = get_log(__name__)
@@ -104,17 +107,24 @@ class Rehearsing:
             return _log.info("not_recorded_ahead", reason=objection)
         tensors = self._remembered(facts, expected, ways[0]) or tensors_of(facts, expected)
         server.expect(facts.identity)
-        if not self._view().paused and not server.idle(_ASK_S):
+        if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
-        self._rehearsal = Rehearsal(self._settings.runtime_dir or default_runtime_dir())
+        rehearsal = self._rehearsal = Rehearsal(self._settings.runtime_dir or default_runtime_dir())
         try:
-            models = self._rehearsal.record(tensors, self._settings.name, server, _RECORD_S)
+            models = rehearsal.record(tensors, self._settings.name, server, _RECORD_S)
         finally:
             self._rehearsal = None
-            server.end_update(_ASK_S)
+            if not rehearsal.pending:  # else that would wait behind it, and requests behind both
+                server.end_update(_ASK_S)
         _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=round(time.monotonic() - began, 3))
         return None
+
+    def _idle(self) -> bool:
+        if not self._server.idle(_ASK_S):
+            return False
+        time.sleep(_AGAIN_S)
+        return self._server.idle(_ASK_S)
 
     def _remembered(self, facts: ServerFacts, expected: Expected, transport: str) -> tuple[TensorSpec, ...]:
         """Of the last version that was copied here, if this server would take it again."""

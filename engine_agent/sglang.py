@@ -25,6 +25,8 @@ from .wire import Keys, Observer, Wire
 CALL_S: Final = 30.0
 """For calls that only change a flag. The server answers them at once unless its scheduler is stuck."""
 _REQUESTS: Final = ("num_running_reqs", "num_waiting_reqs")
+_TOKENS: Final = "num_used_tokens"
+"""In use, and not only cached. Also of a request that is being prefilled, which is no running and no waiting one."""
 _FLUSH_STEP_S: Final = 0.1
 _LOOK_S: Final = 0.5
 """How long a look at the launch holds good. A server needs seconds from its start to its first answer."""
@@ -143,7 +145,10 @@ class SGLangServer:
         self._wire.alive("/health_generate", deadline_s)
 
     def idle(self, deadline_s: float = CALL_S) -> bool:
-        """Whether it has no request now. Raises `ServerError` where it does not say."""
+        """Whether it has no request now. Raises `ServerError` where it does not say.
+
+        It says how it was when it last ended a batch: a first batch of a long prompt does not show before its end.
+        """
         loads = self._wire.get("/v1/loads", deadline_s).get("loads")
         if not isinstance(loads, list) or not loads:
             raise ServerRefused("/v1/loads", 200, "no list of loads in the answer")
@@ -378,8 +383,9 @@ class SGLangServer:
 
 
 def _requests_of(load: object) -> int:
-    """How many requests one scheduler has."""
-    counts: list[object] = [load.get(key) for key in _REQUESTS] if isinstance(load, dict) else [None]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    """How many requests one scheduler has, and tokens of requests."""
+    keys = [*_REQUESTS, *([_TOKENS] if isinstance(load, dict) and _TOKENS in load else [])]
+    counts: list[object] = [load.get(key) for key in keys] if isinstance(load, dict) else [None]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     numbers = [count for count in counts if isinstance(count, int)]
     if len(numbers) != len(counts):
         raise ServerRefused("/v1/loads", 200, "no numbers of requests in the answer")

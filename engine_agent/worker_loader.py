@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -95,14 +95,16 @@ def _follow(state: WorkerState, path: str) -> None:
             message = wire.hear_sidecar(frames, Deadline(_PATIENCE_S))
             if isinstance(message, wire.Done | wire.Failed):
                 return
-            wire.say(frames, _obey(state, message), Deadline(_PATIENCE_S))
+            wire.say(frames, _obey(state, message, frames.waiting), Deadline(_PATIENCE_S))
     finally:
         state.stand(standing=False)
         frames.close()
 
 
-def _obey(state: WorkerState, message: wire.ToWorker) -> wire.ToSidecar:  # noqa: PLR0911  one for each message
-    """Do one thing; whatever goes wrong is the sidecar's to judge."""
+def _obey(  # noqa: PLR0911  one for each message
+    state: WorkerState, message: wire.ToWorker, called_off: Callable[[], bool]
+) -> wire.ToSidecar:
+    """Do one thing; whatever goes wrong is the sidecar's to judge. It says nothing meanwhile, but to call that off."""
     began = time.perf_counter()
     try:
         match message:
@@ -113,7 +115,7 @@ def _obey(state: WorkerState, message: wire.ToWorker) -> wire.ToSidecar:  # noqa
                 state.adopt(message)
                 return wire.Adopted(seconds=time.perf_counter() - began)
             case wire.Replay():
-                return state.replay(message)
+                return state.replay(message, called_off)
             case wire.Expect():
                 state.expect(message, _rank())
                 return wire.Adopted(seconds=time.perf_counter() - began)

@@ -19,7 +19,7 @@ from weightbus.dataplane.copy_engines import branches_asked, engine_for
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.device_name import device_name, readable_peers
 from weightbus.dataplane.digest_table import BoxTable
-from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.errors import PeerLost, TransferFailed
 from weightbus.dataplane.exports import MadeRegion
 from weightbus.dataplane.importer import RegionImporter
 from weightbus.dataplane.manifest import TensorSpec
@@ -165,8 +165,11 @@ class WorkerState:
         self._finish(plan)
         return self._proven(began)
 
-    def replay(self, message: wire.Replay) -> wire.Replayed:
-        """Copy, load what is no copy, and say what the model holds now."""
+    def replay(self, message: wire.Replay, called_off: Callable[[], bool]) -> wire.Replayed:
+        """Copy, load what is no copy, and say what the model holds now.
+
+        Raises `PeerLost` when it is `called_off` while something that it reads is still made.
+        """
         plan = self._plan
         if plan is None:
             raise TransferFailed("there is no plan to replay")
@@ -174,7 +177,7 @@ class WorkerState:
         began = time.perf_counter()
         bound = self._bind(plan, message.exports)
         rounds = zip(message.exports, message.rounds, strict=bool(message.rounds))
-        bound.marks.begin({each.holder: number for each, number in rounds}, message.within_s)
+        bound.marks.begin({each.holder: number for each, number in rounds}, message.within_s, _wanted(called_off))
         bound.copies.run(self._ready(bound.copies, bound.needs[0], bound.marks))
         if plan.staged:
             bound.staging.run(self._ready(bound.staging, bound.needs[1], bound.marks))
@@ -307,6 +310,14 @@ class WorkerState:
         self._layout, self._plan, self._proof, self._odd, self._casts = "", None, None, None, []
         self._recording = None
         self._held = ModelTensors(self._model)
+
+
+def _wanted(called_off: Callable[[], bool]) -> Callable[[], None]:
+    def check() -> None:
+        if called_off():
+            raise PeerLost("the sidecar hung up, or gave up, while what it wants copied was still made")
+
+    return check
 
 
 def _made(plan: wire.Adopt, exports: Sequence[wire.Exports]) -> dict[int, tuple[int, MadeRegion]]:

@@ -6,6 +6,7 @@ other ranks meanwhile.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -63,6 +64,8 @@ class Drive:
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
         self._silent = False
+        self._giving: threading.Thread | None = None
+        """Gives the coordinator the table that was closed."""
         self._saving: Saving | None = None
         self._announced: m.Publish | None = None
         self._saved = self._save_error = ""
@@ -254,6 +257,7 @@ class Drive:
                 "the ranks cannot digest what they expose any more: the table has to be made of buckets"
             )
         self._give_table(table)
+        self._giving = open_table.give(self._of.bus, table, 6 * self._of.settings.request_timeout_s)
         return self._digested(table)
 
     def _give_table(self, table: DigestTable) -> None:
@@ -388,6 +392,8 @@ class Drive:
         )
         if table:
             patience_s = self._of.settings.request_timeout_s
+            if self._giving is not None:
+                self._giving.join(patience_s)
             self._of.bus.request_with(message, {table: self._of.staging.table.encode()}, patience_s, 6 * patience_s)
         else:
             self._request(message)

@@ -96,7 +96,8 @@ class Marking(Making, Protocol):
     def parts(self) -> Parts | None:
         """What is made part by part, `storage` as in `memory`; None where nothing is. Always the same.
 
-        All else that `make` writes is written in the order of the stream before the last mark is.
+        All else that `make` writes is written in the order of the stream before the last mark is. What it does not
+        write, of all that `memory` gives, is there when it returns; and no mark shows a round that is not begun.
         """
         ...
 

@@ -6,14 +6,17 @@ while they copy. publication.py says what is promised in such a round.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from weightbus.control.errors import WeightbusError
 from weightbus.control.log import get_log
 from weightbus.control.messages import Granted, Receiver, TransportKind
+from weightbus.dataplane.manifest import DigestTable
 from weightbus.dataplane.transport import Peer, Sender, Tabling
 
-from .outfit import Outfit
+from .outfit import Bus, Outfit
 from .report import Mode, Stopwatch
 from .staging import Staging
 
@@ -32,6 +35,23 @@ def allowed(of: Outfit, version: int, granted: Granted) -> bool:
     kept = of.archive is not None and of.archive.keeps(version)
     wanted = of.settings.open_tables and of.mode is Mode.LIVE
     return wanted and newer and able and not kept and of.staging.may_leave_open(granted.engines, granted.routes or None)
+
+
+def give(bus: Bus, table: DigestTable, deadline_s: float) -> threading.Thread:
+    """Have the coordinator given a table that was just closed, by a thread that ends then, or in vain.
+
+    The report that names it, on which a commit waits, finds it there; whatever was in vain is put with that.
+    """
+
+    def put() -> None:
+        try:
+            bus.put_blob(table.encode(), deadline_s, table.digest())
+        except WeightbusError as error:
+            _log.debug("table_not_given", error=str(error))
+
+    thread = threading.Thread(target=put, name="weightbus-table", daemon=True)
+    thread.start()
+    return thread
 
 
 def unable(peers: dict[TransportKind, list[Peer]], senders: Mapping[TransportKind, Sender]) -> dict[str, str]:

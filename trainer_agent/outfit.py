@@ -31,6 +31,10 @@ class Bus(Protocol):
         """As `request`, and see that the coordinator has `blobs`, by their digests, which the message names."""
         ...
 
+    def put_blob(self, blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
+        """See that the coordinator has `blob`, of that digest. From any thread."""
+        ...
+
     def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
         """The blob of that digest."""
         ...

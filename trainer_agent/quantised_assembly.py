@@ -303,9 +303,10 @@ class Standing(Assembly):
 
     @torch.no_grad()
     def make(self) -> None:
-        """Quantise everything as it is now. Collective. On a GPU that has only begun, in the order of its stream."""
-        if self._source.device.type == "cuda":
-            torch.cuda.synchronize(self._source.device)  # a training step may write on any stream
+        """Quantise everything as it is now. Collective. On a GPU that has only begun, in the order of its stream.
+
+        What is not quantised is there, and marks show nothing newer than this round: both are read before a mark is.
+        """
         self._begin()
         if self._arena.numel() < self._work.arena_bytes:
             self._take_memory()
@@ -313,6 +314,7 @@ class Standing(Assembly):
         self._take_memory()
         self.round += 1
         self._marks.zero_()
+        _wait_for(self._source.device)  # a training step may write on any stream, and `_begin` has what it left done
         if len(self._lanes) < len(self.sums_of):
             self._lanes = torch.zeros((len(self.sums_of), 2), dtype=torch.int64, device=self._source.device)
         for index, work in enumerate(self._work.buckets):
@@ -356,6 +358,11 @@ class Standing(Assembly):
         for work in self._work.buckets:
             for shape in work.shapes:
                 _view(self._arena, shape.target).copy_(self._numbers(shape.numbers))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _given(out: torch.Tensor | None) -> torch.Tensor:

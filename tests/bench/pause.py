@@ -112,10 +112,10 @@ def serve(checkpoint: Path, version: str, hop_s: float) -> None:
     torch.set_num_threads(1)
     obey = worker_loader._obey
 
-    def noting(state: Any, message: Any) -> Any:
+    def noting(state: Any, message: Any, called_off: Any) -> Any:
         came = time.monotonic()
         try:
-            return obey(state, message)
+            return obey(state, message, called_off)
         finally:
             note(type(message).__name__, came)
 

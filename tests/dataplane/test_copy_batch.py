@@ -23,7 +23,7 @@ from weightbus.dataplane.copy_runs import CopyRuns, copy_runs
 from weightbus.dataplane.copy_stages import StagedCopies
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies
-from weightbus.dataplane.errors import NoCopyEngines, Unsupported
+from weightbus.dataplane.errors import NoCopyEngines, PeerLost, Unsupported
 from weightbus.dataplane.pieces import DTYPES
 
 from .test_tiles import column, copies, fits, memory
@@ -279,6 +279,31 @@ def test_batches_run_between_what_was_before_and_what_comes_after(monkeypatch: p
     for branch in ("branch 1", "branch 2"):
         order = [f"{branch} waits for main", f"{branch} copies", f"main waits for {branch}"]
         assert [each for each in streams.told if each in order] == order
+
+
+def test_nothing_is_under_way_when_a_stage_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a later part waits for did not come: what was launched has ended when that is said."""
+    streams, driver, here = Streams(monkeypatch), FakeBatches(), torch.zeros(4 * MB, dtype=torch.uint8)
+    runs = copy_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
+    batch = CopyBatch(runs, 2, cast("Any", driver))
+    kernel = cast("Any", SimpleNamespace(launch=lambda: streams.told.append("the kernel copies")))
+    device = torch.device("cuda", 0)
+
+    def ready(stage: int) -> None:
+        if stage:
+            raise PeerLost("trainer rank 0 is gone")
+
+    joined = ["main waits for branch 1", "main waits for branch 2"]
+    for made, expected in (
+        (PeerCopies(device, batch, {0: kernel, 1: kernel}, dict, (here,)), joined),
+        (StagedCopies({0: kernel, 1: kernel}, device), []),
+    ):
+        streams.told.clear()
+        with pytest.raises(PeerLost):
+            made.run(ready)
+        assert streams.told.count("the kernel copies") == 1
+        assert streams.told[-1] == "main has ended"
+        assert [each for each in streams.told if each.startswith("main waits for")] == expected
 
 
 def test_a_peers_memory_follows_nobody() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weightbus.dataplane import marks as module
 from weightbus.dataplane.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.errors import DeadlineExceeded, ManifestError, PeerLost
+from weightbus.dataplane.errors import DeadlineExceeded, ManifestError, PeerLost, StaleSession
 from weightbus.dataplane.exports import MadeRegion
 from weightbus.dataplane.marks import Marks, marks_in, needs_of, stages_of
 
@@ -27,6 +27,9 @@ def never() -> bool:
 
 
 def alive() -> None: ...
+
+
+def wanted() -> None: ...
 
 
 def runs_of(table: CopyTable, row: int) -> list[tuple[int, int]]:
@@ -81,7 +84,7 @@ def test_marks_lie_in_their_region(made: MadeRegion) -> None:
 def bound(parts: int, round_: int, gone: Callable[[], None] = alive, within_s: float = 30.0) -> tuple[Marks, Any]:
     memory = torch.zeros(parts, dtype=torch.int64)
     made = Marks({3: memory}, gone)
-    made.begin({3: round_}, within_s)
+    made.begin({3: round_}, within_s, wanted)
     return made, memory
 
 
@@ -117,7 +120,7 @@ def test_only_the_time_in_which_nothing_is_copied_was_waited(monkeypatch: pytest
         monkeypatch.setattr(module.time, "sleep", step)
         marks.wait(((3, 1),), lambda busy=busy: busy)  # type: ignore[misc]
         assert (marks.seconds > 0) is not busy
-        marks.begin({3: 5}, 1.0)
+        marks.begin({3: 5}, 1.0, wanted)
         assert marks.seconds == 0.0
 
 
@@ -132,6 +135,28 @@ def test_a_wait_ends_with_its_holder_or_its_deadline() -> None:
 
     marks, _ = bound(3, 9, gone)
     with pytest.raises(PeerLost):
+        marks.wait(((3, 1),), never)
+
+
+def test_a_wait_ends_when_nobody_wants_it_any_more() -> None:
+    """Whoever asked for the copies hung up."""
+
+    def unwanted() -> None:
+        raise PeerLost("the sidecar hung up")
+
+    marks, _ = bound(3, 9)
+    marks.begin({3: 9}, 30.0, unwanted)
+    with pytest.raises(PeerLost, match="hung up"):
+        marks.wait(((3, 1),), never)
+
+
+@pytest.mark.parametrize("shown", [(0, 10, 0), (10, 9, 9)])
+def test_a_newer_round_ends_the_wait_for_an_older_one(shown: tuple[int, ...]) -> None:
+    """What was to be marked never will be: it is replaced by then."""
+    marks, memory = bound(3, 9)
+    memory.copy_(torch.tensor(shown))
+
+    with pytest.raises(StaleSession, match="round 10, this session is of round 9"):
         marks.wait(((3, 1),), never)
 
 

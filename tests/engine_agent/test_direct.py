@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import direct, worker_wire
+from weightbus.dataplane import direct, direct_receiver, worker_wire
 from weightbus.dataplane.copy_engines import BRANCHES
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import Exposed
@@ -122,15 +122,19 @@ def test_a_cast_that_loses_bits_goes_through_the_loader(tmp_path: Path, monkeypa
 
 
 def test_a_steady_round_only_copies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second round neither records nor plans nor opens anything; and it brings the new values."""
+    """The second round neither records nor plans nor opens anything; and it brings the new values.
+
+    Nor does the sidecar go through what a plan reads: that is of as many regions as a trainer has allocations.
+    """
     world.round()
+    monkeypatch.setattr(direct_receiver, "regions_read", lambda _plan: pytest.fail("a plan was gone through"))
     world.trainer.step(1)
     seen: list[str] = []
     obey = worker_loader._obey
 
-    def note(state: object, message: object) -> object:
+    def note(state: object, message: object, called_off: object) -> object:
         seen.append(type(message).__name__)
-        return obey(state, message)  # type: ignore[arg-type]
+        return obey(state, message, called_off)  # type: ignore[arg-type]
 
     monkeypatch.setattr(worker_loader, "_obey", note)
 

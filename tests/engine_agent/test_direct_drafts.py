@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -83,10 +83,12 @@ def test_a_later_model_that_fails_leaves_the_engine_touched(world: World, monkey
     """Its workers wrote nothing, but those of the model before it did."""
     replay = worker_loader.WorkerState.replay
 
-    def refuse(state: worker_loader.WorkerState, message: worker_loader.wire.Replay) -> worker_loader.wire.Replayed:
+    def refuse(
+        state: worker_loader.WorkerState, message: worker_loader.wire.Replay, called_off: Callable[[], bool]
+    ) -> worker_loader.wire.Replayed:
         if any(state is worker_loader._states.get(model) for model in world.server.models):
             raise PeerLost("out of memory")
-        return replay(state, message)
+        return replay(state, message, called_off)
 
     monkeypatch.setattr(worker_loader.WorkerState, "replay", refuse)
 

@@ -60,7 +60,7 @@ def at(point: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> 
             done.set()
             act()
 
-    def watched(worker: Any, message: Any) -> Any:
+    def watched(worker: Any, message: Any, called_off: Any) -> Any:
         name = type(message).__name__
         if name == point:
             once()
@@ -73,7 +73,7 @@ def at(point: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> 
                 check()
 
             monkeypatch.setattr(worker._importer, "check", late)
-        answer = obey(worker, message)
+        answer = obey(worker, message, called_off)
         if point == f"after {name}":
             once()
         return answer

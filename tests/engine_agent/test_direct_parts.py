@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from weightbus.dataplane import worker_wire
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.marks import Marks
 from weightbus.dataplane.transport import Address, Peer, Receipt
@@ -157,6 +159,44 @@ def test_a_part_that_is_never_made_fails_the_round(world: Making, made: int) -> 
     taken.result(WAIT_S)
     serving.join(WAIT_S)
     assert holds(world.server, world.trainer.values)
+
+
+@pytest.mark.parametrize("copied", [0, 1])
+@pytest.mark.parametrize("why", ["the sidecar hangs up", "a newer round is made"])
+def test_who_waits_in_vain_lets_the_server_go_at_once(
+    world: Making, monkeypatch: pytest.MonkeyPatch, copied: int, why: str
+) -> None:
+    """Long before the round's deadline; whether anything was written is known as ever."""
+    before, answers = state(world.server), list[worker_wire.ToSidecar]()
+    obey = worker_loader._obey
+
+    def watched(*arguments: Any) -> worker_wire.ToSidecar:
+        answer = obey(*arguments)
+        answers.append(answer)
+        return answer
+
+    monkeypatch.setattr(worker_loader, "_obey", watched)
+    looked = counted(monkeypatch)
+    world.maker.begin(1)
+    for part in range(copied):
+        world.maker.make(part)
+    taken, serving = world.start()
+    until(lambda: looked() > 20)
+    began = time.monotonic()
+
+    if why == "the sidecar hangs up":
+        world.receiver.close()
+    else:
+        world.maker.begin(2)
+        world.maker.make(0)
+
+    with pytest.raises(DataplaneError):
+        taken.result(WAIT_S)
+    until(lambda: sum(isinstance(each, worker_wire.Failed) for each in answers) == world.server.tp)
+    assert time.monotonic() - began < PROMPT_S / 10
+    assert {each.touched for each in answers if isinstance(each, worker_wire.Failed)} == {bool(copied)}
+    assert copied or unchanged(world.server, before)
+    serving.join(WAIT_S)
 
 
 def test_a_trainer_that_dies_between_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

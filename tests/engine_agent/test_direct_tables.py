@@ -13,13 +13,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from weightbus.dataplane import direct_wire
+from weightbus.dataplane import direct, direct_wire
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.direct import DirectSender, Exposed
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, ManifestError, PeerLost, TransferFailed
+from weightbus.dataplane.frames import Frames
+from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.transport import Address, Peer, Receipt, Session, Tabled, Tabling
 from weightbus.engine_agent import worker_loader
 
 from ..kit.ends import Ends
 from ..kit.toy_direct import WAIT_S, Server, Shard, World, holds
+from ..kit.waiting import until
 from .test_direct_failures import PROMPT_S, kill
 
 
@@ -70,13 +76,13 @@ class Round:
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set once a worker has said what it holds."""
-    found = threading.Event()
+    """Set once both workers have copied: until then one of them may still be opening what it reads."""
+    found, lacking = threading.Event(), iter([True, False])
     obey = worker_loader._obey
 
-    def watched(state: Any, message: Any) -> Any:
-        answer = obey(state, message)
-        if type(message).__name__ == "Replay":
+    def watched(state: Any, message: Any, called_off: Any) -> Any:
+        answer = obey(state, message, called_off)
+        if type(message).__name__ == "Replay" and not next(lacking, False):
             found.set()
         return answer
 
@@ -194,6 +200,90 @@ def test_a_table_that_is_too_large_is_not_said(world: World, monkeypatch: pytest
     with pytest.raises(PeerLost, match="larger than any"):
         taken.result(WAIT_S)
     under_way.end()
+
+
+class Crowd:
+    """A trainer of a table that no socket takes at once, and engines that do as a test has them do."""
+
+    TENSORS = 40_000
+
+    def __init__(self, folder: Path, *engines: str) -> None:
+        manifest = Manifest.of("toy", [TensorSpec(f"t{at}", "bfloat16", (1,)) for at in range(self.TENSORS)])
+        pieces = Pieces.of(manifest.tensors, [], 0)
+        self.tabled = Tabled(DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * self.TENSORS)), b"signed")
+        self.sender = DirectSender(folder / "r", "c", lambda: Exposed(pieces, (), ()))
+        peers = [Peer(engine, 1) for engine in engines]
+        address = self.sender.offer(Session("c", 1, 1, manifest, None), peers).address
+        self._serving = threading.Thread(target=self._serve)
+        self._serving.start()
+        self.engines = {engine: self._connect(engine, address) for engine in engines}
+
+    def say(self, engine: str, message: direct_wire.ToSender) -> None:
+        direct_wire.say(self.engines[engine], message, Deadline(WAIT_S))
+
+    def hear(self, engine: str) -> direct_wire.ToReceiver:
+        return direct_wire.hear_sender(self.engines[engine], Deadline(WAIT_S), "the sender")
+
+    def end(self) -> dict[str, str]:
+        """Who did not take the version, once the sender knows of all."""
+        self._serving.join(WAIT_S)
+        assert not self._serving.is_alive()
+        for frames in self.engines.values():
+            frames.close()
+        self.sender.close()
+        return self.sender.failed
+
+    def _serve(self) -> None:
+        self.sender.ready(WAIT_S)
+        self.sender.finish(WAIT_S)
+
+    def _connect(self, engine: str, address: str) -> Frames:
+        frames = Frames.connect(address, Deadline(WAIT_S))
+        direct_wire.say(frames, direct_wire.Hello(channel="c", epoch=1, engine=engine), Deadline(WAIT_S))
+        assert isinstance(direct_wire.hear_sender(frames, Deadline(WAIT_S), "welcome"), direct_wire.Welcome)
+        return frames
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_who_does_not_read_a_table_keeps_nobody_from_it(tmp_path: Path, asked: str) -> None:
+    """Nor from saying that it has finished. Whoever reads at last has all of it."""
+    crowd = Crowd(tmp_path, "slow", "fast")
+    if asked == "after":
+        crowd.sender.tabled(crowd.tabled)
+    for engine in crowd.engines:
+        crowd.say(engine, direct_wire.GiveTable())
+    if asked == "before":
+        crowd.sender.tabled(crowd.tabled)
+    began = time.monotonic()
+
+    table = crowd.hear("fast")
+    crowd.say("fast", direct_wire.Finished())
+    until(lambda: crowd.sender._peers["fast"].finished)
+
+    assert time.monotonic() - began < 5.0
+    assert isinstance(table, direct_wire.Table)
+    assert table == crowd.hear("slow")
+    crowd.say("slow", direct_wire.Finished())
+    assert crowd.end() == {}
+
+
+@pytest.mark.parametrize("how", ["reads nothing", "goes away"])
+def test_who_never_reads_its_table_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Within the time for a message, and alone."""
+    monkeypatch.setattr(direct, "_PACKET_S", 0.5)
+    crowd = Crowd(tmp_path, "slow", "fast")
+    crowd.sender.tabled(crowd.tabled)
+    for engine in crowd.engines:
+        crowd.say(engine, direct_wire.GiveTable())
+    crowd.hear("fast")
+    if how == "goes away":
+        crowd.engines["slow"].close()
+    crowd.say("fast", direct_wire.Finished())
+
+    failed = crowd.end()
+
+    assert list(failed) == ["slow"]
+    assert ("has read nothing for 0.5 s" in failed["slow"]) is (how == "reads nothing")
 
 
 @pytest.mark.parametrize("how", ["withdrawn", "closed", "never"])

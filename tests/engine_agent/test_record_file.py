@@ -7,9 +7,10 @@ import pytest
 from tests.kit.disk_calls import DiskCalls
 from weightbus.control.errors import ConfigurationError
 from weightbus.control.messages import EngineHealth
+from weightbus.engine_agent import record_file
 from weightbus.engine_agent.errors import StateInUse, StateUnwritable
 from weightbus.engine_agent.events import Record
-from weightbus.engine_agent.record_file import RecordFile
+from weightbus.engine_agent.record_file import RecordFile, write_durably
 
 
 def test_a_claim_leaves_the_record_as_it_is(tmp_path: Path) -> None:
@@ -32,8 +33,27 @@ def test_a_record_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Monke
     for epoch in (1, 2):
         disk.calls.clear()
         records.write(Record(identity="first", health=EngineHealth.CLEAN, epoch=epoch))
-        assert disk.calls == [("sync file", "e0.new"), ("rename to", "e0.json"), ("sync folder", "state")]
-        assert disk.synced["e0.new"] == records.path.read_bytes()
+        assert disk.calls == [("sync file", "e0.json.new"), ("rename to", "e0.json"), ("sync folder", "state")]
+        assert disk.synced["e0.json.new"] == records.path.read_bytes()
+
+
+def test_what_is_kept_beside_a_record_is_written_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, at the same time: neither is taken for the other, and both are kept."""
+    record = Record(identity="first", health=EngineHealth.CLEAN, epoch=1)
+    records = RecordFile(tmp_path, "e0")
+    write_fresh = record_file._write_fresh
+
+    def meanwhile(path: Path, content: bytes) -> Path:
+        fresh = write_fresh(path, content)
+        if path == records.path:
+            write_durably(tmp_path / "e0.manifest", b"a manifest")
+        return fresh
+
+    monkeypatch.setattr(record_file, "_write_fresh", meanwhile)
+    records.write(record)
+
+    assert records.read() == record
+    assert (tmp_path / "e0.manifest").read_bytes() == b"a manifest"
 
 
 def test_one_agent_of_a_name(tmp_path: Path) -> None:
@@ -53,6 +73,6 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -
     with pytest.raises(StateUnwritable, match=str(tmp_path / "file" / "state")) as refused:
         RecordFile(tmp_path / "file" / "state", "e0").claim()
     assert isinstance(refused.value, ConfigurationError)
-    (tmp_path / "e1.new").mkdir()
+    (tmp_path / "e1.json.new").mkdir()
     with pytest.raises(StateUnwritable, match="--state-dir"):
         RecordFile(tmp_path, "e1").claim()

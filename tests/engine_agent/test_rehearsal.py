@@ -15,6 +15,7 @@ from weightbus.dataplane import rehearsal
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.rehearsal import Rehearsal
+from weightbus.dataplane.workers import Workers
 from weightbus.engine_agent import worker_state
 
 from ..kit.toy_direct import SPECS, WAIT_S, Shard, Trainer, World, holds
@@ -169,6 +170,34 @@ def test_draft_models_are_recorded_too(tmp_path: Path, monkeypatch: pytest.Monke
         world.close()
 
 
+def test_a_model_that_takes_long_to_record_keeps_no_other_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server was let in when it came with its first one."""
+    world = World(tmp_path / "r", 1, monkeypatch, drafts=(Shard,))
+    plain, came = worker_state.record, threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        came.wait(0.6)
+        return plain(*arguments)
+
+    gather = Workers.gather
+
+    def late(workers: Workers, *arguments: Any) -> bool:
+        """The server needs a moment for its next model."""
+        if not arguments[3]:
+            arguments[5]()
+        return gather(workers, *arguments)
+
+    monkeypatch.setattr(worker_state, "record", slow)
+    monkeypatch.setattr(rehearsal, "_COMING_S", 0.5)
+    monkeypatch.setattr(Workers, "gather", late)
+    try:
+        assert rehearse(world) == 2
+    finally:
+        world.close()
+
+
 def test_a_loader_that_fails_says_so_and_the_server_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is held; the next round records as ever."""
     with monkeypatch.context() as patched:
@@ -184,13 +213,14 @@ def test_a_loader_that_fails_says_so_and_the_server_goes_on(world: World, monkey
 def test_a_busy_server_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It calls no loader before its requests have ended; what calls it then finds nobody, and returns."""
     monkeypatch.setattr(rehearsal, "_COMING_S", 0.3)
-    monkeypatch.setattr(rehearsal, "RETURN_S", 0.1)
     ended = threading.Event()
     world.server.before_load = lambda: (ended.wait(WAIT_S), None)[1]
     began = time.monotonic()
+    asked = Rehearsal(world.runtime)
     with pytest.raises(TransferFailed, match="it has requests"):
-        rehearse(world)
+        asked.record(SPECS, "e", world.server, WAIT_S)  # type: ignore[arg-type]
     assert time.monotonic() - began < 5
+    assert asked.pending
 
     ended.set()
     world.server.before_load = lambda: None

@@ -76,6 +76,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
     monkeypatch.setattr(rehearsing, "_CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(rehearsing, "_AGAIN_S", 0.01, raising=False)
     (tmp_path / "cpuinfo").write_text("flags: fpu avx2\n")
     launched = Launched(tiny_model.write(tmp_path / "a", 1))
     launched.start()
@@ -135,6 +136,36 @@ def test_a_server_with_requests_is_left_alone(stage: Stage) -> None:
     stage.paused = True
     stage.carry_out()
     assert stage.asked
+
+
+@pytest.mark.parametrize("busy", [{"num_waiting_reqs": 1}, {"num_used_tokens": 4096}])
+@pytest.mark.parametrize("look", [0, 1])
+def test_a_server_that_reads_a_prompt_is_left_alone(stage: Stage, busy: dict[str, int], look: int) -> None:
+    """SGLang counts such a request neither as running nor as waiting, and between its parts it may count none."""
+    none = {"dp_rank": 0, "num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
+    looks = iter([none | busy if at == look else none for at in range(2)])
+    stage.fake.loads = lambda _: {"loads": [next(looks)]}  # type: ignore[method-assign]
+
+    _, said = stage.carry_out()
+
+    assert "has requests" in said[0]
+    assert not stage.asked
+
+
+def test_an_update_that_a_server_has_not_begun_is_not_ended(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To end it would wait behind it, with all new requests behind both; the next update finds it open and uses it."""
+
+    def record(asked: rehearsal.Rehearsal, *arguments: object) -> int:
+        cast("SGLangServer", arguments[2])._begin_update(5.0)
+        asked.pending = True
+        raise TransferFailed("it has requests")
+
+    monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
+
+    _, said = stage.carry_out()
+
+    assert said == ["not_recorded_ahead: it has requests"]
+    assert stage.fake.session
 
 
 def test_a_server_that_does_not_say_whether_it_has_requests_is_left_alone(stage: Stage) -> None:

@@ -386,7 +386,7 @@ def test_a_full_disk_beside_one_server_stops_nobody(
     full.channel, full.run = deployment.channel, deployment.run
     with contextlib.closing(full):
         full.start()
-        obstacle = full.folder / "state" / "e1.new"  # where the next record would be written
+        obstacle = full.folder / "state" / "e1.json.new"  # where the next record would be written
         obstacle.mkdir()
         report = deployment.publish(7)
         assert report.seconds["transfer"] < JOIN_S

@@ -63,7 +63,7 @@ def workers(job: dict[str, Any]) -> None:
     point = job.get("die", "")
     obey = worker_loader._obey
 
-    def watched(state: WorkerState, message: Any) -> Any:
+    def watched(state: WorkerState, message: Any, called_off: Any) -> Any:
         name = type(message).__name__
         if name == "Replay" and point == "copied":
             bound = state._importer
@@ -79,7 +79,7 @@ def workers(job: dict[str, Any]) -> None:
             state._importer = Dies()  # type: ignore[assignment]
         if name == point:
             os.kill(os.getpid(), signal.SIGKILL)
-        answer = obey(state, message)
+        answer = obey(state, message, called_off)
         if point == f"after {name}":
             os.kill(os.getpid(), signal.SIGKILL)
         return answer

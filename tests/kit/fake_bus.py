@@ -79,6 +79,12 @@ class FakeCoordinator:
             self.blobs[name] = blob
         return self.request(message, None, deadline_s)
 
+    def put_blob(self, blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
+        assert deadline_s > 0
+        assert digest == blob_digest(blob)
+        self.blobs[digest] = blob
+        return Digest(digest)
+
     def next(self, timeout_s: float) -> m.ToAgent | None:
         with self._arrived:
             self._arrived.wait_for(lambda: self._inbox, timeout_s)

@@ -181,7 +181,9 @@ class FakeSGLang:
 
     def loads(self, _: dict[str, Any]) -> dict[str, Any]:
         """``/v1/loads``."""
-        return {"loads": [{"dp_rank": 0, "num_running_reqs": self.running, "num_waiting_reqs": 0}]}
+        return {
+            "loads": [{"dp_rank": 0, "num_running_reqs": self.running, "num_waiting_reqs": 0, "num_used_tokens": 0}]
+        }
 
     def model_info(self, _: dict[str, Any]) -> dict[str, Any]:
         config = json.loads((self.checkpoint / "config.json").read_text())

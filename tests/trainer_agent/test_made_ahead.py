@@ -64,6 +64,7 @@ class Trainer(quantising.Held):
         ]
         super().__init__(0, Pieces.of(specs, rows, 0), self.memories, None)
         self._agreed = iter(agreed)
+        self._gatherer: Device | None = None
 
     def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
         return self.pieces.ordered(tensors)
@@ -78,6 +79,16 @@ class Trainer(quantising.Held):
         """Other weights, where they are."""
         for memory in self.memories:
             memory.mul_(0.5)
+
+    def gather_behind(self, device: Device) -> None:
+        """From now on `memory` has a device write the last step, as Megatron does with overlapped gathers."""
+        self._gatherer = device
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        if self._gatherer is not None:
+            self._gatherer.log.append("gather")
+            self._gatherer.queue.append(self.step)
+        return super().memory()
 
     def digests(self, *, quantised: bool = True) -> bytes:
         """Of what its weights become, each quantised at once; or of themselves."""
@@ -119,6 +130,7 @@ class Device:
             return result(share)
 
         monkeypatch.setattr(quantised_assembly, "prepare", self._prepare)
+        monkeypatch.setattr(quantised_assembly, "_wait_for", lambda _device: self.queue and self._do())
         monkeypatch.setattr(HostMemory, "settle", lambda _memory: self.settle())
         monkeypatch.setattr(ShareDigest, "begin", digest)
         monkeypatch.setattr(ShareDigest, "result", digested)
@@ -239,6 +251,34 @@ def test_it_is_made_while_the_lease_is_asked_for(rig: Rig) -> None:
     assert first == ["Acquire", "make", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
     assert second == ["make", "digest", "Acquire", "Publish", "digested", "Offered", "Sent"]
     assert rig.table().tensors == rig.trainer.digests()
+
+
+def test_what_is_not_quantised_is_there_before_it_is_offered(rig: Rig) -> None:
+    """Also what ranks still gathered for it: no mark speaks of it. What is quantised is waited for by nobody."""
+    rig.publish(1)
+    rig.trainer.gather_behind(rig.device)
+    norms = [memory for memory in rig.trainer.memories if memory.dim() == 1]
+    expected = [norm * 0.5 for norm in norms]
+
+    rig.exposure.make(digests=False)
+    rig.exposure.expose(made=True)
+
+    assert rig.device.log == ["gather", "make"]
+    assert all(torch.equal(norm, wanted) for norm, wanted in zip(norms, expected, strict=True))
+    assert rig.device.queue
+
+
+def test_no_mark_of_what_was_there_before_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken away before a device is waited for: afterwards they show this round, or nothing."""
+    rig.publish(1)
+    standing = rig.exposure._source._standing  # type: ignore[attr-defined]
+    seen: list[list[int]] = []
+    monkeypatch.setattr(quantised_assembly, "_wait_for", lambda _device: seen.append(standing._marks.tolist()))
+    standing._marks.fill_(2**62)
+
+    rig.exposure.make(digests=False)
+
+    assert seen == [[0] * len(standing._parts)]
 
 
 def test_weights_that_are_read_as_they_are_are_digested_while_the_lease_is_asked_for(plain: Rig) -> None:

@@ -6,6 +6,7 @@ The machine's part is in test_publication.py; here a leader drives it, beside a 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 
 from weightbus.control import messages as m
-from weightbus.control.errors import RequestRefused
+from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import Digest
 from weightbus.trainer_agent import open_table
 from weightbus.trainer_agent.archive import Archive, Policy
@@ -24,6 +25,8 @@ from weightbus.trainer_agent.source import AssemblyFailed
 
 from ..kit.fake_sender import FakeSender
 from .test_made_ahead import DIRECT, Coordinator, Rig
+
+WAIT_S = 30.0
 
 
 class _Seal:
@@ -71,6 +74,46 @@ def test_the_offer_is_out_before_anything_is_digested(rig: Rig) -> None:
     assert said(rig, m.Publish)[1:] == [""]
     assert said(rig, m.Sent)[1:] == [given.table.digest()]
     assert rig.table() == given.table
+
+
+def test_the_table_is_with_the_coordinator_before_it_is_reported(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit waits for the report. It is given while receivers compare, who are not kept."""
+    put, finish, compared = rig.coordinator.put_blob, rig.sender.finish, threading.Event()
+
+    def compare(deadline_s: float) -> None:
+        finish(deadline_s)
+        rig.device.log.append("compared")
+        compared.set()
+
+    def slow(blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
+        assert compared.wait(WAIT_S)
+        found = put(blob, deadline_s, digest)
+        rig.device.log.append("put")
+        return found
+
+    monkeypatch.setattr(rig.sender, "finish", compare)
+    monkeypatch.setattr(rig.coordinator, "put_blob", slow)
+
+    verdict, happened = rig.publish(2)
+
+    assert verdict.ending is Ending.COMMITTED
+    assert happened[-4:] == ["digested", "compared", "put", "Sent"]
+
+
+def test_a_table_that_could_not_be_given_early_is_given_with_its_report(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would have been without."""
+
+    def silent(*_: object) -> Digest:
+        raise CoordinatorUnreachable("tcp://nowhere", 1.0, "PutBlob", "silence")
+
+    monkeypatch.setattr(rig.coordinator, "put_blob", silent)
+
+    verdict, _ = rig.publish(2)
+
+    assert verdict.ending is Ending.COMMITTED
+    assert said(rig, m.Sent)[-1] in rig.coordinator.blobs
 
 
 def test_where_a_receiver_is_on_the_same_device_the_table_comes_first(
