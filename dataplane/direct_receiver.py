@@ -91,6 +91,8 @@ class DirectReceiver:
         self._hearer: ThreadPoolExecutor | None = None
         self._coming: Future[Tabled] | None = None
         """The digest table of a session that was begun without, once it was asked for."""
+        self.devices: tuple[str, ...] = ()
+        """Of the workers, as they said it themselves. Another object whenever they have come."""
         self.remark = ""
         """Why the last copies were slower than they could be."""
         self.seconds: dict[str, float] = {}
@@ -302,6 +304,7 @@ class DirectReceiver:
             if digest in in_use.union(recordings)
         }
         readers = self._readers()
+        self.devices = tuple([reader.device for reader in readers])
         known = self._agreements.get(model)
         if known is None or (known.layout, known.recordings, known.readers) != (layout.digest, recordings, readers):
             found = [self._recordings[digest] for digest in recordings]

@@ -17,6 +17,7 @@ from .binding import Binding
 from .copy_engines import engine_for
 from .copy_table import CopyTable
 from .deadline import Deadline
+from .device_name import device_name, seat_here
 from .errors import DataplaneError, NoRoom, PeerLost, TransferFailed
 from .outbox import Mail, Outbox
 from .passage import Passage
@@ -99,13 +100,14 @@ class RankSends:
         no_room = False
         try:
             frames = SealedFrames.reach(address.address, address.token, deadline)
+            device = regions[0].device if regions else torch.device("cpu")
             hello = wire.RankHello(
-                channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(self._parts), group=self._standing.name
-            )
+                channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(self._parts),
+                group=self._standing.name, seat=seat_here(device_name(device)),
+            )  # fmt: skip
             wire.say(frames, hello, deadline)
             begin = self._begun(frames, deadline, stop)
             where, mail = begin.group, self._mail_of(begin.letters)
-            device = regions[0].device if regions else torch.device("cpu")
             bound = binding = Binding(lambda: self._outbox_of(mail, begin.letters, regions))
             memory = bound.result().memory if where.nixl else ()  # which the group has to know
             to = frozenset(each.peer for each in mail if len(each.messages))

@@ -61,6 +61,8 @@ class _End:
         """Schedules whose part a rank has."""
         self.group = ""
         """The one that it has from the last round."""
+        self.seats: tuple[str, ...] = ()
+        """On which its ranks or workers are members of a group."""
         self.through = self.finished = False
         self.heard_at = 0.0
         """While the group forms and moves."""
@@ -105,6 +107,7 @@ class SendsSender:
         """Plans that were agreed to, by digest, and how many targets their recordings have."""
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._failed: dict[str, str] = {}
+        self._spared: set[str] = set()
         self._withdrawn: dict[str, str] = {}
         self._engines: dict[str, _End] = {}
         self._ranks: dict[int, _End] = {}
@@ -121,8 +124,8 @@ class SendsSender:
 
     @property
     def spared(self) -> frozenset[str]:
-        """Nobody: before the group begins no engine fails for another, afterwards bytes are under way to all."""
-        return frozenset()
+        """Those on whose GPU another one was. Nobody else: when the group has begun, bytes are under way to all."""
+        return frozenset(self._spared)
 
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Listen for `peers`, and for the trainer's ranks. Raises `Unsupported` where NCCL would hang."""
@@ -140,6 +143,7 @@ class SendsSender:
         self._exposed, self._layout = exposed, exposed.layout
         self._pair_bytes = self._cut_for(max(ranks, workers))
         self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
+        self._spared = set()
         self._engines = {peer.engine: _End(peer.engine, peer.tp) for peer in peers}
         self._ranks = {export.holder: _End(f"rank {export.holder}") for export in exposed.exports}
         self._token = new_token()
@@ -157,6 +161,8 @@ class SendsSender:
         self._wait(coming, lambda end: end.frames is None, "did not come")
         self._require_all_ranks()
         self._wait(deadline, lambda end: bool(end.workers) and end.prepared is None, "was not prepared")
+        if not self._nixl:
+            self._leave_out_the_crowded()
         self._require_some()
         self._begin()
 
@@ -262,7 +268,7 @@ class SendsSender:
                 wire.say(frames, wire.Refused(epoch=self._epoch, reason=reason), deadline)
                 return frames.close()
             if isinstance(hello, wire.RankHello):
-                end.known, end.group = frozenset(hello.known), hello.group
+                end.known, end.group, end.seats = frozenset(hello.known), hello.group, (hello.seat,)
             else:
                 invited = wire.Invited(
                     epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
@@ -305,7 +311,7 @@ class SendsSender:
                     wire.say(end.frames, wire.Agreed(), deadline)
                 case wire.Prepared() as prepared if end.workers and not self._began:
                     self._check(end, prepared)
-                    end.prepared, end.group = prepared, prepared.group
+                    end.prepared, end.group, end.seats = prepared, prepared.group, prepared.seats
                 case wire.Through() if self._began:
                     end.through = True
                 case wire.Finished() if end.through:
@@ -353,6 +359,30 @@ class SendsSender:
         return self._schedules[key]
 
     # -- the group ----------------------------------------------------------------------------------------------------
+
+    def _leave_out_the_crowded(self) -> None:
+        """NCCL takes no two ranks on one GPU, and would end the group for all: whoever comes second is left out.
+
+        By what workers said of themselves; where it was known before, the coordinator let them take turns. Raises
+        `TransferFailed` where ranks of the trainer share one.
+        """
+        holders: dict[str, str] = {}
+        for rank, end in self._ranks.items():
+            seat = end.seats[0] if end.seats else ""
+            if seat in holders:
+                raise TransferFailed(f"{holders[seat]} and rank {rank} {_crowd(seat)}")
+            holders |= {seat: f"rank {rank} of the trainer"} if seat else {}
+        ranks = frozenset(holders)
+        for name in sorted(self._engines):
+            seats = [seat for seat in self._engines[name].seats if seat]
+            taken = next((seat for at, seat in enumerate(seats) if seat in holders or seat in seats[:at]), "")
+            if not taken:
+                holders |= dict.fromkeys(seats, f"a worker of {name}")
+                continue
+            if taken in holders and taken not in ranks:
+                self._spared.add(name)
+            other = holders.get(taken, "another of its workers")
+            self._drop(self._engines[name], f"a worker of {name} and {other} {_crowd(taken)}")
 
     def _begin(self) -> None:
         """Give everybody its rank: the trainer's come first, then the engines' workers in the order of their names."""
@@ -440,3 +470,10 @@ class SendsSender:
             with contextlib.suppress(DataplaneError):  # it is gone, nothing to tell
                 wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
         frames.close()
+
+
+def _crowd(gpu: str) -> str:
+    return (
+        f"are on GPU {gpu}, and NCCL takes no two ranks on one: give each a GPU of its own, or let the engine take"
+        " another transport"
+    )

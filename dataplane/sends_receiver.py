@@ -49,6 +49,8 @@ class SendsReceiver(DirectReceiver):
         self._schedules: tuple[str, tuple[Schedule, ...]] = ("", ())
         """With the plans that they were made from."""
         self._takers = Takers(runtime_dir)
+        self._seats: tuple[str, ...] = ()
+        """Of the workers that have plans."""
         self._staged: tuple[str, int] | None = None
         """Channel and epoch of what the workers have taken beside their parameters."""
         self._met: tuple[tuple[str, int], Frames, Welcome] | None = None
@@ -186,6 +188,7 @@ class SendsReceiver(DirectReceiver):
                 raise TransferFailed("a worker's tensors were replaced while it took the version: take it again")
             return known
         known = super()._prepared(connection, manifest, layout, model, deadline)
+        self._seats = self._workers.seats
         self._expect(known, deadline)
         return known
 
@@ -245,7 +248,9 @@ class SendsReceiver(DirectReceiver):
         if not self._agreed.issuperset(agreement.digests):
             self._propose(connection, agreement.readers, agreement.recordings, agreement.digests, deadline)
             self._hear_agreement(connection, agreement, deadline)
-        prepared = sends_wire.Prepared(plans=agreement.digests, schedules=digests, group=self._takers.group)
+        prepared = sends_wire.Prepared(
+            plans=agreement.digests, schedules=digests, group=self._takers.group, seats=self._seats
+        )
         sends_wire.say(connection, prepared, deadline)
         begin = sends_wire.hear_sender(connection, deadline, "the sender to begin")
         if not isinstance(begin, sends_wire.Begin):

@@ -36,6 +36,8 @@ class RankHello(WireMessage, frozen=True, tag=True):
     """Digests of the schedules whose part it still has."""
     group: str = ""
     """The group that it still has."""
+    seat: str = ""
+    """By which a group over NCCL knows its GPU."""
 
 
 class Invited(WireMessage, frozen=True, tag=True):
@@ -59,6 +61,8 @@ class Prepared(WireMessage, frozen=True, tag=True):
     schedules: tuple[str, ...]
     group: str = ""
     """The group that all of its workers still have."""
+    seats: tuple[str, ...] = ()
+    """By which a group over NCCL knows the GPU of each worker; empty for who has none."""
 
 
 class Group(WireMessage, frozen=True, tag=True):

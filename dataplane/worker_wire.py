@@ -38,7 +38,7 @@ from .sends_wire import Group
 from .wire_message import WireMessage, decode
 
 
-class Hello(WireMessage, frozen=True, tag=True):
+class Hello(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Worker, first: who it is, and what it has from earlier rounds."""
 
     rank: int
@@ -51,6 +51,8 @@ class Hello(WireMessage, frozen=True, tag=True):
     plan: str = ""
     schedule: str = ""
     """Of what it can be sent: a thread of its own is connected to the sidecar, and stays so."""
+    seat: str = ""
+    """By which a group over NCCL knows its GPU."""
 
 
 class Record(WireMessage, frozen=True, tag=True):

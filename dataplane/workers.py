@@ -94,6 +94,11 @@ class Workers:
             for worker in self._workers
         )
 
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """By which a group over NCCL knows their GPUs; empty for who has none."""
+        return tuple(worker.hello.seat for worker in self._workers)
+
     def record(
         self, layout: str, tensors: tuple[TensorSpec, ...], known: Mapping[str, Recording], deadline: Deadline
     ) -> tuple[tuple[str, ...], dict[str, Recording]]:

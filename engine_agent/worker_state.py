@@ -17,7 +17,7 @@ from weightbus.dataplane import worker_wire as wire
 from weightbus.dataplane.copy_engine import PreparedCopies, PreparedDigest, Ready
 from weightbus.dataplane.copy_engines import branches_asked, engine_for
 from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.device_name import device_name, readable_peers
+from weightbus.dataplane.device_name import device_name, readable_peers, seat_here
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.exports import MadeRegion
@@ -99,6 +99,7 @@ class WorkerState:
             recording=plan.recording if plan else "",
             plan=plan.plan if plan else "",
             schedule=self._taker.schedule if plan and self._taker and self._taker.alive else "",
+            seat=seat_here(self._device_name),
         )
 
     def record(self, message: wire.Record, rank: int) -> Recording:
