@@ -316,7 +316,7 @@ class DirectReceiver:
                 # While the trainer makes the same ones, everything else is done that follows from them.
                 digests = tuple(plan.digest() for plan in plans)
                 self._propose(connection, readers, recordings, digests, deadline)
-                known = Agreement(layout.digest, recordings, readers, plans, digests, make_proof(found, plans))
+                known = Agreement(layout.digest, recordings, readers, plans, digests, make_proof(found))
         with self._timed("adopt"):
             self._workers.adopt(known.digests, self._carried(known.plans), known.proof.ranks, deadline)
         return known

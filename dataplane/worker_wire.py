@@ -7,6 +7,8 @@ from the call at `Done`. Only what a worker does not know yet is sent: a steady 
       Hello  ------------------->
              <-------------------  Record      (only when layout or server are new)
       Recorded ----------------->
+             <-------------------  Prove       (ahead of any version, and never again)
+      Adopted ------------------>
              <-------------------  Adopt       (only when plan or exports are new)
       Adopted ------------------>
              <-------------------  Replay
@@ -80,6 +82,20 @@ class Exports(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """One of the regions, where it may be read before all of it is made."""
 
 
+class Prove(WireMessage, frozen=True, tag=True, omit_defaults=True):
+    """Sidecar: what is reported of the memory that was recorded. The tables are those of proof.py, encoded."""
+
+    proof: bytes
+    """`BoxTable.encode`: regions are the targets, and then the staging buffer."""
+    groups: int
+    odd: bytes
+    """`CopyTable.encode`: boxes of targets, or of sources where they are cast, that are read back into one buffer."""
+    odd_bytes: int
+    staging_bytes: int
+    sent: bool = False
+    """It may be sent to: what a first group takes longer for is done beside."""
+
+
 class Adopt(WireMessage, frozen=True, tag=True):
     """Sidecar: what to do in every round from now on. The tables are those of plan.py and proof.py, encoded."""
 
@@ -91,13 +107,7 @@ class Adopt(WireMessage, frozen=True, tag=True):
     copies: bytes
     staging: bytes
     staged: tuple[int, ...]
-    staging_bytes: int
-    proof: bytes
-    """`BoxTable.encode`: regions are the targets, and then the staging buffer."""
-    groups: int
-    odd: bytes
-    """`CopyTable.encode`: boxes of targets, or of sources where they are cast, that are read back into one buffer."""
-    odd_bytes: int
+    prove: Prove
 
 
 class Adopted(WireMessage, frozen=True, tag=True):
@@ -199,7 +209,7 @@ class Failed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """A worker has no memory for what it is sent: less at a time may do."""
 
 
-ToWorker = Record | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed
+ToWorker = Record | Prove | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed
 ToSidecar = Hello | Recorded | Adopted | Replayed | Expecting | Room | Moving | Taken | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

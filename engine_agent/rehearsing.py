@@ -107,13 +107,16 @@ class Rehearsing:
         if not self._view().paused and not server.idle(_ASK_S):
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
-        self._rehearsal = Rehearsal(self._settings.runtime_dir or default_runtime_dir())
+        rehearsal = self._rehearsal = Rehearsal(
+            self._settings.runtime_dir or default_runtime_dir(), sent="sends" in ways
+        )
         try:
-            models = self._rehearsal.record(tensors, self._settings.name, server, _RECORD_S)
+            models = rehearsal.record(tensors, self._settings.name, server, _RECORD_S)
         finally:
             self._rehearsal = None
             server.end_update(_ASK_S)
-        _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=round(time.monotonic() - began, 3))
+        seconds, unproven = round(time.monotonic() - began, 3), rehearsal.unproven
+        _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=seconds, unproven=unproven)
         return None
 
     def _remembered(self, facts: ServerFacts, expected: Expected, transport: str) -> tuple[TensorSpec, ...]:

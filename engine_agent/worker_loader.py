@@ -109,6 +109,9 @@ def _obey(state: WorkerState, message: wire.ToWorker) -> wire.ToSidecar:  # noqa
             case wire.Record():
                 recording = state.record(message, _rank())
                 return wire.Recorded(recording=recording.encode(), seconds=time.perf_counter() - began)
+            case wire.Prove():
+                state.warm(message)
+                return wire.Adopted(seconds=time.perf_counter() - began)
             case wire.Adopt():
                 state.adopt(message)
                 return wire.Adopted(seconds=time.perf_counter() - began)
