@@ -82,6 +82,12 @@ class Exports(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """One of the regions, where it may be read before all of it is made."""
 
 
+class Form(WireMessage, frozen=True, tag=True):
+    """Sidecar: begin to join this group beside the rest. Whoever gets a schedule next takes it along."""
+
+    group: Group
+
+
 class Prove(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Sidecar: what is reported of the memory that was recorded. The tables are those of proof.py, encoded."""
 
@@ -209,7 +215,7 @@ class Failed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """A worker has no memory for what it is sent: less at a time may do."""
 
 
-ToWorker = Record | Prove | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed
+ToWorker = Record | Form | Prove | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed
 ToSidecar = Hello | Recorded | Adopted | Replayed | Expecting | Room | Moving | Taken | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -25,6 +25,7 @@ from .plan import Plan, Reader
 from .proof import RankProof, provable
 from .recording import Recording
 from .schedule import Schedule
+from .sends_wire import Group
 
 _LOOK_S: Final = 0.2
 """How often the server's call is looked at while workers are waited for."""
@@ -135,6 +136,16 @@ class Workers:
         for worker, digest, plan, proof in new:
             wire.say(worker.frames, _adopt(digest, plan, proof), deadline)
         self._taken([worker for worker, *_ in new], "plan", deadline)
+
+    def form(self, group: Group, deadline: Deadline) -> bool:
+        """Have all begin to join `group`, as its rank and those that follow; not where a thread may take something."""
+        if any(worker.hello.schedule for worker in self._workers):
+            return False
+        for at, worker in enumerate(self._workers):
+            mine = msgspec.structs.replace(group, rank=group.rank + at)
+            wire.say(worker.frames, wire.Form(group=mine), deadline)
+        self._taken(self._workers, "group", deadline)
+        return True
 
     def prove(
         self, proofs: Sequence[RankProof], staging_bytes: Sequence[int], deadline: Deadline, *, sent: bool

@@ -98,6 +98,7 @@ def _follow(state: WorkerState, path: str) -> None:
             wire.say(frames, _obey(state, message), Deadline(_PATIENCE_S))
     finally:
         state.stand(standing=False)
+        state.call_off()
         frames.close()
 
 
@@ -109,6 +110,9 @@ def _obey(state: WorkerState, message: wire.ToWorker) -> wire.ToSidecar:  # noqa
             case wire.Record():
                 recording = state.record(message, _rank())
                 return wire.Recorded(recording=recording.encode(), seconds=time.perf_counter() - began)
+            case wire.Form():
+                state.form(message)
+                return wire.Adopted(seconds=time.perf_counter() - began)
             case wire.Prove():
                 state.warm(message)
                 return wire.Adopted(seconds=time.perf_counter() - began)

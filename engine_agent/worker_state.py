@@ -22,6 +22,7 @@ from weightbus.dataplane.device_name import device_name, readable_peers, seat_he
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.exports import MadeRegion
 from weightbus.dataplane.importer import RegionImporter
+from weightbus.dataplane.joining import Forming
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.marks import Marks, Needs, marks_in, needs_of, stages_of
 from weightbus.dataplane.pair_group import warm
@@ -84,6 +85,8 @@ class WorkerState:
         """Of the last recording."""
         self._bound: _Bound | None = None
         self._taker: Taker | None = None
+        self._forming: Forming | None = None
+        """A group for the next one."""
         self._remark = ""
 
     def hello(self, rank: int) -> wire.Hello:
@@ -153,8 +156,20 @@ class WorkerState:
             raise TransferFailed("a schedule came before its plan")
         self._hang_up()
         targets = [*(bytes_of(tensor) for tensor in self._held.tensors), self._buffer]
-        self._taker = Taker(message, rank, targets, self._held.device)
+        forming, self._forming = self._forming, None
+        self._taker = Taker(message, rank, targets, self._held.device, forming)
         self._taker.standing.set()
+
+    def form(self, message: wire.Form) -> None:
+        """Begin to join a group, for the thread that will be told to take something in it."""
+        self.call_off()
+        self._forming = Forming(message.group, self._held.device)
+
+    def call_off(self) -> None:
+        """The exchange is over: nobody comes for a group that was not taken along."""
+        forming, self._forming = self._forming, None
+        if forming is not None:
+            forming.discard()
 
     def stand(self, *, standing: bool) -> None:
         """Whether the scheduler stands in the loader: what is sent goes into its parameters only then."""
