@@ -80,7 +80,12 @@ class SendsReceiver(DirectReceiver):
                 self._at_hand = met[1:]
             elif met is not None:
                 met[1].close()
-            return super().receive(session, address, engine, rank_offset, server, deadline_s)
+            try:
+                return super().receive(session, address, engine, rank_offset, server, deadline_s)
+            except Exception:
+                if self._forming:
+                    self._takers.tell("the attempt is over")
+                raise
         connection = self._connection
         assert connection is not None
         assert self._layout is not None

@@ -5,6 +5,7 @@ receiver                     sender                      every rank of the train
          <-------------------  Invited | Refused
   GiveLayout --------------->                             (only when the layout is new)
          <-------------------  Layout
+  Forms -------------------->  Form  -------------------->  (of one engine: its workers have begun to join a group)
   Propose ------------------>                             (only when the plan is new)
          <-------------------  Agreed
   Prepared ----------------->                             (its workers know their schedules)

@@ -15,8 +15,8 @@ from the call at `Done`. Only what a worker does not know yet is sent: a steady 
       Replayed ----------------->
              <-------------------  Done
 
-Where weights are sent (sends.py), `Expect` follows `Adopt`; the worker answers on a connection of a thread of its own,
-which stays open between rounds and hears `Take`. Then `Flip` stands for `Replay`.
+Where weights are sent (sends.py), `Form` may come first, and `Expect` follows `Adopt`; the worker answers on a
+connection of a thread of its own, which stays open between rounds and hears `Take`. Then `Flip` stands for `Replay`.
 
     worker's thread              sidecar
       Expecting ---------------->

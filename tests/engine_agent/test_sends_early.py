@@ -14,6 +14,7 @@ from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.transport import Peer
+from weightbus.engine_agent import worker_loader
 
 from ..kit.toy_direct import WAIT_S, Server, holds
 from ..kit.toy_sends import SendsWorld
@@ -121,6 +122,26 @@ def test_a_rank_that_cannot_join_ends_the_attempt(world: SendsWorld, monkeypatch
         began = time.monotonic()
         assert attempt(world) is not None
         assert time.monotonic() - began < WAIT_S / 2
+    world.round()
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_rank_that_does_not_come_leaves_the_workers_with_nothing(world: SendsWorld) -> None:
+    """They wait for it no longer than their engine does, and keep nothing of a group that it was to be in."""
+    world.trainer.sends._form_s = 2.0
+    world.epoch += 1
+    session = world.trainer.session(world.epoch)
+    address = world.trainer.sends.offer(session, [Peer("e", 2)])
+    world.trainer.summon(address, world.epoch, ranks=(0,))
+    taken = world.receive(session, "e", address)
+    with pytest.raises(TransferFailed, match=r"ranks \[1\] of the trainer did not come"):
+        world.trainer.sends.ready(WAIT_S, 3.0)
+    world.trainer.sends.close()
+    assert isinstance(taken.exception(WAIT_S), DataplaneError)
+    takers = [state._taker for state in worker_loader._states.values() if state._taker is not None]
+    assert len(takers) == world.server.tp
+    until(lambda: not any(taker._standing._forming for taker in takers), "workers to let go of it", WAIT_S)
+    world.trainer.sends._form_s = WAIT_S
     world.round()
     assert holds(world.server, world.trainer.values)
 
