@@ -398,7 +398,7 @@ class SendsSender:
 
     def _foresee(self, ranks: int, peers: Sequence[Peer]) -> wire.Group | None:
         """The group of a single engine, unless it may have the last one still."""
-        if self._nixl or len(peers) != 1 or self._standing.engines == {peers[0].engine}:
+        if self._nixl or len(peers) != 1 or self._standing.engines == frozenset({peers[0].engine}):
             return None
         self._standing, self._stands, self._store = NOBODY, False, serve_store(self._host)
         self._formed = Formed(f"{self._name()}-early")
