@@ -8,6 +8,7 @@ the record is durable.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from .answers import already_committed, never_begun
 from .effects import Committed, EpochTaken, RoundClosed, RoundEnded
@@ -89,7 +90,7 @@ class Channel(Standing):
         self.round = Round(
             message,
             agent.name,
-            self._routes(agent, snapshot=message.mode == SNAPSHOT),
+            self._routes(agent, snapshot=message.mode == SNAPSHOT, among=engines if message.catch_up else None),
             engines,
             limits=self._limits,
             duties=self._duties,
@@ -226,8 +227,10 @@ class Channel(Standing):
                     self._tenure.redriven(record.epoch)
                     self.round.epoch_taken(record.epoch, now)
                 else:
-                    engines = self._fleet.infos()
-                    self.out.extend(self._tenure.grant(record, self.committed, engines, self._routes, now))
+                    again = self.committed is not None and record.version == self.committed.version
+                    lacking = self._fleet.behind(self.committed) if again and not record.rollback else None
+                    routes = partial(self._routes, among=lacking)
+                    self.out.extend(self._tenure.grant(record, self.committed, self._fleet.infos(), routes, now))
             case Committed():
                 if self.committed and record.version <= self.committed.version and not record.rollback:
                     raise InvariantBroken(

@@ -132,6 +132,7 @@ class Cohort:
                 health=info.health,
                 redrives_left=redrives,
                 shares=routes[name].shares,
+                gpus=routes[name].gpus,
             )
         for member in self.within(_LEFT):
             member.reason = routes[member.name].reason
@@ -176,7 +177,11 @@ class Cohort:
         still = self.count(*STANDING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED, EnginePhase.BROKEN)
         if self._most and still > self._most:
             wrong = (*wrong, f"{still} engines stand still for the round, at most {self._most} may")
-        return wrong
+        seats = Counter((each.transport, gpu) for each in self.invited(*STANDING) for gpu in each.gpus)
+        crowded = tuple(
+            f"two members of the group of {kind} are on GPU {gpu}" for (kind, gpu), n in seats.items() if n > 1
+        )
+        return (*wrong, *crowded)
 
     # -- what they are told -----------------------------------------------------------------------------------------
 
@@ -190,11 +195,20 @@ class Cohort:
         return self.count(EnginePhase.PREPARED)
 
     def wanted(self, epoch: Epoch) -> Send:
-        """What the trainer is to send under `epoch`, and to whom: at most `Policy.max_paused` stand still at a time."""
+        """What the trainer is to send under `epoch`, and to whom.
+
+        At most `Policy.max_paused` stand still at a time, and nobody is in a group with another on the same GPU.
+        """
         members = self.within(EnginePhase.BROKEN)
         fresh = self.within(EnginePhase.PREPARED)
         room = self._most - len(members) - self.count(EnginePhase.VERIFIED) if self._most else len(fresh)
-        members += fresh[: max(0, room)]
+        taken = {(member.transport, gpu) for member in members for gpu in member.gpus}
+        for member in fresh:
+            mine = {(member.transport, gpu) for gpu in member.gpus}
+            if room > 0 and taken.isdisjoint(mine):
+                members.append(member)
+                taken |= mine
+                room -= 1
         self._invited, self._out, self._out_told = frozenset(member.name for member in members), {}, 0
         return self._orders.send(epoch, members)
 

@@ -6,7 +6,7 @@ it holds it, and else to go on with what it has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
 from .duties import Command, Duties
@@ -29,7 +29,7 @@ from .messages import (
     Topology,
     TrainerInfo,
 )
-from .routing import Ends, Route, choose
+from .routing import Ends, Route, choose, spread
 from .staleness import Window
 from .states import SETTLED, EnginePhase
 
@@ -61,21 +61,32 @@ class Fleet:
         return {name: info for name, info in self.infos().items() if not _holds(self.engines[name], committed)}
 
     def routes(
-        self, trainer: TrainerInfo, topology: Topology | None, *, snapshot: bool = False
+        self,
+        trainer: TrainerInfo,
+        topology: Topology | None,
+        *,
+        snapshot: bool = False,
+        among: Container[AgentId] | None = None,
     ) -> Mapping[AgentId, Route]:
-        """How each engine that is here would get a version of `trainer`, which told `topology` of itself."""
+        """How each engine that is here, or is `among` these, gets a version of `trainer`, which told `topology`."""
         last = self._routed
-        if last and last[0] is trainer and last[1] is topology and last[2] is snapshot:
+        if among is None and last and last[0] is trainer and last[1] is topology and last[2] is snapshot:
             return last[3]
-        routes = {
-            engine.name: self._route(engine, trainer, topology, snapshot=snapshot)
-            for engine in self.engines.values()
-            if engine.alive
-        }
-        self._routed = trainer, topology, snapshot, routes
+        routes = spread(
+            {
+                engine.name: self._route(engine, trainer, topology, snapshot=snapshot)
+                for engine in self.engines.values()
+                if engine.alive and (among is None or engine.name in among)
+            }
+        )
+        if among is None:
+            self._routed = trainer, topology, snapshot, routes
         return routes
 
-    def _route(self, engine: Engine, trainer: TrainerInfo, topology: Topology | None, *, snapshot: bool) -> Route:
+    def _route(
+        self, engine: Engine, trainer: TrainerInfo, topology: Topology | None, *, snapshot: bool
+    ) -> tuple[Ends, Route]:
+        """Whoever else is served."""
         known = self._routes.get(engine.name)
         if (
             known
@@ -85,11 +96,10 @@ class Fleet:
             and last.from_trainer is topology
             and last.snapshot is snapshot
         ):
-            return known[1]
+            return known
         ends = Ends(trainer, engine.info, topology, engine.topology, snapshot)
-        route = known[1] if known and known[0] == ends else choose(ends)
-        self._routes[engine.name] = ends, route
-        return route
+        found = self._routes[engine.name] = ends, known[1] if known and known[0] == ends else choose(ends)
+        return found
 
     def located(self, name: AgentId, topology: Topology) -> None:
         """An engine's agent said where it is."""

@@ -74,6 +74,8 @@ class Place(Fragment, frozen=True):
     """uuid of its GPU; ``cpu`` where it has none."""
     reach: dict[str, Reach] | None = None
     """To the other GPUs that the process sees, by uuid. Null: nobody could ask its driver."""
+    seat: Text = ""
+    """By which a group over NCCL knows its GPU; empty: by its uuid."""
 
 
 class Nic(Fragment, frozen=True):

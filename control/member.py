@@ -30,6 +30,8 @@ class Member(msgspec.Struct, kw_only=True):
     """The digest table that it says it holds, since it is verified."""
     shares: bool = False
     """A worker of it is on a GPU of the trainer's."""
+    gpus: tuple[str, ...] = ()
+    """Of its workers, where they are members of a group: none of them may be in it twice."""
     rank_offset: int = 0
     spared: bool = False
     """Nothing was sent to it in the last attempt, only because another engine failed: it is not at fault."""

@@ -6,6 +6,7 @@ It is the coordinator's own choice, made as a round makes it (routing.py), so no
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -16,7 +17,7 @@ from .errors import Malformed
 from .membership import Agent, Membership
 from .messages import EngineInfo, Place, Topology, TrainerInfo, TransportKind
 from .publisher import Publisher
-from .routing import IN_PLACE, Ends, Route, choose
+from .routing import IN_PLACE, Ends, Route, choose, spread
 from .status import refuse_standby
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -111,11 +112,9 @@ def _channel(channel: Channel, members: Membership) -> ChannelPlan:
         return ChannelPlan(trainer=None, engines={})
     name, here, info, topology = trainer
     size = publisher.bytes if publisher else None
-    engines = {
-        str(engine.name): plan_of(Ends(info, engine.info, topology, engine.topology), size, engine)
-        for engine in channel.engines.values()
-        if engine.alive
-    }
+    alive = {str(name): engine for name, engine in channel.engines.items() if engine.alive}
+    ends = {name: Ends(info, engine.info, topology, engine.topology) for name, engine in alive.items()}
+    engines = plans_of(ends, size, alive)
     view = _trainer_plan(name, info, topology, here=here)
     if publisher is not None:
         view = msgspec.structs.replace(view, version=publisher.version, bytes=publisher.bytes)
@@ -145,9 +144,15 @@ def _trainer(
     return (publisher.name, False, publisher.info, publisher.topology) if publisher else None
 
 
-def plan_of(ends: Ends, version_bytes: int | None, engine: Engine | None = None) -> EnginePlan:
-    """The choice for one engine. `version_bytes` of the model, where that is known."""
-    route = choose(ends)
+def plans_of(
+    fleet: Mapping[str, Ends], version_bytes: int | None, engines: Mapping[str, Engine] = MappingProxyType({})
+) -> dict[str, EnginePlan]:
+    """The choice for engines that are served together. `version_bytes` of the model, where that is known."""
+    routes = spread({name: (ends, choose(ends)) for name, ends in fleet.items()})
+    return {name: _plan_of(ends, routes[name], version_bytes, engines.get(name)) for name, ends in fleet.items()}
+
+
+def _plan_of(ends: Ends, route: Route, version_bytes: int | None, engine: Engine | None) -> EnginePlan:
     places = ends.from_engine.places if ends.from_engine else ()
     taken, taken_why = _bytes(route, ends.engine, ends.from_engine, version_bytes)
     return EnginePlan(
@@ -213,9 +218,7 @@ def imagine(document: bytes) -> PlanView:
         fleet = _FLEET.decode(document)
     except ValueError as problem:
         raise Malformed(f"this does not describe a trainer and its engines: {problem}") from problem
-    engines = {
-        name: plan_of(Ends(fleet.trainer, each.info, fleet.topology, each.topology), fleet.bytes)
-        for name, each in fleet.engines.items()
-    }
+    ends = {name: Ends(fleet.trainer, each.info, fleet.topology, each.topology) for name, each in fleet.engines.items()}
+    engines = plans_of(ends, fleet.bytes)
     trainer = _trainer_plan("trainer", fleet.trainer, fleet.topology, here=False)
     return PlanView({"imagined": ChannelPlan(trainer=trainer, engines=engines)})

@@ -2,6 +2,9 @@
 
 Every transport has a list of objections that may speak against it; the first of the trainer's preferences against which
 none does is taken. What an agent has not said, or could not find out, speaks against nothing: the attempt will show.
+
+One thing does not concern an engine alone: an NCCL group has no two members on one GPU. Of engines that share one the
+first is in the group; the others take a transport within the host if they can, and otherwise turns with it.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,6 +29,10 @@ PREFERRED: Final = (
 """From the one that moves least to the one that moves most; what a trainer offers unless it is told otherwise."""
 IN_PLACE: Final = frozenset({TransportKind.DIRECT, TransportKind.SENDS})
 """They give what lies in the ranks' memory, as it is: no buckets."""
+GROUPS: Final = frozenset({TransportKind.SENDS, TransportKind.DISTRIBUTED})
+"""All engines of one attempt that take it are in one group."""
+_NO_GROUPS: Final = (TransportKind.DIRECT, TransportKind.LOCAL)
+"""Within a host, whoever else is on the GPU."""
 _SHOWN: Final = 3
 
 
@@ -57,24 +64,64 @@ class Route(msgspec.Struct, frozen=True):
     """A worker is on a GPU of the trainer's, as far as is known."""
     hurdles: dict[TransportKind, Objection] = {}
     """What speaks against those that would have been taken before it, fastest first."""
+    gpus: tuple[str, ...] = ()
+    """Those that its workers have in the group of `transport`, where it is one, as far as is known."""
+
+
+_Name = TypeVar("_Name", bound=str)
 
 
 def choose(ends: Ends) -> Route:
-    """The trainer's first preference that can serve the engine."""
+    """The trainer's first preference that can serve the engine, whoever else is served."""
     objections: dict[TransportKind, Objection] = {}
-    chosen: TransportKind | None = None
     for kind in ends.trainer.transports:
         found = objection(kind, ends)
         if found is None:
-            chosen = kind
-            break
+            return _route(kind, ends, objections)
         objections[kind] = found
+    return _route(None, ends, objections)
+
+
+def spread(chosen: Mapping[_Name, tuple[Ends, Route]]) -> dict[_Name, Route]:
+    """The routes of engines that are served together, in the order in which they are preferred.
+
+    Of engines on one GPU only the first is in a group. The next ones take what needs none; where nothing else is there,
+    they have the same transport, and have to be in a group of their own after it: see `Route.gpus`.
+    """
+    routes: dict[_Name, Route] = {}
+    holders: dict[tuple[TransportKind, str], _Name] = {}
+    for name, (ends, route) in chosen.items():
+        kind = route.transport
+        taken = [gpu for gpu in route.gpus if kind is not None and (kind, gpu) in holders]
+        if taken and kind is not None:
+            routes[name] = _beside(holders[kind, taken[0]], taken[0], kind, ends, route)
+            continue
+        routes[name] = route
+        holders |= {(kind, gpu): name for gpu in route.gpus if kind is not None}
+    return routes
+
+
+def _beside(holder: str, gpu: str, kind: TransportKind, ends: Ends, route: Route) -> Route:
+    """For an engine on a GPU that `holder` has in the group of `kind`."""
+    crowded = Objection(
+        f"engine {holder} is on GPU {gpu} too, and NCCL takes no two ranks on one", "serve on GPUs of its own"
+    )
+    for other in ends.trainer.transports:
+        if other in _NO_GROUPS and objection(other, ends) is None:
+            return _route(other, ends, {kind: crowded})
+    return msgspec.structs.replace(
+        route, reason=f"{route.reason}, in a group after that of the others: {crowded.found}"
+    )
+
+
+def _route(chosen: TransportKind | None, ends: Ends, objections: Mapping[TransportKind, Objection]) -> Route:
     hurdles = dict(_hurdles(chosen, ends, objections))
     said = "; ".join(f"{kind.value}: {each.found}" for kind, each in objections.items())
     if chosen is None:
         return Route(None, f"no transport: {said or 'the trainer offers none'}", hurdles=hurdles)
     reason = f"{chosen.value}: {_merit(chosen, ends)}{f' ({said})' if said else ''}"
-    return Route(chosen, reason, _shares(ends), hurdles)
+    gpus = tuple(_seat(place) for place in _of(ends.from_engine).places if place.device != "cpu")
+    return Route(chosen, reason, _shares(ends), hurdles, gpus if chosen in GROUPS else ())
 
 
 def objection(kind: TransportKind, ends: Ends) -> Objection | None:
@@ -212,22 +259,31 @@ def _no_shared_gpu(*, all_ranks: bool) -> _Rule:
     """A communicator of NCCL has no two ranks on one GPU."""
 
     def rule(ends: Ends) -> Objection | None:
-        workers = {place.device: place.rank for place in _of(ends.from_engine).places if place.device != "cpu"}
+        workers: dict[str, int] = {}
+        for worker in _of(ends.from_engine).places:
+            if _seat(worker) in workers:
+                return Objection(
+                    f"workers {workers[_seat(worker)]} and {worker.rank} are on one GPU, and NCCL takes no two ranks on"
+                    " one",
+                    "serve with a GPU for each worker",
+                )
+            if worker.device != "cpu":
+                workers[_seat(worker)] = worker.rank
         ranks: dict[str, int] = {}
         for rank in _sources(ends, all_ranks=all_ranks):
-            if rank.device in workers:
+            if _seat(rank) in workers:
                 return Objection(
-                    f"worker {workers[rank.device]} and rank {rank.rank} of the trainer are on one GPU, and NCCL takes"
+                    f"worker {workers[_seat(rank)]} and rank {rank.rank} of the trainer are on one GPU, and NCCL takes"
                     " no two ranks on one",
                     "serve on GPUs of its own",
                 )
-            if rank.device in ranks and rank.device != "cpu":
+            if _seat(rank) in ranks and rank.device != "cpu":
                 return Objection(
-                    f"ranks {ranks[rank.device]} and {rank.rank} of the trainer are on one GPU, and NCCL takes no two"
+                    f"ranks {ranks[_seat(rank)]} and {rank.rank} of the trainer are on one GPU, and NCCL takes no two"
                     " ranks on one",
                     "train on a GPU for each rank",
                 )
-            ranks[rank.device] = rank.rank
+            ranks[_seat(rank)] = rank.rank
         return None
 
     return rule
@@ -336,6 +392,10 @@ _NOWHERE: Final = Topology(request="-")  # type: ignore[arg-type]  # what nobody
 def _differ(one: str, other: str) -> bool:
     """Both are known, and not the same."""
     return bool(one and other and one != other)
+
+
+def _seat(place: Place) -> str:
+    return place.seat or place.device
 
 
 def _of(topology: Topology | None) -> Topology:

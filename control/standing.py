@@ -6,7 +6,7 @@ Nothing in here changes any of it: channel.py does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from .answers import Answers
 from .deadlines import earlier
@@ -177,8 +177,10 @@ class Standing:
             return Verdict(Code.NOT_ALLOWED, f"found table {message.table[:12]}, expected {known[:12]} as said before")
         return _unknown(missing) if missing else YES
 
-    def _routes(self, trainer: Agent, *, snapshot: bool = False) -> Mapping[AgentId, Route]:
-        return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot)
+    def _routes(
+        self, trainer: Agent, *, snapshot: bool = False, among: Container[AgentId] | None = None
+    ) -> Mapping[AgentId, Route]:
+        return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot, among=among)
 
 
 def _unknown(blob: str) -> Verdict:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from typing import Final
+
 import torch
+
+HOST_OF_NCCL: Final = "NCCL_HOSTID"
+"""NCCL's own variable: processes with other values are on other hosts for it, whatever GPU they share."""
 
 
 def device_name(device: torch.device) -> str:
@@ -10,6 +16,21 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     return str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+
+
+def seat_on(gpu: str, nccl_host: str) -> str:
+    """The name of a GPU as one place in a group: NCCL takes no two ranks on one. Empty where there is none.
+
+    `nccl_host` is the value of `HOST_OF_NCCL`, empty where it is not set.
+    """
+    if gpu == "cpu":
+        return ""
+    return f"{nccl_host}/{gpu}" if nccl_host else gpu
+
+
+def seat_here(gpu: str) -> str:
+    """The same for this process."""
+    return seat_on(gpu, os.environ.get(HOST_OF_NCCL, ""))
 
 
 def readable_peers(device: torch.device) -> tuple[str, ...]:

@@ -96,6 +96,8 @@ class DirectReceiver:
         self._hearer: ThreadPoolExecutor | None = None
         self._coming: Future[Tabled] | None = None
         """The digest table of a session that was begun without, once it was asked for."""
+        self.devices: tuple[str, ...] = ()
+        """Of the workers, as they said it themselves. Another object whenever they have come."""
         self.remark = ""
         """Why the last copies were slower than they could be."""
         self.seconds: dict[str, float] = {}
@@ -307,6 +309,7 @@ class DirectReceiver:
             if digest in in_use.union(recordings)
         }
         readers = self._readers()
+        self.devices = tuple([reader.device for reader in readers])
         known = self._agreements.get(model)
         if known is None or (known.layout, known.recordings, known.readers) != (layout.digest, recordings, readers):
             found = [self._recordings[digest] for digest in recordings]
@@ -318,7 +321,7 @@ class DirectReceiver:
                 # While the trainer makes the same ones, everything else is done that follows from them.
                 digests = tuple(plan.digest() for plan in plans)
                 self._propose(connection, readers, recordings, digests, deadline)
-                known = Agreement(layout.digest, recordings, readers, plans, digests, make_proof(found, plans))
+                known = Agreement(layout.digest, recordings, readers, plans, digests, make_proof(found))
         with self._timed("adopt"):
             self._workers.adopt(known.digests, self._carried(known.plans), known.proof.ranks, deadline)
         return known

@@ -85,6 +85,7 @@ class NixlGroup(OwnStream):
         """Join as `rank`; returns when all have. Messages lie in `memory`. Raises `Unsupported` without NIXL."""
         del host  # UCX knows the interfaces of this host by itself
         prefixed = c10d.PrefixStore(name, store)
+        group: NixlGroup | None = None
         try:
             group = cls(_agent(f"{name}-{rank}"), device, rank, size)
             group._register(memory)
@@ -93,9 +94,11 @@ class NixlGroup(OwnStream):
             for peer in sorted(to | from_):
                 found = group._agent.add_remote_agent(prefixed.get(str(peer)))
                 group._names[peer] = found.decode() if isinstance(found, bytes) else str(found)
-        except DataplaneError:
-            raise
         except Exception as error:  # NIXL's errors have no root of their own
+            if group is not None:
+                group.close()
+            if isinstance(error, DataplaneError):
+                raise
             raise TransferFailed(f"group {name} of {size} ranks did not form: {error}") from error
         return group
 

@@ -33,6 +33,7 @@ from .own_stream import OwnStream
 _POLL_S: Final = 0.00005
 _END_S: Final = 5.0
 """How long NCCL may take to break a group, or to end one, before nobody waits for it any more."""
+_WARM_S: Final = 20.0
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _ABORT_TAG: Final = 0x7FFFFFFF
 """No message has it."""
@@ -231,6 +232,21 @@ class PairGroup(OwnStream):
             self.finish([self._backend.allreduce([torch.zeros(1, device=self._device)])], deadline)
         sends, receives = ([Parcel(byte.clone(), peer) for peer in sorted(peers)] for peers in (to, from_))
         self.exchange(sends, receives, deadline)
+
+
+def warm(device: torch.device) -> None:
+    """What a process's first group takes longer for than others, alone: NCCL, and what it has a GPU load.
+
+    Raises `TransferFailed`, RuntimeError. On a CPU there is nothing to do.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.set_device(device)
+    alone = PairGroup(cast("_Backend", backends.nccl(c10d.HashStore(), 0, 1)), device, 0, 1)
+    try:
+        alone._connect(frozenset({0}), frozenset({0}), Deadline(_WARM_S))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    finally:
+        alone.drop()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,25 +7,23 @@ also to ranks that exchange nothing with the one that died.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import Final
 
+import msgspec
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from . import torch_threads
 from .deadline import Deadline
-from .errors import DataplaneError, DeadlineExceeded, NoRoom, PeerLost, TransferFailed
+from .errors import DataplaneError, NoRoom, PeerLost, TransferFailed
+from .joining import join
 from .nixl_group import NixlGroup
 from .outbox import Exchange
 from .pair_group import NOBODY, PairGroup
-from .sealed_frames import address_towards, host_and_port
 from .sends_wire import BEAT_S, Group
 from .standing import Standing
 
@@ -132,29 +130,13 @@ class Passage:
             group.close()
 
     def _join(self) -> PairGroup | NixlGroup:
-        where = self._where
+        where = msgspec.structs.replace(self._where, rank=self._rank)
         known = self._standing.take(where.name)
         if where.stands:
             if known is None:
                 raise PeerLost(f"group {where.name} is not here any more")
             return known
-        deadline = Deadline(where.form_s)
-        host, port = host_and_port(where.store)
-        _knock(host, port, deadline)
-        try:
-            left = timedelta(seconds=deadline.check("the group's store"))
-            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
-        except RuntimeError as error:
-            raise DeadlineExceeded("the group's store", where.form_s) from error
-        mine = address_towards(host, port)
-        if where.nixl:
-            return NixlGroup.form(
-                store, where.name, mine, self._device, self._rank, where.size, deadline,
-                to=self._to, from_=self._from, memory=self._memory,
-            )  # fmt: skip
-        return PairGroup.form(
-            store, where.name, mine, self._device, self._rank, where.size, deadline, to=self._to, from_=self._from
-        )
+        return join(where, self._device, to=self._to, from_=self._from, memory=self._memory)
 
     @staticmethod
     def _break(outcome: _Outcome, reason: str) -> None:
@@ -162,13 +144,3 @@ class Passage:
         if outcome.group is not None:
             outcome.group.abort(reason)
             outcome.over.wait(_END_S)
-
-
-def _knock(host: str, port: int, deadline: Deadline) -> None:
-    """Torch would try to reach a store that has ended for twice its deadline, and cannot be called off meanwhile."""
-    try:
-        socket.create_connection((host, port), deadline.check("the group's store")).close()
-    except TimeoutError as error:
-        raise DeadlineExceeded("the group's store", deadline.seconds) from error
-    except OSError as error:
-        raise PeerLost(f"the group's store at {host}:{port} does not answer: {error}") from error

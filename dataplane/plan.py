@@ -83,7 +83,7 @@ def make_plan(pieces: Pieces, exports: Sequence[ExportMap], recording: Recording
     """
     if pieces.tensors != recording.tensors:
         raise ManifestError("trainer and engine speak of different tensors: record again with the current manifest")
-    staged = tuple(each.tensor for each in recording.loaded)
+    staged = recording.staged
     staging, staging_bytes = staging_of(pieces.tensors, staged)
     asked = np.zeros(len(pieces.tensors), bool)
     asked[recording.copies.boxes.space] = asked[staging.boxes.space] = True

@@ -29,7 +29,7 @@ from .errors import DigestMismatch, NotRecordable
 from .manifest import DigestTable, TensorSpec
 from .packing import digest_of, packed, parts_of, put_together
 from .pieces import DTYPES, Pieces
-from .plan import Plan, staging_of
+from .plan import staging_of
 from .recording import Cause, LoadedTensor, Recording
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
@@ -203,10 +203,10 @@ def provable(recording: Recording) -> Recording:
     return replace(recording, copies=copies.take(kept), loaded=tuple(loaded[index] for index in sorted(loaded)))
 
 
-def make_proof(recordings: Sequence[Recording], plans: Sequence[Plan]) -> Proof:
+def make_proof(recordings: Sequence[Recording]) -> Proof:
     """What the workers with these recordings, in the order of their ranks, report. Raises `NotRecordable`."""
     tensors = recordings[0].tensors
-    held = [_held(recording, plan) for recording, plan in zip(recordings, plans, strict=True)]
+    held = [_held(recording) for recording in recordings]
     odd = np.unique(np.concatenate([each.boxes.space[odd_boxes(each)] for each, _, _ in held]))
     even = [np.flatnonzero(~np.isin(each.boxes.space, odd)) for each, _, _ in held]
     atoms = _atoms([each.boxes.take(rows) for (each, _, _), rows in zip(held, even, strict=True)])
@@ -225,9 +225,9 @@ def make_proof(recordings: Sequence[Recording], plans: Sequence[Plan]) -> Proof:
     return Proof(tensors, atoms, ranks, tuple(odd.tolist()))
 
 
-def _held(recording: Recording, plan: Plan) -> tuple[Pieces, Column, Column]:
+def _held(recording: Recording) -> tuple[Pieces, Column, Column]:
     """Everything that a worker holds of the served tensors: its copies, and whole staged tensors behind its targets."""
-    staging, _ = staging_of(recording.tensors, plan.staged)
+    staging, _ = staging_of(recording.tensors, recording.staged)
     pieces = Pieces.join((recording.copies, replace(staging, storage=np.zeros(len(staging), np.int64))))
     region = np.concatenate([recording.copies.storage, np.full(len(staging), len(recording.targets))])
     begin = np.concatenate([np.zeros(len(recording.copies), np.int64), staging.storage])

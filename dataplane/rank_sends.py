@@ -17,7 +17,9 @@ from .binding import Binding
 from .copy_engines import engine_for
 from .copy_table import CopyTable
 from .deadline import Deadline
+from .device_name import device_name, seat_here
 from .errors import DataplaneError, NoRoom, PeerLost, TransferFailed
+from .joining import Forming
 from .outbox import Mail, Outbox
 from .passage import Passage
 from .schedule import Messages
@@ -99,13 +101,14 @@ class RankSends:
         no_room = False
         try:
             frames = SealedFrames.reach(address.address, address.token, deadline)
-            hello = wire.RankHello(
-                channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(self._parts), group=self._standing.name
-            )
-            wire.say(frames, hello, deadline)
-            begin = self._begun(frames, deadline, stop)
-            where, mail = begin.group, self._mail_of(begin.letters)
             device = regions[0].device if regions else torch.device("cpu")
+            hello = wire.RankHello(
+                channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(self._parts),
+                group=self._standing.name, seat=seat_here(device_name(device)),
+            )  # fmt: skip
+            wire.say(frames, hello, deadline)
+            begin = self._begun(frames, device, deadline, stop)
+            where, mail = begin.group, self._mail_of(begin.letters)
             bound = binding = Binding(lambda: self._outbox_of(mail, begin.letters, regions))
             memory = bound.result().memory if where.nixl else ()  # which the group has to know
             to = frozenset(each.peer for each in mail if len(each.messages))
@@ -128,20 +131,30 @@ class RankSends:
                 binding.settle()
             if frames is not None:
                 if self.failure:
+                    self._standing.call_off()
                     _tell(frames, f"rank {self._rank}: {self.failure}", no_room=no_room)
                     frames.close()
                 else:
                     _linger(frames, deadline, stop)
 
-    def _begun(self, frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> wire.Begin:
+    def _begun(
+        self, frames: SealedFrames, device: torch.device, deadline: Deadline, stop: threading.Event
+    ) -> wire.Begin:
+        message = self._next(frames, deadline, stop)
+        if isinstance(message, wire.Form):
+            self._standing.begin(Forming(message.group, device))
+            message = self._next(frames, deadline, stop)
+        if not isinstance(message, wire.Begin):
+            raise PeerLost(f"the sender did not begin: {_reason(message)}")
+        return message
+
+    @staticmethod
+    def _next(frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> wire.ToReceiver:
         while not frames.speaks(_LOOK_S):  # at once: the workers receive already
             deadline.check("the sender to begin")
             if stop.is_set():
                 raise PeerLost("this rank has gone on")
-        message = wire.hear_sender(frames, deadline, "the sender to begin")
-        if not isinstance(message, wire.Begin):
-            raise PeerLost(f"the sender did not begin: {_reason(message)}")
-        return message
+        return wire.hear_sender(frames, deadline, "the sender to begin")
 
     def _mail_of(self, letters: Sequence[wire.Letters]) -> list[Mail]:
         """What is sent to whom."""

@@ -115,6 +115,11 @@ class Recording:
         return self.copies.tensors
 
     @property
+    def staged(self) -> tuple[int, ...]:
+        """The tensors that are given whole to the engine's loader."""
+        return tuple(each.tensor for each in self.loaded)
+
+    @property
     def account(self) -> str:
         """For people: what is no copy, and why; what nobody asks for, and what stays as it is."""
         copied = len(np.unique(self.copies.boxes.space))

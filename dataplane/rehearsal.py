@@ -16,10 +16,13 @@ from typing import Final
 
 from . import worker_wire
 from .deadline import Deadline
-from .errors import TransferFailed
+from .errors import NotRecordable, TransferFailed
 from .frames import FrameListener
 from .local import open_runtime_dir
 from .manifest import TensorSpec
+from .plan import staging_of
+from .proof import make_proof
+from .recording import Recording
 from .transport import EngineServer
 from .workers import RETURN_S, Workers
 
@@ -32,8 +35,12 @@ _COMING_S: Final = 15.0
 class Rehearsal:
     """One. `close` may be called from another thread, and ends it."""
 
-    def __init__(self, runtime_dir: Path) -> None:
+    def __init__(self, runtime_dir: Path, *, sent: bool = False) -> None:
+        """`sent`: versions may be sent to the workers."""
         self._runtime_dir = runtime_dir
+        self._sent = sent
+        self.unproven = ""
+        """Why nothing but the recording is there ahead; empty where the rest is, too."""
         self._listener: FrameListener | None = None
         self._workers = Workers()
         self._closed = False
@@ -44,6 +51,8 @@ class Rehearsal:
 
     def record(self, tensors: Sequence[TensorSpec], engine: str, server: EngineServer, deadline_s: float) -> int:
         """Have every worker record each of its models with `tensors`; the number of models, once the server is back.
+
+        Then they bind what they will have to report of it, and load what a first version would wait for.
 
         Raises `NotRecordable`, `TransferFailed`, and what the server's call raises. A server that does not come to our
         loader soon is not waited for: when it does, its workers find nobody and return.
@@ -60,7 +69,8 @@ class Rehearsal:
                 if not self._workers.gather(listener, call, server.tp, model == 0, deadline, self._wait):
                     break
                 self._coming = deadline  # the server has let us in
-                self._workers.record(_LAYOUT, tuple(tensors), {}, deadline)
+                digests, made = self._workers.record(_LAYOUT, tuple(tensors), {}, deadline)
+                self._prove([made[digest] for digest in digests], deadline)
                 self._workers.let_go(worker_wire.Done())
                 self._workers.close()
                 models += 1
@@ -74,6 +84,14 @@ class Rehearsal:
             caller.shutdown(wait=False)
         call.result(0)
         return models
+
+    def _prove(self, recordings: Sequence[Recording], deadline: Deadline) -> None:
+        """Whatever speaks against it is found again in the first round, and is that round's."""
+        try:
+            needed = [staging_of(recording.tensors, recording.staged)[1] for recording in recordings]
+            self._workers.prove(make_proof(recordings).ranks, needed, deadline, sent=self._sent)
+        except (NotRecordable, TransferFailed) as error:
+            self.unproven = str(error)
 
     def close(self) -> None:
         """Let the workers return to their server."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
@@ -30,6 +31,8 @@ from .meeting import new_token
 from .plan import Plan, make_plan
 from .recording import Recording
 from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
+from .seats import crowded
+from .sends_ends import NOBODY, End, Formed
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
 FORM_S: Final = 15.0
@@ -46,24 +49,6 @@ _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 _PACKET_S: Final = 10.0
 """For one message to or from a peer that has begun to speak."""
-
-
-class _End:
-    """Somebody that is connected: an engine's sidecar, or a rank of the trainer."""
-
-    def __init__(self, name: str, workers: int = 0) -> None:
-        self.name = name
-        self.workers = workers
-        """Of an engine. A rank of the trainer has none."""
-        self.frames: Frames | None = None
-        self.prepared: wire.Prepared | None = None
-        self.known: frozenset[str] = frozenset()
-        """Schedules whose part a rank has."""
-        self.group = ""
-        """The one that it has from the last round."""
-        self.through = self.finished = False
-        self.heard_at = 0.0
-        """While the group forms and moves."""
 
 
 class SendsSender:
@@ -89,10 +74,12 @@ class SendsSender:
         self._host, self._channel, self._device, self._describe = host, channel, device, describe
         self._turn_s, self._form_s = turn_s, form_s
         self._keep_s = 0.0 if nixl else keep_s
-        self._standing: tuple[str, object] = ("", None)
-        """The group in which the last version went to everybody, and who is in it for what."""
-        self._formed: tuple[str, object] = ("", None)
-        """The one of this epoch."""
+        self._standing = self._formed = NOBODY
+        """The group in which the last version went to everybody, and the one of this epoch."""
+        self._stands = False
+        """That one was there before all were prepared."""
+        self._early: wire.Group | None = None
+        """It may begin to form before that."""
         self._exposed: Exposed | None = None
         self._layout = ""
         self._epoch = 0
@@ -105,9 +92,10 @@ class SendsSender:
         """Plans that were agreed to, by digest, and how many targets their recordings have."""
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._failed: dict[str, str] = {}
+        self._spared: set[str] = set()
         self._withdrawn: dict[str, str] = {}
-        self._engines: dict[str, _End] = {}
-        self._ranks: dict[int, _End] = {}
+        self._engines: dict[str, End] = {}
+        self._ranks: dict[int, End] = {}
         self._began = False
         self._doorman: Doorman | None = None
         self._selector: selectors.BaseSelector | None = None
@@ -121,8 +109,8 @@ class SendsSender:
 
     @property
     def spared(self) -> frozenset[str]:
-        """Nobody: before the group begins no engine fails for another, afterwards bytes are under way to all."""
-        return frozenset()
+        """Those on whose GPU another one was. Nobody else: when the group has begun, bytes are under way to all."""
+        return frozenset(self._spared)
 
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Listen for `peers`, and for the trainer's ranks. Raises `Unsupported` where NCCL would hang."""
@@ -140,9 +128,11 @@ class SendsSender:
         self._exposed, self._layout = exposed, exposed.layout
         self._pair_bytes = self._cut_for(max(ranks, workers))
         self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
-        self._engines = {peer.engine: _End(peer.engine, peer.tp) for peer in peers}
-        self._ranks = {export.holder: _End(f"rank {export.holder}") for export in exposed.exports}
+        self._spared = set()
+        self._engines = {peer.engine: End(peer.engine, peer.tp) for peer in peers}
+        self._ranks = {export.holder: End(f"rank {export.holder}") for export in exposed.exports}
         self._token = new_token()
+        self._early = self._foresee(ranks, peers)
         self._doorman = Doorman(self._host, self._token)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._doorman, selectors.EVENT_READ, None)
@@ -157,6 +147,8 @@ class SendsSender:
         self._wait(coming, lambda end: end.frames is None, "did not come")
         self._require_all_ranks()
         self._wait(deadline, lambda end: bool(end.workers) and end.prepared is None, "was not prepared")
+        if not self._nixl:
+            self._leave_out_the_crowded()
         self._require_some()
         self._begin()
 
@@ -208,7 +200,7 @@ class SendsSender:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(
-        self, deadline: Deadline, pending: Callable[[_End], bool], reproach: str, silent_s: float = math.inf
+        self, deadline: Deadline, pending: Callable[[End], bool], reproach: str, silent_s: float = math.inf
     ) -> None:
         while late := [end for end in self._everybody() if pending(end)]:
             still = [end for end in late if time.monotonic() - end.heard_at > silent_s]
@@ -222,7 +214,7 @@ class SendsSender:
                 return
             self._pump(min(left, _LOOK_S))
 
-    def _everybody(self) -> list[_End]:
+    def _everybody(self) -> list[End]:
         return [*self._engines.values(), *self._ranks.values()]
 
     def _pump(self, timeout_s: float) -> None:
@@ -262,20 +254,21 @@ class SendsSender:
                 wire.say(frames, wire.Refused(epoch=self._epoch, reason=reason), deadline)
                 return frames.close()
             if isinstance(hello, wire.RankHello):
-                end.known, end.group = frozenset(hello.known), hello.group
+                end.known, end.group, end.seats = frozenset(hello.known), hello.group, (hello.seat,)
             else:
                 invited = wire.Invited(
                     epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
-                    alone_bytes=self._alone_bytes, plans=tuple(self._plans),
+                    alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=self._early,
                 )  # fmt: skip
                 wire.say(frames, invited, deadline)
         except DataplaneError:
             return frames.close()
         end.frames = frames
         self._selector.register(frames, selectors.EVENT_READ, end)
+        self._let_form()
         return None
 
-    def _known(self, hello: wire.ToSender) -> tuple[_End | None, str]:
+    def _known(self, hello: wire.ToSender) -> tuple[End | None, str]:
         """Who has come; or None, and why it may not."""
         if not isinstance(hello, wire.Hello | wire.RankHello):
             return None, f"whoever comes begins with Hello, not with {type(hello).__name__}"
@@ -286,7 +279,7 @@ class SendsSender:
             return None, "it does not take part, or the others have begun already"
         return (None, f"{end.name} is connected already") if end.frames is not None else (end, "")
 
-    def _hear(self, end: _End) -> None:  # noqa: C901  one line for each message
+    def _hear(self, end: End) -> None:  # noqa: C901, PLR0912  one line for each message
         if end.frames is None:  # dropped by an earlier event of the same batch
             return
         deadline = Deadline(_PACKET_S)
@@ -303,9 +296,12 @@ class SendsSender:
                     for each in proposed.plans:
                         self._agree(each)
                     wire.say(end.frames, wire.Agreed(), deadline)
+                case wire.Forms() if end.workers:
+                    end.forming = True
+                    self._let_form()
                 case wire.Prepared() as prepared if end.workers and not self._began:
                     self._check(end, prepared)
-                    end.prepared, end.group = prepared, prepared.group
+                    end.prepared, end.group, end.seats = prepared, prepared.group, prepared.seats
                 case wire.Through() if self._began:
                     end.through = True
                 case wire.Finished() if end.through:
@@ -332,7 +328,7 @@ class SendsSender:
             )
         self._plans[found] = plan, len(recording.targets)
 
-    def _check(self, end: _End, prepared: wire.Prepared) -> None:
+    def _check(self, end: End, prepared: wire.Prepared) -> None:
         """Make the same schedules. Raises `TransferFailed` when they are others."""
         if len(prepared.plans) != end.workers:
             raise TransferFailed(f"{len(prepared.plans)} plans came for {end.workers} workers")
@@ -353,6 +349,14 @@ class SendsSender:
         return self._schedules[key]
 
     # -- the group ----------------------------------------------------------------------------------------------------
+
+    def _leave_out_the_crowded(self) -> None:
+        """NCCL would end the group for all. Where it was known before, the coordinator let them take turns."""
+        ranks = {rank: end.seats[0] for rank, end in self._ranks.items() if end.seats}
+        engines = {name: self._engines[name].seats for name in sorted(self._engines)}
+        for name, found in crowded(ranks, engines).items():
+            self._spared |= {name} if found.spared else set()
+            self._drop(self._engines[name], found.reason)
 
     def _begin(self) -> None:
         """Give everybody its rank: the trainer's come first, then the engines' workers in the order of their names."""
@@ -377,23 +381,50 @@ class SendsSender:
             self._tell(end, begin)
 
     def _choose_group(self, members: object) -> None:
-        """The group of the last version, if all who are in it have it still and no others take part; or a new one."""
-        (name, before), self._standing = self._standing, ("", None)
-        if name and before == members and all(end.group == name for end in self._everybody()):
-            self._formed = name, members
+        """The group of the last version, if all who are in it have it still and no others take part; or a new one.
+
+        That one may have begun to form.
+        """
+        last, self._standing = self._standing, NOBODY
+        early, self._early = self._early, None
+        engines, self._stands = frozenset(self._engines), True
+        if last.name and last.members == members and all(end.group == last.name for end in self._everybody()):
+            self._formed = Formed(last.name, members, engines)
+        elif early is not None and all(end.forming for end in self._everybody()):
+            self._formed = Formed(early.name, members, engines)
+        else:
+            self._stands, self._store = False, serve_store(self._host)
+            self._formed = Formed(self._name(), members, engines)
+
+    def _foresee(self, ranks: int, peers: Sequence[Peer]) -> wire.Group | None:
+        """The group of a single engine, unless it may have the last one still."""
+        if self._nixl or len(peers) != 1 or self._standing.engines == frozenset({peers[0].engine}):
+            return None
+        self._standing, self._stands, self._store = NOBODY, False, serve_store(self._host)
+        self._formed = Formed(f"{self._name()}-early")
+        return msgspec.structs.replace(self._group(ranks + peers[0].tp, ranks), ranks=ranks)
+
+    def _let_form(self) -> None:
+        """The ranks join what the engine's workers have begun to join."""
+        if self._early is None or not all(end.forming for end in self._engines.values()):
             return
-        self._store = serve_store(self._host)
-        self._formed = f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}", members
+        for rank, end in tuple(self._ranks.items()):
+            if end.frames is not None and not end.forming:
+                end.forming = True
+                self._tell(end, wire.Form(group=msgspec.structs.replace(self._early, rank=rank)))
+
+    def _name(self) -> str:
+        return f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}"
 
     def _group(self, size: int, rank: int) -> wire.Group:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return wire.Group(
-            store=f"tcp://{host}:{self._store.port}" if self._store else "", name=self._formed[0], size=size,
-            rank=rank, form_s=self._form_s, turn_s=self._turn_s, nixl=self._nixl, stands=self._store is None,
+            store=f"tcp://{host}:{self._store.port}" if self._store else "", name=self._formed.name, size=size,
+            rank=rank, form_s=self._form_s, turn_s=self._turn_s, nixl=self._nixl, stands=self._stands,
             keep_s=self._keep_s,
         )  # fmt: skip
 
-    def _letters(self, holder: int, end: _End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
+    def _letters(self, holder: int, end: End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
         found: list[wire.Letters] = []
         for peer, plan in letters:
             digest = self._schedule(plan).digest()
@@ -404,7 +435,7 @@ class SendsSender:
             found.append(wire.Letters(peer=peer, schedule=digest, messages=messages.encode(), pack=pack.encode()))
         return tuple(found)
 
-    def _tell(self, end: _End, message: wire.Begin) -> None:
+    def _tell(self, end: End, message: wire.Begin | wire.Form) -> None:
         if end.frames is None:
             return
         try:
@@ -412,7 +443,7 @@ class SendsSender:
         except DataplaneError as error:
             self._drop(end, f"{end.name}: {error}")
 
-    def _drop(self, end: _End, reason: str) -> None:
+    def _drop(self, end: End, reason: str) -> None:
         """It is out. While the group moves, so is everybody who is not through."""
         self._out(end, reason)
         if self._began and not end.through:
@@ -421,7 +452,7 @@ class SendsSender:
                 if not other.through:
                     self._out(other, f"the group broke: {reason}")
 
-    def _out(self, end: _End, reason: str) -> None:
+    def _out(self, end: End, reason: str) -> None:
         self._hang_up(end, "" if end.finished else reason)
         if not end.workers:
             if not end.through:
@@ -430,7 +461,7 @@ class SendsSender:
             self._failed.setdefault(end.name, reason)
             self._engines.pop(end.name, None)
 
-    def _hang_up(self, end: _End, reason: str) -> None:
+    def _hang_up(self, end: End, reason: str) -> None:
         frames, end.frames = end.frames, None
         if frames is None:
             return

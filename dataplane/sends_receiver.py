@@ -49,6 +49,12 @@ class SendsReceiver(DirectReceiver):
         self._schedules: tuple[str, tuple[Schedule, ...]] = ("", ())
         """With the plans that they were made from."""
         self._takers = Takers(runtime_dir)
+        self._early: sends_wire.Group | None = None
+        """The group that the workers may begin to join."""
+        self._forming = ""
+        """The one that they did begin to join."""
+        self._seats: tuple[str, ...] = ()
+        """Of the workers that have plans."""
         self._staged: tuple[str, int] | None = None
         """Channel and epoch of what the workers have taken beside their parameters."""
         self._met: tuple[tuple[str, int], Frames, Welcome] | None = None
@@ -74,7 +80,12 @@ class SendsReceiver(DirectReceiver):
                 self._at_hand = met[1:]
             elif met is not None:
                 met[1].close()
-            return super().receive(session, address, engine, rank_offset, server, deadline_s)
+            try:
+                return super().receive(session, address, engine, rank_offset, server, deadline_s)
+            except Exception:
+                if self._forming:
+                    self._takers.tell("the attempt is over")
+                raise
         connection = self._connection
         assert connection is not None
         assert self._layout is not None
@@ -169,6 +180,7 @@ class SendsReceiver(DirectReceiver):
         if not isinstance(reply, sends_wire.Invited):
             raise PeerLost(f"the sender refused this engine: {_reason(reply)}")
         self._cut, self._agreed = (reply.pair_bytes, reply.alone_bytes), frozenset(reply.plans)
+        self._early, self._forming = reply.form, ""
         return Welcome(epoch=reply.epoch, layout=reply.layout, exporters=())
 
     # -- the workers --------------------------------------------------------------------------------------------------
@@ -185,7 +197,12 @@ class SendsReceiver(DirectReceiver):
             if self._workers.plans != known.digests:
                 raise TransferFailed("a worker's tensors were replaced while it took the version: take it again")
             return known
+        early, self._early = self._early, None
+        if early is not None and self._workers.form(early, deadline):
+            self._forming = early.name
+            sends_wire.say(connection, sends_wire.Forms(), deadline)
         known = super()._prepared(connection, manifest, layout, model, deadline)
+        self._seats = self._workers.seats
         self._expect(known, deadline)
         return known
 
@@ -245,7 +262,9 @@ class SendsReceiver(DirectReceiver):
         if not self._agreed.issuperset(agreement.digests):
             self._propose(connection, agreement.readers, agreement.recordings, agreement.digests, deadline)
             self._hear_agreement(connection, agreement, deadline)
-        prepared = sends_wire.Prepared(plans=agreement.digests, schedules=digests, group=self._takers.group)
+        prepared = sends_wire.Prepared(
+            plans=agreement.digests, schedules=digests, group=self._forming or self._takers.group, seats=self._seats
+        )
         sends_wire.say(connection, prepared, deadline)
         begin = sends_wire.hear_sender(connection, deadline, "the sender to begin")
         if not isinstance(begin, sends_wire.Begin):

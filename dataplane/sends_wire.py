@@ -5,6 +5,7 @@ receiver                     sender                      every rank of the train
          <-------------------  Invited | Refused
   GiveLayout --------------->                             (only when the layout is new)
          <-------------------  Layout
+  Forms -------------------->  Form  -------------------->  (of one engine: its workers have begun to join a group)
   Propose ------------------>                             (only when the plan is new)
          <-------------------  Agreed
   Prepared ----------------->                             (its workers know their schedules)
@@ -36,29 +37,8 @@ class RankHello(WireMessage, frozen=True, tag=True):
     """Digests of the schedules whose part it still has."""
     group: str = ""
     """The group that it still has."""
-
-
-class Invited(WireMessage, frozen=True, tag=True):
-    """Sender: the receiver takes part."""
-
-    epoch: int
-    layout: str
-    """Digest of what `Layout` holds."""
-    pair_bytes: int
-    """What one pair of ranks may move in a turn: part of every schedule."""
-    alone_bytes: int
-    """From how many bytes on a row is a message of its own: too."""
-    plans: tuple[str, ...] = ()
-    """Those that need not be proposed."""
-
-
-class Prepared(WireMessage, frozen=True, tag=True):
-    """Receiver: its workers know what they will be sent."""
-
-    plans: tuple[str, ...]
-    schedules: tuple[str, ...]
-    group: str = ""
-    """The group that all of its workers still have."""
+    seat: str = ""
+    """By which a group over NCCL knows its GPU."""
 
 
 class Group(WireMessage, frozen=True, tag=True):
@@ -78,6 +58,45 @@ class Group(WireMessage, frozen=True, tag=True):
     """All have it from the last round. There is no store."""
     keep_s: float = 0.0
     """For how long it may be used again afterwards."""
+    ranks: int = 0
+    """How many of its members, the first ones, are ranks of the trainer; told where it forms early."""
+
+
+class Invited(WireMessage, frozen=True, tag=True):
+    """Sender: the receiver takes part."""
+
+    epoch: int
+    layout: str
+    """Digest of what `Layout` holds."""
+    pair_bytes: int
+    """What one pair of ranks may move in a turn: part of every schedule."""
+    alone_bytes: int
+    """From how many bytes on a row is a message of its own: too."""
+    plans: tuple[str, ...] = ()
+    """Those that need not be proposed."""
+    form: Group | None = None
+    """Its workers may begin to join this one: `Begin` says whether it is used."""
+
+
+class Prepared(WireMessage, frozen=True, tag=True):
+    """Receiver: its workers know what they will be sent."""
+
+    plans: tuple[str, ...]
+    schedules: tuple[str, ...]
+    group: str = ""
+    """The group that all of its workers still have."""
+    seats: tuple[str, ...] = ()
+    """By which a group over NCCL knows the GPU of each worker; empty for who has none."""
+
+
+class Form(WireMessage, frozen=True, tag=True):
+    """Sender, to a rank of the trainer: begin to join this group. `Begin` says whether it is used."""
+
+    group: Group
+
+
+class Forms(WireMessage, frozen=True, tag=True):
+    """Receiver: its workers have begun to join `Invited.form`."""
 
 
 class Letters(WireMessage, frozen=True, tag=True):
@@ -109,8 +128,8 @@ class Through(WireMessage, frozen=True, tag=True):
     nbytes: int
 
 
-ToReceiver = Invited | Refused | Layout | Agreed | Begin | Failed
-ToSender = Hello | RankHello | GiveLayout | Propose | Prepared | Beat | Through | Finished | Failed
+ToReceiver = Invited | Refused | Layout | Agreed | Form | Begin | Failed
+ToSender = Hello | RankHello | GiveLayout | Propose | Forms | Prepared | Beat | Through | Finished | Failed
 
 BEAT_S: Final = 0.5
 SILENT_S: Final = 10.0
@@ -128,6 +147,8 @@ __all__ = [
     "Begin",
     "Failed",
     "Finished",
+    "Form",
+    "Forms",
     "GiveLayout",
     "Group",
     "Hello",

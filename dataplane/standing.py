@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Final
 
+from .joining import Forming
 from .pair_group import PairGroup
 
 SLACK_S: Final = 60.0
@@ -23,6 +24,8 @@ class Standing:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._group: PairGroup | None = None
+        self._forming: Forming | None = None
+        """Begun before anybody said that it will be used."""
         self._name = ""
         self._until = 0.0
         self._timer: threading.Timer | None = None
@@ -46,16 +49,36 @@ class Standing:
         timer.start()
         return None
 
+    def begin(self, forming: Forming) -> None:
+        """A group forms that may be asked for, until it is called off. What there was is let go of."""
+        self.discard()
+        with self._lock:
+            self._forming = forming
+
+    def call_off(self) -> None:
+        """Nobody will ask for what forms."""
+        with self._lock:
+            forming, self._forming = self._forming, None
+        if forming is not None:
+            forming.discard()
+
     def take(self, name: str) -> PairGroup | None:
-        """The group of that name, which is the caller's now. Any other one is let go of."""
+        """The group of that name, which is the caller's now. Any other one is let go of.
+
+        One that still forms is waited for. Raises `TransferFailed` where it did not.
+        """
         with self._lock:
             if self._name == name and self._group is not None and not self._group.broken:
                 return self._let_go()
+            forming = self._forming if self._forming is not None and self._forming.name == name else None
+            if forming is not None:
+                self._forming = None
         self.discard()
-        return None
+        return forming.result() if forming is not None else None
 
     def discard(self) -> None:
         """Let go of it, whoever is still in it."""
+        self.call_off()
         with self._lock:
             group = self._let_go()
         if group is not None:

@@ -271,6 +271,11 @@ class Sized(Protocol):
         """Bytes of a round that the worker with most of them takes; 0 before anything was planned."""
         ...
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """``cpu``, or the uuid of its GPU, of each worker by its rank, as they said when they came last."""
+        ...
+
 
 class Receiver(Protocol):
     """The engine agent's half."""

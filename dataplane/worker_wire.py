@@ -7,14 +7,16 @@ from the call at `Done`. Only what a worker does not know yet is sent: a steady 
       Hello  ------------------->
              <-------------------  Record      (only when layout or server are new)
       Recorded ----------------->
+             <-------------------  Prove       (ahead of any version, and never again)
+      Adopted ------------------>
              <-------------------  Adopt       (only when plan or exports are new)
       Adopted ------------------>
              <-------------------  Replay
       Replayed ----------------->
              <-------------------  Done
 
-Where weights are sent (sends.py), `Expect` follows `Adopt`; the worker answers on a connection of a thread of its own,
-which stays open between rounds and hears `Take`. Then `Flip` stands for `Replay`.
+Where weights are sent (sends.py), `Form` may come first, and `Expect` follows `Adopt`; the worker answers on a
+connection of a thread of its own, which stays open between rounds and hears `Take`. Then `Flip` stands for `Replay`.
 
     worker's thread              sidecar
       Expecting ---------------->
@@ -38,7 +40,7 @@ from .sends_wire import Group
 from .wire_message import WireMessage, decode
 
 
-class Hello(WireMessage, frozen=True, tag=True):
+class Hello(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Worker, first: who it is, and what it has from earlier rounds."""
 
     rank: int
@@ -51,6 +53,8 @@ class Hello(WireMessage, frozen=True, tag=True):
     plan: str = ""
     schedule: str = ""
     """Of what it can be sent: a thread of its own is connected to the sidecar, and stays so."""
+    seat: str = ""
+    """By which a group over NCCL knows its GPU."""
 
 
 class Record(WireMessage, frozen=True, tag=True):
@@ -78,6 +82,26 @@ class Exports(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """One of the regions, where it may be read before all of it is made."""
 
 
+class Form(WireMessage, frozen=True, tag=True):
+    """Sidecar: begin to join this group beside the rest. Whoever gets a schedule next takes it along."""
+
+    group: Group
+
+
+class Prove(WireMessage, frozen=True, tag=True, omit_defaults=True):
+    """Sidecar: what is reported of the memory that was recorded. The tables are those of proof.py, encoded."""
+
+    proof: bytes
+    """`BoxTable.encode`: regions are the targets, and then the staging buffer."""
+    groups: int
+    odd: bytes
+    """`CopyTable.encode`: boxes of targets, or of sources where they are cast, that are read back into one buffer."""
+    odd_bytes: int
+    staging_bytes: int
+    sent: bool = False
+    """It may be sent to: what a first group takes longer for is done beside."""
+
+
 class Adopt(WireMessage, frozen=True, tag=True):
     """Sidecar: what to do in every round from now on. The tables are those of plan.py and proof.py, encoded."""
 
@@ -89,13 +113,7 @@ class Adopt(WireMessage, frozen=True, tag=True):
     copies: bytes
     staging: bytes
     staged: tuple[int, ...]
-    staging_bytes: int
-    proof: bytes
-    """`BoxTable.encode`: regions are the targets, and then the staging buffer."""
-    groups: int
-    odd: bytes
-    """`CopyTable.encode`: boxes of targets, or of sources where they are cast, that are read back into one buffer."""
-    odd_bytes: int
+    prove: Prove
 
 
 class Adopted(WireMessage, frozen=True, tag=True):
@@ -197,7 +215,7 @@ class Failed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """A worker has no memory for what it is sent: less at a time may do."""
 
 
-ToWorker = Record | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed
+ToWorker = Record | Form | Prove | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed
 ToSidecar = Hello | Recorded | Adopted | Replayed | Expecting | Room | Moving | Taken | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

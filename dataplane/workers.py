@@ -25,6 +25,7 @@ from .plan import Plan, Reader
 from .proof import RankProof, provable
 from .recording import Recording
 from .schedule import Schedule
+from .sends_wire import Group
 
 _LOOK_S: Final = 0.2
 """How often the server's call is looked at while workers are waited for."""
@@ -98,6 +99,11 @@ class Workers:
             for worker in self._workers
         )
 
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """By which a group over NCCL knows their GPUs; empty for who has none."""
+        return tuple(worker.hello.seat for worker in self._workers)
+
     def record(
         self, layout: str, tensors: tuple[TensorSpec, ...], known: Mapping[str, Recording], deadline: Deadline
     ) -> tuple[tuple[str, ...], dict[str, Recording]]:
@@ -127,14 +133,31 @@ class Workers:
     def adopt(
         self, digests: Sequence[str], plans: Sequence[Plan], proofs: Sequence[RankProof], deadline: Deadline
     ) -> None:
-        """Give each worker its plan, unless it has that one."""
-        for worker, digest, plan, proof in zip(self._workers, digests, plans, proofs, strict=True):
-            if worker.hello.plan == digest:
-                continue
+        """Give each worker its plan, unless it has that one; all of them bind at a time."""
+        new = [
+            each for each in zip(self._workers, digests, plans, proofs, strict=True) if each[0].hello.plan != each[1]
+        ]
+        for worker, digest, plan, proof in new:
             wire.say(worker.frames, _adopt(digest, plan, proof), deadline)
-            reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to take its plan")
-            if not isinstance(reply, wire.Adopted):
-                raise TransferFailed(f"worker {worker.hello.rank} did not take its plan: {_said(reply)}")
+        self._taken([worker for worker, *_ in new], "plan", deadline)
+
+    def form(self, group: Group, deadline: Deadline) -> bool:
+        """Have all begin to join `group`, as its rank and those that follow; not where a thread may take something."""
+        if any(worker.hello.schedule for worker in self._workers):
+            return False
+        for at, worker in enumerate(self._workers):
+            mine = msgspec.structs.replace(group, rank=group.rank + at)
+            wire.say(worker.frames, wire.Form(group=mine), deadline)
+        self._taken(self._workers, "group", deadline)
+        return True
+
+    def prove(
+        self, proofs: Sequence[RankProof], staging_bytes: Sequence[int], deadline: Deadline, *, sent: bool
+    ) -> None:
+        """Have each worker bind what it will report, before there is a plan. Raises `TransferFailed`."""
+        for worker, proof, nbytes in zip(self._workers, proofs, staging_bytes, strict=True):
+            wire.say(worker.frames, msgspec.structs.replace(_prove(proof, nbytes), sent=sent), deadline)
+        self._taken(self._workers, "proof", deadline)
 
     def replay(  # noqa: PLR0917
         self,
@@ -179,11 +202,17 @@ class Workers:
             )
             wire.say(worker.frames, expect, deadline)
             new.append(worker)
-        for worker in new:
-            reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to take its schedule")
-            if not isinstance(reply, wire.Adopted):
-                raise TransferFailed(f"worker {worker.hello.rank} did not take its schedule: {_said(reply)}")
+        self._taken(new, "schedule", deadline)
         return frozenset(worker.hello.rank for worker in new)
+
+    @staticmethod
+    def _taken(workers: Sequence[_Worker], what: str, deadline: Deadline) -> None:
+        """Hear all of `workers`, which were given `what`. Raises `TransferFailed` for one that did not take it."""
+        told = [(worker, f"worker {worker.hello.rank} to take its {what}") for worker in workers]
+        replies = [wire.hear_worker(worker.frames, deadline, waiting_for) for worker, waiting_for in told]
+        for worker, reply in zip(workers, replies, strict=True):
+            if not isinstance(reply, wire.Adopted):
+                raise TransferFailed(f"worker {worker.hello.rank} did not take its {what}: {_said(reply)}")
 
     @property
     def plans(self) -> tuple[str, ...]:
@@ -240,11 +269,17 @@ def _adopt(digest: str, plan: Plan, proof: RankProof) -> wire.Adopt:
         copies=plan.copies.encode(),
         staging=plan.staging.encode(),
         staged=plan.staged,
-        staging_bytes=plan.staging_bytes,
+        prove=_prove(proof, plan.staging_bytes),
+    )
+
+
+def _prove(proof: RankProof, staging_bytes: int) -> wire.Prove:
+    return wire.Prove(
         proof=proof.table.encode(),
         groups=proof.table.groups,
         odd=proof.odd.encode(),
         odd_bytes=proof.odd_bytes,
+        staging_bytes=staging_bytes,
     )
 
 

@@ -110,14 +110,17 @@ class Rehearsing:
         if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
-        rehearsal = self._rehearsal = Rehearsal(self._settings.runtime_dir or default_runtime_dir())
+        rehearsal = self._rehearsal = Rehearsal(
+            self._settings.runtime_dir or default_runtime_dir(), sent="sends" in ways
+        )
         try:
             models = rehearsal.record(tensors, self._settings.name, server, _RECORD_S)
         finally:
             self._rehearsal = None
             if not rehearsal.pending:  # else that would wait behind it, and requests behind both
                 server.end_update(_ASK_S)
-        _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=round(time.monotonic() - began, 3))
+        seconds, unproven = round(time.monotonic() - began, 3), rehearsal.unproven
+        _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=seconds, unproven=unproven)
         return None
 
     def _idle(self) -> bool:

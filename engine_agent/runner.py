@@ -93,7 +93,7 @@ from .trust import check_trust
 from .validate import limits, transports_of
 from .watch import Watch
 from .weights import WeightState
-from .whereabouts import places_of, topology_of
+from .whereabouts import places_of, places_on, topology_of
 from .worker import Worker
 
 TICK_S: Final = 0.5
@@ -160,8 +160,7 @@ class EngineAgent:
         self._described: tuple[str, ...] = ()
         self._place: tuple[str, tuple[Place, ...]] = ("", ())
         """Of which launch, and where its workers are."""
-        self._takes: dict[str, int] = {}
-        self._unrecordable = ""
+        self._around: tuple[object, ...] = ()
         self._stopping = threading.Event()
         """The bus that is being closed has not failed."""
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
@@ -291,11 +290,11 @@ class EngineAgent:
 
     def _look_around(self) -> bool:
         """See where the workers of this launch are, what they take and what not; whether that is anything new."""
-        facts, before = self._server.facts, (self._place, self._takes, self._unrecordable)
+        facts, before = self._server.facts, self._around
         if self._view.up and facts.identity != self._place[0]:
             self._place = facts.identity, places_of(facts)
-        self._takes, self._unrecordable = self._worker.takes, facts.unrecordable
-        return (self._place, self._takes, self._unrecordable) != before
+        self._around = self._place, self._worker.takes, self._worker.devices, facts.unrecordable
+        return self._around != before
 
     def _next(self) -> Event | _Stop | Noticed | None:
         try:
@@ -454,7 +453,8 @@ class EngineAgent:
 
     def _topology(self) -> Topology:
         folder = self.settings.runtime_dir or default_runtime_dir()
-        return topology_of(self._server.facts, self.settings.transports, folder, self._place[1], self._takes)
+        places = self._place[1] or places_on(self._worker.devices)
+        return topology_of(self._server.facts, self.settings.transports, folder, places, self._worker.takes)
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view

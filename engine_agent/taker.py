@@ -23,6 +23,7 @@ from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DataplaneError, NoRoom, TransferFailed
 from weightbus.dataplane.frames import Frames
 from weightbus.dataplane.inbox import Inbox, beside_bytes
+from weightbus.dataplane.joining import Forming
 from weightbus.dataplane.outbox import Exchange
 from weightbus.dataplane.passage import Passage
 from weightbus.dataplane.promptness import prompt
@@ -43,7 +44,14 @@ _log = logging.getLogger(__name__)
 class Taker:
     """For one schedule. Made and asked by the scheduler's thread."""
 
-    def __init__(self, expect: wire.Expect, rank: int, targets: Sequence[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        expect: wire.Expect,
+        rank: int,
+        targets: Sequence[torch.Tensor],
+        device: torch.device,
+        forming: Forming | None = None,
+    ) -> None:
         """`targets` are those of the recording, then the buffer of the plan. Connects; raises `DataplaneError`."""
         self.schedule = expect.schedule
         self.standing = threading.Event()
@@ -52,6 +60,8 @@ class Taker:
         self._targets, self._device, self._rank = targets, device, rank
         self._inbox: Inbox | None = None
         self._standing = Standing()
+        if forming is not None:
+            self._standing.begin(forming)
         self._taken = False
         self._touched = False
         self._closed = False
@@ -100,6 +110,7 @@ class Taker:
                             self._say(self._take(message))
                     case wire.Failed():  # of what has ended already
                         self._taken = False
+                        self._standing.call_off()
                     case _:
                         _log.error("weightbus: the sidecar said %s to a thread that receives", type(message).__name__)
                         return

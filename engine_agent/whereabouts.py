@@ -15,6 +15,7 @@ from weightbus.control.ids import RequestId
 from weightbus.control.log import get_log
 from weightbus.control.messages import Lack, Nic, Place, Reach, Topology, TransportKind
 from weightbus.control.routing import PREFERRED
+from weightbus.dataplane.device_name import HOST_OF_NCCL, seat_on
 from weightbus.dataplane.gpu_survey import Gpu, SurveyFailed, seen_by
 from weightbus.dataplane.host import files_identity, folder_identity, host_identity, interfaces, network_identity
 
@@ -59,14 +60,19 @@ def places_of(facts: ServerFacts) -> tuple[Place, ...]:
         return ()
     try:
         environment = environment_of(facts.process[0])
-        alone = environment.get(_ALONE, "").lower() in _YES
-        return tuple(_placed(facts.gpus, seen_by(environment), alone=alone))
+        alone, nccl_host = environment.get(_ALONE, "").lower() in _YES, environment.get(HOST_OF_NCCL, "")
+        return tuple(_placed(facts.gpus, seen_by(environment), nccl_host, alone=alone))
     except (OSError, SurveyFailed, ValueError) as problem:
         _log.info("gpus_not_known", reason=str(problem))
         return ()
 
 
-def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], *, alone: bool) -> list[Place]:
+def places_on(devices: tuple[str, ...]) -> tuple[Place, ...]:
+    """One for each of `devices`, as the workers said themselves; which others they reach is not known."""
+    return tuple(Place(rank=rank, host=host_identity(), device=device) for rank, device in enumerate(devices))
+
+
+def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], nccl_host: str, *, alone: bool) -> list[Place]:
     """`alone`: each worker sees no GPU but its own."""
     if max(numbers) >= len(seen):
         raise SurveyFailed(f"the server uses GPU number {max(numbers)}, and {len(seen)} are seen with its environment")
@@ -76,6 +82,7 @@ def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], *, alone: bool) -> 
             host=host_identity(),
             device=seen[number].uuid,
             reach={} if alone else {other: Reach(word) for other, word in seen[number].reach.items()},
+            seat=seat_on(seen[number].uuid, nccl_host) if nccl_host else "",
         )
         for rank, number in enumerate(numbers)
     ]

@@ -103,6 +103,8 @@ class Worker:
         self._proof = proof
         self._trust = trust
         self._number, self._launch = 0, ""
+        self._placed: tuple[str, tuple[str, ...]] = "", ()
+        """A launch of the server, and the devices of its workers."""
         self._called_off = -1
         """The last operation that nobody wants any more."""
         self._signer: AgentId | None = None
@@ -311,11 +313,15 @@ class Worker:
         session = Session(command.channel, command.epoch, command.version, layout, table)
         left = max(command.deadline_s - (time.monotonic() - started), 0.001)
         self._server.take_weights_back(min(left, CALL_S))
+        before = receiver.devices if isinstance(receiver, Sized) else ()
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
         except Exception:
             self._end_update_quietly()
             raise
+        finally:
+            if isinstance(receiver, Sized) and receiver.devices is not before:  # workers of this launch have come
+                self._placed = self._server.facts.identity, receiver.devices
         if isinstance(receiver, Returning):
             self._returning = receiver, self._launch
         else:
@@ -433,6 +439,12 @@ class Worker:
         """Bytes that the worker with most of them takes in a round, by transport, where plans say so."""
         sized = ((kind, each.widest) for kind, each in tuple(self._receivers.items()) if isinstance(each, Sized))
         return {kind: size for kind, size in sized if size}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where the workers of this launch are, by rank, as they said it in a round; none before."""
+        launch, devices = self._placed
+        return devices if launch == self._server.facts.identity else ()
 
     def called(self, call: str, seconds: float, *, failed: bool) -> None:
         """One HTTP call to the server was made."""

@@ -98,6 +98,7 @@ def _follow(state: WorkerState, path: str) -> None:
             wire.say(frames, _obey(state, message, frames.waiting), Deadline(_PATIENCE_S))
     finally:
         state.stand(standing=False)
+        state.call_off()
         frames.close()
 
 
@@ -111,6 +112,12 @@ def _obey(  # noqa: PLR0911  one for each message
             case wire.Record():
                 recording = state.record(message, _rank())
                 return wire.Recorded(recording=recording.encode(), seconds=time.perf_counter() - began)
+            case wire.Form():
+                state.form(message)
+                return wire.Adopted(seconds=time.perf_counter() - began)
+            case wire.Prove():
+                state.warm(message)
+                return wire.Adopted(seconds=time.perf_counter() - began)
             case wire.Adopt():
                 state.adopt(message)
                 return wire.Adopted(seconds=time.perf_counter() - began)

@@ -8,27 +8,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
-import numpy as np
 import torch
 
+from weightbus.dataplane import torch_threads
 from weightbus.dataplane import worker_wire as wire
-from weightbus.dataplane.copy_engine import PreparedCopies, PreparedDigest, Ready
+from weightbus.dataplane.copy_engine import PreparedCopies, Ready
 from weightbus.dataplane.copy_engines import branches_asked, engine_for
 from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.device_name import device_name, readable_peers
-from weightbus.dataplane.digest_table import BoxTable
+from weightbus.dataplane.device_name import device_name, readable_peers, seat_here
 from weightbus.dataplane.errors import PeerLost, TransferFailed
 from weightbus.dataplane.exports import MadeRegion
 from weightbus.dataplane.importer import RegionImporter
+from weightbus.dataplane.joining import Forming
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.marks import Marks, Needs, marks_in, needs_of, stages_of
-from weightbus.dataplane.pieces import DTYPES
+from weightbus.dataplane.pair_group import warm
 from weightbus.dataplane.recording import Constant, Recording
 from weightbus.dataplane.tensor_bytes import bytes_of, sizes_of
 from weightbus.dataplane.transport import Address
 
+from .evidence import Evidence
 from .model_tensors import ModelTensors
 from .recorder import NamedTensors, record
 from .taker import Taker
@@ -36,6 +38,8 @@ from .taker import Taker
 _OPEN_S = 30.0
 """For all memory of one trainer rank."""
 
+_WARM_S = 10.0
+"""What may be warmed holds nobody up for longer."""
 _log = logging.getLogger(__name__)
 
 
@@ -77,13 +81,12 @@ class WorkerState:
         self._constants: list[tuple[torch.Tensor, float]] = []
         self._plan: wire.Adopt | None = None
         self._tables: tuple[CopyTable, CopyTable] = (CopyTable.empty(), CopyTable.empty())
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._odd_buffer = torch.empty(0, dtype=torch.uint8)
-        self._proof: PreparedDigest | None = None
-        self._odd: PreparedCopies | None = None
-        self._casts: list[tuple[str, Callable[[], bool]]] = []
+        self._evidence: Evidence | None = None
+        """Of the last recording."""
         self._bound: _Bound | None = None
         self._taker: Taker | None = None
+        self._forming: Forming | None = None
+        """A group for the next one."""
         self._remark = ""
 
     def hello(self, rank: int) -> wire.Hello:
@@ -99,11 +102,12 @@ class WorkerState:
             recording=plan.recording if plan else "",
             plan=plan.plan if plan else "",
             schedule=self._taker.schedule if plan and self._taker and self._taker.alive else "",
+            seat=seat_here(self._device_name),
         )
 
     def record(self, message: wire.Record, rank: int) -> Recording:
         """Run the model's loader once; not where that was done with these tensors, and the model is as it was."""
-        known = self._recording
+        known, evidence = self._recording, self._evidence
         self._forget()
         recording = None
         if known is not None and known.rank == rank and known.targets == self._held.targets:
@@ -113,31 +117,37 @@ class WorkerState:
             recording = record(self._model, load, message.tensors, rank)
             _log.info("weightbus: recorded %s", recording.account)
         else:
+            self._evidence = evidence  # of the same memory
             _log.info("weightbus: the loader was recorded with these tensors before")
         self._recording = recording
         self._layout, self._tensors = message.layout, message.tensors
         self._constants = [(self._part(each), each.value) for each in recording.constants]
         return recording
 
+    def prove(self, message: wire.Prove) -> Evidence:
+        """Bind what will be reported of the memory that was recorded, unless it is bound."""
+        if not self._layout:
+            raise TransferFailed("a proof came before a recording")
+        if self._evidence is None or not self._evidence.answers(message):
+            self._evidence = None
+            names = [target.name for target in self._held.targets]
+            self._evidence = Evidence(message, self._held, names, self._engine)
+        return self._evidence
+
+    def warm(self, message: wire.Prove) -> None:
+        """Do what the first version would take longer for."""
+        evidence = self.prove(message)
+        if self._held.device.type == "cuda":
+            evidence.warm()
+            if message.sent:
+                torch_threads.start(partial(_warmed, self._held.device), "weightbus-warm").join(_WARM_S)
+
     def adopt(self, message: wire.Adopt) -> None:
         """Take a plan. What it reads is opened at the first replay."""
-        if not self._layout:
-            raise TransferFailed("a plan came before a recording")
-        targets = [bytes_of(tensor) for tensor in self._held.tensors]
-        device = self._held.device
         self._unbind()
         self._hang_up()
-        self._buffer = torch.empty(message.staging_bytes, dtype=torch.uint8, device=device)
-        self._odd_buffer = torch.empty(message.odd_bytes, dtype=torch.uint8, device=device)
-        proof, odd = BoxTable.decode(message.proof, message.groups), CopyTable.decode(message.odd)
-        held = [*targets, self._buffer]
-        sizes = sizes_of(held)
-        proof.check(sizes)
-        odd.check(sizes, sizes_of([self._odd_buffer]))
+        self.prove(message.prove)
         self._tables = CopyTable.decode(message.copies), CopyTable.decode(message.staging)
-        self._proof = self._engine.digest(proof, held)
-        self._odd = self._engine.copies(odd, held, [self._odd_buffer])
-        self._casts = _cast_checks(odd, held, [*(target.name for target in self._held.targets), "staging"])
         self._plan = message
 
     def expect(self, message: wire.Expect, rank: int) -> None:
@@ -146,8 +156,20 @@ class WorkerState:
             raise TransferFailed("a schedule came before its plan")
         self._hang_up()
         targets = [*(bytes_of(tensor) for tensor in self._held.tensors), self._buffer]
-        self._taker = Taker(message, rank, targets, self._held.device)
+        forming, self._forming = self._forming, None
+        self._taker = Taker(message, rank, targets, self._held.device, forming)
         self._taker.standing.set()
+
+    def form(self, message: wire.Form) -> None:
+        """Begin to join a group, for the thread that will be told to take something in it."""
+        self.call_off()
+        self._forming = Forming(message.group, self._held.device)
+
+    def call_off(self) -> None:
+        """The exchange is over: nobody comes for a group that was not taken along."""
+        forming, self._forming = self._forming, None
+        if forming is not None:
+            forming.discard()
 
     def stand(self, *, standing: bool) -> None:
         """Whether the scheduler stands in the loader: what is sent goes into its parameters only then."""
@@ -206,20 +228,13 @@ class WorkerState:
             cast("Callable[[NamedTensors], object]", self._model.load_weights)(self._staged(plan.staged))
 
     def _proven(self, began: float, waited_s: float = 0.0) -> wire.Replayed:
-        proof, odd = self._proof, self._odd
-        if proof is None or odd is None:
+        if self._evidence is None:
             raise TransferFailed("there is no plan to prove")
         copied = time.perf_counter()
-        lanes = proof.run()
-        odd.run()
-        for name, survives in self._casts:
-            if not survives():
-                raise TransferFailed(
-                    f"{name!r} is stored in a wider dtype, and holds values that its own does not have"
-                )
+        lanes, odd = self._evidence.found()
         return wire.Replayed(
-            lanes=np.ascontiguousarray(lanes).astype("<u8").tobytes(),
-            odd=self._odd_buffer.cpu().numpy().tobytes(),
+            lanes=lanes,
+            odd=odd,
             copy_s=copied - began - waited_s,
             wait_s=waited_s,
             verify_s=time.perf_counter() - copied,
@@ -285,6 +300,12 @@ class WorkerState:
             yield spec.name, flat.view(getattr(torch, spec.dtype)).view(spec.shape).clone()
             at += -(-spec.nbytes // 16) * 16
 
+    @property
+    def _buffer(self) -> torch.Tensor:
+        if self._evidence is None:
+            raise TransferFailed("nothing is staged before there is a plan")
+        return self._evidence.buffer
+
     def _part(self, constant: Constant) -> torch.Tensor:
         cut = tuple(slice(a, b) for a, b in zip(constant.box.start, constant.box.stop, strict=True))
         part: torch.Tensor = self._held.tensors[constant.target][cut]
@@ -307,8 +328,7 @@ class WorkerState:
         self._unbind()
         self._hang_up()
         self._importer.close()
-        self._layout, self._plan, self._proof, self._odd, self._casts = "", None, None, None, []
-        self._recording = None
+        self._layout, self._plan, self._evidence, self._recording = "", None, None, None
         self._held = ModelTensors(self._model)
 
 
@@ -320,29 +340,14 @@ def _wanted(called_off: Callable[[], bool]) -> Callable[[], None]:
     return check
 
 
+def _warmed(device: torch.device) -> None:
+    try:
+        warm(device)
+    except Exception as error:  # noqa: BLE001  the first group does it then, or says what is wrong
+        _log.info("weightbus: NCCL was not loaded ahead: %s", error)
+
+
 def _made(plan: wire.Adopt, exports: Sequence[wire.Exports]) -> dict[int, tuple[int, MadeRegion]]:
     """By number of the source: who makes it part by part."""
     made = {(each.holder, each.made.region): each.made for each in exports if each.made is not None}
     return {number: (at[0], made[at]) for number, at in enumerate(plan.sources) if at in made}
-
-
-def _cast_checks(
-    odd: CopyTable, regions: Sequence[torch.Tensor], names: Sequence[str]
-) -> list[tuple[str, Callable[[], bool]]]:
-    """For rows that are read back in a narrower dtype: do the live values survive it? Regions have these names."""
-    found: list[tuple[str, Callable[[], bool]]] = []
-    for row in np.flatnonzero(odd.casts).tolist():
-        stored: torch.dtype = getattr(torch, DTYPES[int(odd.source_dtype[row])])
-        served: torch.dtype = getattr(torch, DTYPES[int(odd.target_dtype[row])])
-        region = regions[int(odd.source[row])]
-        strides = (*(step // stored.itemsize for step in odd.source_step[row].tolist()), 1)
-        begin = (int(region.storage_offset()) + int(odd.source_at[row])) // stored.itemsize
-        shape = (*odd.grid[row].tolist(), int(odd.run[row]))
-        view = torch.empty(0, dtype=stored, device=region.device).set_(region.untyped_storage(), begin, shape, strides)
-
-        def survives(view: torch.Tensor = view, served: torch.dtype = served) -> bool:
-            again = view.to(served).to(view.dtype)
-            return torch.equal(again.view(torch.uint8), view.contiguous().view(torch.uint8))
-
-        found.append((names[int(odd.source[row])], survives))
-    return found

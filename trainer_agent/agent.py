@@ -31,6 +31,7 @@ from .errors import AgentClosed, ConnectFailed, TooFarAhead, raise_for
 from .exposure import Exposure
 from .handle import PublishHandle
 from .leader import Leader, exposure_of, lead
+from .open_table import settled
 from .orders import Assemble, Beat, Digest, Expose, Finish, Join, Make, NotReady, Ranks, Ready, Taken, unexpected
 from .outfit import Progress
 from .publication import Ending, Verdict
@@ -237,7 +238,7 @@ class TrainerAgent:
                     case Taken() if order.version == version and cause is None:
                         return order
                     case Finish() if order.report.version == version:
-                        return order.verdict, order.report, cause
+                        return self._settled(order.verdict), order.report, cause
                     case Assemble() | Make() | Expose() | Digest() | Join() | Taken() if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
                         return self._alone(version, cause)
@@ -249,6 +250,10 @@ class TrainerAgent:
                 # The leader's collective failed too, or will: it may still be able to say how it ended.
                 _log.exception("rank_failed", version=version)
                 cause = error
+
+    def _settled(self, verdict: Verdict) -> Verdict:
+        """The end, once nothing reads this rank's weights any more."""
+        return verdict if self._exposure is None else settled(verdict, self._exposure.settle)
 
     def _alone(self, version: int, cause: BaseException | None) -> End:
         """The end as this rank sees it, when the leader cannot be heard any more."""

@@ -81,9 +81,9 @@ class Drive:
             event = self._perform(effects.popleft()) if effects else self._wait()
             if event is not None:
                 effects.extend(self._handle(event))
-        open_table.settle(self._of.staging, self.version, self._watch)
-        self._conclude_saving(self.machine.verdict)
-        return self.machine.verdict
+        verdict = open_table.settle(self._of.staging, self.version, self._watch, self.machine.verdict)
+        self._conclude_saving(verdict)
+        return verdict
 
     def fail(self, error: BaseException) -> p.Verdict:
         """A step raised what nobody foresaw: give the round up, as far as that still works."""
@@ -93,8 +93,8 @@ class Drive:
         for effect in self._handle(p.Broken(ending, f"{type(error).__name__}: {error}")):
             self._perform(effect)
         self._stop_delivery()
-        open_table.settle(self._of.staging, self.version, self._watch)
         verdict = self.machine.verdict or p.Verdict(ending, str(error))
+        verdict = open_table.settle(self._of.staging, self.version, self._watch, verdict)
         self._conclude_saving(verdict)
         return verdict
 

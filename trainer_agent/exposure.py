@@ -20,6 +20,8 @@ from weightbus.control.messages import Place
 from weightbus.dataplane.boxes import Column
 from weightbus.dataplane.copy_engine import Lanes
 from weightbus.dataplane.copy_engines import engine_for
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.device_point import DevicePoint
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportable, Unsupported
@@ -204,6 +206,8 @@ class Exposure:
         """`_share` reads the memory already, as it is in this publication."""
         self._ahead: _Standing | None = None
         """What `make` has found."""
+        self._behind: DevicePoint | None = None
+        """Behind what `make` began, while nobody has waited for that."""
         self._unmarked: torch.cuda.Event | None = None
         """Behind what `make` has a GPU write without a mark."""
         self._known: tuple[Column, Column] | None = None
@@ -252,6 +256,16 @@ class Exposure:
         self._note_unmarked()
         if digests and not self._ahead.refusal and self._share is not None:
             self._begin(self._share)
+        self._behind = DevicePoint(self._device)
+
+    def settle(self, deadline_s: float) -> None:
+        """Wait for what `make` began where nobody has: afterwards the weights may be changed. Not collective.
+
+        Raises `DeadlineExceeded`, and RuntimeError where the device has failed.
+        """
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.wait(Deadline(deadline_s))
 
     def expose(self, *, made: bool = False) -> None:
         """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike.
@@ -295,7 +309,7 @@ class Exposure:
         if not self._begun:
             self._begin(share)
         lanes, odd = share.result()
-        self._begun = False
+        self._begun, self._behind = False, None
         if self._known is not None and isinstance(self._source, Summing):
             lanes[:, self._known[1]] += self._source.sums()[:, self._known[0]]
         sums = [_SUMS.decode(each) for each in self._source.collect(_encode(_Sums(_raw(lanes), odd)))]

@@ -7,20 +7,24 @@ while they copy. publication.py says what is promised in such a round.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from weightbus.control.errors import WeightbusError
 from weightbus.control.log import get_log
 from weightbus.control.messages import Granted, Receiver, TransportKind
+from weightbus.dataplane.errors import DeadlineExceeded
 from weightbus.dataplane.manifest import DigestTable
 from weightbus.dataplane.transport import Peer, Sender, Tabling
 
 from .outfit import Bus, Outfit
+from .publication import Ending, Verdict
 from .report import Mode, Stopwatch
 from .staging import Staging
 
 _log = get_log(__name__)
+SETTLE_S: Final = 30.0
+"""For a device to finish what was begun for a version. It takes milliseconds; one that takes so long stands still."""
 _CANNOT_WAIT: Final = "the digest table follows in this round, and {} cannot wait for it: a later version will do"
 
 
@@ -65,11 +69,28 @@ def first(staging: Staging, receivers: Sequence[Receiver]) -> bool:
     return any(each.shares for each in receivers) or staging.slots[0].memory.device.type == "cpu"
 
 
-def settle(staging: Staging, version: int, watch: Stopwatch) -> None:
-    """The publication is over, however it ended: what still reads the weights ends before they are stepped."""
-    if not staging.open:
-        return
+def settle(staging: Staging, version: int, watch: Stopwatch, verdict: Verdict) -> Verdict:
+    """The publication is over, however it ended: what still reads the weights ends before they are stepped.
+
+    Where a device does not come to that end, the weights are lost to us, whatever `verdict` says of the version; one
+    that is committed stays so.
+    """
+    if staging.open:
+        try:
+            staging.close_table(version, watch)
+        except Exception as error:  # noqa: BLE001  the next publication finds what is wrong
+            _log.warning("digests_not_settled", error=f"{type(error).__name__}: {error}")
+    return settled(verdict, staging.settle)
+
+
+def settled(verdict: Verdict, settle: Callable[[float], None]) -> Verdict:
+    """`verdict`, once `settle` has waited for this rank's device; or that it waited in vain."""
     try:
-        staging.close_table(version, watch)
-    except Exception as error:  # noqa: BLE001  the next publication finds what is wrong
-        _log.warning("digests_not_settled", error=f"{type(error).__name__}: {error}")
+        settle(SETTLE_S)
+    except RuntimeError as error:  # torch's: the device has failed, and reads nothing any more
+        _log.warning("device_failed", error=str(error))
+    except DeadlineExceeded as error:
+        _log.exception("device_not_settled", ending=verdict.ending.value)
+        if verdict.ending is not Ending.COMMITTED:
+            return Verdict(Ending.SOURCE_FAILED, f"{error}, and may still read the weights ({verdict.reason})")
+    return verdict

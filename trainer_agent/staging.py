@@ -92,6 +92,10 @@ class InPlace:
             return routes
         return {name: routing.choose(routing.Ends(self._trainer, info)).transport for name, info in engines.items()}
 
+    def settle(self, deadline_s: float) -> None:
+        """Wait for what `make` began on this rank, where nobody has. Raises `DeadlineExceeded`, RuntimeError."""
+        self.exposure.settle(deadline_s)
+
     def join(self, ranks: orders.Ranks, offer: Offer, epoch: int, deadline_s: float) -> None:
         """Have every rank send to whoever comes to `offer`. Collective; returns at once."""
         ranks.tell(orders.Join(offer.address, offer.token, epoch, deadline_s))
@@ -208,6 +212,11 @@ class Staging:
         if self._in_place is not None:
             with watch.phase("make"):
                 self._in_place.make(self._ranks)
+
+    def settle(self, deadline_s: float) -> None:
+        """Wait for what `make` began on this rank, where nobody has. Raises `DeadlineExceeded`, RuntimeError."""
+        if self._in_place is not None:
+            self._in_place.settle(deadline_s)
 
     def may_leave_open(
         self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None = None

@@ -11,7 +11,7 @@ import torch
 from weightbus.control.ids import RequestId
 from weightbus.control.messages import Lack, Nic, Place, Reach, Topology, TransportKind
 from weightbus.control.routing import IN_PLACE, PREFERRED
-from weightbus.dataplane.device_name import device_name
+from weightbus.dataplane.device_name import device_name, seat_here
 from weightbus.dataplane.gpu_survey import SurveyFailed, seen_here
 from weightbus.dataplane.host import files_identity, folder_identity, host_identity, interfaces, network_identity
 
@@ -23,7 +23,9 @@ _NO_KEY: Final = RequestId("filled-in-by-the-client")
 def place_of(rank: int, device: torch.device) -> Place:
     """Where this process is, whose weights lie on `device`."""
     name = device_name(device)
-    return Place(rank=rank, host=host_identity(), device=name, reach=None if device.type != "cuda" else _reach(name))
+    reach = None if device.type != "cuda" else _reach(name)
+    seat = "" if (seat := seat_here(name)) == name else seat
+    return Place(rank=rank, host=host_identity(), device=name, reach=reach, seat=seat)
 
 
 def topology_of(

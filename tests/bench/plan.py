@@ -102,7 +102,7 @@ def main() -> None:
     )
     again = [make_plan(pieces, exports, *each) for each in zip(recordings, readers, strict=True)]
     assert [plan.digest() for plan in plans] == [plan.digest() for plan in again], "both sides must agree"
-    proof = timed("proof_s", lambda: make_proof(recordings, plans))
+    proof = timed("proof_s", lambda: make_proof(recordings))
     division = timed("divide_s", lambda: divide(pieces))
     read = np.bincount([source.holder for plan in plans for source in plan.sources], minlength=given.ranks)
     found = {

@@ -216,6 +216,17 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
         "NCCL takes no two ranks on one",
     ),
     (
+        "two workers on one GPU",
+        Ends(
+            trainer(transports=(SENDS, GROUP, DISK), **ON_GPU),
+            engine(tp=2, **ON_GPU),
+            told(places=places("a")),
+            told(places=places("b", "b")),
+        ),
+        DISK,
+        "sends: workers 0 and 1 are on one GPU",
+    ),
+    (
         "a group needs only the root's GPU",
         Ends(
             trainer(transports=(SENDS, GROUP), **ON_GPU),

@@ -165,9 +165,10 @@ class Fleet:
         return [name in Path(f"/proc/{worker}/maps").read_text() for worker in self.workers(program)]
 
     def end(self, program: str) -> None:
-        """Kill what an earlier test may have started."""
+        """Kill what an earlier test may have started, or what is left of it."""
         if program in self._running:
-            self.kill(program)
+            with contextlib.suppress(ProcessLookupError):
+                self.kill(program)
 
     def _start(self, name: str, argv: Sequence[str], environment: dict[str, str] | None = None) -> Program:
         self._running[name] = self._programs.start(name, argv, environment)

@@ -292,39 +292,47 @@ def test_an_engine_lost_before_it_connects_is_not_waited_for(
     _serves(fleet, "two", expected[seed], str(version + 1))
 
 
-@pytest.mark.parametrize(("version", "victim"), [(21, "sidecar killed"), (31, "worker stopped")])
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+@pytest.mark.parametrize(
+    ("turn", "victim", "number"),
+    [(2, "sidecar-two", KILL), (2, "server-two", STOP), (1, "server-one", KILL), (3, "sidecar-one", STOP)],
+)
 def test_one_engine_less_in_the_middle_of_sends(
-    fleet: Fleet, expected: dict[int, Answers], version: int, victim: str
+    fleet: Fleet, expected: dict[int, Answers], turn: int, victim: str, number: int
 ) -> None:
     """The other one takes the version in a group without it, at the default of one re-drive; it comes back verified."""
+    kind, name = victim.split("-")
+    other = {"one": "two", "two": "one"}[name]
+    version = fleet.channel()["committed"]["version"] + 1
     seed = version % SEEDS
-    fleet.publish(version, seed, "sends", hold_turn=2)
-    assert fleet.answer() == {"held": 2}
-    if victim == "sidecar killed":
-        fleet.kill("sidecar-two")
-    else:
-        fleet.signal_worker("server-two", signal.SIGSTOP)
+    fleet.publish(version, seed, "sends", hold_turn=turn)
+    assert fleet.answer() == {"held": turn}
+    strike = fleet.kill if kind == "sidecar" else fleet.signal_worker
+    strike(victim, number)
     fleet.tell("go on")
     outcomes = _outcomes(fleet.answer())
-    assert outcomes["one"] == "committed"
-    assert outcomes["two"] in {"lost", "quarantined"}
-    _serves(fleet, "one", expected[seed], str(version))
-    fleet.wait_ready("one")
+    assert outcomes[other] == "committed"
+    assert outcomes[name] in {"lost", "quarantined"}
+    _serves(fleet, other, expected[seed], str(version))
+    fleet.wait_ready(other)
 
-    if victim == "sidecar killed":
-        fleet.start_sidecar("two")
+    if number == STOP:
+        strike(victim, signal.SIGCONT)
     else:
-        fleet.signal_worker("server-two", signal.SIGCONT)
-    poll("the victim", lambda: fleet.sidecar("two")["connected"] and fleet.sidecar("two")["engine"]["up"])
-    assert fleet.engines["two"].url not in fleet.channel()["ready"]
+        fleet.end(victim)  # the rest of a server whose worker died
+        (fleet.start_sidecar if kind == "sidecar" else fleet.start_server)(name)
+    poll("the victim", lambda: fleet.sidecar(name)["connected"] and fleet.sidecar(name)["engine"]["up"])
+    assert fleet.engines[name].url not in fleet.channel()["ready"]
     for again in range(version + 1, version + 6):
         fleet.publish(again, seed, "sends")
         outcomes = _outcomes(fleet.answer())
-        assert outcomes["one"] == "committed"
-        if outcomes["two"] == "committed":
-            break  # a worker that goes on takes a moment to say so
+        assert outcomes[other] == "committed"
+        if outcomes[name] == "committed":
+            break  # who goes on takes a moment to say so
     fleet.wait_ready("one", "two")
-    _serves(fleet, "two", expected[seed], str(again))
+    _serves(fleet, name, expected[seed], str(again))
 
 
 class Client(threading.Thread):

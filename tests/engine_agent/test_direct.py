@@ -273,8 +273,8 @@ def test_what_one_worker_loses_is_noticed(world: World, monkeypatch: pytest.Monk
     world.trainer.step(4)
     model = world.server.models[0]
     state = worker_loader._states[model]
-    proof = state._proof
-    assert proof is not None
+    assert state._evidence is not None
+    proof = state._evidence.proof
 
     class Spoiled:
         def run(self) -> object:
@@ -283,7 +283,7 @@ def test_what_one_worker_loses_is_noticed(world: World, monkeypatch: pytest.Monk
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(state, "_proof", Spoiled())
+    monkeypatch.setattr(state._evidence, "proof", Spoiled())
 
     with pytest.raises(DigestMismatch, match="norm"):
         world.round()

@@ -233,8 +233,9 @@ def test_what_a_copy_spoils_is_noticed(world: World, monkeypatch: pytest.MonkeyP
     world.round()
     world.trainer.step(4)
     model = world.server.models[1]
-    proof = worker_loader._states[model]._proof
-    assert proof is not None
+    evidence = worker_loader._states[model]._evidence
+    assert evidence is not None
+    proof = evidence.proof
     live = getattr(model, where).data.view(-1)
     old = live.clone()
 
@@ -255,7 +256,7 @@ def test_what_a_copy_spoils_is_noticed(world: World, monkeypatch: pytest.MonkeyP
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(worker_loader._states[model], "_proof", Spoiled())
+    monkeypatch.setattr(evidence, "proof", Spoiled())
 
     with pytest.raises(TransferFailed, match=where) as raised:
         world.round()

@@ -17,6 +17,8 @@ from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.rehearsal import Rehearsal
 from weightbus.dataplane.workers import Workers
 from weightbus.engine_agent import worker_state
+from weightbus.engine_agent.evidence import Evidence
+from weightbus.engine_agent.worker_state import WorkerState
 
 from ..kit.toy_direct import SPECS, WAIT_S, Shard, Trainer, World, holds
 from ..kit.waiting import until
@@ -130,6 +132,62 @@ def test_a_sidecar_that_begins_anew_finds_what_was_recorded(world: World, record
     world.round()
 
     assert len(recorded) == world.server.tp
+    assert holds(world.server, world.trainer.values)
+
+
+@pytest.fixture
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[Evidence]:
+    """What was bound for proofs."""
+    made: list[Evidence] = []
+    real = Evidence.__init__
+
+    def counted(self: Evidence, *arguments: Any) -> None:
+        made.append(self)
+        real(self, *arguments)
+
+    monkeypatch.setattr(Evidence, "__init__", counted)
+    return made
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["same order", "another order"])
+def test_what_is_proven_is_bound_ahead_too(world: World, bound: list[Evidence], order: int) -> None:
+    """The first round of these tensors only makes its plan: boxes lie where they lie, whatever is offered first."""
+    rehearse(world, SPECS[::order])
+    assert len(bound) == world.server.tp
+    world.trainer.step(1)
+    world.round()
+    assert len(bound) == world.server.tp
+    assert holds(world.server, world.trainer.values)
+
+
+@pytest.mark.parametrize("what", ["moved", "another dtype", "asked otherwise"])
+def test_a_proof_of_something_else_is_bound_anew(world: World, bound: list[Evidence], what: str) -> None:
+    """It is told by its tables, and by the memory that they were bound to."""
+    if what == "another dtype":
+        rehearse(world, (*SPECS[:5], TensorSpec("wide", "float32", (8,)), SPECS[6]))
+    else:
+        rehearse(world)
+        for model in world.server.models:
+            if what == "moved":
+                model.up.data = model.up.data.clone()
+        for each in bound:  # other workers hold other boxes, say
+            each.of = each.of if what == "moved" else (b"", *each.of[1:])
+    world.round()
+    assert len(bound) == 2 * world.server.tp
+    world.trainer.step(2)
+    world.round()
+    assert len(bound) == 2 * world.server.tp
+    assert holds(world.server, world.trainer.values)
+
+
+def test_what_cannot_be_proven_is_the_first_rounds(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recording is there all the same, and the round says what it found."""
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkerState, "warm", lambda *_: 1 / 0)
+        made = Rehearsal(world.runtime)
+        assert made.record(SPECS, "e", world.server, WAIT_S) == 1  # type: ignore[arg-type]
+        assert "ZeroDivisionError" in made.unproven
+    world.round()
     assert holds(world.server, world.trainer.values)
 
 

@@ -66,6 +66,16 @@ def test_a_worker_that_sees_only_its_own_gpu_reaches_no_other(monkeypatch: pytes
     assert [each.reach for each in places_of(facts(device="cuda", gpus=(1,), process=(1, 1)))] == [{}]
 
 
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(("told", "seat"), [({}, ""), ({"NCCL_HOSTID": "far"}, "far/gpu-a")])
+def test_what_nccl_takes_for_another_host_is_said(
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], seat: str
+) -> None:
+    """By the server's own environment: two such servers on one GPU are in one group."""
+    monkeypatch.setattr(whereabouts, "environment_of", lambda _pid: told)
+    assert [each.seat for each in places_of(facts(device="cuda", gpus=(0,), process=(1, 1)))] == [seat]
+
+
 @pytest.mark.parametrize(
     "changes",
     [

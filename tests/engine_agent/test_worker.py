@@ -36,6 +36,7 @@ from weightbus.engine_agent.events import (
 )
 from weightbus.engine_agent.identity import facts_of
 from weightbus.engine_agent.sglang import SGLangServer
+from weightbus.engine_agent.whereabouts import places_on
 from weightbus.engine_agent.worker import Worker
 
 TRANSFER = Transfer(
@@ -344,6 +345,42 @@ def test_an_operation_that_was_called_off_before_it_began_asks_nothing() -> None
     assert isinstance(result, Broken)
     assert "called off" in result.reason
     assert asked == ["label"], "one harmless question, and nothing after it"
+
+
+class Placed:
+    """A receiver whose workers came, said where they are, and took nothing."""
+
+    touched, widest = False, 1
+
+    def __init__(self) -> None:
+        self.devices: tuple[str, ...] = ()
+        self.come: tuple[str, ...] | None = None
+
+    def receive(self, *_: object) -> Receipt:
+        self.devices = self.devices if self.come is None else self.come
+        raise TransferFailed("they are on one GPU")
+
+
+def test_where_workers_are_is_known_of_the_launch_that_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when nothing came of it; of another launch nothing is known until its own workers have come."""
+    receiver = Placed()
+    quiet = {name: lambda *_: None for name in ("expect", "untouched", "take_weights_back", "end_update")}
+    server = SimpleNamespace(touched=False, updating=False, facts=SimpleNamespace(identity="one"), **quiet)
+    made = Worker("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS)
+    monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
+    offer = Offer(transport=TransportKind.SENDS, address="/run/x")
+    receive = Receive(msgspec.structs.replace(TRANSFER, offer=offer), "")
+    assert made.devices == ()
+    receiver.come = ("gpu-0",)
+    assert isinstance(made.perform(receive), Broken)
+    assert made.devices == ("gpu-0",)
+    assert [each.device for each in places_on(made.devices)] == ["gpu-0"]
+    server.facts.identity, receiver.come = "another", None
+    assert isinstance(made.perform(receive), Broken)
+    assert made.devices == ()
+    receiver.come = ("gpu-1",)
+    made.perform(receive)
+    assert made.devices == ("gpu-1",)
 
 
 class Following:

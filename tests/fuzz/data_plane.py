@@ -76,6 +76,7 @@ def _targets() -> tuple[Target, ...]:
     exporting = d.Exporting(holder=0, address="/run/x", generation=3, round=9)
     reader = Reader(0, "host", "cpu", ("GPU-1",))
     exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2), made=MadeRegion(1, 0, (8,), 16))
+    prove = w.Prove(proof=b"p", groups=1, odd=b"o", odd_bytes=4, staging_bytes=8)
     adopt = w.Adopt(
         plan="p",
         recording="r",
@@ -83,11 +84,7 @@ def _targets() -> tuple[Target, ...]:
         copies=b"c",
         staging=b"s",
         staged=(1,),
-        staging_bytes=8,
-        proof=b"p",
-        groups=1,
-        odd=b"o",
-        odd_bytes=4,
+        prove=prove,
     )
     granted = (e.Granted(1, e.HOST, 4096), e.Granted(2, e.CUDA, 4096, UUID, bytes(range(64))))
     return (
@@ -117,6 +114,7 @@ def _targets() -> tuple[Target, ...]:
             w,
             "_TO_WORKER",
             w.Record(layout="l", tensors=SPECS),
+            prove,
             adopt,
             w.Replay(epoch=3, version=7, exports=(exports,), rounds=(9,), within_s=1.0),
             w.Done(),

@@ -24,6 +24,9 @@ from ..dataplane.loopback import LoopbackServer
 class LoopbackEngine:
     """One engine of one channel. `fail` is asked before each load, `before` when it is to come; both may raise."""
 
+    live_digest = ""
+    """By which its server reports what it holds, as it says."""
+
     def __init__(  # noqa: PLR0917  made by one fixture
         self,
         name: str,
@@ -72,6 +75,7 @@ class LoopbackEngine:
             device="cpu",
             host=host_identity(),
             transports=(self._transport,),
+            live_digest=self.live_digest,
             health=self.health,
             held=self.held,
         )

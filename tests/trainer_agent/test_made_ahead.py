@@ -22,6 +22,7 @@ from weightbus.control import messages as m
 from weightbus.control.errors import RequestRefused
 from weightbus.dataplane import integrity
 from weightbus.dataplane.boxes import Box
+from weightbus.dataplane.device_point import DevicePoint
 from weightbus.dataplane.host import host_identity
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
@@ -29,8 +30,9 @@ from weightbus.dataplane.quantise import PreparedTasks, Task, TorchTasks
 from weightbus.dataplane.share_digest import ShareDigest
 from weightbus.dataplane.shared_memory import HostMemory
 from weightbus.dataplane.staging import BucketPool
-from weightbus.trainer_agent import orders, quantised_assembly
+from weightbus.trainer_agent import exposure, open_table, orders, quantised_assembly
 from weightbus.trainer_agent.agent import TrainerAgent
+from weightbus.trainer_agent.errors import PublishFailed
 from weightbus.trainer_agent.exposure import Exposure
 from weightbus.trainer_agent.leader import Leader
 from weightbus.trainer_agent.outfit import Outfit
@@ -117,7 +119,7 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.queue: list[Callable[[], None]] = []
-        self.broken = False
+        self.broken = self.stuck = False
         begin, result = ShareDigest.begin, ShareDigest.result
 
         def digest(share: ShareDigest) -> None:
@@ -132,6 +134,7 @@ class Device:
         monkeypatch.setattr(quantised_assembly, "prepare", self._prepare)
         monkeypatch.setattr(quantised_assembly, "_wait_for", lambda _device: self.queue and self._do())
         monkeypatch.setattr(HostMemory, "settle", lambda _memory: self.settle())
+        monkeypatch.setattr(exposure, "DevicePoint", lambda _device: _Point(self))
         monkeypatch.setattr(ShareDigest, "begin", digest)
         monkeypatch.setattr(ShareDigest, "result", digested)
 
@@ -143,12 +146,28 @@ class Device:
         self._do()
         self.log.append("settled")
 
+    def waited_for(self) -> bool:
+        """Somebody looks whether it is through, and will look again."""
+        if not self.stuck:
+            self._do()
+            self.log.append("waited for")
+        return not self.stuck
+
     def _do(self) -> None:
         if self.broken:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         queue, self.queue = self.queue, []
         for each in queue:
             each()
+
+
+class _Point(DevicePoint):
+    def __init__(self, device: Device) -> None:
+        super().__init__(torch.device("cpu"))
+        self._device = device
+
+    def reached(self) -> bool:
+        return self._device.waited_for()
 
 
 class _Later:
@@ -177,6 +196,19 @@ class Coordinator(FakeCoordinator):
     def request(self, message: m.ToCoordinator, blob: bytes | None = None, deadline_s: float = 30.0) -> m.ToAgent:
         self._log.append(type(message).__name__)
         return super().request(message, blob, deadline_s)
+
+
+class Follower:
+    """A rank that is told what to do."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, said: Sequence[orders.Order]) -> None:
+        self.device = Device(monkeypatch)
+        source = source_of(Trainer(2, [msgspec.msgpack.encode(each) for each in said]))
+        manifest = Manifest.of("M", source.tensors())
+        exposed = Exposure(source, manifest, folder / "r", "c")
+        self.agent = TrainerAgent(source, TrainerSettings(channel="c"), manifest, None, exposed)
+        exposed.expose()
+        self.device.log.clear()
 
 
 class Rig:
@@ -309,7 +341,7 @@ def test_digests_of_a_publication_that_ended_are_of_no_other_one(fixture: str, r
 
     _, happened = rig.publish(4)
 
-    assert refused[-2:] == ["digest", "Acquire"]
+    assert refused[-3:] == ["digest", "Acquire", "waited for"]
     assert happened.index("Acquire") < happened.index("digest")
     assert rig.table().tensors == rig.trainer.digests(quantised=fixture == "rig")
 
@@ -378,8 +410,60 @@ def test_what_was_made_for_nothing_is_made_anew(rig: Rig) -> None:
     rig.publish(3)
 
     assert refused.ending is Ending.REFUSED
-    assert happened == ["make", "digest", "Acquire"]
+    assert happened == ["make", "digest", "Acquire", "waited for"]
     assert rig.table().tensors == rig.trainer.digests()
+
+
+REFUSED = RequestRefused(m.Code.VERSION_NOT_NEWER, "it is not")
+
+
+@pytest.mark.parametrize("fixture", ["rig", "plain"])
+@pytest.mark.parametrize("asked", [m.Acquire, m.Publish])
+def test_weights_may_change_when_a_refused_publication_is_over(
+    fixture: str, asked: type[m.ToCoordinator], request: pytest.FixtureRequest
+) -> None:
+    """What was begun on the device ends first: it reads what the trainer is about to step."""
+    rig: Rig = request.getfixturevalue(fixture)
+    rig.publish(1)
+    rig.coordinator.refusals[asked] = deque([REFUSED])
+    verdict, happened = rig.publish(2)
+    assert verdict.ending is Ending.REFUSED
+    assert "digest" in happened
+    assert not rig.device.queue
+    _, committed = rig.publish(3)
+    assert "waited for" not in committed, "nobody waits twice"
+
+
+def test_a_device_that_does_not_come_to_an_end_is_not_waited_for_for_ever(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent is of no use then, and says why; a trainer that went on would change what is read."""
+    monkeypatch.setattr(open_table, "SETTLE_S", 0.1)
+    rig.publish(1)
+    rig.coordinator.refusals[m.Acquire] = deque([REFUSED])
+    rig.device.stuck = True
+    verdict, _ = rig.publish(2)
+    assert verdict.ending is Ending.SOURCE_FAILED
+    assert "device to finish" in verdict.reason
+    assert "it is not" in verdict.reason
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_other_ranks_wait_for_their_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stuck: bool) -> None:
+    """The leader's lease was refused while they made theirs."""
+    monkeypatch.setattr(open_table, "SETTLE_S", 0.1)
+    report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
+    said = (
+        orders.Expose(digests=True),
+        orders.Make(digests=True),
+        orders.Finish(Verdict(Ending.REFUSED, "it is not"), report),
+    )
+    follower = Follower(tmp_path, monkeypatch, said)
+    follower.device.stuck = stuck
+    with pytest.raises(PublishFailed, match="device to finish" if stuck else "it is not"):
+        follower.agent.publish(2)
+    assert bool(follower.device.queue) is stuck
+    follower.agent.close()
 
 
 def test_nothing_is_made_ahead_where_buckets_were_wanted(rig: Rig) -> None:
@@ -431,7 +515,6 @@ def test_a_device_that_fails_ends_the_round(rig: Rig) -> None:
 
 def test_other_ranks_make_theirs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that follows makes what it lets others read when it is told to, digests it once, and exposes that."""
-    device = Device(monkeypatch)
     report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
     said = (
         orders.Expose(digests=True),
@@ -439,18 +522,12 @@ def test_other_ranks_make_theirs_once(tmp_path: Path, monkeypatch: pytest.Monkey
         orders.Expose(digests=True, made=True),
         orders.Finish(Verdict(Ending.COMMITTED), report),
     )
-    trainer = Trainer(2, [msgspec.msgpack.encode(each) for each in said])
-    source = source_of(trainer)
-    manifest = Manifest.of("M", source.tensors())
-    exposure = Exposure(source, manifest, tmp_path / "r", "c")
-    agent = TrainerAgent(source, TrainerSettings(channel="c"), manifest, None, exposure)
-    exposure.expose()
-    device.log.clear()
+    follower = Follower(tmp_path, monkeypatch, said)
 
-    agent.publish(2)
+    follower.agent.publish(2)
 
-    assert device.log == ["make", "settled", "digest", "digested", "make", "digest", "digested"]
-    agent.close()
+    assert follower.device.log == ["make", "settled", "digest", "digested", "make", "digest", "digested"]
+    follower.agent.close()
 
 
 def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(

@@ -185,7 +185,7 @@ def test_a_source_that_fails_meanwhile_ends_the_round(rig: Rig, monkeypatch: pyt
     verdict, happened = rig.publish(2)
 
     assert (verdict.ending, verdict.reason) == (Ending.SOURCE_FAILED, "a rank is gone")
-    assert happened[-2:] == ["Offered", "Abandon"]
+    assert happened[-3:] == ["Offered", "Abandon", "waited for"]
     assert 2 not in rig.sender.gave
 
 

@@ -1,0 +1,91 @@
+"""Where ranks are, as their leader tells it: of which GPUs the driver speaks, and of none that it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from weightbus.control import codec
+from weightbus.control.ids import RequestId
+from weightbus.control.messages import Place, Reach, TransportKind
+from weightbus.dataplane.device_name import HOST_OF_NCCL
+from weightbus.dataplane.gpu_survey import Gpu, SurveyFailed
+from weightbus.dataplane.host import host_identity
+from weightbus.trainer_agent import whereabouts
+from weightbus.trainer_agent.settings import TrainerSettings
+from weightbus.trainer_agent.whereabouts import place_of, topology_of
+
+GPU = torch.device("cuda", 0)
+SEEN = (Gpu("gpu-a", {"gpu-b": "nvlink", "gpu-c": "p2p", "gpu-d": "none"}), Gpu("gpu-b", {"gpu-a": "nvlink"}))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """This process is on gpu-a; how often the driver was asked."""
+    asked: list[int] = []
+
+    def seen() -> tuple[Gpu, ...]:
+        asked.append(1)
+        return SEEN
+
+    monkeypatch.setattr(whereabouts, "device_name", lambda device: "cpu" if device.type == "cpu" else "gpu-a")
+    monkeypatch.setattr(whereabouts, "seen_here", seen)
+    return asked
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_rank_tells_which_gpus_it_reaches() -> None:
+    """Its own row of what the driver says, and nobody else's."""
+    assert place_of(3, GPU) == Place(
+        rank=3,
+        host=host_identity(),
+        device="gpu-a",
+        reach={"gpu-b": Reach.NVLINK, "gpu-c": Reach.P2P, "gpu-d": Reach.NONE},
+    )
+
+
+def test_a_rank_without_a_gpu_asks_no_driver(driver: list[int]) -> None:
+    """There is nothing that it could reach."""
+    assert place_of(0, torch.device("cpu")) == Place(rank=0, host=host_identity(), device="cpu")
+    assert not driver
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("why", ["the driver cannot be asked", "it does not speak of this GPU"])
+def test_what_the_driver_does_not_say_is_not_told(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Not as a GPU that reaches none: that would speak against every engine."""
+
+    def seen() -> tuple[Gpu, ...]:
+        if why == "the driver cannot be asked":
+            raise SurveyFailed("no driver")
+        return SEEN[1:]
+
+    monkeypatch.setattr(whereabouts, "seen_here", seen)
+    assert place_of(0, GPU).reach is None
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_rank_of_another_host_for_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which its GPU is another member's for a group."""
+    monkeypatch.setenv(HOST_OF_NCCL, "trainer")
+    assert place_of(0, GPU).seat == "trainer/gpu-a"
+    assert not place_of(0, torch.device("cpu")).seat
+
+
+@pytest.mark.usefixtures("driver")
+def test_only_ranks_of_the_roots_host_tell_what_they_reach(tmp_path: Path) -> None:
+    """Engines read memory of their own host's alone; and what is told can travel."""
+    here = place_of(0, GPU)
+    away = msgspec.structs.replace(here, rank=1, host="elsewhere")
+    told = topology_of(
+        TrainerSettings(channel="c"), (TransportKind.DIRECT,), (here, away), runtime_dir=tmp_path,
+        refusals={TransportKind.SENDS: "a rank has no address"},
+    )  # fmt: skip
+    assert told.places == (here, msgspec.structs.replace(away, reach=None))
+    assert told.lacking[TransportKind.SENDS].found == "a rank has no address"
+    assert TransportKind.DIRECT not in told.lacking
+    sent = msgspec.structs.replace(told, request=RequestId("k"))
+    assert codec.TO_COORDINATOR.decode(codec.TO_COORDINATOR.encode(sent)) == (sent, None)
