@@ -49,7 +49,7 @@ class Post:
         self.rank = rank
         self.letters = letters
 
-    def send(self, messages: Sequence[torch.Tensor]) -> None:
+    def send(self, messages: Sequence[torch.Tensor], _root: int) -> None:
         self.letters[self.rank].extend(message.clone() for message in messages)
 
     def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
@@ -103,7 +103,7 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     assemblers = [
         Assembler(
-            plan(manifest, pieces, rank=rank, straight_bytes=straight), each.parameters, rank, 0, Post(rank, letters)
+            plan(manifest, pieces, rank=rank, straight_bytes=straight), each.parameters, rank, None, Post(rank, letters)
         )
         for rank, each in enumerate(ranks)
     ]

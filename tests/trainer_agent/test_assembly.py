@@ -29,7 +29,7 @@ class Post:
         self.rank = rank
         self.letters = letters
 
-    def send(self, messages: Sequence[torch.Tensor]) -> None:
+    def send(self, messages: Sequence[torch.Tensor], _root: int) -> None:
         self.letters[self.rank].extend(message.clone() for message in messages)
 
     def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ class World:
         """Assemble every bucket and compare it with the tensors that were cut."""
         letters: dict[int, list[torch.Tensor]] = defaultdict(list)
         assemblers = {
-            rank: Assembler(plans[rank], self.storages[rank], rank, 0, Post(rank, letters), reach) for rank in plans
+            rank: Assembler(plans[rank], self.storages[rank], rank, None, Post(rank, letters), reach) for rank in plans
         }
         self.run(manifest, assemblers, letters)
         return assemblers
@@ -244,7 +244,7 @@ def test_parameters_are_read_at_the_moment_of_the_call() -> None:
     spec = TensorSpec("a", "float32", (4,))
     manifest = Manifest.of("M", [spec])
     pieces = Pieces.of([spec], [Piece("a", Box.whole((4,)), "float32", View(0, 0, (1,)))])
-    assembler = Assembler(plan(manifest, pieces, rank=0), [parameter], 0, 0, None)
+    assembler = Assembler(plan(manifest, pieces, rank=0), [parameter], 0, None, None)
     out = torch.empty(16, dtype=torch.uint8)
     for value in (1.0, 2.0):
         parameter.data = torch.full((4,), value)
@@ -264,7 +264,7 @@ def test_memory_is_bounded_and_given_back() -> None:
     for bucket, spec in zip(plans[0], manifest.buckets, strict=True):
         assert spec.nbytes <= sum(parcel.nbytes for parcel in bucket.values()) <= spec.nbytes + 16 * 12
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
-    sender = Assembler(plans[1], world.storages[1], 1, 0, Post(1, letters))
+    sender = Assembler(plans[1], world.storages[1], 1, None, Post(1, letters))
     for index in range(len(manifest.buckets)):
         sender.run(index, None, CPU)
         last = index == len(manifest.buckets) - 1
