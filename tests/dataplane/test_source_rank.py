@@ -135,7 +135,7 @@ def test_each_source_sends_its_own_and_all_join_in_one_order(tmp_path: Path, oth
 
 @pytest.mark.parametrize("at", [1, 2])
 def test_a_source_that_dies_ends_the_session_for_all(stand: Stand, other: SourceRank, halves: Halves, at: int) -> None:
-    """Killed while all wait for its bucket: leader and engines end at once, and the next epoch has groups of its own."""
+    """Killed while all wait for its bucket: all end at once, and the next epoch has groups of its own."""
     session, address = stand.offer(1, 7)
     halves.start(**job(stand, address, 1, 7, at=at, how="die"))
     began = time.monotonic()

@@ -175,9 +175,10 @@ class Fleet:
 
     # -- the trainer ---------------------------------------------------------------------------------------------
 
-    def start_trainer(self) -> None:
-        """Start both ranks and wait until they are ready."""
+    def start_trainer(self, stages: int = 1) -> None:
+        """Start both ranks, tensor-parallel or as two `stages`, and wait until they are ready."""
         environment = {
+            "STAGES": str(stages),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": "2",
@@ -198,6 +199,14 @@ class Fleet:
             )
         threading.Thread(target=self._read_answers, daemon=True).start()
         assert self.answer() == {"ready": True}
+
+    def end_trainer(self) -> None:
+        """Kill both ranks, if they are there."""
+        self.end("rank1")
+        if self._trainer is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._trainer.pid, signal.SIGKILL)
+            self._trainer.wait(120)
 
     def run_fsdp_ranks(self) -> list[dict[str, Any]]:
         """Run both FSDP2 ranks to their end; what rank 0 reported."""
@@ -258,8 +267,7 @@ class Fleet:
         """End the trainer; `Programs` ends the rest."""
         self.http.close()
         if self._trainer:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._trainer.pid, signal.SIGKILL)
+            self.end_trainer()
             self._trainer.communicate()
 
     # -- what can be seen ----------------------------------------------------------------------------------------

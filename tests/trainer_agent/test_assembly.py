@@ -72,22 +72,33 @@ class World:
         return cover.once(Pieces.join([Pieces.of(self.tensors, rows, rank) for rank, rows in self.rows.items()]))
 
     def check(
-        self, manifest: Manifest, plans: dict[int, tuple[BucketPlan, ...]], reach: Reach = HERE
+        self,
+        manifest: Manifest,
+        plans: dict[int, tuple[BucketPlan, ...]],
+        reach: Reach = HERE,
+        roots: Sequence[int] | None = None,
     ) -> dict[int, Assembler]:
         """Assemble every bucket and compare it with the tensors that were cut."""
         letters: dict[int, list[torch.Tensor]] = defaultdict(list)
         assemblers = {
-            rank: Assembler(plans[rank], self.storages[rank], rank, None, Post(rank, letters), reach) for rank in plans
+            rank: Assembler(plans[rank], self.storages[rank], rank, roots, Post(rank, letters), reach) for rank in plans
         }
-        self.run(manifest, assemblers, letters)
+        self.run(manifest, assemblers, letters, roots)
         return assemblers
 
-    def run(self, manifest: Manifest, assemblers: dict[int, Assembler], letters: dict[int, list[torch.Tensor]]) -> None:
+    def run(
+        self,
+        manifest: Manifest,
+        assemblers: dict[int, Assembler],
+        letters: dict[int, list[torch.Tensor]],
+        roots: Sequence[int] | None = None,
+    ) -> None:
         """One pass."""
         for index, bucket in enumerate(manifest.buckets):
+            root = 0 if roots is None else roots[index]
             out = torch.full((bucket.nbytes + 8,), 0xA5, dtype=torch.uint8)
-            for rank in sorted(assemblers, reverse=True):
-                assemblers[rank].run(index, out if rank == 0 else None, CPU)
+            for rank in sorted(assemblers, key=lambda rank: (rank == root, rank)):
+                assemblers[rank].run(index, out if rank == root else None, CPU)
             assert not any(letters.values()), "somebody sent what nobody asked for"
             assert (out[bucket.nbytes :] == 0xA5).all()
             for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
@@ -121,7 +132,22 @@ def test_any_pieces_and_any_buckets_give_the_same_bytes(
     pieces = world.pieces()
     manifest = Manifest.of("M", world.tensors, bucket_bytes)
     ranks = range(4)
-    world.check(manifest, {r: plan(manifest, pieces, rank=r, straight_bytes=straight_bytes) for r in ranks})
+    roots = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=(n := len(manifest.buckets)), max_size=n))
+    plans = {r: plan(manifest, pieces, rank=r, roots=roots, straight_bytes=straight_bytes) for r in ranks}
+    world.check(manifest, plans, roots=roots)
+
+
+def test_a_rank_that_holds_nothing_of_a_bucket_has_nothing_to_do_with_it() -> None:
+    """Stages work beside each other: where each assembles its own buckets, nothing travels between them."""
+    world = World("float32")
+    for at, (name, shape) in enumerate(SHAPES.items()):
+        world.give(at % 2, name, Box.whole(shape))
+    owners = {name: at % 2 for at, name in enumerate(SHAPES)}
+    manifest = Manifest.of("M", world.tensors, 1)
+    roots = [owners[manifest.tensors_of(index)[0].name] for index in range(len(manifest.buckets))]
+    for rank in range(2):
+        for index, bucket in enumerate(plan(manifest, world.pieces(), rank=rank, roots=roots)):
+            assert set(bucket) == ({rank} if roots[index] == rank else set())
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 400, 1 << 20])
