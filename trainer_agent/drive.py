@@ -319,7 +319,7 @@ class Drive:
         unable = open_table.unable(peers, of.senders) if self.machine.open else {}
         table = None if self.machine.open else staging.table
         session = Session(of.settings.channel, effect.epoch, self.version, staging.manifest, table)
-        sources = staging.sources(peers.keys())
+        sources = staging.sources(effect.receivers)
         for kind in peers:
             if isinstance(sender := of.senders[kind], Dividing):
                 sender.divide(sources)

@@ -261,7 +261,7 @@ def lead(
         told = topology_of(
             settings,
             kinds,
-            exposure.places if exposure else (place_of(0, source.device),),
+            exposure.places if exposure else layout.places or (place_of(0, source.device),),
             runtime_dir=settings.runtime_dir or default_runtime_dir(),
             refusals=refusals,
         )

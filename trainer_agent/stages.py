@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Self, assert_never
 import msgspec
 import torch
 
-from weightbus.control.messages import Offer, TransportKind
+from weightbus.control.messages import Offer, Place, TransportKind
 from weightbus.dataplane import integrity
 from weightbus.dataplane.manifest import BucketSpec, LiveDigests, Manifest
 from weightbus.dataplane.source_rank import SourceRank
@@ -29,6 +29,7 @@ from .live import LiveDigester, LivePlan, Want
 from .report import Stopwatch
 from .settings import TrainerSettings
 from .source import AssemblyFailed, Source, SourceError, Staged, head_dim_of
+from .whereabouts import place_of
 
 
 class Layout(NamedTuple):
@@ -37,10 +38,12 @@ class Layout(NamedTuple):
     manifest: Manifest
     stages: Stages | None
     """None where one rank sends everything."""
+    places: tuple[Place, ...] = ()
+    """Where the ranks are; told where that matters for who sends."""
 
     @classmethod
     def of(cls, source: Source, settings: TrainerSettings) -> Self:
-        """Buckets of one stage each, where stages may broadcast them; the same on every rank."""
+        """Buckets of one stage each, where stages may broadcast them; the same on every rank. Collective."""
         tensors = source.tensors()
         if isinstance(source, Staged) and TransportKind.DISTRIBUTED in settings.preferences():
             roots = source.roots()
@@ -48,7 +51,9 @@ class Layout(NamedTuple):
             if ranks[0] == 0 and len(ranks) > 1:
                 owners = [ranks.index(root) for root in roots]
                 manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes)
-                return cls(manifest, Stages(source, manifest, sources, ranks, settings.slots, head_dim_of(source)))
+                stages = Stages(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
+                told = source.collect(msgspec.msgpack.encode(place_of(source.rank, source.device)))
+                return cls(manifest, stages, tuple(msgspec.msgpack.decode(each, type=Place) for each in told))
         return cls(Manifest.of(source.model, tensors, settings.bucket_bytes), None)
 
 

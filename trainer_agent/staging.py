@@ -7,12 +7,12 @@ must read the same weights, and the second one is compared bucket by bucket.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from weightbus.control import routing
 from weightbus.control.log import get_log
-from weightbus.control.messages import EngineInfo, Offer, TrainerInfo, TransportKind
+from weightbus.control.messages import EngineInfo, Offer, Receiver, TrainerInfo, TransportKind
 from weightbus.dataplane import integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.manifest import DigestTable, Manifest
@@ -190,15 +190,16 @@ class Staging:
         most = self._stages.sources.largest_share if self._stages and self._staged else len(self.manifest.buckets)
         return self._filled and most <= len(self.slots)
 
-    def sources(self, kinds: Collection[TransportKind]) -> Sources | None:
-        """Who sends what to engines that take a version by `kinds`; null: the leader everything.
+    def sources(self, receivers: Sequence[Receiver]) -> Sources | None:
+        """Who sends what to `receivers`; null: the leader everything.
 
-        Stages send what they have read themselves, unless somebody needs all of it on the leader. Then they do not any
-        more in this publication.
+        Stages send what they have read themselves, unless somebody needs all of it on the leader, or works on the GPU
+        of another rank, which NCCL does not take into one group with it. Then they do not any more in this publication.
         """
         if self._stages is None or not self._staged:
             return None
-        if set(kinds) - routing.IN_PLACE == {TransportKind.DISTRIBUTED}:
+        taking = [each for each in receivers if each.transport not in routing.IN_PLACE]
+        if all(each.transport is TransportKind.DISTRIBUTED and not each.shares for each in taking):
             return self._stages.sources
         self._staged = self._filled = False
         return None

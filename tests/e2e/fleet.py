@@ -202,7 +202,8 @@ class Fleet:
 
     def end_trainer(self) -> None:
         """Kill both ranks, if they are there."""
-        self.end("rank1")
+        with contextlib.suppress(ProcessLookupError):
+            self.end("rank1")
         if self._trainer is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._trainer.pid, signal.SIGKILL)

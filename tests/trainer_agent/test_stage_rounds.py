@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
-from weightbus.control.messages import Outcome, TransportKind
+from weightbus.control.messages import Outcome, Receiver, Topology, TransportKind
 from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.sources import Sources
+from weightbus.trainer_agent import leader
 from weightbus.trainer_agent.errors import WeightsChanged
+from weightbus.trainer_agent.staging import Staging
+from weightbus.trainer_agent.whereabouts import topology_of
 
 from ..kit.fake_source import StagedSource, pipeline_of, tiny_qwen3
 from .test_rounds import Deployment
@@ -83,6 +89,33 @@ def test_where_another_engine_needs_all_of_it_one_rank_sends_all(pipeline: Pipel
     assert pipeline.publish(3).committed
     assert pipeline.holds("e0")
     assert pipeline.gathered == gathered
+
+
+def test_a_worker_on_the_gpu_of_another_rank_has_one_rank_send_all(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL takes no two members of a group on one GPU; which GPUs engines are on only the coordinator knows."""
+    told: list[Sequence[str]] = []
+
+    def topology(*arguments: Any, **more: Any) -> Topology:
+        told.append([place.device for place in arguments[2]])
+        return topology_of(*arguments, **more)
+
+    def sources(staging: Staging, receivers: Sequence[Receiver]) -> Sources | None:
+        return plain(staging, [msgspec.structs.replace(each, shares=True) for each in receivers])
+
+    plain = Staging.sources
+    monkeypatch.setattr(leader, "topology_of", topology)
+    monkeypatch.setattr(Staging, "sources", sources)
+    pipeline.engine("e0", transport=TransportKind.DISTRIBUTED)
+    pipeline.connect(**BROADCAST)
+    assert told == [["cpu"] * STAGES], "the coordinator is told where all ranks are"
+    for version in (1, 2):
+        pipeline.step()
+        assert pipeline.publish(version).committed
+        assert pipeline.holds("e0")
+    assert pipeline.gathered > 0
+    assert pipeline.engines["e0"].server.joins == 1
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -74,7 +74,7 @@ def load(model: GPTModel, weights: Mapping[str, torch.Tensor], shape: Shape) -> 
     """Fill this rank's parameters from Hugging Face tensors. Raises `KeyError` for one without a counterpart."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    first = int(model.decoder.layers[0].layer_number) - 1
+    first = cast("int", model.decoder.layers[0].layer_number) - 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             full = from_hf(_in_model(name, first), weights, shape)
