@@ -126,6 +126,14 @@ class LiveDigester:
         return frozenset(tensor for bucket in buckets for tensor in range(bucket.first, bucket.last))
 
 
+def joined(parts: Sequence[tuple[LiveDigests, ...]]) -> tuple[LiveDigests, ...]:
+    """What stages have predicted, each of its own parameters; kinds in the order in which the first has them."""
+    found: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {}
+    for each in (each for part in parts for each in part):
+        found.setdefault((each.algorithm, each.tp), {}).update(each.parameters)
+    return tuple(LiveDigests(algorithm, tp, parameters) for (algorithm, tp), parameters in found.items())
+
+
 class _Running:
     """The hash of one parameter on one rank."""
 

@@ -25,7 +25,7 @@ from weightbus.dataplane.sources import Sources, cut
 from weightbus.dataplane.transport import Address, Slot
 
 from . import orders
-from .live import LiveDigester, LivePlan, Want
+from .live import LiveDigester, LivePlan, Want, joined
 from .report import Stopwatch
 from .settings import TrainerSettings
 from .source import AssemblyFailed, Source, SourceError, Staged, head_dim_of
@@ -126,7 +126,7 @@ class Stages:
             raise AssemblyFailed("; ".join(errors))
         digests = {bucket: digest for each in all_found for bucket, digest in each.digests.items()}
         return Read(
-            b"".join(digests[index] for index in range(len(digests))), _joined([each.live for each in all_found])
+            b"".join(digests[index] for index in range(len(digests))), joined([each.live for each in all_found])
         )
 
     def refill(self, first: int, last: int, watch: Stopwatch) -> Sequence[str]:
@@ -248,14 +248,6 @@ def broadcast_order(offer: Offer, epoch: int, deadline_s: float, *, whole: bool)
         deadline_s=deadline_s,
         whole=whole,
     )
-
-
-def _joined(parts: Sequence[tuple[LiveDigests, ...]]) -> tuple[LiveDigests, ...]:
-    """Each parameter is of one stage, or the same from all of them; kinds in the order in which the first has them."""
-    found: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {}
-    for each in (each for part in parts for each in part):
-        found.setdefault((each.algorithm, each.tp), {}).update(each.parameters)
-    return tuple(LiveDigests(algorithm, tp, parameters) for (algorithm, tp), parameters in found.items())
 
 
 _FOUND: Final = msgspec.msgpack.Decoder(_Found)

@@ -207,7 +207,8 @@ class Fleet:
         if self._trainer is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._trainer.pid, signal.SIGKILL)
-            self._trainer.wait(120)
+            self._trainer.communicate()
+            self._trainer = None
 
     def run_fsdp_ranks(self) -> list[dict[str, Any]]:
         """Run both FSDP2 ranks to their end; what rank 0 reported."""
@@ -267,9 +268,7 @@ class Fleet:
     def close(self) -> None:
         """End the trainer; `Programs` ends the rest."""
         self.http.close()
-        if self._trainer:
-            self.end_trainer()
-            self._trainer.communicate()
+        self.end_trainer()
 
     # -- what can be seen ----------------------------------------------------------------------------------------
 
