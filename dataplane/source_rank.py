@@ -115,9 +115,9 @@ class SourceRank:
         reason = ""
         meeting: Attendance | None = None
         try:
-            backend_for(self._device)
             meeting = Attendance(address.address, epoch, source_name(self._number), address.token)
             meeting.begin()
+            backend_for(self._device)
             self._join(meeting, address, sources, deadline, stop)
             for place, memory in enumerate(buckets):
                 self._await_filled(place, meeting, deadline, stop)

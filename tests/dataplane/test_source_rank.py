@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import msgspec
 import pytest
 import torch
 
+from weightbus.dataplane import source_rank
 from weightbus.dataplane.distributed import DistributedSender
-from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.errors import TransferFailed, Unsupported
+from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.source_rank import SourceRank
 from weightbus.dataplane.sources import Sources
 from weightbus.dataplane.staging import BucketPool
@@ -24,9 +27,19 @@ from .transport_contract import PROMPT_S, Engine, Halves
 
 CPU = torch.device("cpu")
 NO_IPV6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+BROADCASTS = ("weightbus-broadcast", "weightbus-source")
+"""How threads that may be in one are called."""
 BUCKETS = 6
 TWO = Sources((0, 1, 0, 1, 0, 1))
 PEERS = [Peer("one", 1), Peer("two", 2)]
+
+
+def until(what: str, done: Callable[[], bool]) -> None:
+    """Well before any deadline."""
+    end = time.monotonic() + PROMPT_S
+    while not done():
+        assert time.monotonic() < end, f"waited for {what}"
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +188,24 @@ def test_a_source_that_does_not_come_is_named(stand: Stand) -> None:
     assert session.epoch == 1
 
 
+def test_a_source_that_cannot_take_part_says_why(
+    stand: Stand, other: SourceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, and engines are not waited for until a deadline: its settings would make NCCL hang, for example."""
+
+    def refuse(_device: torch.device) -> str:
+        raise Unsupported("NCCL_CUMEM_ENABLE is None")
+
+    monkeypatch.setattr(source_rank, "backend_for", refuse)
+    _, address = stand.offer(1, 7)
+    other.begin(address, 1, TWO, stand.own(7), 60.0, filled=3)
+    with pytest.raises(TransferFailed, match="source/1 gave up: NCCL_CUMEM_ENABLE"):
+        stand.leader.ready(60.0, 60.0)
+    assert "NCCL_CUMEM_ENABLE" in stand.leader.failed["two"]
+    assert all(isinstance(engine.join(), TransferFailed) for engine in stand.engines)
+    assert not any(engine.receiver.touched for engine in stand.engines)
+
+
 def test_a_source_whose_weights_changed_says_which(stand: Stand, other: SourceRank) -> None:
     """Nothing of that bucket is sent, the session ends for all, and the leader knows the tensors."""
     session, address = stand.offer(1, 7)
@@ -190,15 +221,16 @@ def test_a_source_whose_weights_changed_says_which(stand: Stand, other: SourceRa
     assert all(engine.server.loads <= 5 for engine in stand.engines)
 
 
-def test_an_engine_that_fails_ends_it_for_the_other_source(stand: Stand, other: SourceRank) -> None:
-    """It hears it from the leader, and its rank may write its slots again."""
+@pytest.mark.parametrize("filled", [1, 3])
+def test_an_engine_that_fails_ends_it_for_the_other_source(stand: Stand, other: SourceRank, filled: int) -> None:
+    """It hears it from the leader, its rank may write its slots again, and no thread is left in a broadcast."""
 
     def refuse(_index: int) -> None:
         raise TransferFailed("the server said 400")
 
     stand.engines[0].server._on_load = refuse
     session, address = stand.offer(1, 7)
-    other.begin(address, 1, TWO, stand.own(7), 60.0, filled=3)
+    other.begin(address, 1, TWO, stand.own(7), 60.0, filled=filled)
     began = time.monotonic()
     stand.serve(session, 60.0)
     other.wait_free(3)
@@ -206,6 +238,42 @@ def test_an_engine_that_fails_ends_it_for_the_other_source(stand: Stand, other: 
     assert "the server said 400" in stand.leader.failed["one"]
     assert other.failure
     assert all(isinstance(engine.join(), TransferFailed) for engine in stand.engines)
+    until("broadcasts to end", lambda: not any(each.name.startswith(BROADCASTS) for each in threading.enumerate()))
+
+
+def test_servers_that_wait_in_a_broadcast_are_freed_by_their_source(stand: Stand, other: SourceRank) -> None:
+    """A worker of SGLang hears nothing while it waits: that its source closes the group is what it notices."""
+    inside: list[int] = []
+
+    def watch(engine: Engine) -> None:
+        load = engine.server.load_broadcast
+
+        def watched(group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+            inside.append(1)
+            try:
+                load(group, tensors, deadline_s)
+            finally:
+                inside.pop()
+
+        engine.server.load_broadcast = watched  # type: ignore[method-assign]
+        engine.server.leave_group = lambda _group, _deadline_s: None  # type: ignore[method-assign]
+
+    for engine in stand.engines:
+        watch(engine)
+    session, address = stand.offer(1, 7)
+    other.begin(address, 1, TWO, stand.own(7), 60.0, filled=1)
+    stand.leader.ready(60.0)
+    for index, bucket in enumerate(make_bytes(stand.manifest, 7)[:3]):
+        stand.pool.slots[index % 2].memory[: bucket.numel()] = bucket
+        stand.leader.send(index, stand.pool.slots[index % 2], 60.0)
+        stand.leader.reclaim(index, 60.0)
+    until("both servers to wait for the other source", lambda: len(inside) == 2)
+    stand.leader.withdraw("one", "its agent is gone")
+    stand.leader.finish(60.0)
+    assert stand.leader.failed["one"] == "its agent is gone"
+    until("the servers to go on", lambda: not inside)
+    assert all(isinstance(engine.join(), TransferFailed) for engine in stand.engines)
+    assert session.epoch == 1
 
 
 def test_groups_that_do_not_form_hold_nobody(stand: Stand, other: SourceRank) -> None:

@@ -29,13 +29,15 @@ class Post:
         self.rank = rank
         self.letters = letters
 
-    def send(self, messages: Sequence[torch.Tensor], _root: int) -> None:
+    def send(self, messages: Sequence[torch.Tensor], root: int) -> None:
         self.letters[self.rank].extend(message.clone() for message in messages)
+        self.letters[~self.rank].extend(torch.tensor(root) for _ in messages)
 
     def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
         meanwhile()
         for rank, memory in messages:
             memory.copy_(self.letters[rank].pop(0))
+            assert int(self.letters[~rank].pop(0)) == self.rank, "it was sent to somebody else"
 
 
 class World:
