@@ -313,13 +313,10 @@ class _Draft:
             raw = self._of.raw_places[weight.spec.name]
             self._job(index, weight, Box.whole(weight.spec.shape), None, raw)
         for spec in self._of.plain:
-            if self._at_root(self._of.places[spec.name][0]):
-                self._copies[self._of.places[spec.name][0]].append(
-                    Copy(self._of.raw_places[spec.name], self._whole(spec))
-                )
+            self._copies[self._of.places[spec.name][0]].append(Copy(self._of.raw_places[spec.name], self._whole(spec)))
         for weight in self._of.weights:
             for part, spec in zip(weight.parts, weight.outputs, strict=True):
-                if not part.cell[0] and self._at_root(self._of.places[spec.name][0]):
+                if not part.cell[0]:
                     self._shapes[self._of.places[spec.name][0]].append(Shape(weight.spec.shape, self._whole(spec)))
 
     def _at_root(self, bucket: int) -> bool:

@@ -78,12 +78,15 @@ def test_where_another_engine_needs_all_of_it_one_rank_sends_all(pipeline: Pipel
     assert pipeline.gathered == 0
     mixed = pipeline.engine("e1", transport=other)
     pipeline.step()
+    before = sum(len(source.assembled) for source in pipeline.sources)
     report = pipeline.publish(2)
     assert {each.engine: each.outcome for each in report.engines} == dict.fromkeys(("e0", "e1"), Outcome.COMMITTED)
     assert pipeline.holds("e0")
     assert pipeline.holds("e1")
     gathered = pipeline.gathered
-    assert gathered > 0
+    assert gathered == sum(len(source.assembled) for source in pipeline.sources) - before > 0, (
+        "and nothing else is read"
+    )
     mixed.close()
     pipeline.step()
     assert pipeline.publish(3).committed
