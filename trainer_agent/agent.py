@@ -265,7 +265,9 @@ class TrainerAgent:
                     case Assemble() | Make() | Expose() | Digest() | Join() | Taken() if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
                         return self._alone(version, cause)
-                    case Read() | Refill() | Broadcast() if cause is not None:
+                    case Refill() | Broadcast() if cause is not None:
+                        pass  # the leader has heard, or will hear, that this source gave up
+                    case Read() if cause is not None:
                         return self._alone(version, cause)
                     case _:
                         return self._alone(version, unexpected(order, f"an order for version {version}"))

@@ -28,7 +28,7 @@ from . import orders
 from .live import LiveDigester, LivePlan, Want, joined
 from .report import Stopwatch
 from .settings import TrainerSettings
-from .source import AssemblyFailed, Source, SourceError, Staged, head_dim_of
+from .source import AssemblyFailed, Source, Staged, head_dim_of
 from .whereabouts import place_of
 
 
@@ -112,11 +112,11 @@ class Stages:
 
     def read(self, wanted: Collection[Want], watch: Stopwatch) -> Read:
         """Every stage reads and digests its buckets. Raises `SourceError` on every rank when one cannot."""
-        failure: SourceError | None = None
+        failure: Exception | None = None
         try:
             found = self._read(frozenset(wanted), watch)
-        except SourceError as error:
-            failure, found = error, _Found(error=f"rank {self._source.rank}: {error}")
+        except Exception as error:  # noqa: BLE001  raised below, once the others know
+            failure, found = error, _Found(error=f"rank {self._source.rank}: {type(error).__name__}: {error}")
         with watch.phase("assemble"):
             all_found = [_FOUND.decode(each) for each in self._source.collect(msgspec.msgpack.encode(found))]
         if failure is not None:
@@ -159,8 +159,15 @@ class Stages:
         self._part.begin(address, epoch, self.sources, buckets, deadline_s, filled)
 
     def obey(self, order: orders.OfStages) -> None:
-        """Do what the leader says; it does the same by its own calls."""
-        watch = Stopwatch()
+        """Do what the leader says; it does the same by its own calls. What fails here ends the session for all."""
+        try:
+            self._obey(order, Stopwatch())
+        except BaseException:
+            if self._part is not None:
+                self._part.stop()
+            raise
+
+    def _obey(self, order: orders.OfStages, watch: Stopwatch) -> None:
         match order:
             case orders.Read():
                 self.read(order.wanted, watch)

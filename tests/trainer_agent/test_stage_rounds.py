@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from weightbus.control.messages import Outcome, Receiver, Topology, TransportKin
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.sources import Sources
 from weightbus.trainer_agent import leader
-from weightbus.trainer_agent.errors import WeightsChanged
+from weightbus.trainer_agent.errors import PublishFailed, WeightsChanged
+from weightbus.trainer_agent.source import AssemblyFailed
 from weightbus.trainer_agent.staging import Staging
 from weightbus.trainer_agent.whereabouts import topology_of
 
@@ -21,6 +23,8 @@ from ..kit.fake_source import StagedSource, pipeline_of, tiny_qwen3
 from .test_rounds import Deployment
 
 STAGES = 3
+PROMPT_S = 30.0
+"""Half of what a transfer may take."""
 BROADCAST = {"transport": TransportKind.DISTRIBUTED.value}
 
 
@@ -140,6 +144,31 @@ def test_a_failed_attempt_is_driven_again_in_new_groups(pipeline: Pipeline, fits
     pipeline.step()
     assert pipeline.publish(2).committed
     assert all(pipeline.holds(name) for name in pipeline.engines)
+
+
+@pytest.mark.parametrize("rank", range(STAGES))
+@pytest.mark.parametrize("read_again", [False, True])
+def test_a_stage_that_cannot_read_ends_the_round(pipeline: Pipeline, rank: int, read_again: bool) -> None:
+    """On every rank, long before any deadline; a new agent on a new source publishes the version a moment later."""
+    pipeline.engine("e0", transport=TransportKind.DISTRIBUTED)
+    pipeline.connect(slots=1, redrives=0, **BROADCAST)
+    source = pipeline.sources[rank]
+
+    def fail(done: int) -> None:
+        if (len(source.assembled) > len(set(source.assembled))) if read_again else done == 1:
+            raise AssemblyFailed("gone")
+
+    source.before_assembly = fail
+    began = time.monotonic()
+    with pytest.raises(PublishFailed):
+        pipeline.publish(1)
+    assert time.monotonic() - began < PROMPT_S
+    for agent in pipeline.agents:
+        agent.close()
+    pipeline.sources = pipeline_of(tiny_qwen3(1, layers=2 * STAGES), STAGES, timeout_s=20.0)
+    pipeline.connect(**BROADCAST)
+    assert pipeline.publish(2).committed
+    assert pipeline.holds("e0")
 
 
 @pytest.mark.parametrize("rank", range(STAGES))
