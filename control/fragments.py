@@ -138,8 +138,8 @@ class Receiver(Fragment, frozen=True):
     tp: Count
     url: Text = ""
     shares: bool = False
-    """A worker of it is on a GPU of the trainer's, and would wait there for what is still made. Said only where the
-    table is open."""
+    """A worker of it is on a GPU of the trainer's: it would wait there for what is still made, and cannot be in one
+    group with that rank. Said where the table is open, and of those that are broadcast to."""
 
 
 class Offer(Fragment, frozen=True):

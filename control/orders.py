@@ -72,12 +72,13 @@ class Orders:
                 member.rank_offset = rank
                 rank += member.info.tp
             transport = member.transport or TransportKind.DISK
+            told = not self._publish.table or transport is TransportKind.DISTRIBUTED
             receiver = Receiver(
                 engine=member.name,
                 transport=transport,
                 tp=member.info.tp,
                 url=member.info.url,
-                shares=member.shares and not self._publish.table,
+                shares=member.shares and told,
             )
             receivers.append(receiver)
         return Send(

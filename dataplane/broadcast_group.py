@@ -7,6 +7,7 @@ the backend object is built directly: the trainer's default group, its timeouts 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -26,6 +27,9 @@ ROOT: Final = 0
 """SGLang's workers broadcast from rank 0 of the group, always."""
 
 _POLL_S: Final = 0.001
+_AT_ONCE: Final = timedelta(milliseconds=1)
+_ABORT_TAG: Final = 0x7FFFFFFF
+"""Of a message that nobody sends."""
 
 
 def backend_for(device: torch.device) -> str:
@@ -60,6 +64,8 @@ class _Backend(Protocol):
     """What torch's stubs leave out of ProcessGroupGloo and ProcessGroupNCCL."""
 
     def broadcast(self, tensors: list[torch.Tensor], opts: c10d.BroadcastOptions) -> c10d.Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> c10d.Work: ...  # noqa: N803
 
     def abort(self) -> None: ...
 
@@ -116,9 +122,15 @@ class BroadcastGroup:
     def abort(self) -> None:
         """Break it off, also while another thread is in `broadcast`. The group is of no use afterwards.
 
-        NCCL returns from everything at once. Gloo cannot abort (2.13: a no-op) and closes its connections, which
-        is what frees the other ranks, with its object: now, or when a broadcast under way reaches its own deadline.
+        NCCL returns from everything at once. Gloo cannot abort (2.13: a no-op), but a receive that runs out of time
+        closes its connections: that ends a broadcast under way, and frees the other ranks.
         """
         backend, self._backend = self._backend, None
-        if backend is not None and self._device.type == "cuda":
+        if backend is None:
+            return
+        if self._device.type == "cuda":
             backend.abort()
+            return
+        for peer in range(1, self.world_size):  # of one that is dead it ends in another way, which closes nothing
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_AT_ONCE)

@@ -1,36 +1,38 @@
-"""Other hosts, or GPUs that cannot map each other: one collective group of the source rank and every engine rank.
+"""Other hosts, or GPUs that cannot map each other: for each source rank one group of it and every engine rank.
 
-The sender broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart.
-The group is kept from round to round while its members stay and sessions end well; its name carries the epoch in which
-it was formed. A collective cannot drop a member: when one engine fails, all are named in `failed`, the group is broken
-off and the next epoch forms a new one. A group that broke while it formed takes the rendezvous store with it: SGLang's
-ranks would wait in it for the missing one for half an hour, and answer nothing meanwhile. The bytes go straight into
-the server's workers, so nothing here has checked them (`Receipt.checked` is false).
+A source broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart.
+This is the leading source; where there are several (`sources.py`), the others do their part by `source_rank.py`. All of
+them meet the engines in the leader's store, and have one session: its epoch, its end, its failure.
+
+Groups are kept from round to round while their members stay and sessions end well; their names carry the epoch in which
+they were formed. A collective cannot drop a member: when one engine or source fails, all engines are named in `failed`,
+every group is broken off and the next epoch forms new ones. Groups that broke while they formed take the rendezvous
+store with them: SGLang's ranks would wait in it for the missing one for half an hour, and answer nothing meanwhile. The
+bytes go straight into the server's workers, so nothing here has checked them (`Receipt.checked` is false).
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, TypeVar
 
-import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
 from .broadcast_group import BroadcastGroup, backend_for, join_store, serve_store
 from .deadline import Deadline
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
-from .meeting import POLL_S, Attendance, Meeting, new_token
-from .transport import JOIN_S, Address, EngineServer, Peer, Receipt, Session, Slot
+from .meeting import POLL_S, Meeting, holding, new_token, settled, source_name
+from .sources import Groups, Sources
+from .transport import JOIN_S, Address, Peer, Session, Slot
 
 _REASONS_S: Final = 0.3
-_FORM_S: Final = 60.0
-"""How long a new group may take to form: a server that died meanwhile leaves the others waiting for it in vain."""
-_LEAVE_S: Final = 5.0
-"""How long a server may take to forget a group that is broken anyway."""
+FORM_S: Final = 60.0
+"""How long new groups may take to form: a server that died meanwhile leaves the others waiting for it in vain."""
+_LOOK_S: Final = 0.001
+"""How soon it is noticed that another source's bucket has been taken: its slot is free for the next one."""
 
 _T = TypeVar("_T")
 
@@ -47,8 +49,17 @@ class DistributedSender:
         self._meeting: Meeting | None = None
         self._session: Session | None = None
         self._group: BroadcastGroup | None = None
+        """This source's own."""
+        self._groups: tuple[str, ...] = ()
+        """Every source's, `_group` first."""
         self._members: tuple[Peer, ...] = ()
-        """Who is in `_group`."""
+        """Who is in them."""
+        self._divided: Sources | None = None
+        self._sources = Sources.one(1)
+        """Of this session."""
+        self._lost = ""
+        """Which other source gave up, and why."""
+        self.differing: tuple[str, ...] = ()
         self._peers: tuple[Peer, ...] = ()
         """Who takes part in this session."""
         self._failed: dict[str, str] = {}
@@ -69,6 +80,10 @@ class DistributedSender:
         """Those who were well when another one failed, before the first broadcast."""
         return self._spared
 
+    def divide(self, sources: Sources | None) -> None:
+        """See `transport.Dividing`."""
+        self._divided = sources
+
     def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
         """Open the rendezvous store. Raises `Unsupported` when this process's NCCL settings do not fit SGLang's."""
         self.close()
@@ -76,8 +91,9 @@ class DistributedSender:
         if self._store is None:
             self._store = serve_store(self._host)
         if self._meeting is not None:
-            self._meeting.clear(peer.engine for peer in self._peers)
+            self._meeting.clear([*self._engines, *self._others])
         self._session, self._peers = session, tuple(peers)
+        self._sources, self._lost, self.differing = self._divided or Sources.one(len(session.manifest.buckets)), "", ()
         self._failed, self._withdrawn, self._spared, self._sends = {}, {}, frozenset(), {}
         self._forming = self._began = self._finished = False
         self._token = new_token()
@@ -89,44 +105,47 @@ class DistributedSender:
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
         """Wait until every engine's ranks are in the group: the one from the last round, or a new one.
 
-        All are in `failed` when an agent has not come within `join_s`, or the group has not formed `_FORM_S` later.
+        All are in `failed` when an agent has not come within `join_s`, or the group has not formed `FORM_S` later.
         """
         deadline = Deadline(deadline_s)
         meeting, session = self._open()
         try:
             self._wait_for("came", "to come", Deadline(min(join_s, deadline.left())))
-            forming = Deadline(min(_FORM_S, deadline.left()))
-            held = {meeting.heard("came", peer.engine) for peer in self._peers}
-            if self._group is None or self._members != self._peers or held != {self._group.name}:
-                self._break_off()
-                name = f"weightbus-{self._channel}-{session.epoch}"
-                self._forming = True
-                meeting.announce("group", name)
-                self._form(name, forming)
+            forming = Deadline(min(FORM_S, deadline.left()))
+            if self._all_hold():
+                meeting.announce("group", Groups(self._groups, self._sources.of if self._others else ()).encode())
             else:
-                meeting.announce("group", self._group.name)
-            self._wait_for("joined", "to join the group", forming)
+                self._break_off()
+                groups = Groups.of_sources(f"weightbus-{self._channel}-{session.epoch}", self._sources)
+                self._forming = True
+                meeting.announce("group", groups.encode())
+                self._form(groups, forming)
+            self._wait_for("joined", "to join", forming)
             self._forming = False
         except TransferFailed as error:
             self._fail_all(error)
             raise
 
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:
-        """Start the broadcast of bucket `index` from `slot`."""
+        """Start the broadcast of bucket `index` from `slot`. Another source sends its own by itself."""
         _, session = self._open()
         if self._failed or self._group is None:
             raise TransferFailed(f"no engine is left to serve ({next(iter(self._failed.values()), 'never ready')})")
         self._began = True
+        if self._sources.of[index]:
+            return
         memory = slot.memory[: session.manifest.buckets[index].nbytes]
         if memory.device.type == "cuda":
             torch.cuda.current_stream(memory.device).synchronize()  # the broadcast runs on another thread's stream
         self._sends[index] = self._run(self._group.broadcast, memory, Deadline(deadline_s))
 
     def reclaim(self, index: int, deadline_s: float) -> None:
-        """Wait until bucket `index` has left the slot. On failure everybody is in `failed` when this returns."""
-        if index not in self._sends:
-            return
+        """Wait until bucket `index` has left its slot. On failure everybody is in `failed` when this returns."""
         try:
+            if self._sources.of[index] and not self._failed:
+                self._await_source(index, Deadline(deadline_s))
+            if index not in self._sends:
+                return
             self._await(self._sends[index], f"the broadcast of bucket {index}", Deadline(deadline_s))
         except TransferFailed as error:
             self._fail_all(error)
@@ -139,7 +158,7 @@ class DistributedSender:
             for index, send in self._sends.items():
                 self._await(send, f"the broadcast of bucket {index}", deadline)
             if not self._failed:
-                self._wait_for("done", "to load every bucket", deadline)
+                self._wait_for("done", "to take every bucket", deadline)
                 self._finished = True
         except TransferFailed as error:
             self._fail_all(error)
@@ -163,29 +182,59 @@ class DistributedSender:
             raise TransferFailed("nothing is on offer: call offer first")
         return self._meeting, self._session
 
+    @property
+    def _engines(self) -> list[str]:
+        return [peer.engine for peer in self._peers]
+
+    @property
+    def _others(self) -> list[str]:
+        """The sources that do not lead, by the names under which they speak."""
+        return [source_name(number) for number in range(1, self._sources.count)]
+
     def _group_name(self) -> str:
         assert self._session is not None
         if self._group is not None and self._members == self._peers:
             return self._group.name
         return f"weightbus-{self._channel}-{self._session.epoch}"
 
-    def _form(self, name: str, deadline: Deadline) -> None:
+    def _all_hold(self) -> bool:
+        """Everybody who came is still in the groups of the last session, and these are what this one needs."""
+        meeting, _ = self._open()
+        if self._group is None or self._members != self._peers or len(self._groups) != self._sources.count:
+            return False
+        engines = {meeting.heard("came", engine) for engine in self._engines}
+        sources = [meeting.heard("came", source) for source in self._others]
+        return engines == {holding(self._groups)} and sources == list(self._groups[1:])
+
+    def _form(self, groups: Groups, deadline: Deadline) -> None:
+        """This source's own; the others are formed by theirs, in the order in which engines come to them."""
         assert self._store is not None
         world_size = 1 + sum(peer.tp for peer in self._peers)
-        store = join_store(self._store)
+        store, name = join_store(self._store), groups.names[0]
         forming = self._run(BroadcastGroup.form, store, name, self._host, self._device, world_size, deadline)
         self._group = self._await(forming, f"{world_size - 1} engine ranks to join {name}", deadline)
-        self._members = self._peers
+        self._members, self._groups = self._peers, groups.names
+
+    def _await_source(self, index: int, deadline: Deadline) -> None:
+        """Wait until everybody has taken a bucket of another source."""
+        meeting, _ = self._open()
+        source, wanted = source_name(self._sources.of[index]), self._sources.place(index) + 1
+        looked = time.monotonic()
+        while int(meeting.heard("sent", source) or 0) < wanted:
+            if time.monotonic() - looked >= POLL_S:
+                self._check_receivers()
+                looked = time.monotonic()
+            time.sleep(min(_LOOK_S, deadline.check(f"bucket {index} to be taken from {source}")))
 
     def _wait_for(self, step: str, what: str, deadline: Deadline) -> None:
         meeting, _ = self._open()
-        missing = [peer.engine for peer in self._peers]
+        missing = [*self._engines, *self._others]
         while missing := [engine for engine in missing if meeting.heard(step, engine) is None]:
             self._check_receivers()
             try:
                 left = deadline.check(f"{', '.join(missing)} {what}")
             except DeadlineExceeded as error:
-                self._failed.update(dict.fromkeys(missing, str(error)))
+                self._failed.update({engine: str(error) for engine in missing if engine in self._engines})
                 raise
             time.sleep(min(POLL_S, left))
 
@@ -194,26 +243,37 @@ class DistributedSender:
         while not future.done():
             self._check_receivers()
             left = deadline.check(what)
-            _settle(future, min(POLL_S, left))
+            settled(future, min(POLL_S, left))
         return future.result()
 
     def _check_receivers(self) -> None:
         meeting, _ = self._open()
+        for source in self._others:  # first: engines notice it too, and cannot say whose fault it is
+            if named := meeting.heard("differs", source):
+                self.differing = tuple(named.split(","))
+                self._lost = f"{source} gave up: the weights changed between the digest and the transfer"
+                raise PeerLost(self._lost)
         for peer in self._peers:
             reason = meeting.heard("failed", peer.engine) or self._withdrawn.get(peer.engine)
             if reason is not None and meeting.heard("done", peer.engine) is None:
                 self._failed[peer.engine] = reason
+        for source in self._others:
+            reason = meeting.heard("failed", source)
+            if reason is not None and not self._lost:
+                self._lost = f"{source} gave up: {reason}"
+        if self._lost and not self._failed:
+            raise PeerLost(self._lost)
         if self._failed:
             raise PeerLost("; ".join(f"{engine} gave up: {reason}" for engine, reason in self._failed.items()))
 
     def _fail_all(self, error: DataplaneError) -> None:
         """A group of which one member is lost is lost."""
         self._hear_reasons()
-        engines = frozenset(peer.engine for peer in self._peers)
+        engines = frozenset(self._engines)
         if self._failed and not self._began and not self._spared:
             self._spared = engines - self._failed.keys()
         for engine in engines:
-            self._failed.setdefault(engine, str(error))
+            self._failed.setdefault(engine, self._lost or str(error))
         if self._meeting is not None:
             self._meeting.announce("over", str(error))
         self._sends.clear()
@@ -224,7 +284,7 @@ class DistributedSender:
         if self._meeting is None or self._session is None:
             return
         deadline = Deadline(_REASONS_S)
-        while deadline.left() and not self._failed:
+        while deadline.left() and not self._failed and not self._lost:
             try:
                 self._check_receivers()
             except PeerLost:
@@ -236,7 +296,7 @@ class DistributedSender:
             self._end_store()
         if self._group is not None:
             self._group.abort()
-        self._group, self._members = None, ()
+        self._group, self._groups, self._members = None, (), ()
         if self._thread is not None:
             # A broadcast that does not return even now keeps a thread of its own; the next group gets a fresh one.
             self._thread.shutdown(wait=False, cancel_futures=True)
@@ -246,7 +306,7 @@ class DistributedSender:
         """Free whoever waits in it for the group, once the agents have heard that the session is over."""
         meeting, self._meeting = self._meeting, None
         deadline = Deadline(_REASONS_S)
-        while meeting and deadline.left() and any(meeting.heard("failed", peer.engine) is None for peer in self._peers):
+        while meeting and deadline.left() and any(meeting.heard("failed", engine) is None for engine in self._engines):
             time.sleep(POLL_S)
         self._store, self._forming = None, False
 
@@ -254,100 +314,3 @@ class DistributedSender:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "weightbus-broadcast")
         return self._thread.submit(function, *arguments)
-
-
-class DistributedReceiver:
-    """Brings one engine's ranks into the group and has them take every bucket."""
-
-    def __init__(self) -> None:
-        self._held = ""
-        """The group the server is in, as far as this process knows."""
-        self._server: EngineServer | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._touched = False
-
-    @property
-    def touched(self) -> bool:
-        """The server was asked to change weights in the last session."""
-        return self._touched
-
-    def receive(  # noqa: PLR0917
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
-    ) -> Receipt:
-        """Join the group if need be, then take every bucket."""
-        deadline = Deadline(deadline_s)
-        self._touched = False
-        if self._server is not server:
-            self._held, self._server = "", server
-        meeting = Attendance(address.address, session.epoch, engine, address.token)
-        meeting.begin()
-        reason = ""
-        try:
-            self._join(meeting, address, rank_offset, server, deadline)
-            for index in range(len(session.manifest.buckets)):
-                self._touched = True
-                tensors = session.manifest.tensors_of(index)
-                self._call(meeting, f"bucket {index}", deadline, server.load_broadcast, self._held, tensors)
-            meeting.say("done", "", deadline)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            meeting.close(reason)
-            if reason:
-                self._abandon(server)
-        return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=False)
-
-    def close(self) -> None:
-        """Nothing belongs to a session alone; the group stays for the next one."""
-
-    def shutdown(self) -> None:
-        """Have the server leave its group."""
-        if self._held and self._server is not None:
-            self._leave(self._server)
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
-            self._thread = None
-
-    def _join(
-        self, meeting: Attendance, address: Address, rank_offset: int, server: EngineServer, deadline: Deadline
-    ) -> None:
-        meeting.say("came", self._held, deadline)
-        group = meeting.group(deadline)
-        if group != self._held:
-            if self._held:
-                server.leave_group(self._held, deadline.check("time to leave the old group"))
-            self._held = group
-            where = msgspec.structs.replace(address, group=group)
-            self._call(meeting, f"the group {group} to form", deadline, server.join_group, where, rank_offset)
-        meeting.say("joined", "", deadline)
-
-    def _call(
-        self, meeting: Attendance, what: str, deadline: Deadline, function: Callable[..., None], *arguments: object
-    ) -> None:
-        """Call the server on another thread, so that a sender that dies or gives up is noticed meanwhile."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "weightbus-engine")
-        answer = self._thread.submit(function, *arguments, deadline.check(what))
-        while not _settle(answer, POLL_S):
-            meeting.check()
-            deadline.check(what)
-        answer.result()
-
-    def _abandon(self, server: EngineServer) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._thread = None
-        if self._held:
-            self._leave(server)
-
-    def _leave(self, server: EngineServer) -> None:
-        """The group is broken for everybody: the server is asked to forget it, and that it may be dead is no news."""
-        with contextlib.suppress(TransferFailed):
-            server.leave_group(self._held, _LEAVE_S)
-        self._held = ""
-
-
-def _settle(future: Future[_T], seconds: float) -> bool:
-    """Wait up to `seconds`; whether it is done by then, well or not."""
-    return bool(wait([future], seconds).done)

@@ -2,11 +2,16 @@
 
     epoch                 sender    the epoch on offer; a receiver of another one is stale
     <epoch>/came/E        receiver  E is here; the value names the group its server is still in, if any
-    <epoch>/group         sender    the group to broadcast over: the one all are in, or a new one to join
+    <epoch>/group         sender    what to broadcast over (`sources.Groups`): what all are in, or new groups to join
     <epoch>/joined/E      receiver  E's server is in it
     <epoch>/done/E        receiver  E has loaded every bucket
     <epoch>/failed/E      receiver  E gives up, and why
     <epoch>/over          sender    the session is over, and why
+
+Sources that do not lead say the same under the name that `source_name` gives them, which no engine can have, and:
+
+    <epoch>/sent/S        source    so many of its buckets have been taken by everybody
+    <epoch>/differs/S     source    tensors that it found changed between the digest and the transfer
 
 Keys of an epoch are deleted when the next one begins. A store that stops answering is a sender that died.
 
@@ -22,9 +27,10 @@ import hmac
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
@@ -39,7 +45,24 @@ _MAX_REASON: Final = 2048
 _CONNECT_S: Final = 30.0
 _GOODBYE_S: Final = 1.0
 _MAC_CHARS: Final = 64
-_STEPS: Final = ("came", "joined", "done", "failed")
+_STEPS: Final = ("came", "joined", "done", "failed", "sent", "differs")
+
+_T = TypeVar("_T")
+
+
+def source_name(number: int) -> str:
+    """As whom source `number` of a trainer speaks."""
+    return f"source/{number}"
+
+
+def holding(groups: Sequence[str]) -> str:
+    """What an engine whose server is in `groups` says when it comes."""
+    return ",".join(groups)
+
+
+def settled(future: Future[_T], seconds: float) -> bool:
+    """Wait up to `seconds`; whether it is done by then, well or not."""
+    return bool(wait([future], seconds).done)
 
 
 def new_token() -> str:
@@ -147,8 +170,12 @@ class Attendance:
 
     def say(self, step: str, value: str, deadline: Deadline) -> None:
         """Tell the sender that this engine has reached `step`; returns when its store has it."""
-        self._outbox.put((step, value))
+        self.post(step, value)
         self._wait(lambda: step in self._said, f"the sender's store to take {step!r}", deadline)
+
+    def post(self, step: str, value: str) -> None:
+        """Tell the sender without waiting for its store."""
+        self._outbox.put((step, value))
 
     def close(self, last: str = "") -> None:
         """Stop asking; `last` is the reason of a failure, told if the sender can still be reached."""

@@ -26,6 +26,7 @@ import torch
 
 from .errors import TransferFailed
 from .manifest import BucketSpec, DigestTable, Manifest, TensorSpec
+from .sources import Sources
 
 JOIN_S: Final = 15.0
 """How long a sender waits for receivers to come. They are told where at once, and coming takes no time: whoever has not
@@ -230,6 +231,20 @@ class Tabling(Protocol):
 
     def tabled(self, tabled: Tabled) -> None:
         """Give it to all receivers, those that are there and those that come. Once in a session, from any thread."""
+        ...
+
+
+@runtime_checkable
+class Dividing(Protocol):
+    """A sender of which other ranks of the trainer send a part of the buckets, by groups of their own."""
+
+    @property
+    def differing(self) -> Sequence[str]:
+        """Tensors that one of these ranks found changed since they were digested, for which the session failed."""
+        ...
+
+    def divide(self, sources: Sources | None) -> None:
+        """Who sends what, from the next `offer` on; null: this rank alone. The buckets of others need no slot here."""
         ...
 
 

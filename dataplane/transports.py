@@ -90,7 +90,7 @@ def receiver(kind: str, *, runtime_dir: Path | None = None, beside: bool = True)
 
             return SendsReceiver(runtime_dir or default_runtime_dir(), beside=beside)
         case "distributed":
-            from .distributed import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
+            from .distributed_receiver import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
 
             return DistributedReceiver()
         case "disk":

@@ -32,13 +32,30 @@ from .exposure import Exposure
 from .handle import PublishHandle
 from .leader import Leader, exposure_of, lead
 from .open_table import settled
-from .orders import Assemble, Beat, Digest, Expose, Finish, Join, Make, NotReady, Ranks, Ready, Taken, unexpected
+from .orders import (
+    Assemble,
+    Beat,
+    Broadcast,
+    Digest,
+    Expose,
+    Finish,
+    Join,
+    Make,
+    NotReady,
+    Ranks,
+    Read,
+    Ready,
+    Refill,
+    Taken,
+    unexpected,
+)
 from .outfit import Progress
 from .publication import Ending, Verdict
 from .quantised import as_served
 from .report import Mode, PublishReport
 from .settings import SECTION, TrainerSettings
 from .source import Source, SourceError
+from .stages import Layout, Stages
 
 _log = get_log(__name__)
 
@@ -46,13 +63,14 @@ _log = get_log(__name__)
 class TrainerAgent:
     """Publishes the weights of one source on one channel. Made by `connect`; a context manager."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  made in two places
         self,
         source: Source,
         settings: TrainerSettings,
         manifest: Manifest,
         leader: Leader | None,
         exposure: Exposure | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self.settings = settings
         self.manifest = manifest
@@ -60,6 +78,7 @@ class TrainerAgent:
         self._source = source
         self._leader = leader
         self._exposure = exposure
+        self._stages = stages
         self._ranks = Ranks(source)
         self._unusable = ""
 
@@ -106,8 +125,8 @@ class TrainerAgent:
             loaded = settings_file.load(TrainerSettings, SECTION, file=file, environ=environment, flags=given)
             settings = loaded.value
         source = as_served(source, settings)
-        manifest = Manifest.of(source.model, source.tensors(), settings.bucket_bytes)
-        return cls(source, settings, manifest, *_start(source, settings, manifest, progress))
+        layout = Layout.of(source, settings)
+        return cls(source, settings, layout.manifest, *_start(source, settings, layout, progress), layout.stages)
 
     @property
     def leading(self) -> bool:
@@ -181,6 +200,9 @@ class TrainerAgent:
         self._unusable = self._unusable or "was closed"
         leader, self._leader = self._leader, None
         exposure, self._exposure = self._exposure, None
+        stages, self._stages = self._stages, None
+        if stages is not None:
+            stages.close()
         if leader is not None:
             leader.close()
         if exposure is not None:
@@ -233,6 +255,8 @@ class TrainerAgent:
                         self._exposure.make(digests=order.digests)
                     case Join() if cause is None and self._exposure is not None:
                         self._exposure.join(Address(order.address, token=order.token), order.epoch, order.deadline_s)
+                    case Read() | Refill() | Broadcast() if cause is None and self._stages is not None:
+                        self._stages.obey(order)
                     case Beat():
                         pass
                     case Taken() if order.version == version and cause is None:
@@ -241,6 +265,10 @@ class TrainerAgent:
                         return self._settled(order.verdict), order.report, cause
                     case Assemble() | Make() | Expose() | Digest() | Join() | Taken() if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
+                        return self._alone(version, cause)
+                    case Refill() | Broadcast() if cause is not None:
+                        pass  # the leader has heard, or will hear, that this source gave up
+                    case Read() if cause is not None:
                         return self._alone(version, cause)
                     case _:
                         return self._alone(version, unexpected(order, f"an order for version {version}"))
@@ -274,15 +302,15 @@ class TrainerAgent:
 def _start(
     source: Source,
     settings: TrainerSettings,
-    manifest: Manifest,
+    layout: Layout,
     progress: Callable[[Progress], None] | None,
 ) -> tuple[Leader | None, Exposure | None]:
     """The leader on the root, and each other rank's exposure; or `ConnectFailed` on every rank."""
     ranks = Ranks(source)
     if not source.root:
-        return None, _await_leader(ranks, exposure_of(source, settings, manifest))
+        return None, _await_leader(ranks, exposure_of(source, settings, layout.manifest))
     try:
-        leader = lead(source, settings, manifest, progress)
+        leader = lead(source, settings, layout, progress)
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         try:

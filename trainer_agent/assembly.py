@@ -65,15 +65,14 @@ def elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
 class Exchange:
     """The group in which parcels travel. Knows nothing of tensors but their bytes."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], root: int) -> None:
-        """`ranks` are global ranks by rank of the source's group, `root` a rank of that group."""
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        """`ranks` are global ranks by rank of the source's group."""
         self._group = group
         self._ranks = tuple(ranks)
-        self._root = root
 
-    def send(self, messages: Sequence[torch.Tensor]) -> None:
-        """Hand `messages` to the root; they may be written again afterwards (on a GPU: in stream order)."""
-        self._run([dist.P2POp(dist.isend, message, self._ranks[self._root], self._group) for message in messages])
+    def send(self, messages: Sequence[torch.Tensor], root: int) -> None:
+        """Hand `messages` to rank `root`; they may be written again afterwards (on a GPU: in stream order)."""
+        self._run([dist.P2POp(dist.isend, message, self._ranks[root], self._group) for message in messages])
 
     def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
         """Fill each tensor with what its rank sends; several of one rank in the order in which it sends them.
@@ -112,15 +111,18 @@ class Assembler:
         buckets: Sequence[BucketPlan],
         storages: Sequence[torch.Tensor],
         rank: int,
-        root: int,
+        roots: Sequence[int] | None,
         exchange: Exchange | None,
         reach: Reach = Reach(),  # noqa: B008  immutable
     ) -> None:
-        """`storages` are what pieces number; `exchange` may be None where this rank neither sends nor receives."""
+        """`storages` are what pieces number; `exchange` may be None where this rank neither sends nor receives.
+
+        `roots` as `buckets` were planned with.
+        """
         self._buckets = tuple(buckets)
         self._storages = tuple(storages)
         self._rank = rank
-        self._root = root
+        self._roots = tuple(roots) if roots is not None else (0,) * len(self._buckets)
         self._exchange = exchange
         self._reach = reach
         self._scratch: torch.Tensor | None = None
@@ -135,7 +137,7 @@ class Assembler:
 
     @torch.no_grad()
     def run(self, index: int, out: torch.Tensor | None, device: torch.device) -> None:
-        """Take part in bucket `index`; `out` is given on the root. `device` is where buckets are, on every rank."""
+        """Take part in bucket `index`; `out` is given on its root. `device` is where buckets are, on every rank."""
         if index == 0:
             self._begin_pass(device)
         bucket = self._buckets[index]
@@ -212,11 +214,11 @@ class Assembler:
             else:
                 (place,) = message.placements
                 sent.append(self._source(place).contiguous().view(-1).view(torch.uint8))
-        self._link().send(sent)
+        self._link().send(sent, self._roots[index])
 
     def _gather(self, index: int, out: torch.Tensor) -> None:
         bucket = self._buckets[index]
-        peers = {rank: parcel for rank, parcel in bucket.items() if rank != self._root}
+        peers = {rank: parcel for rank, parcel in bucket.items() if rank != self._rank}
         memory = self._memory(sum(parcel.loose_bytes for parcel in peers.values()), out.device, away=False)
         starts = accumulate((parcel.loose_bytes for parcel in peers.values()), initial=0)
         received: list[tuple[int, torch.Tensor]] = []
@@ -230,7 +232,7 @@ class Assembler:
                 received.append((rank, loose))
                 for place in message.placements:
                     copies.add(_in_bucket(out, place), _in_parcel(loose, place))
-        own = bucket.get(self._root)
+        own = bucket.get(self._rank)
 
         def fill() -> None:
             if own is not None:
@@ -297,13 +299,14 @@ class Assembler:
 
     def _memory(self, nbytes: int, device: torch.device, *, away: bool) -> torch.Tensor:
         if self._scratch is None or self._scratch.numel() < nbytes:
-            largest = max((self._scratch_bytes(bucket, away=away) for bucket in self._buckets), default=0)
+            largest = max((self._scratch_bytes(index, away=away) for index in range(len(self._buckets))), default=0)
             self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
         return self._scratch[:nbytes]
 
-    def _scratch_bytes(self, bucket: BucketPlan, *, away: bool) -> int:
-        if self._rank == self._root:
-            return sum(parcel.loose_bytes for rank, parcel in bucket.items() if rank != self._root)
+    def _scratch_bytes(self, index: int, *, away: bool) -> int:
+        bucket = self._buckets[index]
+        if self._rank == self._roots[index]:
+            return sum(parcel.loose_bytes for rank, parcel in bucket.items() if rank != self._rank)
         parcel = bucket.get(self._rank)
         if parcel is None:
             return 0

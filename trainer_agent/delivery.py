@@ -2,8 +2,9 @@
 
 A lane is a thread that owns one `Sender` for the epoch and walks through its order of calls, so that a slow transport
 does not hold up another and the leader's thread stays free to assemble, to speak with its ranks and to hear the
-coordinator. Bucket `i` lies in slot ``i % len(slots)``; a slot is written again only after every lane has reclaimed
-the bucket that was in it.
+coordinator. Buckets of this rank lie in its slots in turn; a slot is written again only after every lane has reclaimed
+the bucket that was in it. Where stages send their own buckets (stages.py) that holds for each stage's slots, and a row
+of buckets, one of each stage, is assembled at a time.
 
 A lane never raises: what goes wrong becomes the failure of the engines that it serves.
 """
@@ -21,7 +22,8 @@ from weightbus.control.log import get_log
 from weightbus.control.messages import Offer, TransportKind
 from weightbus.control.routing import IN_PLACE
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
-from weightbus.dataplane.transport import Address, Peer, Sender, Session, Slot, Tabled, Tabling
+from weightbus.dataplane.sources import Sources
+from weightbus.dataplane.transport import Address, Dividing, Peer, Sender, Session, Slot, Tabled, Tabling
 
 _OFFER_S: Final = 30.0
 """Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""
@@ -36,24 +38,28 @@ class DeliveryStopped(TransferFailed):
 class Delivery:
     """Sends the buckets of `session` through `senders`. Used by the leader's thread only."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  made in one place
         self,
         session: Session,
         senders: Mapping[TransportKind, Sender],
         peers: Mapping[TransportKind, Sequence[Peer]],
         slots: Sequence[Slot],
         deadline_s: float,
+        sources: Sources | None = None,
     ) -> None:
+        """`sources`: who sends what; this rank everything where nothing is said."""
         self.session = session
         self.epoch = session.epoch
         self._turn = threading.Condition()
         deadline = time.monotonic() + deadline_s
         self._slots = slots
         self._buckets = len(session.manifest.buckets)
+        self._sources = sources or Sources.one(self._buckets)
         self._filled = 0
         self._tabled = False
         self._lanes = [
-            _Lane(kind, senders[kind], peers[kind], session, slots, deadline, self._turn) for kind in sorted(peers)
+            _Lane(kind, senders[kind], peers[kind], session, slots, deadline, self._turn, self._sources)
+            for kind in sorted(peers)
         ]
 
     def open(self) -> tuple[Offer, ...]:
@@ -90,17 +96,21 @@ class Delivery:
                 for peer in lane.peers
             }
 
-    def wanted(self) -> int | None:
-        """The bucket that should be assembled now; None when its slot is still in use, or all are there."""
+    def wanted(self) -> range | None:
+        """The buckets that should be assembled now; None when a slot is still in use, or all are there."""
         with self._turn:
-            index = self._filled
+            if self._filled >= self._buckets:
+                return None
+            row = self._sources.row_at(self._filled)
             alive = [lane for lane in self._lanes if not lane.over and lane.kind not in IN_PLACE]
-            free = all(lane.reclaimed > index - len(self._slots) for lane in alive)
-            return index if index < self._buckets and free and alive else None
+            taken = self._sources.needed(row, len(self._slots))
+            return row if alive and all(lane.reclaimed > taken for lane in alive) else None
 
-    def slot_of(self, index: int) -> Slot:
-        """Where bucket `index` goes."""
-        return self._slots[index % len(self._slots)]
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """Tensors that another rank found changed since they were digested."""
+        with self._turn:
+            return tuple(name for lane in self._lanes for name in lane.differing)
 
     def filled(self, count: int) -> None:
         """The first `count` buckets lie in their slots."""
@@ -167,6 +177,7 @@ class _Lane:
         slots: Sequence[Slot],
         deadline: float,
         turn: threading.Condition,
+        sources: Sources,
     ) -> None:
         self.kind = kind
         self.address: Address | None = None
@@ -174,9 +185,10 @@ class _Lane:
         self.filled = self.reclaimed = 0
         self.failed: dict[str, str] = {}
         self.spared: frozenset[str] = frozenset()
+        self.differing: tuple[str, ...] = ()
         self.peers = peers
         self._sender, self._session, self._slots = sender, session, slots
-        self._deadline, self._turn = deadline, turn
+        self._deadline, self._turn, self._sources = deadline, turn, sources
         self._thread = threading.Thread(target=self._run, name=f"weightbus-{kind}", daemon=True)
 
     def start(self) -> None:
@@ -211,11 +223,12 @@ class _Lane:
         finally:
             # Read before closing: the failures belong to the session that is being let go of.
             failed, spared = dict(self._sender.failed), self._sender.spared
+            differing = tuple(self._sender.differing) if isinstance(self._sender, Dividing) else ()
             if reason:
                 failed = {peer.engine: failed.get(peer.engine, reason) for peer in self.peers}
             self._sender.close()
             with self._turn:
-                self.failed, self.spared, self.over = failed, spared, True
+                self.failed, self.spared, self.differing, self.over = failed, spared, differing, True
                 self._turn.notify_all()
 
     def _carry(self) -> None:
@@ -231,22 +244,22 @@ class _Lane:
         count, depth = len(self._session.manifest.buckets), len(self._slots)
         if self.kind in IN_PLACE:
             return self._sender.finish(self._left("the receivers to finish"))
-        for index in range(count):
-            self._await(index)
-            self._sender.send(index, self._slots[index % depth], self._left(f"bucket {index} to be taken"))
-            self._reclaim(index - depth + 1)
+        for row in self._sources.rows:
+            self._reclaim(self._sources.needed(row, depth))
+            for index in row:
+                self._await(index)
+                slot = self._slots[self._sources.place(index) % depth]
+                self._sender.send(index, slot, self._left(f"bucket {index} to be taken"))
         self._sender.finish(self._left("the last bucket to be confirmed"))
-        for index in range(max(0, count - depth + 1), count):
-            self._reclaim(index)
-        return None
+        return self._reclaim(count - 1)
 
-    def _reclaim(self, index: int) -> None:
-        if index < 0:
-            return
-        self._sender.reclaim(index, self._left(f"bucket {index} to be let go of"))
-        with self._turn:
-            self.reclaimed = index + 1
-            self._turn.notify_all()
+    def _reclaim(self, last: int) -> None:
+        """Every bucket up to `last`."""
+        for index in range(self.reclaimed, last + 1):
+            self._sender.reclaim(index, self._left(f"bucket {index} to be let go of"))
+            with self._turn:
+                self.reclaimed = index + 1
+                self._turn.notify_all()
 
     def _await(self, index: int) -> None:
         with self._turn:

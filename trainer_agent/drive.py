@@ -23,7 +23,7 @@ from weightbus.dataplane import saved_version
 from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.errors import DataplaneError, Unsupported
 from weightbus.dataplane.manifest import DigestTable
-from weightbus.dataplane.transport import Peer, Session, Tabled
+from weightbus.dataplane.transport import Dividing, Peer, Session, Tabled
 
 from . import open_table, orders
 from . import publication as p
@@ -124,20 +124,21 @@ class Drive:
         if delivery.over:
             self._delivery = None
             self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
+            if delivery.differing:
+                return self._weights_differ(WeightsDiffer(delivery.differing))
             return p.Delivered(delivery.epoch, delivery.failed, delivery.spared)
-        index = delivery.wanted()
-        if index is None:
+        row = delivery.wanted()
+        if row is None:
             delivery.wait(_POLL_S)
             return None
         try:
-            self._of.staging.refill(index, self._watch)
+            self._of.staging.refill(row, self._watch)
         except WeightsDiffer as error:
-            self.cause = error
-            return p.Broken(p.Ending.WEIGHTS_CHANGED, str(error))
+            return self._weights_differ(error)
         except SourceError as error:
             return self._source_failed(error)
-        delivery.filled(index + 1)
-        self._show(index + 1)
+        delivery.filled(row.stop)
+        self._show(row.stop)
         return None
 
     def _beat(self, now: float) -> None:
@@ -322,11 +323,17 @@ class Drive:
         unable = open_table.unable(peers, of.senders) if self.machine.open else {}
         table = None if self.machine.open else staging.table
         session = Session(of.settings.channel, effect.epoch, self.version, staging.manifest, table)
-        self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, effect.deadline_s)
+        sources = staging.sources(effect.receivers)
+        for kind in peers:
+            if isinstance(sender := of.senders[kind], Dividing):
+                sender.divide(sources)
+        self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, effect.deadline_s, sources)
         offers = delivery.open()
         for offer in offers:
             if offer.transport is m.TransportKind.SENDS:
                 staging.join(offer, effect.epoch, effect.deadline_s)
+            elif sources is not None and offer.transport is m.TransportKind.DISTRIBUTED:
+                staging.broadcast(offer, effect.epoch, effect.deadline_s)
         if staging.whole:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
@@ -475,6 +482,10 @@ class Drive:
     def _source_failed(self, error: SourceError) -> p.Broken:
         self.cause = error
         return p.Broken(p.Ending.SOURCE_FAILED, str(error))
+
+    def _weights_differ(self, error: WeightsDiffer) -> p.Broken:
+        self.cause = error
+        return p.Broken(p.Ending.WEIGHTS_CHANGED, str(error))
 
     def _show(self, buckets_sent: int = 0) -> None:
         if self._of.progress is not None:

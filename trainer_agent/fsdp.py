@@ -141,7 +141,7 @@ class FSDPSource:
         """An assembler over the shards as they are now: optimizers that offload put other memory under them."""
         shards = [local(tensor) for tensor in self._held.storages]
         if self._assembler is None or any(a is not b for a, b in zip(shards, self._assembler[0], strict=True)):
-            self._assembler = (shards, Assembler(buckets, shards, self._ranks.rank, 0, self._exchange))
+            self._assembler = (shards, Assembler(buckets, shards, self._ranks.rank, None, self._exchange))
         return self._assembler[1]
 
     def _settle(self, module: nn.Module, dtype: torch.dtype | None, model: str | None) -> tuple[Held, Pieces]:
@@ -160,4 +160,4 @@ class FSDPSource:
         if len(holders) == 1:
             return None
         group = self._ranks.subgroup(holders, self._device)
-        return None if group is None else Exchange(group, self._ranks.global_ranks, 0)
+        return None if group is None else Exchange(group, self._ranks.global_ranks)

@@ -68,7 +68,7 @@ class HFModuleSource:
         if self._planned is None or self._planned[0] is not manifest:
             check_manifest(manifest, self._held.tensors)
             buckets = plan(manifest, self._held.pieces, rank=0)
-            self._planned = (manifest, Assembler(buckets, self._held.storages, 0, 0, None))
+            self._planned = (manifest, Assembler(buckets, self._held.storages, 0, None, None))
         self._planned[1].run(index, out, self.device)
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 
@@ -44,21 +44,12 @@ from .quantised import KnowsServed
 from .report import Mode, PublishReport, Stopwatch
 from .settings import SendsOver, TrainerSettings
 from .snapshot_rounds import SnapshotRounds, Times, behind_in, log_end
-from .source import Source, SourceError
+from .source import Source, SourceError, head_dim_of
+from .stages import Layout
 from .staging import InPlace, Pool, Staging
 from .whereabouts import place_of, topology_of
 
 _log = get_log(__name__)
-
-
-@runtime_checkable
-class KnowsHeads(Protocol):
-    """A source that can say how wide an attention head is, where shapes do not tell (served_layout.py)."""
-
-    @property
-    def head_dim(self) -> int | None:
-        """Elements of one attention head; None when it does not know after all."""
-        ...
 
 
 class Leader:
@@ -247,9 +238,10 @@ _WARNING: Final = 30
 
 
 def lead(
-    source: Source, settings: TrainerSettings, manifest: Manifest, progress: Callable[[Progress], None] | None = None
+    source: Source, settings: TrainerSettings, layout: Layout, progress: Callable[[Progress], None] | None = None
 ) -> Leader:
     """Connect to the coordinator and make the staging memory. Root only."""
+    manifest = layout.manifest
     exposure, refusals = _tried(exposure_of(source, settings, manifest), source, settings)
     kinds = tuple(kind for kind in settings.transports() if kind not in refusals)
     if not kinds:
@@ -269,7 +261,7 @@ def lead(
         told = topology_of(
             settings,
             kinds,
-            exposure.places if exposure else (place_of(0, source.device),),
+            exposure.places if exposure else layout.places or (place_of(0, source.device),),
             runtime_dir=settings.runtime_dir or default_runtime_dir(),
             refusals=refusals,
         )
@@ -289,8 +281,9 @@ def lead(
                 manifest,
                 pool,
                 ranks,
-                source.head_dim if isinstance(source, KnowsHeads) else None,
+                head_dim_of(source),
                 None if exposure is None else InPlace(exposure, _trainer_info(source, kinds)),
+                layout.stages,
             ),
             make_sender=_sender_maker(source, settings, exposure),
             senders={},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -23,7 +23,7 @@ from weightbus.dataplane import fmix
 from weightbus.dataplane.manifest import LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.served_layout import Box, ServedParameter, served_layout
 
-from .live_fmix import FmixDigester, FmixLayout
+from .live_fmix import FmixDigester, FmixLayout, names_of
 
 SHA256: Final = "sglang-sha256-8"
 """Of `EngineInfo.live_digest`: servers on a CPU."""
@@ -84,9 +84,11 @@ class LiveDigester:
         self._plan = plan
         self._running = {size: [_Running(parameter) for parameter in layout] for size, layout in plan.layouts.items()}
         self._on_gpu = {size: FmixDigester(layout) for size, layout in plan.on_gpu.items()}
+        self._fed: set[int] = set()
 
     def feed(self, index: int, memory: torch.Tensor) -> None:
         """Take bucket `index`, packed in the first bytes of `memory`. Nothing of it is kept but parts out of turn."""
+        self._fed.add(index)
         for digester in self._on_gpu.values():
             digester.feed(index, memory)
         if self._running:
@@ -105,11 +107,31 @@ class LiveDigester:
                 running = self._running[size][at]
                 running.take(position, _part(whole, spec, running.parameter.boxes[position]))
 
-    def result(self) -> tuple[LiveDigests, ...]:
-        """What engines of each kind must report. Raises `ValueError` when a bucket was not fed."""
-        hashed = (LiveDigests(SHA256, size, _by_parameter(running)) for size, running in sorted(self._running.items()))
-        mixed = (LiveDigests(fmix.ALGORITHM, size, each.result()) for size, each in sorted(self._on_gpu.items()))
+    def result(self, *, partial: bool = False) -> tuple[LiveDigests, ...]:
+        """What engines of each kind must report. Raises `ValueError` when a bucket was not fed.
+
+        With `partial` of those parameters of which a bucket was fed, and as if all others were of another stage.
+        """
+        fed = self._tensors() if partial else None
+        hashed = (
+            LiveDigests(SHA256, size, _by_parameter(_touched(self._plan.layouts[size], running, fed)))
+            for size, running in sorted(self._running.items())
+        )
+        mixed = (LiveDigests(fmix.ALGORITHM, size, each.result(fed)) for size, each in sorted(self._on_gpu.items()))
         return (*hashed, *mixed)
+
+    def _tensors(self) -> frozenset[int]:
+        """Those that were fed."""
+        buckets = [self._plan.manifest.buckets[index] for index in self._fed]
+        return frozenset(tensor for bucket in buckets for tensor in range(bucket.first, bucket.last))
+
+
+def joined(parts: Sequence[tuple[LiveDigests, ...]]) -> tuple[LiveDigests, ...]:
+    """What stages have predicted, each of its own parameters; kinds in the order in which the first has them."""
+    found: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {}
+    for each in (each for part in parts for each in part):
+        found.setdefault((each.algorithm, each.tp), {}).update(each.parameters)
+    return tuple(LiveDigests(algorithm, tp, parameters) for (algorithm, tp), parameters in found.items())
 
 
 class _Running:
@@ -154,6 +176,13 @@ def _part(whole: _Bytes, spec: TensorSpec, box: Box) -> _Bytes:
     table = whole.reshape(spec.shape[0], row_bytes)
     part = table[box.start[0] : box.start[0] + box.size[0], first : first + width]
     return np.ascontiguousarray(part).reshape(-1)
+
+
+def _touched(
+    layout: Sequence[ServedParameter], running: Sequence[_Running], fed: Collection[int] | None
+) -> Iterable[_Running]:
+    names = names_of(layout, fed)
+    return (each for each in running if each.parameter.name in names)
 
 
 def _by_parameter(running: Iterable[_Running]) -> dict[str, tuple[str, ...]]:

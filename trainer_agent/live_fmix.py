@@ -7,7 +7,7 @@ host at its end.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -76,6 +76,22 @@ class FmixLayout:
         return fmix.join(tables)
 
 
+def names_of(parameters: Sequence[ServedParameter], fed: Collection[int] | None) -> frozenset[str]:
+    """The parameters that consist of the tensors `fed`, by their numbers; null: all.
+
+    Raises `ValueError` for one that consists of them in part: a stage holds the whole of a layer, or none of it.
+    """
+    if fed is None:
+        return frozenset(parameter.name for parameter in parameters)
+    parts: dict[str, set[bool]] = defaultdict(set)
+    for parameter in parameters:
+        parts[parameter.name].update(box.tensor in fed for box in parameter.boxes)
+    torn = sorted(name for name, found in parts.items() if len(found) > 1)
+    if torn:
+        raise ValueError(f"{torn[0]} lacks a part that was not fed: feed all of its tensors, or none")
+    return frozenset(name for name, found in parts.items() if True in found)
+
+
 class FmixDigester:
     """The checksums of one version. Feed it every bucket once, in any order, then ask for the result."""
 
@@ -97,16 +113,21 @@ class FmixDigester:
             self._device = torch.zeros((self._layout.lanes.tiles, 2), dtype=torch.int32, device=memory.device)
         fmix_triton.accumulate(memory, self._layout.table_on(index, memory.device), self._device)
 
-    def result(self) -> dict[str, tuple[str, ...]]:
-        """Checksums by parameter and rank. Raises `ValueError` when a bucket was not fed."""
-        if self._missing:
+    def result(self, fed: Collection[int] | None = None) -> dict[str, tuple[str, ...]]:
+        """Checksums by parameter and rank. Raises `ValueError` when a bucket was not fed.
+
+        With `fed`, the numbers of tensors, of those parameters alone that consist of them.
+        """
+        names = names_of(self._layout.parameters, fed)
+        if self._missing and fed is None:
             raise ValueError(f"buckets {sorted(self._missing)} were not fed: feed all buckets")
         lanes = self._host
         if self._device is not None:
             lanes = lanes + self._device.cpu().numpy().view(np.uint32)
         found: dict[str, list[str]] = defaultdict(list)
         for parameter, checksum in zip(self._layout.parameters, self._layout.lanes.finish(lanes), strict=True):
-            found[parameter.name].append(checksum)
+            if parameter.name in names:
+                found[parameter.name].append(checksum)
         return {name: tuple(checksums) for name, checksums in found.items()}
 
 

@@ -33,7 +33,7 @@ from .agreement import together, together_check
 from .assembly import Assembler, Exchange, check_manifest
 from .megatron_chunks import chunks_of, lagging_wrappers
 from .megatron_description import Description, describe, folder_of
-from .megatron_stages import check_order
+from .megatron_stages import check_order, roots_of
 from .parcels import plan
 from .ranks import Ranks
 from .roster import Roster, settle
@@ -81,7 +81,7 @@ class MegatronSource:
         """
         self._ranks = Ranks(group, timeout_s)
         try:
-            self._own, self._pieces = self._settle(model_chunks, hf_config, dtype, vocab_divisible_by)
+            self._own, self._pieces, self._roots = self._settle(model_chunks, hf_config, dtype, vocab_divisible_by)
         except SourceError:
             self._ranks.close()  # every rank raises, so every rank comes here
             raise
@@ -90,7 +90,8 @@ class MegatronSource:
         self.served: Path | Mapping[str, Any] = hf_config if isinstance(hf_config, Mapping) else folder_of(hf_config)
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         self._exchange = self._open_exchange()
-        self._planned: tuple[Manifest, Assembler] | None = None
+        self._planned: dict[tuple[int, ...] | None, tuple[Manifest, Assembler]] = {}
+        """By the roots of the buckets."""
 
     @property
     def model(self) -> str:
@@ -116,11 +117,17 @@ class MegatronSource:
         """What is served, in checkpoint order."""
         return self._own.tensors
 
-    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
-        """Pack bucket `index` into `out` on the root. Collective; see `Source.assemble`."""
+    def roots(self) -> Sequence[int]:
+        """By tensor: the first rank of the pipeline stage that it is read from; see `Staged.roots`."""
+        return self._roots
+
+    def assemble(
+        self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
+    ) -> None:
+        """Pack bucket `index` into `out` on its root. Collective; see `Staged.assemble`."""
         nbytes = manifest.buckets[index].nbytes
-        if (out is not None) != self.root:
-            raise ValueError(f"rank {self._ranks.rank}: the root, and only the root, gives a buffer")
+        if (out is not None) != (self._ranks.rank == (0 if roots is None else roots[index])):
+            raise ValueError(f"rank {self._ranks.rank}: the root of a bucket, and only its root, gives a buffer")
         if out is not None and (out.dtype != torch.uint8 or out.numel() < nbytes or out.device != self.device):
             raise ValueError(
                 f"the buffer is {out.dtype} [{out.numel()}] on {out.device}, "
@@ -128,7 +135,7 @@ class MegatronSource:
             )
         if index == 0:
             self._settle_parameters()
-        self._assembler(manifest).run(index, out, self.device)
+        self._assembler(manifest, roots).run(index, out, self.device)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
@@ -176,20 +183,23 @@ class MegatronSource:
         for wrapper in self._lagging:
             wrapper.start_param_sync(force_sync=True)
 
-    def _assembler(self, manifest: Manifest) -> Assembler:
-        if self._planned is None or (self._planned[0] is not manifest and self._planned[0] != manifest):
+    def _assembler(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembler:
+        key = None if roots is None else tuple(roots)
+        planned = self._planned.get(key)
+        if planned is None or (planned[0] is not manifest and planned[0] != manifest):
             check_manifest(manifest, self._own.tensors)
-            buckets = plan(manifest, self._pieces, rank=self._ranks.rank)
-            self._planned = (manifest, Assembler(buckets, self._own.parameters, self._ranks.rank, 0, self._exchange))
-        return self._planned[1]
+            buckets, rank = plan(manifest, self._pieces, rank=self._ranks.rank, roots=roots), self._ranks.rank
+            planned = (manifest, Assembler(buckets, self._own.parameters, rank, roots, self._exchange))
+            self._planned[key] = planned
+        return planned[1]
 
     def _open_exchange(self) -> Exchange | None:
         """The group of the ranks that anything is read from. Collective over all ranks."""
-        holders = sorted({0, *self._pieces.holder.tolist()})
+        holders = sorted({0, *self._roots, *self._pieces.holder.tolist()})
         if len(holders) == 1:
             return None
         group = self._ranks.subgroup(holders, self.device)
-        return None if group is None else Exchange(group, self._ranks.global_ranks, 0)
+        return None if group is None else Exchange(group, self._ranks.global_ranks)
 
     def _settle(
         self,
@@ -197,8 +207,11 @@ class MegatronSource:
         hf_config: Path | str | Mapping[str, object],
         dtype: torch.dtype | None,
         vocab_divisible_by: int | None,
-    ) -> tuple[Description, Pieces]:
-        """What is served, and from where. A rank that cannot serve says so before it raises: the others wait for it."""
+    ) -> tuple[Description, Pieces, tuple[int, ...]]:
+        """What is served, from where, and by whom it is assembled.
+
+        A rank that cannot serve says so before it raises: the others wait for it.
+        """
 
         def attempt() -> tuple[Roster, Description]:
             own = describe(chunks, hf_config, dtype, self._ranks.rank, vocab_divisible_by=vocab_divisible_by)
@@ -206,4 +219,5 @@ class MegatronSource:
 
         rosters, own = together(self._ranks, attempt)
         check_order(rosters)
-        return own, settle(rosters, own.tensors)
+        pieces = settle(rosters, own.tensors)
+        return own, pieces, roots_of(rosters, pieces)

@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+
+from weightbus.dataplane.pieces import Pieces
+
 from .roster import Roster, Stage
 from .source import LayoutMismatch, RanksDisagree
 
@@ -31,6 +35,21 @@ def check_part(layer: str, number: int, part: str, found: int) -> None:
     """Raise `LayoutMismatch` unless a part of a layer, which is numbered too, has the layer's number."""
     if found != number:
         raise LayoutMismatch(f"{layer} has layer_number={number}, its {part} has {found}: {_ADVICE}")
+
+
+def roots_of(rosters: Sequence[Roster], pieces: Pieces) -> tuple[int, ...]:
+    """By tensor of `pieces`, which hold every element once: the first rank of the stage that it is read from.
+
+    That of its lowest holder: replicas in other stages, such as tied embeddings, are not read.
+    """
+    first: dict[int, int] = {}
+    places = [roster.stages[0].place if roster.stages else 0 for roster in rosters]
+    for rank, place in enumerate(places):
+        first.setdefault(place, rank)
+    lowest = np.full(len(pieces.tensors), len(rosters), np.int64)
+    np.minimum.at(lowest, pieces.boxes.space, pieces.holder)
+    holders: list[int] = lowest.tolist()
+    return tuple(first[places[holder]] for holder in holders)
 
 
 def check_order(rosters: Sequence[Roster]) -> None:

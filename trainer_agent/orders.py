@@ -63,6 +63,33 @@ class Join(Order, frozen=True):
     deadline_s: float
 
 
+class Read(Order, frozen=True):
+    """Read and digest the buckets of this rank's stage, and what of `wanted` engines report of them."""
+
+    wanted: tuple[tuple[str, int], ...]
+
+
+class Refill(Order, frozen=True):
+    """Read buckets `first` to `last`, exclusive, once more; each on its stage, which sends it."""
+
+    first: int
+    last: int
+
+
+class Broadcast(Order, frozen=True):
+    """Where this rank is a source, have it meet the engines of `epoch`."""
+
+    address: str
+    group: str
+    backend: str
+    world_size: int
+    token: str
+    epoch: int
+    deadline_s: float
+    whole: bool
+    """What was read last is all there; otherwise each bucket is read again."""
+
+
 class Beat(Order, frozen=True):
     """Nothing to do; the leader is alive."""
 
@@ -84,7 +111,9 @@ class Finish(Order, frozen=True):
     report: PublishReport
 
 
-AnyOrder = Ready | NotReady | Assemble | Make | Expose | Digest | Join | Beat | Taken | Finish
+OfStages = Read | Refill | Broadcast
+"""What `stages.Stages` carries out."""
+AnyOrder = Ready | NotReady | Assemble | Make | Expose | Digest | Join | OfStages | Beat | Taken | Finish
 
 _DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
 
@@ -104,7 +133,7 @@ class Ranks:
         return _DECODER.decode(self._source.agree(None))
 
 
-def unexpected(order: AnyOrder, expected: str) -> RuntimeError:
+def unexpected(order: AnyOrder, expected: str) -> RuntimeError:  # noqa: C901  one line for each order
     """The error of a rank that is not where the leader believes it to be."""
     match order:
         case Ready() | NotReady():
@@ -119,6 +148,8 @@ def unexpected(order: AnyOrder, expected: str) -> RuntimeError:
             told = "to digest its share"
         case Join():
             told = f"to send epoch {order.epoch}"
+        case Read() | Refill() | Broadcast():
+            told = "to read or broadcast its stage"
         case Beat():
             told = "to wait"
         case Taken():

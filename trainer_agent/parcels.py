@@ -1,7 +1,7 @@
 """Who sends what for one bucket, and where it lands: computed once per manifest, as plain data. No torch.
 
-For each bucket every rank has one *parcel* for the root: its pieces, in the order in which they lie in the bucket. A
-parcel travels as few messages:
+For each bucket every rank has one *parcel* for its root: its pieces, in the order in which they lie in the bucket. All
+buckets have one root, or each that of the stage which holds its tensors. A parcel travels as few messages:
 
     straight    a long run of bytes that lies in the bucket as it was sent: received where it belongs
     loose       everything else (columns of row-parallel weights, small tensors), one message, taken apart by the root
@@ -92,15 +92,23 @@ BucketPlan = dict[int, Parcel]
 
 
 def plan(
-    manifest: Manifest, pieces: Pieces, *, rank: int, root: int = 0, straight_bytes: int = STRAIGHT_BYTES
+    manifest: Manifest,
+    pieces: Pieces,
+    *,
+    rank: int,
+    roots: Sequence[int] | None = None,
+    straight_bytes: int = STRAIGHT_BYTES,
 ) -> tuple[BucketPlan, ...]:
-    """The parcels of every bucket: all of them on the root, its own on another rank.
+    """The parcels of every bucket: all of them on its root, its own on another rank.
 
-    `pieces` hold every element exactly once (`cover.once`, `cover.prove`) and describe the manifest's tensors, in
-    whatever order; the same on every rank.
+    `roots` is, by bucket, the rank that it is assembled on; rank 0 where nothing is said. `pieces` hold every element
+    exactly once (`cover.once`, `cover.prove`) and describe the manifest's tensors, in whatever order; the same on every
+    rank.
     """
     joined = cover.merge(pieces)
-    mine = joined if rank == root else joined.held_by(rank)
+    bucket_of, _, _ = _places(manifest, joined)
+    at_root = np.array([0] * len(manifest.buckets) if roots is None else roots, np.int64)[bucket_of] == rank
+    mine = joined.take(np.flatnonzero((joined.holder == rank) | at_root[joined.boxes.space]))
     rows = _rows(manifest, mine)
     plans: list[BucketPlan] = [{} for _ in manifest.buckets]
     for (bucket, holder), group in groupby(rows, key=lambda row: (row.bucket, row.holder)):

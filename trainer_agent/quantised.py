@@ -35,7 +35,7 @@ from .errors import UnfinishedCheckpoint
 from .quantised_assembly import Assembly, Described, ReadableSource, Standing
 from .quantised_plan import Division, Weight
 from .settings import TrainerSettings
-from .source import Source, UnsupportedModel
+from .source import Source, Staged, UnsupportedModel
 
 _log = get_log(__name__)
 
@@ -66,7 +66,8 @@ class QuantisedSource:
         made = {weight.spec.name: weight.outputs for weight in self.weights}
         self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
         self._described = source if isinstance(source, Described) else None
-        self._planned: tuple[Manifest, Assembly] | None = None
+        self._planned: dict[tuple[int, ...] | None, tuple[Manifest, Assembly]] = {}
+        """By the roots of the buckets."""
 
     @property
     def model(self) -> str:
@@ -87,24 +88,33 @@ class QuantisedSource:
         """What is served: in place of each weight that is quantised, what it becomes."""
         return self._tensors
 
-    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
-        """Pack bucket `index` of quantised tensors into `out` on the root. Collective; see `Source.assemble`."""
-        if (out is not None) != self.root:
-            raise ValueError("the root, and only the root, gives a buffer")
-        if self._planned is None or (self._planned[0] is not manifest and self._planned[0] != manifest):
+    def assemble(
+        self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
+    ) -> None:
+        """Pack bucket `index` of quantised tensors into `out` on its root. Collective; see `Staged.assemble`."""
+        if (out is not None) != self._is_root(index, roots):
+            raise ValueError("the root of a bucket, and only its root, gives a buffer")
+        key = None if roots is None else tuple(roots)
+        planned = self._planned.get(key)
+        if planned is None or (planned[0] is not manifest and planned[0] != manifest):
             check_manifest(manifest, self._tensors)
-            self._planned = (manifest, self._assembly(manifest))
-        self._planned[1].run(index, out)
+            planned = self._planned[key] = (manifest, self._assembly(manifest, roots))
+        planned[1].run(index, out)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
         return self._source.agree(blob)
 
-    def _assembly(self, manifest: Manifest) -> Assembly:
+    def _is_root(self, index: int, roots: Sequence[int] | None) -> bool:
+        if roots is None or self._described is None:
+            return self.root
+        return self._described.rank == roots[index]
+
+    def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembly:
         if self._described is None:
             division = Division.of(manifest, self.weights, None)
             return Assembly(division, self._source, None)
-        division = Division.of(manifest, self.weights, self._described.pieces)
+        division = Division.of(manifest, self.weights, self._described.pieces, roots)
         if division.gathered:
             names = sorted(division.weights[index].spec.name for index in division.gathered)
             _log.info("gathered_to_quantise", weights=len(names), of=len(self.weights), first=names[0])
@@ -133,6 +143,14 @@ class ReadableQuantisedSource(QuantisedSource):
     def rank(self) -> int:
         """The other source's."""
         return self._readable.rank
+
+    def roots(self) -> Sequence[int]:
+        """What a weight becomes is assembled where the other source would assemble the weight."""
+        if not isinstance(self._readable, Staged):
+            return (0,) * len(self._tensors)
+        raw = dict(zip(self._raw, self._readable.roots(), strict=True))
+        made = {weight.spec: len(weight.outputs) for weight in self.weights}
+        return tuple(raw[spec] for spec in self._raw for _ in range(made.get(spec, 1)))
 
     def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
         """What this rank quantises, once in the group, and all that it holds of what stays as it is."""

@@ -99,13 +99,18 @@ class Assembly:
         self._described = described
         self._manifest = division.manifest
         self._weights = division.weights
-        rank = described.rank if described else (division.root if source.root else _ELSEWHERE)
+        rank = described.rank if described else (0 if source.root else _ELSEWHERE)
         self._work = work or division.work(rank)
         travels = described is not None and work is None
-        self._travelling = plan(division.manifest, division.travelling(), rank=rank) if travels else ()
+        self._roots, self._raw_roots = division.roots, division.raw_roots
+        self._travelling = (
+            plan(division.manifest, division.travelling(), rank=rank, roots=division.roots) if travels else ()
+        )
         raw_pieces = division.raw_pieces()
         raw = division.raw if raw_pieces is not None else None
-        self._raw_plan = plan(raw, raw_pieces, rank=rank) if raw and raw_pieces is not None else ()
+        self._raw_plan = (
+            plan(raw, raw_pieces, rank=rank, roots=self._raw_roots) if raw and raw_pieces is not None else ()
+        )
         self._rank = rank
         self._storages: list[torch.Tensor] | None = None
         self._places: list[int] = []
@@ -200,8 +205,8 @@ class Assembly:
         assert self._storages is not None
         views = [_whole_items(self._arena, name) for name in DTYPE_NAMES]
         exchange = self._described.exchange
-        self._assembler = Assembler(self._travelling, [*self._storages, *views], self._rank, 0, exchange)
-        self._gatherer = Assembler(self._raw_plan, self._storages, self._rank, 0, exchange)
+        self._assembler = Assembler(self._travelling, [*self._storages, *views], self._rank, self._roots, exchange)
+        self._gatherer = Assembler(self._raw_plan, self._storages, self._rank, self._raw_roots, exchange)
 
     def _task(self, job: Job, out: torch.Tensor | None, near: torch.Tensor | None) -> Task:
         weight = self._weights[job.weight]
@@ -232,10 +237,10 @@ class Assembly:
         return any(self._reach.elsewhere(each, self._source.device) for each in (self._storages or ())[:1])
 
     def _gather(self, number: int) -> torch.Tensor | None:
-        """A raw bucket in memory of the root; None on the other ranks, which give their parts of it."""
+        """A raw bucket in memory of its root; None on the other ranks, which give their parts of it."""
         raw = self._raw_manifest
         memory: torch.Tensor | None = None
-        if self._source.root:
+        if self._rank == self._raw_roots[number]:
             memory = torch.empty(raw.buckets[number].nbytes, dtype=torch.uint8, device=self._source.device)
         if self._described is None:
             self._source.assemble(raw, number, memory)

@@ -144,11 +144,22 @@ class Division:
     raw_places: Mapping[str, tuple[int, int]]
     serves: tuple[tuple[int, ...], ...]
     """By raw bucket: the buckets that need it."""
-    root: int
+    roots: tuple[int, ...]
+    """By bucket: the rank that it is assembled on."""
 
     @classmethod
-    def of(cls, manifest: Manifest, weights: Sequence[Weight], pieces: Pieces | None, root: int = 0) -> Division:
-        """`pieces` hold every raw element once; None gathers everything. `manifest` is of what the weights become."""
+    def of(
+        cls,
+        manifest: Manifest,
+        weights: Sequence[Weight],
+        pieces: Pieces | None,
+        roots: Sequence[int] | None = None,
+    ) -> Division:
+        """`pieces` hold every raw element once; None gathers everything. `manifest` is of what the weights become.
+
+        `roots` is, by bucket, the rank that it is assembled on, rank 0 where nothing is said; all that a weight becomes
+        has one root.
+        """
         joined = None if pieces is None else cover.merge(pieces)
         rows, places = _rows_by_tensor(joined), _places(manifest)
         gathered = [index for index, each in enumerate(weights) if not _divides(each, joined, rows)]
@@ -172,7 +183,7 @@ class Division:
             raw=raw,
             raw_places={} if raw is None else _places(raw),
             serves=tuple(sorted(groups)),
-            root=root,
+            roots=(0,) * len(manifest.buckets) if roots is None else tuple(roots),
         )
 
     def raw_pieces(self) -> Pieces | None:
@@ -181,6 +192,11 @@ class Division:
             return None
         rows = sorted(row for index in self.gathered for row in self.rows[self.weights[index].spec.name])
         return self.pieces.take(np.array(rows, np.int64))
+
+    @property
+    def raw_roots(self) -> tuple[int, ...]:
+        """By raw bucket: the rank that it is gathered on."""
+        return tuple(self.roots[buckets[0]] for buckets in self.serves)
 
     def raws_of(self, bucket: int) -> tuple[int, ...]:
         """The raw buckets with weights that end up, or in part, in `bucket`."""
@@ -196,16 +212,16 @@ class Division:
         return Kept(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
 
     def travelling(self) -> Pieces:
-        """Pieces of the manifest's tensors: what is quantised elsewhere than on the root, and what is not quantised."""
+        """Pieces of the manifest's tensors: what is quantised elsewhere than on its root, and what is not quantised."""
         held: dict[int, list[Piece]] = defaultdict(list)
         if self.pieces is not None:
             quantised = {weight.spec.name for weight in self.weights}
             for name, rows in self.rows.items():
                 for row in rows if name not in quantised else ():
                     held[int(self.pieces.holder[row])].append(self.pieces.at(row))
-            for rank in sorted(set(self.pieces.holder.tolist()) - {self.root}):
+            for rank in sorted(set(self.pieces.holder.tolist())):
                 held[rank].extend(_Draft(self, rank).results)
-        return Pieces.join([Pieces.of(self.manifest.tensors, held[rank], rank) for rank in sorted({self.root, *held})])
+        return Pieces.join([Pieces.of(self.manifest.tensors, held[rank], rank) for rank in sorted({0, *held})])
 
 
 class _Draft:
@@ -216,7 +232,6 @@ class _Draft:
         self._of = division
         self._rank = rank
         self._keeps = keeps is not None
-        self._at_root = rank == division.root
         self._jobs: list[list[Job]] = [[] for _ in division.manifest.buckets]
         self.results: list[Piece] = []
         """What it makes for others, in its arena."""
@@ -233,7 +248,7 @@ class _Draft:
             assert division.pieces is not None
             piece = division.pieces.at(row)
             self._job(index, division.weights[index], piece.box, piece, (0, 0))
-        if self._at_root:
+        if rank in division.roots:
             self._take_gathered()
 
     def work(self) -> Work:
@@ -255,6 +270,8 @@ class _Draft:
         buckets = sorted({self._of.places[spec.name][0] for _, spec in made})
         if self._keeps:  # all that needs nobody else at once, the rest as it is gathered
             buckets = [0] if held is not None else buckets[:1]
+        if held is None:
+            buckets = [bucket for bucket in buckets if self._at_root(bucket)]
         for bucket in buckets:
             targets = tuple(self._target(bucket, part, spec, part.box(box)) for part, spec in made)
             sums = self._summed(weight, box, held, len(made)) if self._keeps else None
@@ -270,9 +287,9 @@ class _Draft:
         return self.sums.setdefault(elements.tensor, len(self.sums)), words
 
     def _target(self, bucket: int, part: Part, spec: TensorSpec, box: Box) -> Place:
-        """In the bucket for the root; in the arena for the others, and for what belongs to another bucket."""
+        """In the bucket for its root; in the arena for the others, and for what belongs to another bucket."""
         home, begin = self._of.places[spec.name]
-        if self._at_root and home == bucket and not self._keeps:
+        if self._at_root(bucket) and home == bucket and not self._keeps:
             strides = contiguous_strides(spec.shape)
             first = sum(at * step for at, step in zip(box.start, strides, strict=True))
             return Place(False, begin + first * ITEM_BYTES[part.dtype], part.dtype, box.shape, strides)
@@ -290,7 +307,7 @@ class _Draft:
         return Place(True, offset, spec.dtype, box.shape, strides)
 
     def _take_gathered(self) -> None:
-        """What the root does with what others sent, and what is not computed."""
+        """What a root does with what others sent, and what is not computed."""
         for index in sorted(self._of.gathered):
             weight = self._of.weights[index]
             raw = self._of.raw_places[weight.spec.name]
@@ -301,6 +318,9 @@ class _Draft:
             for part, spec in zip(weight.parts, weight.outputs, strict=True):
                 if not part.cell[0]:
                     self._shapes[self._of.places[spec.name][0]].append(Shape(weight.spec.shape, self._whole(spec)))
+
+    def _at_root(self, bucket: int) -> bool:
+        return self._of.roots[bucket] == self._rank
 
     def _whole(self, spec: TensorSpec) -> Place:
         if self._keeps:

@@ -14,7 +14,7 @@ of a manifest. It decides nothing about versions, engines or transports, and nev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.manifest import Manifest, TensorSpec
@@ -113,3 +113,48 @@ class Source(Protocol):
         Raises `AssemblyFailed` when the root died or said nothing for the source's timeout.
         """
         ...
+
+
+@runtime_checkable
+class Staged(Source, Protocol):
+    """A source whose ranks are stages of a pipeline, each of which can assemble what it holds without the others."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, in the source's group."""
+        ...
+
+    def roots(self) -> Sequence[int]:
+        """By tensor of `tensors`: the rank that assembles it where every stage assembles its own. Equal on all ranks.
+
+        Of tensors that several stages hold, such as tied embeddings, one stage's.
+        """
+        ...
+
+    def assemble(
+        self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
+    ) -> None:
+        """As `Source.assemble`; with `roots`, the rank of each bucket, `out` is given on that of bucket `index`.
+
+        Ranks that hold nothing of the bucket return at once, so that stages work beside each other.
+        """
+        ...
+
+    def collect(self, blob: bytes) -> Sequence[bytes]:
+        """What every rank passed, by rank. Collective."""
+        ...
+
+
+@runtime_checkable
+class KnowsHeads(Protocol):
+    """A source that can say how wide an attention head is, where shapes do not tell (served_layout.py)."""
+
+    @property
+    def head_dim(self) -> int | None:
+        """Elements of one attention head; None when it does not know after all."""
+        ...
+
+
+def head_dim_of(source: Source) -> int | None:
+    """Elements of one attention head, if `source` can say."""
+    return source.head_dim if isinstance(source, KnowsHeads) else None

@@ -12,10 +12,11 @@ from typing import Protocol
 
 from weightbus.control import routing
 from weightbus.control.log import get_log
-from weightbus.control.messages import EngineInfo, Offer, TrainerInfo, TransportKind
+from weightbus.control.messages import EngineInfo, Offer, Receiver, TrainerInfo, TransportKind
 from weightbus.dataplane import integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.manifest import DigestTable, Manifest
+from weightbus.dataplane.sources import Sources
 from weightbus.dataplane.transport import Address, Slot
 
 from . import orders
@@ -25,6 +26,7 @@ from .live import LiveDigester, LivePlan, Want, layouts_wanted
 from .progress import Bar
 from .report import Stopwatch
 from .source import Source, SourceError
+from .stages import Stages, broadcast_order, differing
 
 _log = get_log(__name__)
 
@@ -154,7 +156,9 @@ class Staging:
         ranks: orders.Ranks,
         head_dim: int | None = None,
         in_place: InPlace | None = None,
+        stages: Stages | None = None,
     ) -> None:
+        """`stages`: the ranks that can read and send buckets of their own, this one among them."""
         self.manifest = manifest
         self.name = manifest.digest()
         self.blob = manifest.encode()
@@ -162,6 +166,11 @@ class Staging:
         self._plan = LivePlan(manifest, (), head_dim)
         self.head_dim = head_dim
         self._in_place = in_place
+        self._stages = stages
+        if stages is not None:
+            stages.lend(pool.slots)
+        self._staged = False
+        """What was read last was read by every stage for itself."""
         self._table: DigestTable | None = None
         self._open = False
         """The digests of the publication that runs have begun, and are not waited for yet."""
@@ -182,7 +191,26 @@ class Staging:
     @property
     def whole(self) -> bool:
         """All buckets of the publication that runs are there: they were assembled, and fit the slots at once."""
-        return self._filled and len(self.manifest.buckets) <= len(self.slots)
+        most = self._stages.sources.largest_share if self._stages and self._staged else len(self.manifest.buckets)
+        return self._filled and most <= len(self.slots)
+
+    def sources(self, receivers: Sequence[Receiver]) -> Sources | None:
+        """Who sends what to `receivers`; null: the leader everything.
+
+        Stages send what they have read themselves, unless somebody needs all of it on the leader, or works on the GPU
+        of another rank, which NCCL does not take into one group with it. Then they do not any more in this publication.
+        """
+        if self._stages is None or not self._staged:
+            return None
+        taking = [each for each in receivers if each.transport not in routing.IN_PLACE]
+        if all(each.transport is TransportKind.DISTRIBUTED and not each.shares for each in taking):
+            return self._stages.sources
+        self._staged = self._filled = False
+        return None
+
+    def broadcast(self, offer: Offer, epoch: int, deadline_s: float) -> None:
+        """Have every source meet whoever comes to `offer`. Collective; returns at once."""
+        self._ranks.tell(broadcast_order(offer, epoch, deadline_s, whole=self.whole))
 
     @property
     def open(self) -> bool:
@@ -204,6 +232,7 @@ class Staging:
     def begin(self) -> None:
         """A new publication: what was read for an earlier one no longer counts."""
         self._table, self._filled, self._saving, self._open = None, False, None, False
+        self._staged = False
         if self._in_place is not None:
             self._in_place.begin()
 
@@ -271,7 +300,18 @@ class Staging:
                 return self._table
         self._wanted = wanted
         self._saving = saving
+        if self._stages is not None and saving is None and _broadcast_alone(others, routes):
+            return self._read_staged(self._stages, version, wanted, watch)
+        self._staged = False
         return self._read(version, wanted, watch)
+
+    def _read_staged(self, stages: Stages, version: int, wanted: frozenset[Want], watch: Stopwatch) -> DigestTable:
+        """As `_read`, every stage what it holds."""
+        self._ranks.tell(orders.Read(tuple(sorted(wanted))))
+        found = stages.read(wanted, watch)
+        self._filled = self._staged = True
+        self._table = DigestTable(self.name, version, integrity.ALGORITHM, found.tensors, found.live)
+        return self._table
 
     def adopt(self, table: DigestTable) -> None:
         """Of a catch-up: the committed table of the same tensors, which was made for other engines.
@@ -307,22 +347,23 @@ class Staging:
         self._table = DigestTable(self.name, version, integrity.ALGORITHM, b"".join(digests), live.result())
         return self._table
 
-    def refill(self, index: int, watch: Stopwatch) -> None:
-        """Read bucket `index` once more into its slot. Collective. Raises `WeightsDiffer` if it is another."""
+    def refill(self, buckets: range, watch: Stopwatch) -> None:
+        """Read `buckets` once more into their slots. Collective. Raises `WeightsDiffer` if one is another."""
         if self._saving is not None:
             self._saving.settle()
-        found = self._gather(index, self.slots[index % len(self.slots)], watch)
-        expected = self.table.of_bucket(self.manifest.buckets[index])
-        if found == expected:
-            return
-        size = integrity.DIGEST_BYTES
-        raise WeightsDiffer(
-            [
-                tensor.name
-                for at, tensor in enumerate(self.manifest.tensors_of(index))
-                if found[at * size : (at + 1) * size] != expected[at * size : (at + 1) * size]
-            ]
-        )
+        if self._stages is not None and self._staged:
+            self._ranks.tell(orders.Refill(buckets.start, buckets.stop))
+            odd = [*self._stages.refill(buckets.start, buckets.stop, watch)]
+        else:
+            odd = list[str]()
+            for index in buckets:
+                found, bucket = (
+                    self._gather(index, self.slots[index % len(self.slots)], watch),
+                    self.manifest.buckets[index],
+                )
+                odd += differing(self.manifest, bucket, found, self.table.of_bucket(bucket))
+        if odd:
+            raise WeightsDiffer(odd)
 
     def _gather(self, index: int, slot: Slot, watch: Stopwatch) -> bytes:
         with watch.phase("assemble"):
@@ -331,3 +372,8 @@ class Staging:
         with watch.phase("digest"):
             memory = slot.memory[: self.manifest.buckets[index].nbytes]
             return integrity.digest_tensors(memory, self.manifest.offsets_of(index))
+
+
+def _broadcast_alone(others: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None) -> bool:
+    """Whether all who take buckets take them by broadcast: nobody needs them gathered on one rank."""
+    return routes is not None and {routes.get(name) for name in others} - {None} == {TransportKind.DISTRIBUTED}

@@ -80,8 +80,8 @@ def from_pieces(held: list[Any], shape: Shape, rank: int, ranks: int, bucket_byt
     manifest = Manifest.of("Qwen3MoeForCausalLM", specs, bucket_bytes)
     buckets = plan(manifest, together, rank=rank)
     device = held[0].data.device
-    exchange = Exchange(dist.group.WORLD, range(ranks), 0)
-    assembler = Assembler(buckets, [param.data for param in held], rank, 0, exchange)
+    exchange = Exchange(dist.group.WORLD, range(ranks))
+    assembler = Assembler(buckets, [param.data for param in held], rank, None, exchange)
     return Ours(manifest, buckets, device, lambda index, out: assembler.run(index, out, device))
 
 

@@ -212,9 +212,18 @@ def test_the_table_is_kept_while_it_is_needed() -> None:
     assert digest(table_of(1)) in world.machine.channels[CHANNEL].pinned()
 
 
-@pytest.mark.parametrize("left_open", [True, False])
-def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(left_open: bool) -> None:
-    """Only a round whose table is open asks for it: an older trainer would refuse the field."""
+@pytest.mark.parametrize(
+    ("left_open", "transport", "told"),
+    [
+        (True, TransportKind.DIRECT, True),
+        (False, TransportKind.DIRECT, False),
+        (False, TransportKind.DISTRIBUTED, True),
+    ],
+)
+def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(
+    left_open: bool, transport: TransportKind, told: bool
+) -> None:
+    """Where the table is open, and where NCCL would refuse the group; an older trainer would refuse the field."""
     publish = Publish(
         request=RequestId("k"),
         channel=CHANNEL,
@@ -232,11 +241,11 @@ def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(left_open: bool
             info=info,
             phase=EnginePhase.PREPARED,
             epoch=Epoch(1),
-            transport=TransportKind.DIRECT,
+            transport=transport,
             health=EngineHealth.CLEAN,
             shares=shares,
         )
         for name, shares in (("e0", True), ("e1", False))
     ]
     send = Orders(publish, Limits()).send(Epoch(1), members)
-    assert [each.shares for each in send.receivers] == [left_open, False]
+    assert [each.shares for each in send.receivers] == [told, False]

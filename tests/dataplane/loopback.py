@@ -6,6 +6,7 @@ of a transfer and may be told to die or to stop at a bucket. Answers are JSON li
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -26,8 +27,15 @@ from torch.multiprocessing.reductions import rebuild_storage_filename
 from weightbus.dataplane import backends, integrity, transports
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.source_rank import SourceRank
+from weightbus.dataplane.sources import Sources
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Address, HostMemory, Peer, Receiver, Sender, Session, SharedBucket
+
+if __package__:
+    from .staged_sender import StagedSender
+else:  # as a program
+    from staged_sender import StagedSender
 
 CHANNEL = "chan"
 DTYPES = ("bfloat16", "float32", "int8", "float64", "float8_e4m3fn", "bool")
@@ -145,7 +153,10 @@ class LoopbackServer:
 
     def leave_group(self, group: str, deadline_s: float) -> None:
         assert deadline_s > 0
-        self._groups.pop(group, None)
+        for rank in self._groups.pop(group, []):
+            for peer in set(range(rank.size())) - {rank.rank()}:
+                with contextlib.suppress(RuntimeError):  # closes its connections; its end alone would wait for others
+                    rank.recv([torch.empty(1, dtype=torch.uint8)], peer, 0x7FFFFFFF).wait(timedelta(milliseconds=1))
 
     def load_checkpoint(self, path: str, deadline_s: float) -> None:
         from safetensors import safe_open
@@ -171,12 +182,14 @@ class Places:
         self.root, self.host = root, host
 
     def sender(self, kind: str) -> Sender:
+        if kind == "stages":
+            return StagedSender(self.host, CHANNEL)
         return transports.sender(
             kind, channel=CHANNEL, runtime_dir=self.root / "run", host=self.host, checkpoint_dir=self.root / "ckpt"
         )
 
     def receiver(self, kind: str) -> Receiver:
-        return transports.receiver(kind, runtime_dir=self.root / "run")
+        return transports.receiver("distributed" if kind == "stages" else kind, runtime_dir=self.root / "run")
 
 
 def send_all(
@@ -222,7 +235,7 @@ def _say(**answer: object) -> None:
 
 def _run(job: dict[str, Any]) -> None:
     places = Places(Path(job["root"]))
-    manifest = make_manifest()
+    manifest = make_manifest(job.get("buckets", 3))
     session = make_session(job["epoch"], job["version"], manifest)
     stumble = _stumble(job.get("at", -1), job.get("how", "die"))
     if job["half"] == "sender":
@@ -234,11 +247,30 @@ def _run(job: dict[str, Any]) -> None:
         send_all(sender, session, pool, 30, before=stumble)
         sender.close()
         return
+    if job["half"] == "source":
+        run_source(job, session, stumble)
+        return
     server = LoopbackServer(job["tp"], on_load=stumble)
     receiver = places.receiver(job["kind"])
     address = Address(**job["address"])
     receiver.receive(session, address, job["engine"], job["rank_offset"], server, 30)
     _say(engine=job["engine"], ok=all(w == wanted(manifest, session.version) for w in server.weights))
+
+
+def run_source(job: dict[str, Any], session: Session, stumble: Callable[[int], None]) -> None:
+    """A source that does not lead, with all its buckets; it stumbles before one is there that all wait for."""
+    sources, number = Sources(tuple(job["of"])), job["number"]
+    buckets = make_bytes(session.manifest, session.version)
+    own = [buckets[index] for index in sources.own(number)]
+    rank = SourceRank(number, torch.device("cpu"))
+    rank.begin(Address(**job["address"]), session.epoch, sources, own, job["deadline_s"])
+    for place in range(len(own)):
+        rank.wait_free(place)
+        stumble(place)
+        rank.filled(place + 1)
+    rank.wait_free(len(own))
+    _say(source=number, failure=rank.failure)
+    rank.close()
 
 
 def main() -> None:

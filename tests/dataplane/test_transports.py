@@ -15,6 +15,7 @@ from weightbus.dataplane.transport import Address, Peer, Receipt
 
 from ..kit.waiting import has_ipv6
 from .loopback import LoopbackServer, Places, make_manifest, make_session, send_all, wanted
+from .staged_sender import STAGES
 from .transport_contract import PROMPT_S, Engine, Halves, TransportContract
 
 
@@ -37,6 +38,16 @@ class TestDistributed(TransportContract):
 
     kind = "distributed"
     collective = True
+    groups = 1
+    checked = False
+
+
+class TestStages(TransportContract):
+    """The same from three pipeline stages, each with a group of its own."""
+
+    kind = "stages"
+    collective = True
+    groups = STAGES
     checked = False
 
 

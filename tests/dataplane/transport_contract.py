@@ -107,6 +107,8 @@ class TransportContract:
     """Subclasses say `kind`, and whether losing one engine loses all."""
 
     kind: str
+    groups = 0
+    """Of a collective: how many a server is in."""
     collective = False
     checked = True
 
@@ -158,7 +160,7 @@ class TransportContract:
                 assert engine.server.weights == [wanted(manifest, session.version)] * engine.server.tp
             sender.close()
             sender.close()
-        assert {engine.server.joins for engine in engines} == {1 if self.collective else 0}
+        assert {engine.server.joins for engine in engines} == {self.groups}
 
     @pytest.mark.parametrize("told", [4, 6])
     def test_another_epoch_is_refused(self, places: Places, make_engine: Callable[..., Engine], told: int) -> None:

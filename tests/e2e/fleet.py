@@ -176,9 +176,10 @@ class Fleet:
 
     # -- the trainer ---------------------------------------------------------------------------------------------
 
-    def start_trainer(self) -> None:
-        """Start both ranks and wait until they are ready."""
+    def start_trainer(self, stages: int = 1) -> None:
+        """Start both ranks, tensor-parallel or as two `stages`, and wait until they are ready."""
         environment = {
+            "STAGES": str(stages),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": "2",
@@ -199,6 +200,16 @@ class Fleet:
             )
         threading.Thread(target=self._read_answers, daemon=True).start()
         assert self.answer() == {"ready": True}
+
+    def end_trainer(self) -> None:
+        """Kill both ranks, if they are there."""
+        with contextlib.suppress(ProcessLookupError):
+            self.end("rank1")
+        if self._trainer is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._trainer.pid, signal.SIGKILL)
+            self._trainer.communicate()
+            self._trainer = None
 
     def run_fsdp_ranks(self) -> list[dict[str, Any]]:
         """Run both FSDP2 ranks to their end; what rank 0 reported."""
@@ -258,10 +269,7 @@ class Fleet:
     def close(self) -> None:
         """End the trainer; `Programs` ends the rest."""
         self.http.close()
-        if self._trainer:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._trainer.pid, signal.SIGKILL)
-            self._trainer.communicate()
+        self.end_trainer()
 
     # -- what can be seen ----------------------------------------------------------------------------------------
 

@@ -4,10 +4,14 @@
     {"seed": 3, "version": 8, "transport": "sends", "hold_turn": 2}
 
 loads the checkpoint of `seed` into the ranks, publishes it as `version` and answers with the report as one line of
-JSON. The transport ``any`` is whatever suits each engine. With `hold_at`, the sender stops before that bucket (0:
-before it opens, when all engines are paused), says ``{"held": 2}`` and goes on at the next line on stdin: a test then
-has all the time it needs to kill something in the middle of a transfer. With `hold_turn` rank 0
-does the same before it sends that turn, and turns are small.
+JSON; with `again`, it publishes so many versions more by the same agent. The transport ``any`` is whatever suits each
+engine. The ranks are tensor-parallel, or with ``STAGES=2`` a pipeline.
+
+With `hold_at`, the sender stops before that bucket (0: before it opens, when all engines are paused), says
+``{"held": 2}`` and goes on at the next line on stdin: a test then has all the time it needs to kill something in the
+middle of a transfer. With `hold_turn` rank 0 does the same before it sends that turn, and turns are small. With
+`hold_source` the second stage stops for good before it broadcasts that bucket of its own, and writes the file
+``source-held``.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +37,9 @@ megatron_cpu.install()
 from megatron.core import parallel_state
 
 from weightbus.dataplane import sends
+from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.pair_group import PairGroup
+from weightbus.dataplane.source_rank import SourceRank
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo import checkpoint, model
 from weightbus.trainer_agent.megatron import MegatronSource
@@ -90,6 +97,25 @@ def held(turn: int) -> Iterator[None]:
         PairGroup.post, sends.pair_bytes_of = plain, pair_bytes  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def source_held(place: int, folder: Path) -> Iterator[None]:
+    """The second stage waits before it broadcasts bucket `place` of its own, for good."""
+    plain = SourceRank._broadcast
+    places = itertools.count()
+
+    def broadcast(rank: SourceRank, memory: torch.Tensor, deadline: Deadline) -> None:
+        if next(places) == place:
+            (folder / "source-held").touch()
+            threading.Event().wait()
+        plain(rank, memory, deadline)
+
+    SourceRank._broadcast = broadcast  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SourceRank._broadcast = plain  # type: ignore[method-assign]
+
+
 def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) -> object:
     """Carry one command out."""
     shape = checkpoint.TINY
@@ -98,6 +124,7 @@ def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) 
     try:
         with (
             held(asked["hold_turn"]) if "hold_turn" in asked else contextlib.nullcontext(),
+            source_held(asked["hold_source"], folder) if "hold_source" in asked else contextlib.nullcontext(),
             TrainerAgent.connect(
                 source,
                 channel="e2e",
@@ -113,6 +140,8 @@ def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) 
             ) as agent,
         ):
             report = agent.publish(asked["version"])
+            for again in range(1, asked.get("again", 0) + 1):
+                report = agent.publish(asked["version"] + again)
             return msgspec.to_builtins(report)
     except Exception as error:  # noqa: BLE001 - the test reads what went wrong
         return {"error": f"{type(error).__name__}: {error}"}
@@ -125,7 +154,8 @@ def main() -> None:
     folder, coordinator = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=int(os.environ["WORLD_SIZE"]))
+    world, stages = int(os.environ["WORLD_SIZE"]), int(os.environ.get("STAGES", "1"))
+    parallel_state.initialize_model_parallel(world // stages, stages)
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1)

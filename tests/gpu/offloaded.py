@@ -112,7 +112,7 @@ class Trainer:
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
         if self._planned is None or self._planned[0] is not manifest:
             plans = plan(manifest, self.pieces, rank=0)
-            self._planned = manifest, Assembler(plans, self.storages, 0, 0, None, self.reach)
+            self._planned = manifest, Assembler(plans, self.storages, 0, None, None, self.reach)
         self._planned[1].run(index, out, self.device)
 
     def served(self, name: str) -> torch.Tensor:

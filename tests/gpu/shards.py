@@ -85,7 +85,7 @@ class Shards:
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
         if self._planned is None or self._planned[0] != manifest:
             check_manifest(manifest, self.tensors())
-            self._planned = manifest, Assembler(plan(manifest, self._pieces, rank=0), self.parameters, 0, 0, None)
+            self._planned = manifest, Assembler(plan(manifest, self._pieces, rank=0), self.parameters, 0, None, None)
         self._planned[1].run(index, out, self._device)
 
     @property

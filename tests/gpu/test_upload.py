@@ -20,7 +20,7 @@ class Sent:
     def __init__(self) -> None:
         self.messages: list[torch.Tensor] = []
 
-    def send(self, messages: list[torch.Tensor]) -> None:
+    def send(self, messages: list[torch.Tensor], _root: int) -> None:
         self.messages = [message.clone() for message in messages]
 
 
@@ -52,7 +52,7 @@ def test_the_root_uploads_what_it_holds(bucket_bytes: int, *, pin: bool) -> None
     specs, full, rows, storages = world(pin=pin)
     manifest = Manifest.of("M", specs, bucket_bytes)
     device = torch.device("cuda", 0)
-    assembler = Assembler(plan(manifest, Pieces.of(specs, rows), rank=0), storages, 0, 0, None)
+    assembler = Assembler(plan(manifest, Pieces.of(specs, rows), rank=0), storages, 0, None, None)
     for turn in range(2):
         for index, bucket in enumerate(manifest.buckets):
             out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8, device=device)
@@ -71,7 +71,7 @@ def test_parameters_that_move_between_versions_are_read_where_they_are(buckets_o
     manifest = Manifest.of("M", specs, 100_000)
     device = torch.device(buckets_on, 0) if buckets_on == "cuda" else torch.device("cpu")
     parameters = [torch.nn.Parameter(storage.cuda()) for storage in storages]
-    assembler = Assembler(plan(manifest, Pieces.of(specs, rows), rank=0), parameters, 0, 0, None)
+    assembler = Assembler(plan(manifest, Pieces.of(specs, rows), rank=0), parameters, 0, None, None)
     for turn in ("on the GPU", "in host memory", "here and there", "on the GPU"):
         for index, parameter in enumerate(parameters):
             there = turn == "on the GPU" or (turn == "here and there" and index % 2)
@@ -92,7 +92,7 @@ def test_another_rank_sends_from_the_gpu(*, pin: bool) -> None:
     device = torch.device("cuda", 0)
     post = Sent()
     plans = plan(manifest, Pieces.of(specs, rows, 1), rank=1, straight_bytes=1)
-    assembler = Assembler(plans, storages, 1, 0, post)  # type: ignore[arg-type]  # all that is asked of an exchange here
+    assembler = Assembler(plans, storages, 1, None, post)  # type: ignore[arg-type]  # all that is asked of an exchange here
     for index, bucket in enumerate(plans):
         assembler.run(index, None, device)
         torch.cuda.synchronize()

@@ -18,6 +18,7 @@ class FakeGroup:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=timeout_s)
         self._word = b""
+        self._words: dict[int, bytes] = {}
 
     def meet(self) -> None:
         """Wait for all ranks; a group that broke once stays broken, like a real one."""
@@ -32,6 +33,14 @@ class FakeGroup:
             self._word = blob
         self.meet()
         heard = self._word
+        self.meet()
+        return heard
+
+    def gather(self, rank: int, blob: bytes) -> list[bytes]:
+        """What every rank passed."""
+        self._words[rank] = blob
+        self.meet()
+        heard = [self._words[each] for each in range(self.size)]
         self.meet()
         return heard
 
@@ -81,6 +90,48 @@ class FakeSource:
         assert (blob is not None) == self.root
         self.agreed += 1
         return self.group.speak(blob)
+
+
+class StagedSource(FakeSource):
+    """One rank of a pipeline: the layers are divided among the ranks in order. Satisfies `Staged`."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], group: FakeGroup | None = None, rank: int = 0) -> None:
+        super().__init__(tensors, group, rank)
+        self.gathered = 0
+        """Buckets that were assembled of all ranks' tensors."""
+
+    def stage_of(self, name: str) -> int:
+        layers = 1 + max(int(each.split(".")[2]) for each in self.weights if ".layers." in each)
+        if ".layers." in name:
+            return int(name.split(".")[2]) * self.group.size // layers
+        return 0 if "embed" in name else self.group.size - 1
+
+    def roots(self) -> Sequence[int]:
+        return [self.stage_of(spec.name) for spec in self.tensors()]
+
+    def collect(self, blob: bytes) -> Sequence[bytes]:
+        return self.group.gather(self.rank, blob)
+
+    def assemble(
+        self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
+    ) -> None:
+        if roots is None:
+            self.gathered += 1
+            super().assemble(manifest, index, out)
+            return
+        assert (out is not None) == (roots[index] == self.rank)
+        assert {self.stage_of(spec.name) for spec in manifest.tensors_of(index)} == {roots[index]}
+        if out is not None:
+            self.before_assembly(len(self.assembled))
+            self.assembled.append(index)
+            packed = pack(manifest, index, self.weights)
+            out[: packed.numel()].copy_(packed)
+
+
+def pipeline_of(tensors: Mapping[str, torch.Tensor], size: int, timeout_s: float = 5.0) -> list[FakeSource]:
+    """Sources of one group, a stage each."""
+    group = FakeGroup(size, timeout_s)
+    return [StagedSource(tensors, group, rank) for rank in range(size)]
 
 
 def group_of(tensors: Mapping[str, torch.Tensor], size: int, timeout_s: float = 5.0) -> list[FakeSource]:

@@ -33,10 +33,11 @@ from tiny_families import Case, parse  # noqa: E402
 
 from weightbus.dataplane.manifest import Manifest  # noqa: E402
 from weightbus.dataplane.pieces import Pieces  # noqa: E402
+from weightbus.dataplane.sources import cut  # noqa: E402
 from weightbus.trainer_agent import megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.assembly import DTYPES, Assembler  # noqa: E402
 from weightbus.trainer_agent.megatron_description import Description, describe  # noqa: E402
-from weightbus.trainer_agent.megatron_stages import check_order  # noqa: E402
+from weightbus.trainer_agent.megatron_stages import check_order, roots_of  # noqa: E402
 from weightbus.trainer_agent.parcels import plan  # noqa: E402
 from weightbus.trainer_agent.quantised import quantised  # noqa: E402
 from weightbus.trainer_agent.roster import Roster, check, encode, settle  # noqa: E402
@@ -49,7 +50,7 @@ class Post:
         self.rank = rank
         self.letters = letters
 
-    def send(self, messages: Sequence[torch.Tensor]) -> None:
+    def send(self, messages: Sequence[torch.Tensor], _root: int) -> None:
         self.letters[self.rank].extend(message.clone() for message in messages)
 
     def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
@@ -98,20 +99,31 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     check_order(rosters)
     pieces = settle(rosters, ranks[0].tensors)
     chance = random.Random(str(case))
-    manifest = Manifest.of("M", ranks[0].tensors, chance.choice([1, 5000, 40_000, 1 << 30]))
+    bucket_bytes = chance.choice([1, 5000, 40_000, 1 << 30])
+    manifest = Manifest.of("M", ranks[0].tensors, bucket_bytes)
+    roots = [0] * len(manifest.buckets)
+    if case.layout.pp > 1 and chance.choice([True, False]):
+        owners = roots_of(rosters, pieces)
+        sources = sorted(set(owners))
+        manifest, shares = cut("M", ranks[0].tensors, [sources.index(owner) for owner in owners], bucket_bytes)
+        roots = [sources[source] for source in shares.of]
     straight = chance.choice([1, 2000, 1 << 20])
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     assemblers = [
         Assembler(
-            plan(manifest, pieces, rank=rank, straight_bytes=straight), each.parameters, rank, 0, Post(rank, letters)
+            plan(manifest, pieces, rank=rank, roots=roots, straight_bytes=straight),
+            each.parameters,
+            rank,
+            roots,
+            Post(rank, letters),
         )
         for rank, each in enumerate(ranks)
     ]
     odd: list[str] = []
     for index, bucket in enumerate(manifest.buckets):
         out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8)
-        for rank in reversed(range(world)):
-            assemblers[rank].run(index, None if rank else out, torch.device("cpu"))
+        for rank in sorted(range(world), key=lambda rank: rank == roots[index]):
+            assemblers[rank].run(index, out if rank == roots[index] else None, torch.device("cpu"))
         for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
             found = out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape)
             if spec.name not in expected or not torch.equal(found, expected[spec.name]):

@@ -26,9 +26,8 @@ from torch import nn
 from weightbus.dataplane.manifest import Manifest
 from weightbus.trainer_agent import megatron_cpu
 from weightbus.trainer_agent.assembly import DTYPES
-from weightbus.trainer_agent.leader import KnowsHeads
 from weightbus.trainer_agent.megatron import MegatronSource
-from weightbus.trainer_agent.source import AssemblyFailed, SourceError
+from weightbus.trainer_agent.source import AssemblyFailed, KnowsHeads, SourceError
 
 
 def export(source: MegatronSource, bucket_bytes: int) -> dict[str, torch.Tensor]:

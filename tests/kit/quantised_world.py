@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,7 @@ from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
 from weightbus.dataplane.quantisation import Scheme
 from weightbus.dataplane.quantisation_config import Quantisation, Rule, outputs
+from weightbus.dataplane.sources import cut as cut_buckets
 from weightbus.trainer_agent.assembly import DTYPES
 from weightbus.trainer_agent.quantised import QuantisedSource
 
@@ -38,7 +39,7 @@ class Post:
         self.rank = rank
         self.letters = letters
 
-    def send(self, messages: Sequence[torch.Tensor]) -> None:
+    def send(self, messages: Sequence[torch.Tensor], _root: int) -> None:
         self.letters[self.rank].extend(message.clone() for message in messages)
 
     def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
@@ -126,16 +127,33 @@ class World:
     def pieces(self) -> Pieces:
         return cover.once(Pieces.join([Pieces.of(self.tensors, self.rows[rank], rank) for rank in range(RANKS)]))
 
-    def check(self, scheme: Scheme, sources: Sequence[QuantisedSource], bucket_bytes: int, passes: int = 2) -> None:
-        """Every bucket holds what quantising whole tensors gives."""
+    def check(
+        self,
+        scheme: Scheme,
+        sources: Sequence[QuantisedSource],
+        bucket_bytes: int,
+        passes: int = 2,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
+        """Every bucket holds what quantising whole tensors gives; with `owners` on the rank of its raw tensors."""
         wanted = self.expected(scheme)
         manifest = Manifest.of("M", sources[0].tensors(), bucket_bytes)
+        roots: Sequence[int] | None = None
+        if owners is not None:
+            made = {spec.name: owners[each.spec.name] for each in sources[0].weights for spec in each.outputs}
+            by_tensor = [made.get(spec.name, owners.get(spec.name, 0)) for spec in sources[0].tensors()]
+            ranks = sorted(set(by_tensor))
+            manifest, shares = cut_buckets(
+                "M", sources[0].tensors(), [ranks.index(rank) for rank in by_tensor], bucket_bytes
+            )
+            roots = [ranks[share] for share in shares.of]
         assert {spec.name for spec in manifest.tensors} == set(wanted)
         for _ in range(passes):
             for index, bucket in enumerate(manifest.buckets):
                 out = torch.full((bucket.nbytes + 16,), 0xA5, dtype=torch.uint8)
-                for source in sorted(sources, key=lambda each: each.root):
-                    source.assemble(manifest, index, out if source.root else None)
+                root = 0 if roots is None else roots[index]
+                for at in sorted(range(len(sources)), key=lambda at: at == root):
+                    sources[at].assemble(manifest, index, out if at == root else None, roots)
                 assert not any(self.letters.values())
                 assert (out[bucket.nbytes :] == 0xA5).all()
                 for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):

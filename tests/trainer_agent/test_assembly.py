@@ -29,13 +29,15 @@ class Post:
         self.rank = rank
         self.letters = letters
 
-    def send(self, messages: Sequence[torch.Tensor]) -> None:
+    def send(self, messages: Sequence[torch.Tensor], root: int) -> None:
         self.letters[self.rank].extend(message.clone() for message in messages)
+        self.letters[~self.rank].extend(torch.tensor(root) for _ in messages)
 
     def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
         meanwhile()
         for rank, memory in messages:
             memory.copy_(self.letters[rank].pop(0))
+            assert int(self.letters[~rank].pop(0)) == self.rank, "it was sent to somebody else"
 
 
 class World:
@@ -72,22 +74,33 @@ class World:
         return cover.once(Pieces.join([Pieces.of(self.tensors, rows, rank) for rank, rows in self.rows.items()]))
 
     def check(
-        self, manifest: Manifest, plans: dict[int, tuple[BucketPlan, ...]], reach: Reach = HERE
+        self,
+        manifest: Manifest,
+        plans: dict[int, tuple[BucketPlan, ...]],
+        reach: Reach = HERE,
+        roots: Sequence[int] | None = None,
     ) -> dict[int, Assembler]:
         """Assemble every bucket and compare it with the tensors that were cut."""
         letters: dict[int, list[torch.Tensor]] = defaultdict(list)
         assemblers = {
-            rank: Assembler(plans[rank], self.storages[rank], rank, 0, Post(rank, letters), reach) for rank in plans
+            rank: Assembler(plans[rank], self.storages[rank], rank, roots, Post(rank, letters), reach) for rank in plans
         }
-        self.run(manifest, assemblers, letters)
+        self.run(manifest, assemblers, letters, roots)
         return assemblers
 
-    def run(self, manifest: Manifest, assemblers: dict[int, Assembler], letters: dict[int, list[torch.Tensor]]) -> None:
+    def run(
+        self,
+        manifest: Manifest,
+        assemblers: dict[int, Assembler],
+        letters: dict[int, list[torch.Tensor]],
+        roots: Sequence[int] | None = None,
+    ) -> None:
         """One pass."""
         for index, bucket in enumerate(manifest.buckets):
+            root = 0 if roots is None else roots[index]
             out = torch.full((bucket.nbytes + 8,), 0xA5, dtype=torch.uint8)
-            for rank in sorted(assemblers, reverse=True):
-                assemblers[rank].run(index, out if rank == 0 else None, CPU)
+            for rank in sorted(assemblers, key=lambda rank: (rank == root, rank)):
+                assemblers[rank].run(index, out if rank == root else None, CPU)
             assert not any(letters.values()), "somebody sent what nobody asked for"
             assert (out[bucket.nbytes :] == 0xA5).all()
             for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False):
@@ -121,7 +134,22 @@ def test_any_pieces_and_any_buckets_give_the_same_bytes(
     pieces = world.pieces()
     manifest = Manifest.of("M", world.tensors, bucket_bytes)
     ranks = range(4)
-    world.check(manifest, {r: plan(manifest, pieces, rank=r, straight_bytes=straight_bytes) for r in ranks})
+    roots = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=(n := len(manifest.buckets)), max_size=n))
+    plans = {r: plan(manifest, pieces, rank=r, roots=roots, straight_bytes=straight_bytes) for r in ranks}
+    world.check(manifest, plans, roots=roots)
+
+
+def test_a_rank_that_holds_nothing_of_a_bucket_has_nothing_to_do_with_it() -> None:
+    """Stages work beside each other: where each assembles its own buckets, nothing travels between them."""
+    world = World("float32")
+    for at, (name, shape) in enumerate(SHAPES.items()):
+        world.give(at % 2, name, Box.whole(shape))
+    owners = {name: at % 2 for at, name in enumerate(SHAPES)}
+    manifest = Manifest.of("M", world.tensors, 1)
+    roots = [owners[manifest.tensors_of(index)[0].name] for index in range(len(manifest.buckets))]
+    for rank in range(2):
+        for index, bucket in enumerate(plan(manifest, world.pieces(), rank=rank, roots=roots)):
+            assert set(bucket) == ({rank} if roots[index] == rank else set())
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 400, 1 << 20])
@@ -244,7 +272,7 @@ def test_parameters_are_read_at_the_moment_of_the_call() -> None:
     spec = TensorSpec("a", "float32", (4,))
     manifest = Manifest.of("M", [spec])
     pieces = Pieces.of([spec], [Piece("a", Box.whole((4,)), "float32", View(0, 0, (1,)))])
-    assembler = Assembler(plan(manifest, pieces, rank=0), [parameter], 0, 0, None)
+    assembler = Assembler(plan(manifest, pieces, rank=0), [parameter], 0, None, None)
     out = torch.empty(16, dtype=torch.uint8)
     for value in (1.0, 2.0):
         parameter.data = torch.full((4,), value)
@@ -264,7 +292,7 @@ def test_memory_is_bounded_and_given_back() -> None:
     for bucket, spec in zip(plans[0], manifest.buckets, strict=True):
         assert spec.nbytes <= sum(parcel.nbytes for parcel in bucket.values()) <= spec.nbytes + 16 * 12
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
-    sender = Assembler(plans[1], world.storages[1], 1, 0, Post(1, letters))
+    sender = Assembler(plans[1], world.storages[1], 1, None, Post(1, letters))
     for index in range(len(manifest.buckets)):
         sender.run(index, None, CPU)
         last = index == len(manifest.buckets) - 1

@@ -26,6 +26,7 @@ from weightbus.trainer_agent.exposure import Exposure
 from weightbus.trainer_agent.hf_module import HFModuleSource
 from weightbus.trainer_agent.leader import lead
 from weightbus.trainer_agent.settings import TrainerSettings
+from weightbus.trainer_agent.stages import Layout
 
 from ..kit.exposing import read
 
@@ -86,7 +87,7 @@ def test_memory_that_cannot_be_exported_is_found_at_the_start(
     )
 
     with pytest.raises(ConfigurationError, match="allow local too"):
-        lead(source, settings, Manifest.of("toy", source.tensors()))
+        lead(source, settings, Layout(Manifest.of("toy", source.tensors()), None))
 
 
 class Ranks:

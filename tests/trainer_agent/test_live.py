@@ -21,7 +21,8 @@ import torch
 from weightbus.control.messages import EngineInfo
 from weightbus.dataplane import fmix
 from weightbus.dataplane.manifest import LiveDigests, Manifest, TensorSpec
-from weightbus.trainer_agent.live import SHA256, LiveDigester, LivePlan, layouts_wanted
+from weightbus.dataplane.sources import cut
+from weightbus.trainer_agent.live import SHA256, LiveDigester, LivePlan, joined, layouts_wanted
 
 from ..kit.fake_bus import engine
 from ..kit.fake_source import pack, tiny_qwen3
@@ -103,6 +104,38 @@ def test_a_bucket_that_was_not_fed_is_an_error() -> None:
     live.feed(0, pack(manifest, 0, weights))
     with pytest.raises(ValueError, match="feed all buckets"):
         live.result()
+
+
+@pytest.mark.parametrize("algorithm", [SHA256, fmix.ALGORITHM])
+@pytest.mark.parametrize("bucket_bytes", [1024, 2**20])
+def test_stages_that_feed_their_own_buckets_predict_the_whole_together(bucket_bytes: int, algorithm: str) -> None:
+    """Each says something of what it holds, and of nothing else; joined it is what one rank would have found."""
+    weights = tiny_qwen3(layers=4)
+    reference = predict(manifest_of(weights, bucket_bytes), weights, (1, 2), algorithm=algorithm)
+    owners = [int(name.split(".")[2]) // 2 if ".layers." in name else int("embed" not in name) for name in weights]
+    manifest, sources = cut("Qwen3ForCausalLM", manifest_of(weights, 2**30).tensors, owners, bucket_bytes)
+    plan = LivePlan(manifest, [(algorithm, size) for size in (1, 2)], head_dim=16)
+    found = []
+    for source in range(sources.count):
+        live = LiveDigester(plan)
+        for index in sources.own(source):
+            live.feed(index, pack(manifest, index, weights))
+        found.append(live.result(partial=True))
+    names = [{name for each in part for name in each.parameters} for part in found]
+    assert not names[0] & names[1]
+    assert LiveDigester(plan).result(partial=True)[0].parameters == {}, "of a rank that is no source"
+    assert joined(found) == reference
+
+
+def test_a_parameter_that_two_stages_hold_in_part_is_an_error() -> None:
+    """Its digest could be made by neither."""
+    weights = tiny_qwen3()
+    manifest = manifest_of(weights, 1)
+    live = LiveDigester(LivePlan(manifest, [(SHA256, 1)]))
+    index = next(at for at, each in enumerate(manifest.tensors) if each.name.endswith("0.self_attn.q_proj.weight"))
+    live.feed(index, pack(manifest, index, weights))
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight lacks a part"):
+        live.result(partial=True)
 
 
 def test_a_size_without_a_layout_is_left_out() -> None:

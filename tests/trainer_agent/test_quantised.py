@@ -46,7 +46,8 @@ def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_
     shifted = any(piece.shift for rows in world.rows.values() for piece in rows)
     scheme = small(scheme)
     sources = [QuantisedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)]
-    world.check(scheme, sources, bucket_bytes, passes=1 if shifted else 2)
+    owners = data.draw(st.none() | st.fixed_dictionaries({name: st.integers(0, RANKS - 1) for name in SHAPES}))
+    world.check(scheme, sources, bucket_bytes, passes=1 if shifted else 2, owners=owners)
 
 
 @settings(deadline=None, max_examples=15)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,9 +28,9 @@ class Offloaded(QuantisedSource):
 
     reach: Reach
 
-    def _assembly(self, manifest: Manifest) -> Assembly:
+    def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembly:
         assert self._described is not None
-        division = Division.of(manifest, self.weights, self._described.pieces)
+        division = Division.of(manifest, self.weights, self._described.pieces, roots)
         return Assembly(division, self._source, self._described, reach=self.reach)
 
 

@@ -115,7 +115,7 @@ def test_the_next_bucket_is_on_its_way_while_one_is_used() -> None:
     """One ahead and no further: two buffers. What travels is float32, as it lies; what arrives is bfloat16."""
     manifest, storages, pieces = offloaded()
     lane = LateLane()
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, 0, None, far(lane))
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(lane))
     for index in range(5):
         assert contents(assembler, index) == index
         assert lane.begun == [2048] * min(index + 2, 5)
@@ -125,7 +125,7 @@ def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
     """Training goes on then."""
     manifest, storages, pieces = offloaded()
     lane = LateLane()
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, 0, None, far(lane))
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(lane))
     for index in range(4):
         contents(assembler, index)
     assert lane.pending
@@ -138,7 +138,7 @@ def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
 def test_what_was_uploaded_for_a_pass_that_was_given_up_is_not_used(stopped_after: int) -> None:
     """The weights have changed since: every pass begins anew."""
     manifest, storages, pieces = offloaded()
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, 0, None, far(LateLane()))
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(LateLane()))
     for turn in range(3):
         last = 4 if turn == 2 else stopped_after
         for index in range(last + 1):
@@ -152,7 +152,7 @@ def test_parameters_that_come_back_are_not_uploaded() -> None:
     manifest, storages, pieces = offloaded()
     lane = LateLane()
     there = {storage.data_ptr() for storage in storages}
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, 0, None, far(lane, there))
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(lane, there))
     for _ in range(2):
         assert [contents(assembler, index) for index in range(5)] == [0, 1, 2, 3, 4]
     assert len(lane.begun) == 10
@@ -173,7 +173,7 @@ def test_another_rank_sends_what_it_uploaded() -> None:
     lane = LateLane()
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     assemblers = {
-        rank: Assembler(plans[rank], world.storages[rank], rank, 0, Post(rank, letters), reach)
+        rank: Assembler(plans[rank], world.storages[rank], rank, None, Post(rank, letters), reach)
         for rank, reach in ((0, Reach()), (1, far(lane)))
     }
     world.run(manifest, assemblers, letters)

@@ -42,6 +42,7 @@ def build(shape: Shape) -> GPTModel:
         pipeline_dtype=torch.bfloat16,
         autocast_dtype=torch.bfloat16,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         **cast("dict[str, Any]", {**CONFIG, **(_experts(shape) if shape.experts else {})}),
     )
     return GPTModel(
@@ -49,6 +50,8 @@ def build(shape: Shape) -> GPTModel:
         transformer_layer_spec=cast("ModuleSpec", get_gpt_decoder_block_spec(config, use_transformer_engine=False)),
         vocab_size=shape.vocabulary,
         max_sequence_length=shape.positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_base=int(shape.rope_theta),
         share_embeddings_and_output_weights=False,
@@ -71,15 +74,24 @@ def load(model: GPTModel, weights: Mapping[str, torch.Tensor], shape: Shape) -> 
     """Fill this rank's parameters from Hugging Face tensors. Raises `KeyError` for one without a counterpart."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
+    first = cast("int", model.decoder.layers[0].layer_number) - 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            full = from_hf(name, weights, shape)
+            full = from_hf(_in_model(name, first), weights, shape)
             if getattr(parameter, "tensor_model_parallel", False):
                 dim = int(getattr(parameter, "partition_dim", 0))
                 parts = [piece.chunk(ranks, dim)[rank] for piece in full]
             else:
                 parts = list(full)
             parameter.copy_(torch.cat(parts))
+
+
+def _in_model(name: str, first: int) -> str:
+    """A parameter's name with its layer's number in the whole model, where this stage begins with layer `first`."""
+    if not name.startswith("decoder.layers."):
+        return name
+    decoder, layers, index, local = name.split(".", 3)
+    return f"{decoder}.{layers}.{first + int(index)}.{local}"
 
 
 def from_hf(name: str, weights: Mapping[str, torch.Tensor], shape: Shape) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .fleet import Engines, Fleet, Ground, Placed, Trainer, place
+from .fleet import Engines, Fleet, Ground, Placed, Trainer, Way, place
 from .holdings import Holdings, holdings
 from .needs import Needs, needs
 from .seconds import Round, Volume, round_of
@@ -59,8 +59,17 @@ class Forecast:
 
     def _volume(self, fleet: Fleet, ground: Ground) -> Volume:
         held, trainer = self._holdings(fleet.trainer), fleet.trainer
-        parcels = assembled(self.tensors, held)
-        near = parcels[1 : trainer.gpus_per_host].sum()
+        parcels = np.zeros(trainer.gpus, np.int64)
+        found = assembled(self.tensors, held)
+        parcels[: len(found)] = found
+        # Stages that broadcast gather their own, beside each other; whoever wants files or buckets has one rank do it.
+        staged = {group.way for group in ground.groups if not group.way.by_parts} == {Way.DISTRIBUTED}
+        stages = trainer.pp if staged else 1
+        roots = np.arange(trainer.gpus) // (trainer.gpus // stages) * (trainer.gpus // stages)
+        ranks = np.arange(trainer.gpus)
+        beside = (ranks // trainer.gpus_per_host == roots // trainer.gpus_per_host) & (ranks != roots)
+        beyond = ranks // trainer.gpus_per_host != roots // trainer.gpus_per_host
+        near, far = (np.bincount(roots, weights=parcels * chosen).max() for chosen in (beside, beyond))
         kept = 0
         for group in ground.groups:
             needed = self._needs(group.engines)
@@ -72,6 +81,7 @@ class Forecast:
             buckets=-(-self.tensors.total // (fleet.bucket_mb * 1024 * 1024)),
             digested=int(digested(self.tensors, held).max()),
             near_parcels=int(near),
-            far_parcels=int(parcels.sum() - parcels[: trainer.gpus_per_host].sum()),
+            far_parcels=int(far),
+            sources=stages,
             kept=kept,
         )

@@ -47,8 +47,10 @@ class Volume(msgspec.Struct, frozen=True):
     digested: int
     """By the rank that digests most, where it lies."""
     near_parcels: int
-    """What the first rank gets for whole tensors from others on its host."""
+    """What a rank that puts whole tensors together gets from others on its host; where several do, the most."""
     far_parcels: int
+    sources: int
+    """How many do: the first rank, or that of each stage where all whole tensors are broadcast."""
     kept: int
     """By the engine GPU that keeps most."""
 
@@ -104,7 +106,7 @@ def _digest(volume: Volume, ground: Ground, *, assembled: bool) -> float:
     """Before anybody pauses: servers on the trainer's GPUs generate, and take their turns there."""
     if assembled:
         gathered = volume.near_parcels / rate(None, figures.GATHER_GB_S)
-        return gathered + volume.buckets * figures.DIGEST_BUCKET_S.value
+        return gathered + volume.buckets / volume.sources * figures.DIGEST_BUCKET_S.value
     beside = [
         each.engines for each in ground.groups if any(gpu < ground.trainer.gpus for row in each.gpu for gpu in row)
     ]
@@ -155,7 +157,7 @@ def _busiest(
 
 
 def _whole(links: Links, ground: Ground, volume: Volume, groups: list[Placed]) -> Iterator[Load]:
-    """Whole tensors by way of the first rank: gathered there, then given away, one after the other."""
+    """Whole tensors by way of the first rank, or each stage's: gathered there, then given away one after the other."""
     if not groups:
         return
     host = np.array(ground.host, np.int64)

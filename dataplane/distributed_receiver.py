@@ -1,0 +1,130 @@
+"""The engine agent's half of the distributed transport: brings a server into the groups, and has it take every bucket.
+
+A server is asked for one thing at a time, as SGLang wants it: groups are joined one after the other in the order in
+which the sender names them, which is the same for every engine, and buckets are taken in the manifest's order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import msgspec
+
+from .deadline import Deadline
+from .errors import TransferFailed
+from .meeting import POLL_S, Attendance, holding, settled
+from .sources import Groups
+from .transport import Address, EngineServer, Receipt, Session
+
+_LEAVE_S: Final = 5.0
+"""How long a server may take to forget groups that are broken anyway."""
+
+
+class DistributedReceiver:
+    """Brings one engine's ranks into the group and has them take every bucket."""
+
+    def __init__(self) -> None:
+        self._held: tuple[str, ...] = ()
+        """The groups the server is in, as far as this process knows."""
+        self._server: EngineServer | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._touched = False
+
+    @property
+    def touched(self) -> bool:
+        """The server was asked to change weights in the last session."""
+        return self._touched
+
+    def receive(  # noqa: PLR0917
+        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+    ) -> Receipt:
+        """Join the group if need be, then take every bucket."""
+        deadline = Deadline(deadline_s)
+        self._touched = False
+        if self._server is not server:
+            self._held, self._server = (), server
+        meeting = Attendance(address.address, session.epoch, engine, address.token)
+        meeting.begin()
+        reason = ""
+        try:
+            buckets = len(session.manifest.buckets)
+            groups = self._join(meeting, address, rank_offset, server, deadline, buckets)
+            for index in range(buckets):
+                self._touched = True
+                tensors, group = session.manifest.tensors_of(index), groups.group_of(index)
+                self._call(meeting, f"bucket {index}", deadline, server.load_broadcast, group, tensors)
+            meeting.say("done", "", deadline)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            meeting.close(reason)
+            if reason:
+                self._abandon(server)
+        return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=False)
+
+    def close(self) -> None:
+        """Nothing belongs to a session alone; the group stays for the next one."""
+
+    def shutdown(self) -> None:
+        """Have the server leave its groups."""
+        if self._held and self._server is not None:
+            self._leave(self._server)
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
+    def _join(  # noqa: PLR0917  in one place
+        self,
+        meeting: Attendance,
+        address: Address,
+        rank_offset: int,
+        server: EngineServer,
+        deadline: Deadline,
+        buckets: int,
+    ) -> Groups:
+        """Into every group that the sender names, one after the other in its order, which is everybody's."""
+        meeting.say("came", holding(self._held), deadline)
+        groups = Groups.decode(meeting.group(deadline), buckets)
+        if groups.names != self._held:
+            for group in self._held:
+                server.leave_group(group, deadline.check("time to leave the old group"))
+            self._held = groups.names
+            for group in groups.names:
+                where = msgspec.structs.replace(address, group=group)
+                self._call(meeting, f"the group {group} to form", deadline, server.join_group, where, rank_offset)
+        meeting.say("joined", "", deadline)
+        return groups
+
+    def _call(
+        self, meeting: Attendance, what: str, deadline: Deadline, function: Callable[..., None], *arguments: object
+    ) -> None:
+        """Call the server on another thread, so that a sender that dies or gives up is noticed meanwhile."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "weightbus-engine")
+        answer = self._thread.submit(function, *arguments, deadline.check(what))
+        while not settled(answer, POLL_S):
+            meeting.check()
+            deadline.check(what)
+        answer.result()
+
+    def _abandon(self, server: EngineServer) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
+        if self._held:
+            self._leave(server)
+
+    def _leave(self, server: EngineServer) -> None:
+        """The groups are broken for everybody: the server is asked to forget them, and that it may be dead is no news.
+
+        All of them within the time of one: a server that does not answer is not asked again.
+        """
+        deadline = Deadline(_LEAVE_S)
+        with contextlib.suppress(TransferFailed):
+            for group in self._held:
+                server.leave_group(group, deadline.check("the server to leave its groups"))
+        self._held = ()

@@ -1,0 +1,158 @@
+"""Which of several trainer ranks broadcasts which bucket, and in which order everybody does what. Pure, no torch.
+
+The ranks that broadcast are *sources*, one for each pipeline stage; source 0 leads. Each has a group of its own with
+all engine ranks. Three orders are the same for everybody, and are all that is needed so that nobody waits in a circle:
+
+    groups    are joined in the order of their sources: a server is asked for the next one when it is in the last
+    buckets   are taken in the manifest's order, in which stages take turns: while one sends, the others assemble
+    slots     of a source are used in turn, and again when the bucket that was there has been taken
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Final, Self
+
+import msgspec
+
+from .errors import TransferFailed
+from .manifest import DEFAULT_BUCKET_BYTES, BucketSpec, Manifest, TensorSpec
+
+_SEVERAL: Final = "{"
+"""How the announcement of several groups begins; names do not."""
+
+
+class Sources(msgspec.Struct, frozen=True, dict=True):
+    """Who broadcasts which bucket."""
+
+    of: tuple[int, ...]
+    """By bucket, the number of its source."""
+
+    @classmethod
+    def one(cls, buckets: int) -> Self:
+        """A single source for all `buckets`."""
+        return cls((0,) * buckets)
+
+    @property
+    def count(self) -> int:
+        """How many there are; each has a bucket."""
+        return len(self._own)
+
+    @property
+    def largest_share(self) -> int:
+        """The most buckets that one source has."""
+        return max(len(own) for own in self._own)
+
+    def own(self, source: int) -> tuple[int, ...]:
+        """The buckets of `source`, in order."""
+        return self._own[source]
+
+    def place(self, bucket: int) -> int:
+        """How many buckets its source has in front of it."""
+        return bisect_left(self._own[self.of[bucket]], bucket)
+
+    def before(self, bucket: int, slots: int) -> int:
+        """The bucket that lay where `bucket` goes, on a source with `slots` slots; -1 for none."""
+        place = self.place(bucket)
+        return self._own[self.of[bucket]][place - slots] if place >= slots else -1
+
+    def needed(self, row: range, slots: int) -> int:
+        """The last bucket that has to be taken before all of `row` can be assembled; -1 for none."""
+        return max(self.before(bucket, slots) for bucket in row)
+
+    @cached_property
+    def rows(self) -> tuple[range, ...]:
+        """Runs of buckets, as long as can be, in which each has another source: they are assembled at the same time."""
+        rows: list[range] = []
+        first = 0
+        seen: set[int] = set()
+        for bucket, source in enumerate(self.of):
+            if source in seen:
+                rows.append(range(first, bucket))
+                first = bucket
+                seen.clear()
+            seen.add(source)
+        return (*rows, range(first, len(self.of)))
+
+    def row_at(self, bucket: int) -> range:
+        """The row that begins with `bucket`, or what is left of the one that it is in."""
+        row = self.rows[bisect_right(self.rows, bucket, key=lambda row: row.start) - 1]
+        return range(bucket, row.stop)
+
+    @cached_property
+    def _own(self) -> tuple[tuple[int, ...], ...]:
+        own: list[list[int]] = [[] for _ in range(max(self.of) + 1)]
+        for bucket, source in enumerate(self.of):
+            own[source].append(bucket)
+        return tuple(tuple(each) for each in own)
+
+
+def cut(
+    model: str, tensors: Iterable[TensorSpec], owners: Sequence[int], bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> tuple[Manifest, Sources]:
+    """A manifest whose buckets each belong to one source. `owners` is, by tensor, its source: 0 and up, each with one.
+
+    With a single source that is `Manifest.of`. Stages take turns so that they end together: the n-th of k buckets of
+    each lies n/k of the way through the version.
+    """
+    listed = tuple(tensors)
+    shares = [
+        Manifest.of(model, [spec for spec, owner in zip(listed, owners, strict=True) if owner == source], bucket_bytes)
+        for source in range(max(owners) + 1)
+    ]
+    turns = sorted(
+        (place / len(share.buckets), source, place)
+        for source, share in enumerate(shares)
+        for place in range(len(share.buckets))
+    )
+    ordered: list[TensorSpec] = []
+    buckets: list[BucketSpec] = []
+    for _, source, place in turns:
+        first = len(ordered)
+        ordered.extend(shares[source].tensors_of(place))
+        buckets.append(BucketSpec(first, len(ordered), shares[source].buckets[place].nbytes))
+    manifest = Manifest(model, tuple(ordered), tuple(buckets))
+    manifest.check()
+    return manifest, Sources(tuple(source for _, source, _ in turns))
+
+
+class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What receivers are told: the groups of a session, and which of them each bucket comes by."""
+
+    names: tuple[str, ...]
+    """In the order in which all join them."""
+    of: tuple[int, ...]
+    """By bucket; empty where there is one group."""
+
+    @classmethod
+    def of_sources(cls, base: str, sources: Sources) -> Self:
+        """Names of groups that begin with `base`, which is that of the leading source."""
+        if sources.count == 1:
+            return cls((base,), ())
+        return cls((base, *(f"{base}-source{number}" for number in range(1, sources.count))), sources.of)
+
+    def group_of(self, bucket: int) -> str:
+        """The group that `bucket` comes by."""
+        return self.names[self.of[bucket] if self.of else 0]
+
+    def encode(self) -> str:
+        """As it is announced: of one group its name alone."""
+        return self.names[0] if len(self.names) == 1 else msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, word: str, buckets: int) -> Self:
+        """Read what `encode` wrote. Raises `TransferFailed` unless every one of `buckets` buckets has a group."""
+        if not word.startswith(_SEVERAL):
+            return cls((word,), ())
+        try:
+            groups = msgspec.json.decode(word, type=cls)
+        except msgspec.MsgspecError as error:
+            raise TransferFailed(f"the sender announced groups that cannot be read: {error}") from error
+        if len(groups.of) != buckets or not set(groups.of) <= set(range(len(groups.names))):
+            raise TransferFailed(
+                f"the sender announced {len(groups.names)} groups for {len(groups.of)} buckets, expected one for"
+                f" each of {buckets}: give sender and receiver the same version of weightbus"
+            )
+        return groups

@@ -1,0 +1,164 @@
+"""Who broadcasts which bucket, and that the order in which everybody does it cannot end in a circle. No groups."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.sources import Groups, Sources, cut
+
+OWNERS = st.lists(st.integers(0, 3), min_size=1, max_size=24).map(
+    lambda found: [sorted(set(found)).index(owner) for owner in found]
+)
+"""By tensor, its source; each source has one."""
+
+
+def tensors_of(owners: Sequence[int]) -> list[TensorSpec]:
+    return [TensorSpec(f"t{at}.{owner}", "float32", (1 + at % 5,)) for at, owner in enumerate(owners)]
+
+
+@settings(deadline=None)
+@given(OWNERS, st.integers(4, 80))
+def test_every_bucket_is_of_one_source(owners: list[int], bucket_bytes: int) -> None:
+    """All tensors travel once, each in a bucket of its own source, whose order they keep."""
+    tensors = tensors_of(owners)
+    manifest, sources = cut("M", tensors, owners, bucket_bytes)
+    assert sorted(spec.name for spec in manifest.tensors) == sorted(spec.name for spec in tensors)
+    for bucket, source in enumerate(sources.of):
+        assert {spec.name.rpartition(".")[2] for spec in manifest.tensors_of(bucket)} == {str(source)}
+    for source in range(sources.count):
+        own = [spec for bucket in sources.own(source) for spec in manifest.tensors_of(bucket)]
+        alone = Manifest.of("M", [spec for spec, owner in zip(tensors, owners, strict=True) if owner == source])
+        assert sorted(own, key=str) == sorted(alone.tensors, key=str)
+        assert [sources.place(bucket) for bucket in sources.own(source)] == list(range(len(sources.own(source))))
+    assert sources.of[0] == 0, "the leader sends first: what fails before that has touched no server"
+
+
+def test_one_source_changes_nothing() -> None:
+    """Where one rank sends everything, the manifest and what is announced are what they have always been."""
+    tensors = tensors_of([0] * 9)
+    manifest, sources = cut("M", tensors, [0] * 9, 40)
+    assert manifest == Manifest.of("M", tensors, 40)
+    assert Groups.of_sources("weightbus-c-3", sources).encode() == "weightbus-c-3"
+    assert Groups.decode("weightbus-c-3", len(sources.of)) == Groups(("weightbus-c-3",), ())
+    assert [list(row) for row in sources.rows] == [[bucket] for bucket in range(len(sources.of))]
+    assert [sources.needed(row, 2) for row in sources.rows] == [
+        bucket - 2 if bucket > 1 else -1 for bucket in range(len(sources.of))
+    ]
+
+
+def test_stages_take_turns() -> None:
+    """They begin together and end together, however many buckets each has."""
+    _, sources = cut("M", tensors_of([0] * 6 + [1] * 2 + [2] * 3), [0] * 6 + [1] * 2 + [2] * 3, 4)
+    assert sources.of == (0, 1, 2, 0, 0, 2, 0, 1, 0, 2, 0)
+    assert [list(row) for row in sources.rows] == [[0, 1, 2], [3], [4, 5], [6, 7], [8, 9], [10]]
+
+
+@given(OWNERS, st.integers(1, 4))
+def test_rows_cover_all_buckets_and_need_only_earlier_ones(owners: list[int], slots: int) -> None:
+    """Each row has at most one bucket of a source, and waits for no bucket that comes after its beginning."""
+    sources = Sources(tuple(owners))
+    assert [bucket for row in sources.rows for bucket in row] == list(range(len(owners)))
+    for row in sources.rows:
+        assert len({sources.of[bucket] for bucket in row}) == len(row)
+        assert sources.needed(row, slots) < row.start
+        assert sources.row_at(row.start) == row
+    for bucket in range(len(owners)):
+        before = sources.before(bucket, slots)
+        held = [each for each in sources.own(sources.of[bucket]) if each < bucket]
+        assert before == (held[-slots] if len(held) >= slots else -1)
+
+
+def test_groups_are_told_as_they_were_said() -> None:
+    """Names in order, the leader's first; and which of them each bucket comes by."""
+    groups = Groups.of_sources("weightbus-c-3", Sources((0, 1, 2, 0)))
+    assert groups.names == ("weightbus-c-3", "weightbus-c-3-source1", "weightbus-c-3-source2")
+    assert Groups.decode(groups.encode(), 4) == groups
+    assert [groups.group_of(bucket) for bucket in range(4)] == [*groups.names, "weightbus-c-3"]
+
+
+@pytest.mark.parametrize(
+    ("word", "buckets"),
+    [
+        (Groups(("a", "b"), (0, 1)).encode(), 3),
+        (Groups(("a", "b"), (0, 2)).encode(), 2),
+        ('{"names": ["a"]', 1),
+        ('{"names": ["a"], "of": [0], "more": 1}', 1),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(word: str, buckets: int) -> None:
+    """No server is asked to join what leaves a bucket without a group."""
+    with pytest.raises(TransferFailed, match="announced"):
+        Groups.decode(word, buckets)
+
+
+# -- nobody waits in a circle -----------------------------------------------------------------------------------------
+
+Step = tuple[str, ...]
+"""("join", group), ("take", bucket) or ("fill", bucket)."""
+
+
+def engine_steps(sources: Sources) -> list[Step]:
+    """What an engine has its server do, one after the other: as `DistributedReceiver` goes through `Groups`."""
+    groups = Groups.of_sources("g", sources)
+    joins = [("join", name) for name in groups.names]
+    return [*joins, *(("take", str(bucket)) for bucket in range(len(sources.of)))]
+
+
+def source_steps(sources: Sources, number: int) -> list[Step]:
+    """A source's own group and buckets, as `SourceRank` and the leader have them."""
+    joins = [("join", Groups.of_sources("g", sources).names[number])]
+    return [*joins, *(("take", str(bucket)) for bucket in sources.own(number))]
+
+
+def run(sources: Sources, engines: Sequence[Sequence[Step]], slots: int, choose: st.DataObject) -> int:
+    """Have everybody go on in any order until nobody can; how many are not at their end.
+
+    A join and a broadcast happen when all who take part in it have come to it, a broadcast when its bucket was
+    assembled too; a row is assembled, all its stages together, when its slots are free.
+    """
+    parties = [list(steps) for steps in engines]
+    senders = [source_steps(sources, number) for number in range(sources.count)]
+    rows, filled, taken = list(sources.rows), 0, 0
+    while True:
+        moves: list[tuple[str, int]] = []
+        if rows and sources.needed(rows[0], slots) < taken:
+            moves.append(("row", 0))
+        for number, steps in enumerate(senders):
+            if not steps or any(not party or party[0] != steps[0] for party in parties):
+                continue
+            if steps[0][0] == "join" or int(steps[0][1]) < filled:
+                moves.append(("meet", number))
+        if not moves:
+            return sum(bool(steps) for steps in itertools.chain(parties, senders))
+        kind, number = choose.draw(st.sampled_from(moves))
+        if kind == "row":
+            filled = rows.pop(0).stop
+            continue
+        step = senders[number].pop(0)
+        for party in parties:
+            party.pop(0)
+        taken = int(step[1]) + 1 if step[0] == "take" else taken
+
+
+@settings(deadline=None)
+@given(OWNERS, st.integers(1, 3), st.integers(1, 4), st.data())
+def test_no_interleaving_ends_in_a_circle(owners: list[int], slots: int, engines: int, data: st.DataObject) -> None:
+    """Whatever is quick and whatever is slow, with several engines and several stages all come to their end."""
+    sources = Sources(tuple(owners))
+    assert run(sources, [engine_steps(sources)] * engines, slots, data) == 0
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_engines_that_join_in_another_order_wait_for_ever(data: st.DataObject) -> None:
+    """What the order is for: two engines that come to two groups the other way round never meet."""
+    sources = Sources((0, 1, 0, 1))
+    right = engine_steps(sources)
+    assert run(sources, [right, [right[1], right[0], *right[2:]]], 2, data) == 4
