@@ -145,18 +145,14 @@ class Workers:
 
         Raises `ReplayFailed` when all have answered and one did not copy.
         """
-        left = deadline.left()
         for worker, plan in zip(self._workers, plans, strict=True):
             read = [(each, _exports(each, made.get(each.holder), plan)) for each in exporters]
             read = [(each, exports) for each, exports in read if exports.regions]
             rounds = tuple(each.round for each, _ in read)
-            replay = wire.Replay(
-                epoch=epoch,
-                version=version,
-                exports=tuple(exports for _, exports in read),
-                rounds=rounds if any(rounds) else (),
-                within_s=max(left / 2, left - _ANSWER_S),
-            )
+            replay = wire.Replay(epoch=epoch, version=version, exports=tuple(exports for _, exports in read))
+            if any(rounds):  # a loader that is older than marks understands the rest
+                left = deadline.left()
+                replay = msgspec.structs.replace(replay, rounds=rounds, within_s=max(left / 2, left - _ANSWER_S))
             wire.say(worker.frames, replay, deadline)
         return self._replayed(deadline, None)
 
