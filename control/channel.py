@@ -34,7 +34,7 @@ from .messages import (
 )
 from .outgoing import RECORDS, ChannelRecord, Out, Tell, together
 from .past import ending, remembered
-from .publisher import NOBODY, SNAPSHOT, Publisher
+from .publisher import NOBODY, Publisher
 from .round import Round
 from .standing import Standing
 from .states import SETTLED, RoundState
@@ -51,7 +51,7 @@ class Channel(Standing):
             self.lease,
             agent.name,
             agent.incarnation,
-            in_round=self.round is not None,
+            round_=self.round.state if self.round else None,
             now=now,
             lease_s=self._limits.lease_s,
         )
@@ -81,8 +81,9 @@ class Channel(Standing):
             self.repeat_done(agent, message)
             return YES
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
+        routes = self._routes_of(message, agent, among=engines if message.catch_up else None)
         if verdict.ok:
-            verdict = self._may_begin(message, missing)
+            verdict = self._may_begin(message, missing, routes)
         if not verdict.ok:
             return verdict
         self._holder = (agent.name, agent.incarnation)
@@ -90,7 +91,7 @@ class Channel(Standing):
         self.round = Round(
             message,
             agent.name,
-            self._routes(agent, snapshot=message.mode == SNAPSHOT, among=engines if message.catch_up else None),
+            routes,
             engines,
             limits=self._limits,
             duties=self._duties,

@@ -56,6 +56,7 @@ from .session import (
     GiveUp,
     Heard,
     Join,
+    Phase,
     Reject,
     Resolve,
     SayAlive,
@@ -127,6 +128,7 @@ class BusClient:
         self._topology = topology
         self._clock = time.monotonic
         self._locating: RequestId | None = None
+        self._whole = False  # `_locating` names also what an older coordinator does not understand
         self._link: AgentLink = link or DealerLink(settings.endpoint, settings.curve)
         self._keys = os.urandom(8).hex()
         self._counter = itertools.count(1)
@@ -226,8 +228,8 @@ class BusClient:
     ) -> ToAgent:
         """As `request`, of a message that names `blobs`, by their digests: what the coordinator lacks goes ahead of it.
 
-        Few pages are not waited for before `message` is sent. Those that got lost on the way, or that a coordinator
-        took which is no more, are put again, and `message` is asked again. `blobs_s` is the deadline of the pages.
+        Few pages are not waited for before `message` is sent. Those that got lost on the way, or that the coordinator
+        has no more, are put again, and `message` is asked again. `blobs_s` is the deadline of the pages.
         """
         lacking = {name: blob for name, blob in blobs.items() if name not in self._known}
         if sum(_pages(blob) for blob in lacking.values()) > PAGES_AHEAD:
@@ -244,7 +246,7 @@ class BusClient:
         try:
             return answer()[0]
         except RequestRefused as refused:
-            if refused.code is not Code.UNKNOWN_BLOB or not waits:
+            if refused.code is not Code.UNKNOWN_BLOB:
                 raise
         for name, blob in blobs.items():
             self.put_blob(blob, blobs_s, name)
@@ -436,16 +438,19 @@ class BusClient:
             case _:
                 assert_never(effect)
 
-    def _say_where(self) -> None:
+    def _say_where(self, *, whole: bool = True) -> None:
         if self._topology is None:
             return
-        key = self._locating = self.new_request()
-        message = msgspec.structs.replace(self._topology(), request=key)
+        key, where = self.new_request(), self._topology()
+        self._locating, self._whole = key, whole and where.awaits_tables
+        message = msgspec.structs.replace(where, request=key, awaits_tables=self._whole)
         self._handle(Asked(key, message, None, self._clock() + LOCATE_S, LOCATE_S))
 
     def _settle(self, key: RequestId, outcome: _Answered | WeightbusError) -> None:
         if key == self._locating and isinstance(outcome, WeightbusError):
             get_log(__name__).info("topology_not_told", reason=str(outcome))
+            if self._whole and self._session.phase is Phase.JOINED:
+                self._say_where(whole=False)
         with self._changed:
             future = self._futures.pop(key, None)
         if future is None:

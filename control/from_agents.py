@@ -66,8 +66,8 @@ class Heartbeat(Message, frozen=True):
 class Topology(Message, frozen=True):
     """Where a trainer or an engine is, and what reaches it there. Said after every `Welcome`, and when it changed.
 
-    Answered by `Ack`. A coordinator that does not know this message refuses it, and decides by `Hello` alone. What is
-    not known is left out, never guessed.
+    Answered by `Ack`. A coordinator that does not know this message refuses it, and decides by `Hello` alone; one that
+    does not know `awaits_tables` is told the rest. What is not known is left out, never guessed.
     """
 
     request: RequestKey
@@ -86,6 +86,8 @@ class Topology(Message, frozen=True):
     """Transports that it does not offer."""
     takes: dict[TransportKind, Count] = {}  # noqa: RUF012  # msgspec gives each its own
     """Bytes of a version that the worker with most of them takes, of transports by which one came (engines)."""
+    awaits_tables: bool = False
+    """It knows versions whose digest table follows: it may announce one (trainers), or be told of one (engines)."""
 
 
 class Bye(Message, frozen=True):
@@ -147,8 +149,8 @@ class Publish(Message, frozen=True, kw_only=True):
     version: VersionNumber
     manifest: BlobDigest
     table: TableDigest = Digest("")
-    """Left open where the table follows: the trainer still digests, and says it in `Sent`. Engines get it over the
-    transport, before they have proven anything."""
+    """Left open where the table follows, as `Granted` must allow: the trainer still digests, and says it in `Sent`.
+    Engines get it over the transport, before they have proven anything."""
     bytes: Count
     buckets: Count
     policy: Policy = Policy()

@@ -106,6 +106,9 @@ class Granted(Message, frozen=True):
     engines: dict[str, EngineInfo]
     routes: dict[str, TransportKind] = {}  # noqa: RUF012  # msgspec gives each its own
     """By which transport each engine would take a live version now. Only for trainers that told their `Topology`."""
+    may_leave_open: bool = False
+    """The digest table of a live version may follow: trainer and engines said that they know how (`awaits_tables`),
+    and all of them would take it by `direct`."""
 
 
 class Send(Message, frozen=True):

@@ -6,10 +6,13 @@ epoch: whoever receives a message compares it, whatever the clock says.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from .ids import AgentId, Epoch, Incarnation, Version
 from .messages import Code
+from .states import BEFORE_COMMIT, RoundState
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,12 +49,24 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 YES = Verdict(None)
+_ENDING_S: Final = 0.2
+"""Engines that resume are mostly through in less."""
 
 
 def may_acquire(
-    lease: Lease | None, agent: AgentId, incarnation: Incarnation, *, in_round: bool, now: float, lease_s: float
+    lease: Lease | None,
+    agent: AgentId,
+    incarnation: Incarnation,
+    *,
+    round_: RoundState | None,
+    now: float,
+    lease_s: float,
 ) -> Verdict:
-    """Whether `agent` may take the channel. Its own unused lease does not stand in its way; a running round does."""
+    """Whether `agent` may take the channel. Its own unused lease does not stand in its way; a running round does.
+
+    `round_` is the state of that. One that can only come to its end is waited for, whosever it is.
+    """
+    in_round = round_ is not None
     if lease is None and not in_round:
         return YES
     if lease is None:
@@ -59,6 +74,8 @@ def may_acquire(
     mine = lease.holder == agent and lease.incarnation == incarnation
     if mine and not in_round:
         return YES
+    if mine and round_ not in BEFORE_COMMIT:
+        return Verdict(Code.LEASE_HELD, f"your round at epoch {lease.epoch} is still coming to its end", _ENDING_S)
     if mine:
         return Verdict(
             Code.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it"

@@ -10,13 +10,14 @@ first is in the group; the others take a transport within the host if they can, 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Final, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
+from .ids import AgentId
 from .messages import EngineInfo, Place, Reach, Topology, TrainerInfo, TransportKind
 
 PREFERRED: Final = (
@@ -62,6 +63,8 @@ class Route(msgspec.Struct, frozen=True):
     reason: str
     shares: bool = False
     """A worker is on a GPU of the trainer's, as far as is known."""
+    awaits: bool = False
+    """Both ends said that they know versions whose digest table follows."""
     hurdles: dict[TransportKind, Objection] = {}
     """What speaks against those that would have been taken before it, fastest first."""
     gpus: tuple[str, ...] = ()
@@ -121,7 +124,25 @@ def _route(chosen: TransportKind | None, ends: Ends, objections: Mapping[Transpo
         return Route(None, f"no transport: {said or 'the trainer offers none'}", hurdles=hurdles)
     reason = f"{chosen.value}: {_merit(chosen, ends)}{f' ({said})' if said else ''}"
     gpus = tuple(_seat(place) for place in _of(ends.from_engine).places if place.device != "cpu")
-    return Route(chosen, reason, _shares(ends), hurdles, gpus if chosen in GROUPS else ())
+    awaits = _of(ends.from_trainer).awaits_tables and _of(ends.from_engine).awaits_tables
+    return Route(chosen, reason, _shares(ends), awaits, hurdles, gpus if chosen in GROUPS else ())
+
+
+def may_leave_open(routes: Iterable[Route]) -> bool:
+    """Whether a live version's digest table may follow: whoever is routed takes it by `direct`, and knows how."""
+    routed = [each for each in routes if each.transport]
+    return bool(routed) and all(each.awaits and each.transport is TransportKind.DIRECT for each in routed)
+
+
+def open_routes(routes: Mapping[AgentId, Route]) -> Mapping[AgentId, Route]:
+    """Those of a version whose table is open: who does not know that is left out, as it would understand nothing."""
+    return {name: each if each.awaits or not each.transport else _LEFT_OUT for name, each in routes.items()}
+
+
+_LEFT_OUT: Final = Route(
+    None,
+    "the digest table follows in this round, and its agent has not said that it knows how: it takes a later version",
+)
 
 
 def objection(kind: TransportKind, ends: Ends) -> Objection | None:

@@ -76,10 +76,12 @@ def doubt_table(
     message: Prepare | None, table: Digest, signature: str, trusted: Mapping[AgentId, Entry]
 ) -> Doubt | None:
     """What speaks against `table`, which `message`, believed already, left open, and which came with `signature`."""
-    seal = message.seal if message is not None else None
-    entry = trusted.get(seal.signer) if seal is not None else None
-    if message is None or seal is None or entry is None:
-        return Doubt(Distrust.UNKNOWN_SIGNER, f"{seal and seal.signer!r} is not trusted any more")
+    if message is None or message.seal is None:
+        return Doubt(Distrust.UNKNOWN_SIGNER, "nothing was believed for which a digest table could follow")
+    seal = message.seal
+    entry = _trainer(seal.signer, message.channel, trusted)
+    if isinstance(entry, Doubt):
+        return entry
     filled_in = msgspec.structs.replace(message, table=table)
     if not signed_by(entry.signing_key, _statement(filled_in, seal), signature):
         return Doubt(Distrust.FORGED, f"digest table {table[:12]} is not what {seal.signer!r} signed for it")
@@ -91,10 +93,9 @@ def doubt(message: Prepare, serving: Held | None, trusted: Mapping[AgentId, Entr
     seal = message.seal
     if seal is None:
         return Doubt(Distrust.UNSIGNED, "it is not signed: does its trainer use keys?")
-    entry = trusted.get(seal.signer)
-    if entry is None or entry.role is not Role.TRAINER or not entry.covers(message.channel):
-        reason = f"{seal.signer!r} is no trainer that is trusted in {message.channel!r}; see `weightbus trust list`"
-        return Doubt(Distrust.UNKNOWN_SIGNER, reason)
+    entry = _trainer(seal.signer, message.channel, trusted)
+    if isinstance(entry, Doubt):
+        return entry
     if not signed_by(entry.signing_key, _statement(message, seal), seal.signature):
         return Doubt(Distrust.FORGED, f"it is not what {seal.signer!r} signed for epoch {message.epoch}")
     return _broken_chain(seal.previous, message, serving)
@@ -107,14 +108,23 @@ def seal_offer(offer: Offer, channel: Channel, epoch: Epoch, secret: str) -> Off
 
 def doubt_offer(message: Transfer, signer: AgentId | None, trusted: Mapping[AgentId, Entry]) -> Doubt | None:
     """What speaks against taking the bytes from where `message` says; `signer` is who signed what was prepared."""
-    entry = trusted.get(signer) if signer is not None else None
-    if entry is None:
-        return Doubt(Distrust.UNKNOWN_SIGNER, f"{signer!r} is not trusted any more")
+    entry = _trainer(signer, message.channel, trusted)
+    if isinstance(entry, Doubt):
+        return entry
     statement = _offer_statement(message.offer, message.channel, message.epoch)
     if not signed_by(entry.signing_key, statement, message.offer.signature or ""):
         reason = f"{signer!r} did not offer it at {message.offer.address!r} in epoch {message.epoch}"
         return Doubt(Distrust.REDIRECTED, reason)
     return None
+
+
+def _trainer(signer: AgentId | None, channel: Channel, trusted: Mapping[AgentId, Entry]) -> Entry | Doubt:
+    """Asked for every signature: the list may have changed since the last one."""
+    entry = trusted.get(signer) if signer is not None else None
+    if entry is None or entry.role is not Role.TRAINER or not entry.covers(channel):
+        reason = f"{signer!r} is no trainer that is trusted in {channel!r}; see `weightbus trust list`"
+        return Doubt(Distrust.UNKNOWN_SIGNER, reason)
+    return entry
 
 
 def _offer_statement(offer: Offer, channel: Channel, epoch: Epoch) -> bytes:

@@ -32,12 +32,16 @@ class Window(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, past=(*self.past, held))
 
     def allows(self, held: Held | None) -> bool:
-        """Whether requests may be answered from `held`; None stands for the weights of a launch."""
-        return self.committed is None or held == self.committed or held in self.past
+        """Whether requests may be answered from `held`; None stands for the weights of a launch.
+
+        Before anything is committed those may. A version that the channel does not know may not, whoever claims it.
+        """
+        return held == self.committed or held in self.past
 
     def against(self, held: Held | None) -> str:
         """Why not, for people."""
         found = f"version {held.version}" if held else "the weights of its launch"
-        wanted = self.committed.version if self.committed else None
+        if self.committed is None:
+            return f"holds {found}, which this channel has not committed"
         allowed = f", and max_lag is {self.max_lag}" if self.max_lag else ""
-        return f"holds {found}, committed is {wanted}{allowed}"
+        return f"holds {found}, committed is {self.committed.version}{allowed}"

@@ -28,9 +28,9 @@ from .messages import (
 from .outgoing import Out
 from .past import Past, Restored
 from .patience import contradicts
-from .publisher import NOBODY, Publisher
+from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
-from .routing import Route
+from .routing import Route, open_routes
 from .staleness import Window
 from .states import SETTLED, EnginePhase
 from .story import STORY
@@ -153,7 +153,7 @@ class Standing:
             f"found version {version}, committed is {found}: publish a higher one, or say rollback",
         )
 
-    def _may_begin(self, message: Publish, missing: str) -> Verdict:
+    def _may_begin(self, message: Publish, missing: str, routes: Mapping[AgentId, Route]) -> Verdict:
         if self.round:
             return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
         if message.rollback and not (self.lease and self.lease.rollback):
@@ -163,7 +163,7 @@ class Standing:
             return self._not_newer(message.version)
         if missing:
             return _unknown(missing)
-        if not (message.table or self._fleet.infos()):
+        if not (message.table or any(each.transport for each in routes.values())):
             return Verdict(Code.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
         reason = contradicts(message, is_committed=self._is_committed(message))
         return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
@@ -181,6 +181,13 @@ class Standing:
         self, trainer: Agent, *, snapshot: bool = False, among: Container[AgentId] | None = None
     ) -> Mapping[AgentId, Route]:
         return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot, among=among)
+
+    def _routes_of(
+        self, message: Publish, trainer: Agent, *, among: Container[AgentId] | None = None
+    ) -> Mapping[AgentId, Route]:
+        """By which each engine, or each `among` them, would take what `message` begins."""
+        routes = self._routes(trainer, snapshot=message.mode == SNAPSHOT, among=among)
+        return routes if message.table else open_routes(routes)
 
 
 def _unknown(blob: str) -> Verdict:

@@ -16,7 +16,7 @@ from .lease import Lease, Verdict
 from .limits import Limits
 from .membership import Agent
 from .messages import Acquire, Code, EngineInfo, Granted, Held
-from .routing import Route
+from .routing import Route, may_leave_open
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -89,6 +89,7 @@ class Tenure:
             committed=committed,
             engines={str(name): info for name, info in engines.items()},
             routes={str(name): each.transport for name, each in told.items() if each.transport},
+            may_leave_open=may_leave_open(told.values()),
         )
         note = LeaseGranted(channel=self._channel, holder=agent.name, epoch=record.epoch, version=message.version)
         return (*ended, Answer(agent.name, message, granted), note)

@@ -173,18 +173,14 @@ class Workers:
         `reads` is `regions_read` of each worker's plan.
         Raises `ReplayFailed` when all have answered and one did not copy.
         """
-        left = deadline.left()
         for worker, regions in zip(self._workers, reads, strict=True):
             of = [each for each in exporters if each.holder in regions]
             read = [(each, _exports(each, made.get(each.holder), regions[each.holder])) for each in of]
             rounds = tuple(each.round for each, _ in read)
-            replay = wire.Replay(
-                epoch=epoch,
-                version=version,
-                exports=tuple(exports for _, exports in read),
-                rounds=rounds if any(rounds) else (),
-                within_s=max(left / 2, left - _ANSWER_S),
-            )
+            replay = wire.Replay(epoch=epoch, version=version, exports=tuple(exports for _, exports in read))
+            if any(rounds):  # a loader that is older than marks understands the rest
+                left = deadline.left()
+                replay = msgspec.structs.replace(replay, rounds=rounds, within_s=max(left / 2, left - _ANSWER_S))
             wire.say(worker.frames, replay, deadline)
         return self._replayed(deadline, None)
 

@@ -49,6 +49,7 @@ def topology_of(
         nics=tuple(Nic(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
         lacking=lacks,
         takes={TransportKind(kind): size for kind, size in takes.items()},
+        awaits_tables=True,
     )
 
 

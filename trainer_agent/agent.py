@@ -248,11 +248,11 @@ class TrainerAgent:
                     case Assemble() if cause is None:
                         self._source.assemble(self.manifest, order.index, None)
                     case Expose() if cause is None and self._exposure is not None:
-                        self._exposure.take_part(digests=order.digests, made=order.made)
+                        self._exposure.take_part(digests=order.digests, made=order.made, parts=order.parts)
                     case Digest() if cause is None and self._exposure is not None:
                         self._exposure.digests()
                     case Make() if cause is None and self._exposure is not None:
-                        self._exposure.make(digests=order.digests)
+                        self._exposure.make(digests=order.digests, parts=order.parts)
                     case Join() if cause is None and self._exposure is not None:
                         self._exposure.join(Address(order.address, token=order.token), order.epoch, order.deadline_s)
                     case Read() | Refill() | Broadcast() if cause is None and self._stages is not None:

@@ -216,6 +216,7 @@ class Drive:
             return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {type(answer).__name__}")
         self._engines, self._committed = answer.engines, answer.committed
         self._routes = answer.routes or None
+        self._of.staging.granted(awaited=answer.may_leave_open)
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         may_leave_open = not self._catch_up and open_table.allowed(self._of, self.version, answer)
         return p.LeaseGranted(answer.epoch, answer.committed, may_leave_open)

@@ -208,6 +208,8 @@ class Exposure:
         """What `make` has found."""
         self._behind: DevicePoint | None = None
         """Behind what `make` began, while nobody has waited for that."""
+        self._marked = False
+        """It has told readers of parts, and of the marks behind them."""
         self._unmarked: torch.cuda.Event | None = None
         """Behind what `make` has a GPU write without a mark."""
         self._known: tuple[Column, Column] | None = None
@@ -244,15 +246,17 @@ class Exposure:
                 torch.cuda.synchronize(self._device)
             self._sends.begin(address, epoch, self._own.regions, deadline_s)
 
-    def make(self, *, digests: bool) -> None:
+    def make(self, *, digests: bool, parts: bool = False) -> None:
         """Begin to make what is exposed from the weights as they are now, and to digest it if `digests`.
 
-        Nobody may be reading it. On a GPU all of that has only begun when this returns. What cannot be exported is
-        found by `expose`. `expose` and `digests` may follow in any order, and `digests` any time later.
+        `parts` as for `expose`. Nobody may be reading it. On a GPU all of that has only begun when this returns. What
+        cannot be exported is found by `expose`. `expose` and `digests` may follow in any order, and `digests` any time
+        later.
         """
         if isinstance(self._source, Making):
             self._source.make()
-        self._ahead, self._begun = self._exported(made=True), False
+        self._ahead, self._begun = self._exported(made=True, parts=parts), False
+        self._marked = self._marks(parts)
         self._note_unmarked()
         if digests and not self._ahead.refusal and self._share is not None:
             self._begin(self._share)
@@ -267,15 +271,16 @@ class Exposure:
         if behind is not None:
             behind.wait(Deadline(deadline_s))
 
-    def expose(self, *, made: bool = False) -> None:
+    def expose(self, *, made: bool = False, parts: bool = False) -> None:
         """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike.
 
-        With `made`, as it was at the last `make`: when this returns, all of it is there but parts of which readers see
-        by their marks when they are, and nothing waits for what digests. Without, all of it is there.
+        With `made`, as it was at the last `make`: when this returns, all of it is there but, if readers are told of
+        `parts`, those of which they see by their marks when they are, and nothing waits for what digests. Without, all
+        of it is there.
         """
         mine, self._ahead = self._ahead, None
-        if mine is None or not made:
-            mine, self._begun = self._exported(made=made), False
+        if mine is None or not made or self._marked is not self._marks(parts):
+            mine, self._begun = self._exported(made=made, parts=parts), False
             if self._exporter is not None:
                 self._exporter.settle()
         elif self._unmarked is not None:
@@ -317,9 +322,9 @@ class Exposure:
             return b""
         return division.digests([_lanes(each.lanes) for each in sums], [each.odd for each in sums])
 
-    def take_part(self, *, digests: bool, made: bool) -> None:
+    def take_part(self, *, digests: bool, made: bool, parts: bool) -> None:
         """What the leader's call asks of the other ranks."""
-        self.expose(made=made)
+        self.expose(made=made, parts=parts)
         if digests:
             self.digests()
 
@@ -338,23 +343,28 @@ class Exposure:
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
-    def _exported(self, *, made: bool) -> _Standing:
+    def _marks(self, parts: bool) -> bool:
+        """Whether readers look at marks, if they are told of `parts`."""
+        local = self._local
+        return parts and self._exporter is not None and local is not None and local.parts is not None
+
+    def _exported(self, *, made: bool, parts: bool) -> _Standing:
         source = self._source
         memory = source.memory(made=made) if isinstance(source, Making) else source.memory()
         try:
-            return self._export(memory)
+            return self._export(memory, parts=parts)
         except (NotExportable, Unsupported, ManifestError, OSError) as error:
             return _Standing(refusal=f"{error}" or type(error).__name__)
 
-    def _export(self, memory: Sequence[torch.Tensor]) -> _Standing:
+    def _export(self, memory: Sequence[torch.Tensor], *, parts: bool) -> _Standing:
         local = self._local
         if local is None:
-            parts = self._source.parts() if isinstance(self._source, Marking) else None
-            local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory, parts)
+            marked = self._source.parts() if isinstance(self._source, Marking) else None
+            local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory, marked)
         used = local.here(memory)
         local.mirror.refresh(used)
         self._tensors = [*used, *local.mirror.tensors]
-        exports, unread = self._read()
+        exports, unread = self._read(parts=parts)
         # After that: exporting moves storages of the host.
         own = None if self._own is None else self._own.describe(self._tensors)
         if exports is not self._maps[0] or own is not self._maps[1]:  # both are the same while nothing has moved
@@ -367,16 +377,17 @@ class Exposure:
             layout=self._name,
             address=exporter.address().address if exporter else "",
             generation=exporter.generation if exporter else 0,
-            round=self._source.round if exporter and local.parts and isinstance(self._source, Marking) else 0,
+            round=self._source.round if exports and exports.parts and isinstance(self._source, Marking) else 0,
         )
 
-    def _read(self) -> tuple[ExportMap | None, str]:
+    def _read(self, *, parts: bool) -> tuple[ExportMap | None, str]:
         """What can be read, or why nothing can, where it can be sent instead."""
         if self._exporter is None:
             return None, ""
         try:
             assert self._local is not None
-            return self._exporter.export(self._tensors, settled=False, parts=self._local.parts), ""
+            marked = self._local.parts if parts else None
+            return self._exporter.export(self._tensors, settled=False, parts=marked), ""
         except (NotExportable, Unsupported, OSError) as error:
             if self._own is None:
                 raise
@@ -413,7 +424,7 @@ class Exposure:
             return
         if not isinstance(self._source, Making):
             torch.cuda.synchronize(self._device)  # a training step may write on any stream
-        elif self._local is None or self._local.parts is None or self._local.mirror.tensors:
+        elif self._local is None or not self._marked or self._local.mirror.tensors:
             self._unmarked = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._unmarked.record(torch.cuda.current_stream(self._device))
 

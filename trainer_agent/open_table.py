@@ -29,7 +29,7 @@ _CANNOT_WAIT: Final = "the digest table follows in this round, and {} cannot wai
 
 
 def allowed(of: Outfit, version: int, granted: Granted) -> bool:
-    """Whether a version may be announced without its table.
+    """Whether a version may be announced without its table: the coordinator says so, and nothing here is against it.
 
     Not one that may be committed already: that only its table tells. Not one that is kept as files, which are of
     buckets. Not before a first one went by this sender.
@@ -37,8 +37,8 @@ def allowed(of: Outfit, version: int, granted: Granted) -> bool:
     newer = granted.committed is None or version > granted.committed.version
     able = isinstance(of.senders.get(TransportKind.DIRECT), Tabling)
     kept = of.archive is not None and of.archive.keeps(version)
-    wanted = of.settings.open_tables and of.mode is Mode.LIVE
-    return wanted and newer and able and not kept and of.staging.may_leave_open(granted.engines, granted.routes or None)
+    wanted = granted.may_leave_open and of.settings.open_tables and of.mode is Mode.LIVE
+    return wanted and newer and able and not kept and of.staging.may_leave_open
 
 
 def give(bus: Bus, table: DigestTable, deadline_s: float) -> threading.Thread:

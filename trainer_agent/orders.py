@@ -40,6 +40,8 @@ class Make(Order, frozen=True):
     """Begin to make what this rank lets others read, from its weights as they are now; with `digests`, to digest it."""
 
     digests: bool
+    parts: bool = False
+    """Readers are told of what is made part by part."""
 
 
 class Expose(Order, frozen=True):
@@ -48,6 +50,8 @@ class Expose(Order, frozen=True):
     digests: bool
     made: bool = False
     """`Make` was said in this publication: nothing is begun anew."""
+    parts: bool = False
+    """As of `Make`."""
 
 
 class Digest(Order, frozen=True):

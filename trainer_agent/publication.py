@@ -11,8 +11,10 @@ order and answers each with an event. This module decides, and knows nothing of 
 Any state ends in DONE with a `Verdict`; on its own deadline a round is given up through ABANDONING.
 
 Where every engine can wait for the digest table, the first attempt goes from ACQUIRING to ANNOUNCING at once, with an
-open table. Then `Digested` comes in any later state, before `Delivered`, and the table is said with the report. A round
-whose table does not come after all (`Undigested`) is given up, and begun anew with the table first.
+open table. Then `Digested` comes in any later state, before `Delivered`, and the table is said with the report. Nobody
+else can say it, so that report is repeated until it is taken. A round whose table does not come after all
+(`Undigested`), or is refused for good, is given up, and begun anew with the table first. The open attempt is not
+counted: without it there would have been as many.
 
 What the coordinator says of an older epoch, or of another version, changes nothing. A coordinator that forgot the
 round (it was restarted) is asked once more with the same request key; only when it refuses is the round lost.
@@ -186,6 +188,10 @@ class Publication:
         self.table = ""
         self.open = False
         """The round is announced without its table, which may be known by now."""
+        self._free = 0
+        """Attempts that do not count."""
+        self._given_up: GiveUp | None = None
+        """Of the attempt before, to be said again if it was not heard: the channel is not free before that."""
         self._asked = 0
         """Highest epoch of a `SendAsked` that was taken up; the coordinator repeats it until it hears of an offer."""
         self._silence = ""
@@ -297,8 +303,10 @@ class Publication:
     def _granted(self, event: LeaseGranted, now: float) -> Effects:
         self.epoch = self.lease = event.epoch
         self._committed = event.committed or self._committed
+        self._given_up = None
         self.open = event.open and self.attempt == 1 and not self._catch_up
         if self.open:
+            self._free = 1
             return self._announce(now)
         self._move(State.DIGESTING)
         return (Assemble(),)
@@ -317,10 +325,12 @@ class Publication:
 
     def _undigested(self, event: Undigested, now: float) -> Effects:
         """The same version, with its table first."""
-        if self.state is State.ABANDONING:
-            return ()
-        given_up = (*self._stop(), GiveUp(self.epoch, event.reason))
-        return (*given_up, *self._begin_again(event.reason, now))
+        return () if self.state is State.ABANDONING else self._instead(event.reason, now)
+
+    def _instead(self, reason: str, now: float) -> Effects:
+        """Give the round up for another one."""
+        stop, self._given_up = self._stop(), GiveUp(self.epoch, reason)
+        return (*stop, self._given_up, *self._begin_again(reason, now))
 
     def _send(self, event: SendAsked) -> Effects:
         """A first `Send` and a re-drive are the same: everything, to those named, under its epoch."""
@@ -337,18 +347,33 @@ class Publication:
         self._silence = ""
         if self._committed_here():
             return (*self._stop(), *self._finish(_HIDDEN_COMMIT))
-        if event.code in _LATER:
+        said = self._table_unsaid and event.code is not Code.STALE_EPOCH
+        passes = event.retry_after_s > 0 or event.code is Code.UNKNOWN_BLOB
+        if event.code in _LATER or (said and passes):
             return self._later(event.retry_after_s or self.limits.retry_s, now)
+        if said:
+            return self._instead(event.reason, now)
         if self.state in (State.WAITING, State.SENDING):
             # An offer or a report came too late. How the round stands is learnt by announcing it once more.
             self._unsaid = None
             return self._ask_again()
+        return self._not_begun(event, now)
+
+    def _not_begun(self, event: Refusal, now: float) -> Effects:
+        """There is no lease, or no round under it."""
+        if self.state is State.ACQUIRING and event.code is Code.NOT_ALLOWED and self._given_up is not None:
+            return (*self._later(self.limits.retry_s, now), self._given_up)
         if event.code in (Code.STALE_EPOCH, Code.NOT_ALLOWED, Code.UNKNOWN_BLOB) and self.state is State.ANNOUNCING:
             return self._begin_again(event.reason, now)
         return self._finish(Verdict(Ending.REFUSED, event.reason, event.code))
 
+    @property
+    def _table_unsaid(self) -> bool:
+        """What was refused is the only word on the table."""
+        return self.state is State.WAITING and self._unsaid is not None and bool(self._unsaid.table)
+
     def _begin_again(self, reason: str, now: float) -> Effects:
-        if self.attempt >= self.limits.attempts:
+        if self.attempt >= self.limits.attempts + self._free:
             return self._finish(Verdict(Ending.ABORTED, f"after {self.attempt} attempts: {reason}"))
         return self._acquire(now)
 

@@ -86,7 +86,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         Meta(description="how often a kept snapshot is offered to engines that are behind; 0: never", ge=0, le=86400),
     ] = 1.0
     open_tables: Annotated[
-        bool, Meta(description="announce a version while it is still digested, where all engines take it by direct")
+        bool, Meta(description="announce a version before it is digested, where all engines know that and take direct")
     ] = True
     transfer_timeout_s: Annotated[Wait, Meta(description="deadline of one transfer")] = 600.0
     acquire_timeout_s: Annotated[Wait, Meta(description="how long the lease is asked for")] = 300.0

@@ -56,6 +56,8 @@ class InPlace:
         self._digested = False
         """By the ranks, in the last publication."""
         self._made = False
+        self.parts = False
+        """Whoever reads the memory may be told of parts that are still made: it knows how to wait for them."""
 
     def begin(self) -> None:
         """A new publication: nothing was made for it yet."""
@@ -64,8 +66,8 @@ class InPlace:
     def make(self, ranks: orders.Ranks) -> None:
         """Begin with what takes a while, where it can be begun and was wanted the last time. Collective."""
         if self._wanted:
-            ranks.tell(orders.Make(self._digested))
-            self.exposure.make(digests=self._digested)
+            ranks.tell(orders.Make(self._digested, self.parts))
+            self.exposure.make(digests=self._digested, parts=self.parts)
             self._made = True
 
     def sort(
@@ -82,10 +84,10 @@ class InPlace:
         self._wanted = bool(reading)
         return len(reading), others
 
-    def may_leave_open(self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None) -> bool:
-        """Whether the digests, begun already, may be waited for later: every one of `engines` can take them so."""
-        kinds = {kind for name, kind in self._kinds(engines, routes).items() if name in engines and kind}
-        return self._made and self._digested and kinds == {TransportKind.DIRECT}
+    @property
+    def may_leave_open(self) -> bool:
+        """Whether the digests have begun already, so that they may be waited for later."""
+        return self._made and self._digested
 
     def _kinds(
         self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None
@@ -116,9 +118,9 @@ class InPlace:
     def expose(self, ranks: orders.Ranks, *, digests: bool = False) -> None:
         """Make the memory readable as it is now; with `digests` the other ranks go on to those. Collective."""
         made, self._made = self._made, False
-        ranks.tell(orders.Expose(digests=digests, made=made))
+        ranks.tell(orders.Expose(digests=digests, made=made, parts=self.parts))
         try:
-            self.exposure.expose(made=made)
+            self.exposure.expose(made=made, parts=self.parts)
         except NotExportable as error:
             raise SourceError(
                 f"the memory could be exported before, and now cannot: {error}; what engines read where it is must be "
@@ -236,6 +238,11 @@ class Staging:
         if self._in_place is not None:
             self._in_place.begin()
 
+    def granted(self, *, awaited: bool) -> None:
+        """The lease is held: whether all engines know how to wait for what follows, as parts that are still made do."""
+        if self._in_place is not None:
+            self._in_place.parts = awaited
+
     def make(self, watch: Stopwatch) -> None:
         """Begin with what engines will read, before it is known that a round may begin. Collective."""
         if self._in_place is not None:
@@ -247,11 +254,10 @@ class Staging:
         if self._in_place is not None:
             self._in_place.settle(deadline_s)
 
-    def may_leave_open(
-        self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None = None
-    ) -> bool:
-        """Whether `engines` can be told of the version before its table is known: `leave_open`, later `close_table`."""
-        return self._table is None and self._in_place is not None and self._in_place.may_leave_open(engines, routes)
+    @property
+    def may_leave_open(self) -> bool:
+        """Whether the version can be announced before its table is known: `leave_open`, later `close_table`."""
+        return self._table is None and self._in_place is not None and self._in_place.may_leave_open
 
     def leave_open(self, watch: Stopwatch) -> None:
         """Expose what engines read, and do not wait for its digests. Once for a publication. Collective."""

@@ -50,6 +50,7 @@ def topology_of(
         places=tuple(each if each.host == here else msgspec.structs.replace(each, reach=None) for each in places),
         nics=tuple(Nic(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
         lacking={kind: _lack(kind, settings, refusals) for kind in PREFERRED if kind not in kinds},
+        awaits_tables=settings.open_tables,
     )
 
 

@@ -502,19 +502,29 @@ def test_pages_that_got_lost_are_put_again_before_the_same_question(there: Coord
     assert there.requests(Acquire) == 1  # by its key
 
 
-def test_a_message_that_is_refused_for_what_was_not_put_now_is_refused(there: Coordinator, client: BusClient) -> None:
-    """Who asks decides what follows: a coordinator that forgot what it was given has forgotten more than that."""
+def test_what_was_put_before_and_is_there_no_more_is_put_again(there: Coordinator, client: BusClient) -> None:
+    """Once: who is refused for it then is refused."""
     digest = client.put_blob(b"table")
+    there.blobs.clear()
+
+    def strict(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
+        if isinstance(item.message, Acquire) and digest not in there.blobs:
+            return Refused(request=item.message.request, code=Code.UNKNOWN_BLOB, reason="put it first"), None
+        return there.usual(item)
+
+    there.answer = strict
+    message = Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1))
+    assert isinstance(client.request_with(message, {digest: b"table"}, DEADLINE_S), Ack)
+    assert there.requests(PutBlob) == 2
+
     there.answer = lambda item: (
         (Refused(request=item.message.request, code=Code.UNKNOWN_BLOB, reason="put it first"), None)
         if isinstance(item.message, Acquire)
         else there.usual(item)
     )
-    message = Acquire(request=client.new_request(), channel=Channel("c"), version=Version(1))
-
     with pytest.raises(RequestRefused):
         client.request_with(message, {digest: b"table"}, DEADLINE_S)
-    assert there.requests(PutBlob) == 1
+    assert there.requests(PutBlob) == 3
 
 
 def test_friend_with_a_key(tmp_path: Path) -> None:
@@ -639,5 +649,32 @@ def test_a_coordinator_that_does_not_know_where_matters_is_spoken_to_all_the_sam
         assert client.status() == b"{}"  # behind whatever was still under way
         count = there.count(Topology)
         assert count > 1, "it was repeated"
+        assert client.status() == b"{}"
+        assert there.count(Topology) == count
+
+
+def test_an_older_coordinator_is_told_what_it_knows(there: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses a message with a field it does not know: then it is told the others, and no more of that one."""
+    monkeypatch.setattr(client_module, "LOCATE_S", 1.0)
+
+    def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
+        if isinstance(item.message, Topology) and item.message.awaits_tables:
+            return Refused(request=RequestId("rejected"), code=Code.NOT_ALLOWED, reason="unknown field"), None
+        return (Ack(request=item.message.request), None) if isinstance(item.message, Topology) else there.usual(item)
+
+    there.answer = older
+    client = BusClient(
+        BusSettings(endpoint=f"tcp://127.0.0.1:{there.port}", timing=QUICK),
+        hello,
+        topology=lambda: Topology(request=RequestId("filled in"), network="rack 1", awaits_tables=True),
+    )
+    with client:
+        client.start(DEADLINE_S)
+        there.wait_for(lambda: any(isinstance(each, Topology) and not each.awaits_tables for each in there.seen))
+        there.wait_for(lambda: not client._session.pending)
+        told = [each for each in there.seen if isinstance(each, Topology)]
+        assert {each.network for each in told} == {"rack 1"}
+        assert [each.awaits_tables for each in told if not each.awaits_tables] == [False]
+        count = there.count(Topology)
         assert client.status() == b"{}"
         assert there.count(Topology) == count

@@ -13,6 +13,8 @@ from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
 from weightbus.control.lease import YES, Lease, may_acquire, may_use
 from weightbus.control.limits import Limits
 from weightbus.control.messages import (
+    Abandon,
+    Abort,
     Acquire,
     Code,
     Granted,
@@ -24,7 +26,10 @@ from weightbus.control.messages import (
     Refused,
     Release,
     RoundDone,
+    Sent,
+    Transfer,
 )
+from weightbus.control.states import RoundState
 
 from .world import CHANNEL, World
 
@@ -40,20 +45,25 @@ HELD = Lease(
 
 
 @pytest.mark.parametrize(
-    ("lease", "who", "in_round", "code"),
+    ("lease", "who", "round_", "code"),
     [
-        (None, "t0 a", False, None),
-        (None, "t0 a", True, Code.LEASE_HELD),
-        (HELD, "t0 a", False, None),
-        (HELD, "t0 a", True, Code.NOT_ALLOWED),
-        (HELD, "t0 b", False, Code.LEASE_HELD),
-        (HELD, "t1 a", False, Code.LEASE_HELD),
+        (None, "t0 a", None, None),
+        (None, "t0 a", RoundState.VERIFYING, Code.LEASE_HELD),
+        (HELD, "t0 a", None, None),
+        (HELD, "t0 a", RoundState.PREPARING, Code.NOT_ALLOWED),
+        (HELD, "t0 a", RoundState.ABORTING, Code.LEASE_HELD),
+        (HELD, "t0 a", RoundState.RESUMING, Code.LEASE_HELD),
+        (HELD, "t0 b", None, Code.LEASE_HELD),
+        (HELD, "t1 a", None, Code.LEASE_HELD),
     ],
 )
-def test_who_may_acquire(lease: Lease | None, who: str, in_round: bool, code: Code | None) -> None:
-    """A free channel, or one's own unused lease: yes. Anything else: no, with a reason and when to retry."""
+def test_who_may_acquire(lease: Lease | None, who: str, round_: RoundState | None, code: Code | None) -> None:
+    """A free channel, or one's own unused lease: yes. Anything else: no, with a reason and when to retry.
+
+    One's own round is to be given up first, or has only to come to its end.
+    """
     name, life = who.split()
-    verdict = may_acquire(lease, AgentId(name), Incarnation(life), in_round=in_round, now=1.0, lease_s=10.0)
+    verdict = may_acquire(lease, AgentId(name), Incarnation(life), round_=round_, now=1.0, lease_s=10.0)
     assert verdict.code is code
     assert bool(verdict.reason) is (code is not None)
     assert (verdict.retry_after_s > 0) is (code is Code.LEASE_HELD)
@@ -265,3 +275,29 @@ def test_the_key_of_a_round_that_is_over_is_not_for_another_question(changes: di
     trainer.say(published)
     world.settle()
     assert len(trainer.got(RoundDone)) > before
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_who_gave_its_round_up_may_begin_another_one_at_once(answers: bool) -> None:
+    """It is told to come again until the engines of the first are through, or were waited for long enough."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    engine.ignore(Transfer)
+    if not answers:
+        engine.ignore(Abort)
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    assert trainer.sending is not None
+    trainer.deaf, trainer.stop_before, trainer.publishing = False, None, None
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=trainer.sending.epoch, reason="no table"))
+    while not trainer.got(Refused):
+        trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
+        for _ in range(2):  # the engine has not spoken yet
+            world.step()
+    (refused,) = trainer.got(Refused)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.reason) == (Code.LEASE_HELD, "your round at epoch 1 is still coming to its end")
+    assert 0 < refused.retry_after_s < 1
+    world.advance_until(lambda: len(trainer.got(RoundDone)) == 1, 100.0)
+    assert world.publish(trainer, 1).outcome is Outcome.COMMITTED

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from weightbus.control import codec
 from weightbus.control.effects import Committed
 from weightbus.control.ids import AgentId, Digest, Epoch, RequestId, Version
 from weightbus.control.limits import Limits
@@ -12,6 +14,7 @@ from weightbus.control.messages import (
     Code,
     Commit,
     EngineHealth,
+    Granted,
     Message,
     Outcome,
     Policy,
@@ -22,6 +25,7 @@ from weightbus.control.messages import (
     SlowEngines,
     Step,
     ToCoordinator,
+    Topology,
     Transfer,
     TransportKind,
     Verified,
@@ -31,12 +35,15 @@ from weightbus.control.states import EnginePhase
 
 from .world import CHANNEL, Engine, Trainer, World, digest, engine_info, table_of
 
+DIRECT, LOCAL, DISK = TransportKind.DIRECT, TransportKind.LOCAL, TransportKind.DISK
+
 
 def fleet(**policy: object) -> tuple[World, Engine, Engine, Trainer]:
     world = World()
-    engines, trainer = (world.engine("e0"), world.engine("e1")), world.trainer()
+    engines = tuple(world.engine(name, awaits_tables=True) for name in ("e0", "e1"))
+    trainer = world.trainer(awaits_tables=True)
     trainer.open_table, trainer.policy = True, Policy(**policy)  # type: ignore[arg-type]
-    return world, *engines, trainer
+    return world, engines[0], engines[1], trainer
 
 
 def say_sent(world: World, trainer: Trainer, table: Digest) -> Code | None:
@@ -135,7 +142,7 @@ def test_without_its_table_nothing_is_committed(lost: str) -> None:
     trainer.stop_before = None
     if lost == "dies":
         trainer.live()
-    again = world.trainer("another")
+    again = world.trainer("another", awaits_tables=True)
     again.open_table = True
     assert world.publish(again, 2).outcome is Outcome.COMMITTED
     assert e0.generating
@@ -249,3 +256,94 @@ def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(
     ]
     send = Orders(publish, Limits()).send(Epoch(1), members)
     assert [each.shares for each in send.receivers] == [told, False]
+
+
+def granted(world: World, trainer: Trainer) -> Granted:
+    """What `trainer` is told when it asks."""
+    trainer.stop_before = Publish
+    trainer.acquire(world.records.__len__() + 1)
+    world.settle()
+    (answer,) = trainer.got(Granted)
+    assert isinstance(answer, Granted)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("knows", "kinds", "trainer_knows", "open_"),
+    [
+        ((True, True), (DIRECT, DIRECT), True, True),
+        ((True, False), (DIRECT, DIRECT), True, False),
+        ((True, True), (DIRECT, LOCAL), True, False),
+        ((True, True), (DIRECT, DISK), True, True),
+        ((True, True), (DIRECT, DIRECT), False, False),
+        ((), (), True, False),
+    ],
+    ids=["all", "an older engine", "another transport", "no way at all", "an older trainer", "nobody"],
+)
+def test_a_table_may_follow_where_everybody_said_that_it_knows_how(
+    knows: tuple[bool, ...], kinds: tuple[TransportKind, ...], trainer_knows: bool, open_: bool
+) -> None:
+    """Nobody is asked for what it did not say, and an older trainer is not told what it would not understand."""
+    world = World()
+    for at, (know, kind) in enumerate(zip(knows, kinds, strict=True)):
+        world.engine(f"e{at}", awaits_tables=know, transports=(kind,))
+    trainer = world.trainer(awaits_tables=trainer_knows, transports=(DIRECT, LOCAL))
+    if not trainer_knows:
+        trainer.say(Topology(request=trainer.key()))
+    answer = granted(world, trainer)
+    assert answer.may_leave_open is open_
+    assert (b"may_leave_open" in codec.TO_AGENT.encode(answer)[1]) is open_
+
+
+def test_an_older_engine_that_comes_after_the_lease_is_left_out_at_once() -> None:
+    """It would not understand a word of the round; nobody waits for it, and the next one takes it in."""
+    world, _, _, trainer = fleet()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    older = world.engine("e2")
+    trainer.deaf, trainer.stop_before = False, None
+    assert trainer.publishing is not None
+    trainer.say(trainer.publishing)
+    world.settle()
+    done = trainer.done
+    assert done is not None
+    assert world.now == 0.0
+    assert {each.engine: each.outcome for each in done.engines} == {
+        "e0": Outcome.COMMITTED,
+        "e1": Outcome.COMMITTED,
+        "e2": Outcome.ABORTED,
+    }
+    assert "has not said that it knows how" in next(each.reason for each in done.engines if each.engine == "e2")
+    assert older.got(Prepare) == []
+    trainer.open_table = False
+    assert world.publish(trainer, 2).outcome is Outcome.COMMITTED
+    assert older.held is not None
+    assert older.held.version == 2
+
+
+def test_an_open_table_needs_somebody_who_knows_how_to_wait_for_it() -> None:
+    """Refused at once, and published again with its table; as in a channel without engines."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer(awaits_tables=True)
+    trainer.open_table = True
+    trainer.acquire(1)
+    while not trainer.got(Refused):
+        world.step()
+    assert trainer.got(Refused)[0].code is Code.NOT_ALLOWED  # type: ignore[attr-defined]
+    trainer.open_table = False
+    world.settle()
+    assert world.now == 0.0
+    assert engine.label == 1
+
+
+def test_who_comes_back_says_again_what_it_knows() -> None:
+    """Another life of an agent may be an older one."""
+    world, e0, _, trainer = fleet()
+    e0.awaits_tables = False
+    e0.die()
+    world.now += world.limits.takeover_s
+    e0.live()
+    world.settle()
+    trainer.info = msgspec.structs.replace(trainer.info, transports=(DIRECT,))
+    assert not granted(world, trainer).may_leave_open

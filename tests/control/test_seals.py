@@ -291,6 +291,33 @@ def test_a_signature_under_a_table_is_good_for_one_table_of_one_publication() ->
         assert found.kind is Distrust.UNKNOWN_SIGNER
 
 
+@pytest.mark.parametrize(
+    "now", [entry(Role.TRAINER, TRAINER, "another"), entry(Role.ENGINE, TRAINER), None], ids=["channel", "role", "gone"]
+)
+def test_every_signature_is_judged_by_the_list_as_it_is_now(now: Entry | None) -> None:
+    """Who is trusted with something else since `Prepare` is believed neither a table nor an offer any more."""
+    publish, table = left_open(), held(5).table
+    offer = seal_offer(Offer(transport=TransportKind.LOCAL, address="a"), CHANNEL, Epoch(9), TRAINER.secret)
+    transfer = Transfer(
+        channel=CHANNEL,
+        epoch=Epoch(9),
+        version=Version(5),
+        manifest=publish.manifest,
+        offer=offer,
+        rank_offset=0,
+        deadline_s=1.0,
+    )
+    trusted = {AgentId("t0"): now} if now else {}
+    for found in (
+        doubt(offered(publish), None, trusted),
+        doubt_table(offered(publish), table, seal_table(publish, table, TRAINER.secret), trusted),
+        doubt_offer(transfer, AgentId("t0"), trusted),
+    ):
+        assert found is not None
+        assert found.kind is Distrust.UNKNOWN_SIGNER
+        assert "'t0' is no trainer that is trusted in 'policy'" in found.reason
+
+
 def test_an_open_publication_is_not_that_of_any_table() -> None:
     """Who carries it can neither fill a table in nor take one out."""
     assert kind(offered(left_open(), table=digest("evil"))) is Distrust.FORGED

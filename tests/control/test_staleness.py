@@ -40,10 +40,28 @@ def test_what_is_allowed_is_the_committed_version_and_those_less_than_max_lag_be
         assert not window.allows(None)
 
 
-def test_before_anything_is_committed_every_weight_may_serve() -> None:
-    """Engines serve the weights of their launch then."""
+def test_before_anything_is_committed_the_weights_of_a_launch_may_serve() -> None:
+    """And nothing else: a version that the channel does not know may be anything, whoever claims it."""
     assert Window().allows(None)
-    assert Window(None, max_lag=3).allows(held(1))
+    assert not Window(None, max_lag=3).allows(held(1))
+
+
+def test_a_clean_engine_that_claims_what_the_channel_does_not_know_is_not_ready() -> None:
+    """It came with a journal that was lost, or from another channel; a round takes it in, and then it is."""
+    world = World()
+    stranger, launched = world.engine("e0"), world.engine("e1")
+    assert world.ready == ("e0", "e1")
+    stranger.held = held(9)
+    world.advance(1.0)
+    assert world.ready == ("e1",)
+    view = world.machine.status(world.now).channels["policy"].engines["e0"]
+    assert view.reason == "holds version 9, which this channel has not committed"
+    stranger.connect()
+    world.settle()
+    assert world.ready == ("e1",)
+    assert world.publish(world.trainer(), 1).outcome is Outcome.COMMITTED
+    assert world.ready == ("e0", "e1")
+    assert launched.held == stranger.held
 
 
 @pytest.fixture

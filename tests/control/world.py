@@ -68,6 +68,7 @@ from weightbus.control.messages import (
     Serving,
     Step,
     ToCoordinator,
+    Topology,
     TrainerInfo,
     Transfer,
     Transferred,
@@ -178,6 +179,8 @@ class Agent:
         """What was said and not answered; said again with every heartbeat."""
         self.boot = 0
         self.said: list[ToCoordinator] = []
+        self.awaits_tables = False
+        """It says so after every `Welcome`."""
 
     def key(self) -> RequestId:
         return RequestId(f"{self.incarnation}-{next(self.world.keys)}")
@@ -221,6 +224,8 @@ class Agent:
             if message.boot != self.boot:
                 self.pending.clear()
             self.boot = message.boot
+            if self.awaits_tables:
+                self.say(Topology(request=self.key(), awaits_tables=True))
         stranger = isinstance(message, Refused) and message.code is Code.UNKNOWN_AGENT
         if stranger and not any(isinstance(said, Hello) for said, _ in self.pending.values()):
             self.connect()
@@ -529,15 +534,17 @@ class World:
                 agent.connect()
         self.settle()
 
-    def engine(self, name: str, **changes: object) -> Engine:
+    def engine(self, name: str, *, awaits_tables: bool = False, **changes: object) -> Engine:
         engine = Engine(self, name, engine_info(name, **changes))
+        engine.awaits_tables = awaits_tables
         self.agents[name] = engine
         engine.live()
         self.settle()
         return engine
 
-    def trainer(self, name: str = "trainer", **changes: object) -> Trainer:
+    def trainer(self, name: str = "trainer", *, awaits_tables: bool = False, **changes: object) -> Trainer:
         trainer = Trainer(self, name, trainer_info(**changes))
+        trainer.awaits_tables = awaits_tables
         self.agents[name] = trainer
         trainer.live()
         self.settle()

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -142,6 +143,26 @@ def test_a_steady_round_only_copies(world: World, monkeypatch: pytest.MonkeyPatc
 
     assert seen == ["Replay"] * world.server.tp
     assert holds(world.server, world.trainer.values)
+
+
+def test_a_loader_that_is_older_than_marks_understands_a_round_in_which_nothing_is_made(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server outlives its sidecar's upgrade: it is told nothing of marks where there are none to wait for."""
+    heard: list[bytes] = []
+    hear = worker_wire.hear_sidecar
+
+    def older(frames: Frames, deadline: Deadline) -> worker_wire.ToWorker:
+        message = hear(frames, deadline)
+        if isinstance(message, worker_wire.Replay):
+            heard.append(msgspec.msgpack.encode(message))
+        return message
+
+    monkeypatch.setattr(worker_loader.wire, "hear_sidecar", older)
+    world.round()
+    assert heard
+    for each in heard:
+        assert set(msgspec.msgpack.decode(each)) == {"type", "epoch", "version", "exports"}
 
 
 def test_memory_that_was_replaced_is_opened_anew(world: World) -> None:

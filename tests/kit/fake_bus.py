@@ -12,6 +12,8 @@ from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import AgentId, Digest, Epoch, RequestId
 from weightbus.dataplane.manifest import blob_digest
 
+_DIRECT = m.TransportKind.DIRECT
+
 
 def engine(
     tp: int = 1, live_digest: str = "", transports: tuple[m.TransportKind, ...] = (m.TransportKind.LOCAL,)
@@ -44,6 +46,8 @@ class FakeCoordinator:
         """Raised instead of an answer to the next messages of a type."""
         self.after: dict[type[m.Message], deque[Callable[[], None]]] = {}
         """Called after the answer to the next messages of a type was made."""
+        self.awaits_tables = True
+        """The engines know versions whose digest table follows."""
         self.redrives = 0
         self.closed = False
         self._inbox: deque[m.ToAgent] = deque()
@@ -176,6 +180,7 @@ class FakeCoordinator:
         match message:
             case m.Acquire():
                 self.epoch += 1
+                kinds = {each.transports[0] for each in self.engines.values()}
                 return m.Granted(
                     request=message.request,
                     channel=message.channel,
@@ -183,6 +188,7 @@ class FakeCoordinator:
                     lease_s=10.0,
                     committed=self.committed,
                     engines=self.engines,
+                    may_leave_open=self.awaits_tables and kinds == {_DIRECT},
                 )
             case m.Publish():
                 if message.epoch != self.epoch and self._round is None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Explores tests/model/round.pml with Spin: with each of four bugs, which must be found, then the protocol as it is, with
-# all engines at a time and with engines that take turns.
+# Explores tests/model/round.pml with Spin: with each of six bugs, which must be found, then the protocol as it is, with
+# all engines at a time, with engines that take turns, and with tables that follow.
 # Needs Debian's `spin` and a C compiler; about 1 GiB of memory and, on one idle core, three minutes.
 set -euo pipefail
 model=$(cd "$(dirname "$0")" && pwd)/round.pml
@@ -26,6 +26,8 @@ plant DIRTY "-DEPOCHS=2 -DCRASHES=1" "-DBFS"
 plant MONOTONE "-DEPOCHS=3 -DCRASHES=0 -DAGENT_CRASHES=0" ""
 plant FENCE "-DEPOCHS=2 -DCRASHES=0 -DAGENT_CRASHES=0" "-DBFS"
 plant DURABLE "-DWAVES=1 -DEPOCHS=2 -DCRASHES=1" "-DBFS"
+plant COMPARE "-DOPEN=1 -DEPOCHS=2 -DCRASHES=0 -DAGENT_CRASHES=0" "-DBFS"
+plant TABLE "-DOPEN=1 -DEPOCHS=2 -DCRASHES=0 -DAGENT_CRASHES=0" "-DBFS"
 
 whole() { # name, options of the model
 	explore "$1" "$2" ""
@@ -39,4 +41,5 @@ states=0
 whole "all at a time" "-DEPOCHS=2 -DCRASHES=4"
 whole "in turns" "-DWAVES=1 -DEPOCHS=3 -DCRASHES=0 -DAGENT_CRASHES=0"
 whole "in turns, with crashes" "-DWAVES=1 -DEPOCHS=2 -DCRASHES=1"
+whole "with tables that follow" "-DOPEN=1 -DEPOCHS=2 -DCRASHES=0 -DAGENT_CRASHES=0"
 echo "model: states=$states violations=0 unwanted_end_states=0"

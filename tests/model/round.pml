@@ -9,6 +9,12 @@
  * DIRTY=0     an engine agent forgets over its own crash that weights are half loaded
  * MONOTONE=0  the coordinator commits any version
  *
+ * COMPARE=0   the coordinator commits whatever table an engine has proven
+ * TABLE=0     an engine serves what it holds by the number of its version
+ *
+ * OPEN=1: the digest table follows. An engine may be given another one than the trainer's, and bytes that agree with it:
+ * it has proven its version, until the trainer says its table, and then it is broken and may be sent everything again.
+ *
  * WAVES=1: engines take turns in a round (`Policy.max_paused`). The version is durable after the first wave, and the
  * other engine serves the one before until it is told, under another epoch, to take it too.
  *
@@ -27,6 +33,16 @@
 #ifndef MONOTONE
 #define MONOTONE 1
 #endif
+#ifndef COMPARE
+#define COMPARE 1
+#endif
+#ifndef TABLE
+#define TABLE 1
+#endif
+#ifndef OPEN
+#define OPEN 0          /* a table may follow that is not the trainer's */
+#endif
+#define OTHER 8         /* added to a version: other bits of that number */
 #ifndef WAVES
 #define WAVES 0         /* engines take turns: one stands still, and serves again, before the next one may */
 #endif
@@ -53,7 +69,10 @@ byte told[EPOCHS + 1];             /* whose turn it is: 1 the first engine's, 2 
 bool commit_said[EPOCHS + 1];
 bool abort_said[EPOCHS + 1];
 
-typedef Heard { bool verified[EPOCHS + 1] }
+typedef Heard {
+  bool verified[EPOCHS + 1];       /* by the table of the trainer */
+  bool other[EPOCHS + 1]           /* by another one: `VERIFIED`, and `BROKEN` once the trainer's is known */
+}
 Heard from[ENGINES];               /* what each engine ever said: Verified(epoch) */
 
 /* The coordinator: disk and memory. */
@@ -81,6 +100,8 @@ byte highest_committed = 0;        /* the judge's memory: the version of the hig
 
 /* A token is made of both buckets, at any time that a server is not paused. */
 #define SERVES_MIXED(e) (!engine[e].paused && engine[e].first != engine[e].second)
+
+#define SERVES_OTHER(e) (!engine[e].paused && engine[e].second >= OTHER)
 
 proctype Coordinator() {
   byte e, v;
@@ -128,7 +149,9 @@ proctype Coordinator() {
        rolling = false; in_round = true }
   /* Somebody proved this epoch's version: commit it. */
   :: atomic { up && in_round && transfer_said[epoch] &&
-       (from[0].verified[epoch] || from[ENGINES - 1].verified[epoch]) ->
+       (from[0].verified[epoch] || from[ENGINES - 1].verified[epoch] ||
+        (!COMPARE && (from[0].other[epoch] || from[ENGINES - 1].other[epoch]))) ->
+       assert(from[0].verified[epoch] || from[ENGINES - 1].verified[epoch]);
        if
        :: DURABLE -> disk_committed = version_of[epoch]
        :: !DURABLE -> commit_said[epoch] = true
@@ -210,8 +233,14 @@ proctype Agent(byte me) {
        :: else
        fi;
        engine[me].dirty = false;
-       engine[me].held = version_of[engine[me].loading];
-       from[me].verified[engine[me].loading] = true;
+       if
+       :: from[me].verified[engine[me].loading] = true
+       :: OPEN ->
+            engine[me].first = engine[me].first + OTHER;
+            engine[me].second = engine[me].second + OTHER;
+            from[me].other[engine[me].loading] = true
+       fi;
+       engine[me].held = engine[me].second;
        engine[me].loading = 0 }
   /* Commit: whoever holds exactly that version serves it. */
   :: atomic {
@@ -221,7 +250,8 @@ proctype Agent(byte me) {
             judge_commit(e);
             engine[me].max_epoch = (e > engine[me].max_epoch -> e : engine[me].max_epoch);
             if
-            :: engine[me].held == version_of[e] && !engine[me].dirty ->
+            :: (engine[me].held == version_of[e] || (!TABLE && engine[me].held % OTHER == version_of[e])) &&
+                 !engine[me].dirty ->
                  engine[me].paused = false;
                  assert(version_of[e] >= engine[me].served);     /* promise 3: nobody old has it go back */
                  engine[me].served = version_of[e]
@@ -265,6 +295,7 @@ active proctype Judge() {
   byte seen = 0;
   do
   :: atomic { SERVES_MIXED(0) || SERVES_MIXED(ENGINES - 1) -> assert(false) }         /* promise 1 */
+  :: atomic { SERVES_OTHER(0) || SERVES_OTHER(ENGINES - 1) -> assert(false) }         /* promise 5 */
   :: atomic { disk_committed < seen -> assert(false) }                                 /* promise 2 */
   :: atomic { disk_committed > seen -> seen = disk_committed }
   :: atomic { highest_committed > disk_committed -> assert(false) }                    /* promise 2: said, then lost */

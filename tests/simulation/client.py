@@ -198,7 +198,7 @@ class Client(BusClient):
         try:
             return (yield from answer)
         except RequestRefused as refused:
-            if refused.code is not Code.UNKNOWN_BLOB or not waits:
+            if refused.code is not Code.UNKNOWN_BLOB:
                 raise
         for blob in blobs:
             yield from self.putting(blob, blobs_s)

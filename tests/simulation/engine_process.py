@@ -83,12 +83,19 @@ class EngineProcess(Process):
     """One sidecar."""
 
     def __init__(
-        self, world: World, server: ServerModel, drift: float, transports: tuple[TransportKind, ...], *, live: bool
+        self,
+        world: World,
+        server: ServerModel,
+        drift: float,
+        transports: tuple[TransportKind, ...],
+        *,
+        live: bool,
+        older: bool = False,
     ) -> None:
         super().__init__(world, server.name, drift)
         self._world, self.server = world, server
         self.record = RecordDisk(world, server.name)
-        self.transports, self.live = transports, live
+        self.transports, self.live, self.older = transports, live, older
         self.beside = sum(self.name.encode()) % 3 == 1
         """Every third engine takes versions beside the weights that it serves."""
         self.proves_itself = sum(self.name.encode()) % 2 == 1
@@ -460,7 +467,12 @@ class EngineProcess(Process):
     def _topology(self) -> Topology:
         """Some are in containers of their own: once that is known, they take versions over the group."""
         own = "1" if self.transports == (TransportKind.LOCAL, TransportKind.DISTRIBUTED) and self.live else "0"
-        return Topology(request=RequestId("filled-in-by-the-client"), files=f"host/{own}", folder=own)
+        return Topology(
+            request=RequestId("filled-in-by-the-client"),
+            files=f"host/{own}",
+            folder=own,
+            awaits_tables=not self.older,
+        )
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view

@@ -23,15 +23,17 @@ from weightbus.control.messages import (
     Held,
     Offered,
     Outcome,
+    Prepare,
     Publish,
     Refused,
     Release,
     RoundDone,
     Sent,
     ToAgent,
+    Transfer,
     Welcome,
 )
-from weightbus.trainer_agent.publication import Ending
+from weightbus.trainer_agent.publication import Ending, Verdict
 
 from .server_model import LAUNCH
 
@@ -61,6 +63,9 @@ INVARIANTS: Final = {
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
     "memory-bounded": "nothing grows with time",
     "every-wait-ends": "once faults stop, rounds end, engines serve or say why not, and a publication commits",
+    "begun-anew": "a version whose table does not follow after all is announced again with it, and is not refused for"
+    " its own first round",
+    "understood": "nobody is told of a table that follows who has not said that it knows such",
     "no-needless-wait": "in calm weather, once all is settled, a round waits for no deadline",
     "nothing-raises": "no machine contradicts itself, whatever it is told",
 }
@@ -202,6 +207,8 @@ class Judge:
                     self._granted(agent, message)
             case RoundDone():
                 self._round_done(agent, message)
+            case Prepare() | Transfer() if not message.table and self._world.engines[agent].older:
+                self.broken("understood", f"{agent} is told of {type(message).__name__} without a table")
             case _:
                 pass
         stranger = isinstance(message, Refused) and message.code is Code.UNKNOWN_AGENT
@@ -249,6 +256,11 @@ class Judge:
             self.broken("nothing-lost", f"{trainer} takes its version {version} for committed; it never was")
         if ending is Ending.ABORTED and durable and not self._ghosts:
             self.broken("nothing-lost", f"{trainer} takes its version {version} for aborted; it was committed")
+
+    def begun_anew(self, trainer: str, version: int, verdict: Verdict) -> None:
+        """How a publication ended whose table did not follow after all."""
+        if verdict.code is Code.NOT_ALLOWED:
+            self.broken("begun-anew", f"{trainer}'s version {version} is refused: {verdict.reason}")
 
     def _same(self, agent: str, message: Ack | Granted | Refused) -> None:
         key = (agent, message.request)

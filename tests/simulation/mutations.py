@@ -191,6 +191,20 @@ MUTATIONS: Final = (
         "    if False:\n",
     ),
     _m(
+        "leaves-tables-open-for-who-does-not-know-them",
+        "control/routing.py",
+        "all(each.awaits and each.transport is TransportKind.DIRECT for each in routed)",
+        "all(each.transport is TransportKind.DIRECT for each in routed)",
+        ("control/routing.py", "each if each.awaits or not each.transport else _LEFT_OUT", "each"),
+    ),
+    _m(  # found by the simulation in our own code; two keep each other's watch
+        "is-refused-for-a-round-that-it-gave-up",
+        "control/lease.py",
+        "    if mine and round_ not in BEFORE_COMMIT:\n",
+        "    if False:\n",
+        (PUBLICATION, "event.code is Code.NOT_ALLOWED and self._given_up is not None:", "False:"),
+    ),
+    _m(
         "leaves-without-a-word",
         COHORT,
         "        self._move(member, EnginePhase.LEAVING)\n",

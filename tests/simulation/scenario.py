@@ -23,6 +23,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     live: bool
     """Its server can report digests of live parameters."""
     drift: float
+    older: bool = False
+    """Its agent knows nothing of tables that follow."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,11 +156,13 @@ def _with_open_tables(drawn: Scenario) -> Scenario:
             case _:  # between the table and the commit
                 moment = rng.choice(("verifying", "committing"))
                 faults.append(Fault(at=at, kind="kill", who="coordinator", lasts=0.3, moment=moment))
+    digest_s = rng.choice((0.05, 0.5, 3.0))
+    older = rng.randrange(len(engines)) if rng.random() < 0.15 else None
     return msgspec.structs.replace(
         drawn,
-        engines=engines,
+        engines=tuple(msgspec.structs.replace(each, older=at == older) for at, each in enumerate(engines)),
         open_tables=True,
-        digest_s=rng.choice((0.05, 0.5, 3.0)),
+        digest_s=digest_s,
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )
 

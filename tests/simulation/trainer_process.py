@@ -85,6 +85,8 @@ class TrainerProcess(Process):
             self.busy = False
             table = hashlib.sha256(self._blob(version)).hexdigest()
             self._world.judge.publication_over(self.name, version, table, verdict.ending)
+            if self._undigested:
+                self._world.judge.begun_anew(self.name, version, verdict)
             self.verdicts.append((version, verdict))
             self.loop.note(self.name, f"publication of {version}: {verdict.ending} {verdict.reason}")
             if verdict.ending is p.Ending.COMMITTED:
@@ -100,6 +102,7 @@ class TrainerProcess(Process):
 
     def _publish(self, client: Client, version: int) -> Thread:
         machine = self._machine = p.Publication(version, LIMITS)
+        self._undigested = False
         self._keys: dict[int, RequestId] = {}
         self._delivery: _Delivery | None = None
         effects = deque(self._handle(p.Begin()))
@@ -113,6 +116,7 @@ class TrainerProcess(Process):
         return machine.verdict
 
     def _handle(self, event: p.AnyEvent) -> p.Effects:
+        self._undigested = self._undigested or isinstance(event, p.Undigested)
         effects = self._machine.handle(event, self.clock())
         self._machine.check()
         return effects
@@ -197,9 +201,7 @@ class TrainerProcess(Process):
         assert isinstance(answer, m.Granted)
         self._committed = answer.committed
         newer = answer.committed is None or version > answer.committed.version
-        kinds = {answer.routes[name] for name in answer.engines if name in answer.routes}
-        may_leave_open = self._world.scenario.open_tables and newer and kinds == {m.TransportKind.DIRECT}
-        return p.LeaseGranted(answer.epoch, answer.committed, may_leave_open)
+        return p.LeaseGranted(answer.epoch, answer.committed, answer.may_leave_open and newer)
 
     def _announce(self, client: Client, version: int, effect: p.Announce) -> Thread:
         epoch, blobs = effect.epoch, (b"the layout", self._blob(version))
@@ -320,7 +322,12 @@ class TrainerProcess(Process):
         )
 
     def _topology(self) -> m.Topology:
-        return m.Topology(request=RequestId("filled-in-by-the-client"), files="host/0", folder="0")
+        return m.Topology(
+            request=RequestId("filled-in-by-the-client"),
+            files="host/0",
+            folder="0",
+            awaits_tables=self._world.scenario.open_tables,
+        )
 
 
 class _Delivery:

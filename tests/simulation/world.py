@@ -83,7 +83,9 @@ class World:
         self.network.coordinator = self.coordinator
         self.servers = {spec.name: ServerModel(self, spec.name, scenario.buckets) for spec in scenario.engines}
         self.engines = {
-            spec.name: EngineProcess(self, self.servers[spec.name], spec.drift, spec.transports, live=spec.live)
+            spec.name: EngineProcess(
+                self, self.servers[spec.name], spec.drift, spec.transports, live=spec.live, older=spec.older
+            )
             for spec in scenario.engines
         }
         kinds = tuple(dict.fromkeys(kind for spec in scenario.engines for kind in spec.transports))

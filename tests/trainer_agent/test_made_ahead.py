@@ -292,8 +292,8 @@ def test_what_is_not_quantised_is_there_before_it_is_offered(rig: Rig) -> None:
     norms = [memory for memory in rig.trainer.memories if memory.dim() == 1]
     expected = [norm * 0.5 for norm in norms]
 
-    rig.exposure.make(digests=False)
-    rig.exposure.expose(made=True)
+    rig.exposure.make(digests=False, parts=True)
+    rig.exposure.expose(made=True, parts=True)
 
     assert rig.device.log == ["gather", "make"]
     assert all(torch.equal(norm, wanted) for norm, wanted in zip(norms, expected, strict=True))
@@ -308,9 +308,37 @@ def test_no_mark_of_what_was_there_before_is_read(rig: Rig, monkeypatch: pytest.
     monkeypatch.setattr(quantised_assembly, "_wait_for", lambda _device: seen.append(standing._marks.tolist()))
     standing._marks.fill_(2**62)
 
-    rig.exposure.make(digests=False)
+    rig.exposure.make(digests=False, parts=True)
 
     assert seen == [[0] * len(standing._parts)]
+
+
+@pytest.mark.parametrize("switched_off", [False, True])
+def test_only_who_knows_how_to_wait_is_told_of_parts(rig: Rig, switched_off: bool) -> None:
+    """An older engine would not understand a map that names them, nor be told of an open table.
+
+    For it all is there before it is offered anything. That may change from version to version.
+    """
+    outfit = rig.leader._outfit
+    outfit.settings = msgspec.structs.replace(outfit.settings, open_tables=not switched_off)
+    layouts = set()
+    for version, all_know in enumerate((True, True, False, False, True, True), 1):
+        # Nor is a trainer told so that did not say that it knows how.
+        rig.coordinator.awaits_tables = awaits = all_know and not switched_off
+        rig.trainer.step()
+
+        verdict, happened = rig.publish(version)
+
+        assert verdict.ending is Ending.COMMITTED
+        assert rig.table().tensors == rig.trainer.digests()
+        exposed = rig.exposure.current
+        assert [b"parts" in each.encode() for each in exposed.exports] == [awaits]
+        assert [bool(each.round) for each in exposed.exporters] == [awaits]
+        (publish,) = [each for each in rig.coordinator.heard if isinstance(each, m.Publish) and each.version == version]
+        assert (publish.table == "") is (awaits and version > 1)
+        assert happened.index("digested") < happened.index("Offered")
+        layouts.add(exposed.layout)
+    assert len(layouts) == (1 if switched_off else 2)
 
 
 def test_weights_that_are_read_as_they_are_are_digested_while_the_lease_is_asked_for(plain: Rig) -> None:

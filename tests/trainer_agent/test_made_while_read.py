@@ -97,7 +97,7 @@ def test_a_round_over_what_is_being_made(
 ) -> None:
     """Every part is made only when the engine has the one before, and digested when all are; three times."""
     manifest = Manifest.of(source.model, source.tensors())
-    exposure.expose()
+    exposure.expose(parts=True)
     layout = exposure.current.layout
     gpu = Making(monkeypatch)
     monkeypatch.setattr(Served, "manifest", manifest, raising=False)
@@ -109,8 +109,8 @@ def test_a_round_over_what_is_being_made(
                 for tensor in source._readable.memory():
                     tensor.mul_(-0.7)
             before = model_bytes(server)
-            exposure.make(digests=False)
-            exposure.expose(made=True)
+            exposure.make(digests=False, parts=True)
+            exposure.expose(made=True, parts=True)
             assert exposure.current.layout == layout
             session = Session("c", epoch, epoch, manifest, None)
             address = sender.offer(session, [Peer("e", 1)])
@@ -152,14 +152,14 @@ def test_nothing_waits_for_marks_where_nothing_is_made(tmp_path: Path) -> None:
     """Weights as they are trained: no parts, no round, and a layout of the name that it had."""
     source = HFModuleSource(torch.nn.Linear(8, 8))
     exposure = Exposure(source, Manifest.of("toy", source.tensors()), tmp_path / "r", "c")
-    exposure.make(digests=True)
-    exposure.expose(made=True)
+    exposure.make(digests=True, parts=True)
+    exposure.expose(made=True, parts=True)
 
     exposed = exposure.current
     assert [each.round for each in exposed.exporters] == [0]
     assert [each.parts for each in exposed.exports] == [None]
-    exposure.make(digests=True)
+    exposure.make(digests=True, parts=True)
     assert exposure.digests() is not None
-    exposure.expose(made=True)
+    exposure.expose(made=True, parts=True)
     assert exposure.current is exposed
     exposure.close()

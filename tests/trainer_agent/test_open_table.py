@@ -21,7 +21,9 @@ from weightbus.trainer_agent import open_table
 from weightbus.trainer_agent.archive import Archive, Policy
 from weightbus.trainer_agent.exposure import Exposure
 from weightbus.trainer_agent.publication import Ending
+from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
+from weightbus.trainer_agent.whereabouts import topology_of
 
 from ..kit.fake_sender import FakeSender
 from .test_made_ahead import DIRECT, Coordinator, Rig
@@ -263,3 +265,11 @@ def test_the_name_of_a_table_is_that_of_its_blob(rig: Rig) -> None:
 
     name = said(rig, m.Sent)[-1]
     assert hashlib.sha256(rig.coordinator.blobs[Digest(name)]).hexdigest() == name
+
+
+@pytest.mark.parametrize("switched_off", [False, True])
+def test_the_coordinator_is_told_who_would_leave_tables_open(switched_off: bool, tmp_path: Path) -> None:
+    """Only such a trainer is allowed to; one that is older than the word would not understand the permission."""
+    settings = TrainerSettings(channel="c", open_tables=not switched_off)
+    told = topology_of(settings, (DIRECT,), (), runtime_dir=tmp_path, refusals={})
+    assert told.awaits_tables is not switched_off

@@ -454,3 +454,82 @@ def test_a_catch_up_is_never_left_open() -> None:
     machine = Publication(7, LIMITS, catch_up=True)
     machine.handle(p.Begin(), 0.0)
     assert machine.handle(p.LeaseGranted(3, held(7), open=True), 0.1) == (p.Assemble(),)
+
+
+def reported(machine: Publication) -> Publication:
+    """`machine`, sending, with its report just said."""
+    machine.handle(p.Digested(TABLE), 1.0)
+    assert machine.handle(p.Delivered(3, {}), 1.1) == (p.ReportSent(3, {}, (), TABLE),)
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("refusal", "wait_s"),
+    [
+        (p.Refusal(Code.UNKNOWN_BLOB, "put it first"), LIMITS.retry_s),
+        (p.Refusal(Code.NOT_ALLOWED, "the store is full", 5.0), 5.0),
+        (p.Refusal(Code.READ_ONLY, "disk full", 2.0), 2.0),
+    ],
+    ids=lambda each: each.code.value if isinstance(each, p.Refusal) else "",
+)
+def test_the_only_word_on_a_table_is_said_until_it_is_taken(refusal: p.Refusal, wait_s: float) -> None:
+    """Engines stand still until it is. What is in its way may pass."""
+    machine = reported(left_open(State.SENDING))
+    assert machine.handle(refusal, 2.0) == ()
+    assert machine.deadline == 2.0 + wait_s
+    for _ in range(3):
+        assert machine.handle(p.Tick(), machine.deadline) == (p.Announce(3, open=True),)
+        assert machine.handle(p.Accepted(), machine.deadline or 0.0) == (p.ReportSent(3, {}, (), TABLE),)
+        assert machine.handle(refusal, 9.0) == ()
+    machine.handle(p.Tick(), machine.deadline or 0.0)
+    machine.handle(p.Accepted(), 20.0)
+    assert machine.handle(p.Noted(3), 20.1) == ()
+    machine.handle(ended(), 20.2)
+    assert machine.verdict == p.Verdict(Ending.COMMITTED, "because")
+
+
+@pytest.mark.parametrize("code", [Code.NOT_ALLOWED, Code.BAD_BLOB])
+def test_a_table_that_is_not_taken_ends_its_round_at_once(code: Code) -> None:
+    """Nobody can commit it any more: engines go on, and the version is announced again with its table."""
+    machine = reported(left_open(State.SENDING))
+    assert machine.handle(p.Refusal(code, "no"), 2.0) == (p.GiveUp(3, "no"), p.AskLease())
+    assert machine.handle(p.LeaseGranted(5, open=True), 2.1) == (p.Assemble(),)
+
+
+def test_a_report_of_an_attempt_that_is_over_is_not_insisted_on() -> None:
+    """The round has gone on, and how it stands is learnt by announcing it once more; so it is without an open table."""
+    refused = p.Refusal(Code.STALE_EPOCH, "late")
+    assert reported(left_open(State.SENDING)).handle(refused, 2.0) == (p.Announce(3, open=True),)
+    machine = brought_to(State.SENDING)
+    machine.handle(p.Delivered(3, {}), 1.0)
+    assert machine.handle(p.Refusal(Code.NOT_ALLOWED, "no"), 2.0) == (p.Announce(3),)
+
+
+def test_an_open_attempt_takes_none_of_the_others_away() -> None:
+    """What only an open table can be refused for does not end a publication that would have gone well without."""
+    once = p.Limits(acquire_s=10.0, round_s=100.0, abandon_s=5.0, attempts=1, retry_s=0.5)
+    for refused in (p.Refusal(Code.NOT_ALLOWED, "no engine is here"), p.Undigested("two ranks")):
+        machine = Publication(7, once)
+        machine.handle(p.Begin(), 0.0)
+        machine.handle(p.LeaseGranted(3, open=True), 0.1)
+        assert machine.handle(refused, 0.2)[-1] == p.AskLease()
+        assert machine.handle(p.LeaseGranted(5, open=True), 0.3) == (p.Assemble(),)
+        machine.handle(p.Digested(TABLE), 0.4)
+        machine.handle(p.Refusal(Code.NOT_ALLOWED, "still"), 0.5)
+        assert machine.verdict == p.Verdict(Ending.ABORTED, "after 2 attempts: still")
+
+
+def test_a_farewell_that_was_not_heard_is_said_again() -> None:
+    """The channel is not free before it was; whoever gave up nothing is refused for good."""
+    machine = left_open(State.WAITING)
+    machine.handle(p.Undigested("two ranks"), 1.0)
+    running = p.Refusal(Code.NOT_ALLOWED, "your round at epoch 3 is running")
+    assert machine.handle(running, 1.5) == (p.GiveUp(3, "two ranks"),)
+    assert machine.deadline == 2.0
+    assert machine.handle(p.Tick(), 2.0) == (p.AskLease(),)
+    assert machine.handle(p.LeaseGranted(5), 2.5) == (p.Assemble(),)
+    plain = Publication(7, LIMITS)
+    plain.handle(p.Begin(), 0.0)
+    plain.handle(running, 0.1)
+    assert plain.verdict is not None
+    assert plain.verdict.ending is Ending.REFUSED
