@@ -7,8 +7,8 @@
 A Megatron-core trainer on GPU 0 sends versions to a real SGLang server on GPU 1, by `sends`. A second server stands
 beside it, full of noise, and its sidecar is started then: the coordinator hears of the engine, the trainer brings it
 the committed version, and it is ready. `joiner_s` is from one to the other, as the coordinator's status shows both.
-Then the sidecar goes, misses a version, and comes back to the same server (`again`); on a CPU after rounds of both,
-which NCCL does not know on one GPU.
+Then the sidecar goes, misses a version, and comes back to the same server (`again`); rounds of both follow, which are on
+one GPU: NCCL takes a GPU once, so they take turns.
 
 Prints one JSON object; `--out FOLDER` writes joiner.json there. Exits with 1 unless it came to its end and both servers
 held the same, by their own checksums.
@@ -130,20 +130,22 @@ def train(work: Path, device: str) -> None:
         equal = equal and sums[0] == sums[1] != noise
         part.say(**joined, ratio=joined["joiner_s"] / normal, equal_joined=equal)
 
-        both = []
-        for version in (next(numbers) for _ in range(3 if device == "cpu" else 0)):  # NCCL: a GPU is one member
-            part.source.refill(version)
-            both.append(publish(version))
-        equal = equal and all(nccl_parts.committed(each) for each in both)
-        part.say(with_both=both)
-
         os.killpg(part.layout["engines"][LATE]["sidecar_group"], signal.SIGTERM)
         rig.wait("it to be gone", lambda: part.engine(LATE)["state"] == "lost", 30, _nop)
         part.source.refill(version := next(numbers))
         equal = equal and nccl_parts.committed(publish(version), f"{FIRST}0")
         again = join(part, publish, version, work / "sidecar-late-again.log")
         sums = part.fleet.checksum(FIRST), part.fleet.checksum(LATE)
-        part.say(again=again, equal=equal and sums[0] == sums[1])
+        equal = equal and sums[0] == sums[1]
+        part.say(again=again, equal=equal)
+
+        both = []
+        for version in (next(numbers) for _ in range(3)):
+            part.source.refill(version)
+            both.append(publish(version))
+        sums = part.fleet.checksum(FIRST), part.fleet.checksum(LATE)
+        equal = equal and sums[0] == sums[1] and all(nccl_parts.committed(each) for each in both)
+        part.say(with_both=both, equal=equal)
         os.killpg(part.layout["engines"][LATE]["sidecar_group"], signal.SIGTERM)
     part.source.close()
 
