@@ -45,6 +45,7 @@ def served(root: Path, **more: object) -> Path:
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **more}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "old.safetensors").write_bytes(b"weights of another version")
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
     return folder
 
 
@@ -293,6 +294,19 @@ def test_what_is_no_version_is_none(tmp_path: Path, text: bytes) -> None:
     for name in (NOTES, "weightbus-manifest.msgpack", "weightbus-table.msgpack", "weightbus-publication.json"):
         (tmp_path / name).write_bytes(text)
     assert SavedVersion.read(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["weightbus-manifest.msgpack", "weightbus-table.msgpack"])
+def test_what_is_beside_a_version_is_what_its_notes_name(deployment: Deployment, tmp_path: Path, name: str) -> None:
+    """A manifest or table of another version says nothing of these files: they count as kept without."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path))
+    place = Path(deployment.publish(2).saved)
+    assert SavedVersion.read(place) is not None
+    blob = (place / name).read_bytes()
+    (place / name).write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
+    assert SavedVersion.read(place) is None
 
 
 def test_a_checkpoint_has_its_name_when_all_of_it_is_on_the_disk(
