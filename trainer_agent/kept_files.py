@@ -26,7 +26,9 @@ def kept_in(save_dir: Path, channel: str, version: int) -> Path:
     folder = place_of(save_dir, channel, version)
     if (folder / NOTES).is_file():
         return folder
-    there = sorted(int(path.parent.name.rpartition("-")[2]) for path in folder.parent.glob(f"checkpoint-[0-9]*/{NOTES}"))
+    there = sorted(
+        int(path.parent.name.rpartition("-")[2]) for path in folder.parent.glob(f"checkpoint-[0-9]*/{NOTES}")
+    )
     found = f"kept there are {', '.join(map(str, there))}" if there else "no version of this channel is"
     raise BadCheckpoint(folder, f"version {version} is not kept (any more), {found}: name a folder with --checkpoint")
 
@@ -62,8 +64,7 @@ class KeptFiles:
             raise BadCheckpoint(kept.path, "its digest table is of other tensors than its files hold")
         starts = range(0, len(table.tensors), DIGEST_BYTES)
         self._digests = {
-            spec.name: table.tensors[at : at + DIGEST_BYTES]
-            for spec, at in zip(manifest.tensors, starts, strict=True)
+            spec.name: table.tensors[at : at + DIGEST_BYTES] for spec, at in zip(manifest.tensors, starts, strict=True)
         }
 
     @property
