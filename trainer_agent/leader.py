@@ -250,6 +250,7 @@ def lead(
     source: Source, settings: TrainerSettings, manifest: Manifest, progress: Callable[[Progress], None] | None = None
 ) -> Leader:
     """Connect to the coordinator and make the staging memory. Root only."""
+    check_configs(settings.served, settings.hf_config_dir)
     archive = _archive(source, settings)
     exposure, refusals = _tried(exposure_of(source, settings, manifest), source, settings)
     kinds = tuple(kind for kind in settings.transports() if kind not in refusals)

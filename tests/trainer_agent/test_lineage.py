@@ -100,7 +100,7 @@ def test_tokens_of_versions_that_were_withdrawn(policy: Staleness, keep: bool, m
 @pytest.mark.parametrize("wrong", [{"max_lag": -1}, {"max_lag": 1, "mixed": "some"}])
 def test_a_policy_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
     """When it is made, not when it has dropped every response."""
-    with pytest.raises(ValueError, match="max_lag = -1|'some'"):
+    with pytest.raises(ValueError, match=r"max_lag = -1|'some'"):
         Staleness(**wrong)
 
 
@@ -119,8 +119,7 @@ RUNS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max
 def test_nothing_too_old_is_ever_learned_from(
     runs: list[tuple[int, int]], current: int, max_lag: int, mixed: Mixed
 ) -> None:
-    """Whatever wrote it: a token that counts is at most `max_lag` behind, of no withdrawn version, and without masks
-    a response counts whole."""
+    """Whatever wrote it: a token that counts is 0 to `max_lag` behind, and without masks a response counts whole."""
     at, spans = 0, []
     for version, length in runs:
         spans.append((str(version), at, at + length))
