@@ -56,7 +56,7 @@ class Lineage(msgspec.Struct, frozen=True):
         """Read the ``meta_info`` of a response of `tokens` output tokens. Raises `UnknownLineage`."""
         if tokens < 0:
             raise UnknownLineage(f"tokens = {tokens}: the number of output tokens is expected")
-        if not isinstance(meta_info, Mapping):  # of several samples for one prompt, say
+        if not isinstance(meta_info, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # what a server answers
             raise UnknownLineage(f"meta_info is a {type(meta_info).__name__}, expected is the mapping of one response")
         try:
             meta = msgspec.convert(dict(meta_info), _Meta)
