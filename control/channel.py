@@ -168,6 +168,7 @@ class Channel(Standing):
         if known and known.incarnation != agent.incarnation and self.round:
             self.round.lost(agent.name, f"restarted as {agent.incarnation}", now)
         engine = self._fleet.joined(agent)
+        engine.lends(self.committed, lent=engine.info.lent)
         member = self.round.members.get(agent.name) if self.round else None
         if member and member.phase not in SETTLED:
             self._duties.hurry(agent.name, now)
@@ -181,7 +182,10 @@ class Channel(Standing):
     def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
         """A heartbeat may say that the server changed under the agent. Returns whether it did."""
         engine = self.engines.get(name)
-        if engine is None or message.health is None or (engine.health, engine.held) == (message.health, message.held):
+        if engine is None or message.health is None:
+            return False
+        engine.lends(self.committed, lent=message.lent)
+        if (engine.health, engine.held) == (message.health, message.held):
             return False
         recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
         engine.health, engine.held = message.health, message.held

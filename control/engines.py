@@ -47,6 +47,10 @@ class Engine(msgspec.Struct, kw_only=True):
     took_s: float = 0.0
     today: EngineInfo | None = None
     """`as_info`, as it was asked for last."""
+    lent: bool = False
+    """It has given its weights' memory back, and has not taken it again."""
+    lent_at: Held | None = None
+    """What was committed when it said so: it is not brought that, only what is committed later."""
 
     @classmethod
     def of(cls, agent: Agent) -> Engine:
@@ -66,9 +70,19 @@ class Engine(msgspec.Struct, kw_only=True):
     def as_info(self) -> EngineInfo:
         """The description with what is known today."""
         known = self.today
-        if known is None or known.health is not self.health or known.held != self.held:
-            known = self.today = msgspec.structs.replace(self.info, health=self.health, held=self.held)
+        if known is None or known.health is not self.health or known.held != self.held or known.lent is not self.lent:
+            known = self.today = msgspec.structs.replace(self.info, health=self.health, held=self.held, lent=self.lent)
         return known
+
+    def lends(self, committed: Held | None, *, lent: bool) -> None:
+        """It said whether its memory is given back; `committed` is what the channel is at."""
+        if lent and not self.lent:
+            self.lent_at = committed
+        self.lent = lent
+
+    def waits(self, committed: Held | None) -> bool:
+        """Its memory is somebody else's until another version than `committed` comes."""
+        return self.lent and self.lent_at == committed
 
     def absorb(self, message: EngineMessage, member: Member, committed: Held | None) -> bool:
         """Take over what an answer to a round says of the engine. Returns whether it may have changed its readiness."""

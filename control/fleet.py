@@ -57,8 +57,13 @@ class Fleet:
         return {engine.name: engine.as_info() for engine in self.engines.values() if engine.alive}
 
     def behind(self, committed: Held | None) -> dict[AgentId, EngineInfo]:
-        """The engines that are here and do not hold the committed version."""
-        return {name: info for name, info in self.infos().items() if not _holds(self.engines[name], committed)}
+        """The engines that are here, do not hold the committed version, and have memory for it."""
+        known = self.engines
+        return {
+            name: info
+            for name, info in self.infos().items()
+            if not _holds(known[name], committed) and not known[name].waits(committed)
+        }
 
     def routes(
         self,

@@ -36,7 +36,7 @@ class Held(Fragment, frozen=True):
 
 
 class EngineInfo(Fragment, frozen=True):
-    """What an engine agent read from its server. Fixed for an incarnation, but for `health` and `held`."""
+    """What an engine agent read from its server. Fixed for an incarnation, but for `health`, `held` and `lent`."""
 
     url: Text
     """Where clients reach the server. Readers of the ready list send their requests there."""
@@ -53,6 +53,8 @@ class EngineInfo(Fragment, frozen=True):
     """Algorithm by which the server reports the digest of its live parameters; empty when it cannot."""
     health: EngineHealth = EngineHealth.CLEAN
     held: Held | None = None
+    lent: bool = False
+    """The server has given its weights' memory back."""
 
 
 class TrainerInfo(Fragment, frozen=True):

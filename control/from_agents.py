@@ -61,6 +61,8 @@ class Heartbeat(Message, frozen=True):
     epoch: EpochNumber = 0  # type: ignore[assignment]  # a plain default for "no epoch seen"
     health: EngineHealth | None = None
     held: Held | None = None
+    lent: bool = False
+    """The server has given its weights' memory back."""
 
 
 class Topology(Message, frozen=True):

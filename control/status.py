@@ -17,6 +17,8 @@ from .membership import Membership
 from .messages import EngineHealth, Held, TransportKind
 from .states import RoundState
 
+LENT: Final = "lent"
+"""`EngineView.state` of an engine whose memory is somebody else's until another version is committed."""
 _ENCODER: Final = msgspec.json.Encoder(decimal_format="number")
 
 
@@ -69,7 +71,8 @@ class EngineView(msgspec.Struct, frozen=True):
 
     url: str
     state: str
-    """``lost``, ``dirty``, ``pending``, ``paused``, ``serving``, or its phase in the running round."""
+    """``lost``, ``dirty``, ``pending``, ``lent`` (pending, its memory given back until another version is committed),
+    ``paused``, ``serving``, or its phase in the running round."""
     version: int | None
     """That it says it holds, verified."""
     lag: int
@@ -230,7 +233,7 @@ def _state(engine: Engine, channel: Channel) -> str:
     if phase is not None:
         return phase.value
     if engine.health is not EngineHealth.CLEAN:
-        return engine.health.value
+        return LENT if engine.waits(channel.committed) else engine.health.value
     return "serving" if engine.serving else "paused"
 
 

@@ -69,12 +69,17 @@ class CatchUp:
         self._folder = ""
         self._until = 0.0
         self._idle_since: float | None = None
+        self._known: int | None = None
+        """The newest version that was there while the server had its memory: that is not worth taking it back."""
 
     def looks(self, view: View, committed: int | None, now: float) -> bool:
         """Whether to look for the committed version now. `found` or `missed` follows."""
         if self.stage is not Stage.WATCHING:
             return False
-        if not _lacks(view, committed):
+        if self._known is None or not view.lent:
+            there = (committed, view.held.version if view.held else None)
+            self._known = max((each for each in there if each is not None), default=None)
+        if not self._lacks(view, committed):
             self._lacking_since = None
             return False
         if self._lacking_since is None:
@@ -90,7 +95,7 @@ class CatchUp:
 
     def found(self, held: Held, folder: str, view: View, now: float) -> ToEngine | None:
         """The committed version lies in `folder`."""
-        if not _lacks(view, held.version):
+        if not self._lacks(view, held.version):
             self._end(now, 0.0)
             return None
         self._held, self._folder, self._epoch = held, folder, view.epoch
@@ -127,6 +132,17 @@ class CatchUp:
             return self._give_up(now)
         return self._give_up(now) if now > self._until else None
 
+    def _lacks(self, view: View, committed: int | None) -> bool:
+        """It is not in a round, nothing runs on it, and it holds something older than what is committed, or nothing.
+
+        A server that has given its memory back generates nothing before a version that was not there then.
+        """
+        if committed is None or not view.up or view.epoch <= 0 or view.doing or view.reached is not None:
+            return False
+        if view.lent and self._known is not None and committed <= self._known:
+            return False
+        return view.held is None or view.held.version < committed
+
     def _next(self, now: float) -> ToEngine:
         assert self._held is not None
         if self.stage is Stage.PREPARING:
@@ -160,9 +176,3 @@ class CatchUp:
 
 
 _REACHED: Final = {Stage.PREPARING: Step.PREPARE, Stage.PAUSING: Step.PAUSE}
-
-
-def _lacks(view: View, committed: int | None) -> bool:
-    """It is not in a round, nothing runs on it, and it holds something older than what is committed, or nothing."""
-    behind = view.held is None or (committed is not None and view.held.version < committed)
-    return committed is not None and view.up and view.epoch > 0 and not view.doing and view.reached is None and behind

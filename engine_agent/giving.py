@@ -39,6 +39,12 @@ class Giving:
     ) -> None:
         """`post` puts what is found before the machine; `recorded` reads what is on the disk."""
         self._server, self._post, self._recorded = server, post, recorded
+        self._begun = False
+
+    @property
+    def lent(self) -> bool:
+        """The weights' memory is given back, or about to be: nobody but a new version asks for it."""
+        return self._begun or self._server.lent_weights
 
     def ask(self, view: View, queue: Callable[[Callable[[], None]], None]) -> Readiness:
         """Have `queue` bring the order to the worker, and wait for its end. On a thread of the HTTP port."""
@@ -54,6 +60,7 @@ class Giving:
 
     def carry_out(self, asked: Future[None]) -> None:
         """Only when it is written down that this server holds nothing. On the worker's thread."""
+        self._begun = True
         try:
             facts = self._server.give_up()
             self._write_off(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
@@ -62,6 +69,8 @@ class Giving:
             asked.set_exception(error)
         else:
             asked.set_result(None)
+        finally:
+            self._begun = False
 
     def _write_off(self, found: ServerFound) -> None:
         """Raise `NothingToGive` unless the record on the disk speaks of this server then, which holds nothing."""

@@ -327,7 +327,7 @@ class EngineAgent:
         self._dispatcher.dispatch(event, time.monotonic())
         if self._dispatcher.problem and not before:
             self._log.error("record_not_written", reason=self._dispatcher.problem, path=str(self._records.path))
-        self._show(self._machine.view())
+        self._show(msgspec.structs.replace(self._machine.view(), lent=self._giving.lent))
 
     def _write(self, record: Record) -> None:
         self._records.write(record)
@@ -428,7 +428,6 @@ class EngineAgent:
 
     def _hello(self) -> Hello:
         view, facts = self._view, self._server.facts
-        able = transports_of(facts)
         info = EngineInfo(
             url=self.settings.url or self.settings.server,
             server_version=facts.version,
@@ -437,10 +436,11 @@ class EngineAgent:
             dp=facts.dp,
             device=facts.device,
             host=host_identity(),
-            transports=tuple(kind for kind in self.settings.transports if kind.value in able),
+            transports=tuple(kind for kind in self.settings.transports if kind.value in transports_of(facts)),
             live_digest=self._worker.live_digest(),
             health=view.health,
             held=view.held,
+            lent=view.lent,
         )
         return Hello(
             request=RequestId("filled-in-by-the-client"),
@@ -458,7 +458,7 @@ class EngineAgent:
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view
-        return Heartbeat(seq=0, epoch=view.epoch, health=view.health, held=view.held)
+        return Heartbeat(seq=0, epoch=view.epoch, health=view.health, held=view.held, lent=view.lent)
 
     def _connected(self) -> bool:
         bus = self._bus

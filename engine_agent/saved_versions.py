@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, Protocol
 
-from weightbus.control.errors import WeightbusError
+from weightbus.control.errors import ConfigurationError, WeightbusError
 from weightbus.control.ids import Digest, Version
 from weightbus.control.log import get_log
 from weightbus.control.messages import Held, ToEngine
@@ -39,7 +39,13 @@ class SavedVersions:
     """One agent's. `next` is called by its main thread, again and again."""
 
     def __init__(self, settings: EngineAgentSettings, worker: Worker) -> None:
+        """Raises `ConfigurationError` when `saved_dir` is no folder. One that is missing may still come."""
         self._root = settings.saved_dir
+        if self._root is not None and not self._root.is_dir():
+            if self._root.exists():
+                raise ConfigurationError(f"saved_dir = {self._root} is a file, the trainer's save_dir is expected")
+            reason = "no such folder here: trainers make it with the first version that they keep"
+            _log.warning("saved_dir_missing", folder=str(self._root), reason=reason)
         self._channel = settings.channel
         self._worker = worker
         self._machine = CatchUp(settings.channel, settings.saved_after_s)

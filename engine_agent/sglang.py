@@ -159,6 +159,11 @@ class SGLangServer:
         """It has given memory back."""
         return bool(self._lending.tags)
 
+    @property
+    def lent_weights(self) -> bool:
+        """That of its weights is among it."""
+        return WEIGHTS in self._lending.tags
+
     def checksums(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
         """By rank: the digest of every live parameter under SGLang's own names."""
         answer = self._wire.admin("/weights_checker", {"action": "checksum"}, deadline_s)

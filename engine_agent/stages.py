@@ -75,6 +75,8 @@ class View(msgspec.Struct, frozen=True):
     epoch: Epoch
     doing: str
     reason: str
+    lent: bool = False
+    """The server has given its weights' memory back, or is about to."""
 
     @property
     def on_its_way(self) -> bool:

@@ -403,10 +403,11 @@ class Worker:
     def live_digest(self) -> str:
         """The algorithm by which the server reports its live parameters; empty when it cannot, or nobody predicts it.
 
-        Predictions follow the tensor-parallel size, which does not say how attention data parallelism cuts weights.
+        Predictions follow the tensor-parallel size, which does not say how attention data parallelism cuts weights. Of
+        several replicas or stages every rank reports, and predicted are those of one.
         """
         dialect, facts = self._server.dialect, self._server.facts
-        if facts.dp_attention:
+        if facts.dp_attention or facts.dp > 1 or facts.pp > 1:
             return ""
         device = facts.device
         if device == "cuda" and dialect.checksums:

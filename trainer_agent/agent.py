@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Literal, Self, overload
 
 from weightbus.control import settings as settings_file
+from weightbus.control.ids import MAX_VERSION
 from weightbus.control.log import get_log
 from weightbus.control.messages import Outcome, TransportKind
 from weightbus.control.status import PastStatus
@@ -165,7 +166,9 @@ class TrainerAgent:
         Raises:
             PublishFailed: the version was not committed, or could not be copied; its `report` tells what happened.
             TooFarAhead: engines did not come closer than `max_lag`; the snapshot is published all the same.
+            ValueError: `version` is no version, or the arguments contradict each other. Nothing was said to anybody.
         """
+        _check_version(version)
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
         if Mode(mode) is Mode.LIVE:
@@ -191,6 +194,7 @@ class TrainerAgent:
         need no call: the last one is kept, and brought by itself. Raises a `PublishFailed` as `publish` does; the
         version stays committed in any case.
         """
+        _check_version(version)
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
         return self._conclude(self._leader.catch_up(version) if self._leader else self._heard_end(version))
@@ -297,6 +301,12 @@ class TrainerAgent:
             bytes=self.manifest.nbytes,
         )
         return verdict, report, cause
+
+
+def _check_version(version: object) -> None:
+    """Every rank is given the same one: none of them begins."""
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
+        raise ValueError(f"version = {version!r}: a whole number from 0 to 2**53 is expected, the training step, say")
 
 
 def _start(

@@ -13,6 +13,7 @@ checkpoint and not the version: the report says so.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -23,16 +24,21 @@ from typing import Final
 import msgspec
 import torch
 
+from weightbus.control.errors import ConfigurationError
 from weightbus.control.log import get_log
 from weightbus.dataplane.checkpoint_writer import NOTES, CheckpointWriter
 from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.manifest import Manifest
+from weightbus.dataplane.quantisation_config import read
 from weightbus.dataplane.saved_version import leaving, place_of
 
+from .checkpoint_folder import read_config
 from .errors import BadCheckpoint
 
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _LEFT_OVER: Final = re.compile(r"checkpoint-\d+\.tmp|\.checkpoint-\d+\.gone")
+_BESIDE: Final = 64 * 1024 * 1024
+"""Bytes that a version takes beside its weights: config, tokenizer, manifest, table."""
 
 _log = get_log(__name__)
 
@@ -66,7 +72,10 @@ class Archive:
     """The folder of one channel. Used by whoever leads a publication, one at a time."""
 
     def __init__(self, save_dir: Path, channel: str, policy: Policy, config_dir: Path | None) -> None:
-        """Config and tokenizer files come from `config_dir`. Raises `BadCheckpoint` when it has no config."""
+        """Config and tokenizer files come from `config_dir`. Raises `BadCheckpoint` when it has no config.
+
+        Raises `ConfigurationError` when nothing can be written to `save_dir`.
+        """
         if config_dir is None or not (config_dir / "config.json").is_file():
             raise BadCheckpoint(
                 save_dir,
@@ -74,6 +83,7 @@ class Archive:
             )
         self._channel, self._policy, self._config_dir = channel, policy, config_dir
         self._root = place_of(save_dir, channel, 0).parent
+        _check_writable(save_dir, self._root)
         self._swept = False
 
     def keeps(self, version: int) -> bool:
@@ -87,27 +97,50 @@ class Archive:
         if not self._swept:
             self._sweep()
             self._swept = True
-        return Saving(self, CheckpointWriter(self._root / f"checkpoint-{version}", manifest, self._config_dir))
+        writer = CheckpointWriter(self._root / f"checkpoint-{version}", manifest, self._config_dir)
+        return Saving(self, writer, version, manifest.nbytes)
+
+    def check_name(self, target: Path) -> None:
+        """Raise `BadCheckpoint` where what has the name of a new checkpoint is none of ours."""
+        if target.exists() and not _is_ours(target):
+            raise BadCheckpoint(target, "somebody else's files are there: name a folder of its own with save_dir")
 
     def make_room(self, target: Path) -> None:
         """Take away what has the name of a new checkpoint: of a version behind which the channel went back."""
-        if not target.exists():
-            return
-        if not _is_ours(target):
-            raise BadCheckpoint(target, "somebody else's files are there: name a folder of its own with save_dir")
-        if not self._drop(target):
+        self.check_name(target)
+        if target.exists() and not self._drop(target):
             raise BadCheckpoint(target, "a server is loading what is there: an older version of this number")
+
+    def make_space(self, version: int, nbytes: int) -> None:
+        """Remove now what would go when `version` is there, oldest first, where its `nbytes` do not fit otherwise.
+
+        Never the newest of what is there: until the new one is whole, that is what a server can be launched from.
+        """
+        found = self._kept()
+        stays = max((each for each in found if each < version), default=None)
+        for each in self._policy.dropped({*found, version}, version):
+            if shutil.disk_usage(self._root).free >= nbytes + _BESIDE:
+                return
+            if each != stays:
+                self._prune_one(each, found[each])
 
     def prune(self, version: int) -> None:
         """Remove what the policy does not keep, now that `version` is there. What fails is tried again next time."""
-        named = ((path, _NAME.fullmatch(path.name)) for path in self._root.glob("*"))
-        found = {int(match[1]): path for path, match in named if match and _is_ours(path)}
+        found = self._kept()
         for each in self._policy.dropped(found, version):
-            log = _log.bind(channel=self._channel, version=each)
-            try:
-                log.info("checkpoint_dropped" if self._drop(found[each]) else "checkpoint_in_use")
-            except OSError as error:
-                log.warning("checkpoint_not_dropped", reason=str(error))
+            self._prune_one(each, found[each])
+
+    def _kept(self) -> dict[int, Path]:
+        """The versions that are there."""
+        named = ((path, _NAME.fullmatch(path.name)) for path in self._root.glob("*"))
+        return {int(match[1]): path for path, match in named if match and _is_ours(path)}
+
+    def _prune_one(self, version: int, path: Path) -> None:
+        log = _log.bind(channel=self._channel, version=version)
+        try:
+            log.info("checkpoint_dropped" if self._drop(path) else "checkpoint_in_use")
+        except OSError as error:
+            log.warning("checkpoint_not_dropped", reason=str(error))
 
     def _drop(self, path: Path) -> bool:
         """Remove `path`, in one step, so that nobody reads half of it; False while somebody loads it."""
@@ -128,6 +161,28 @@ class Archive:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+def check_configs(served: Path | None, beside: Path | None) -> None:
+    """Raise `ConfigurationError` unless files whose config is that in `beside` can be loaded as those in `served`."""
+    if served is None or beside is None or not (beside / "config.json").is_file():
+        return
+    wanted, found = (read(read_config(folder, None)) for folder in (served, beside))
+    if found != wanted:
+        said = [f"quantised ({each.method})" if each else "not quantised" for each in (wanted, found)]
+        raise ConfigurationError(
+            f"served = {served} is {said[0]}, hf_config_dir = {beside} is {said[1]}, or otherwise: weights that are"
+            " quantised as the one says would lie beside the config of the other; leave hf_config_dir out"
+        )
+
+
+def _check_writable(save_dir: Path, root: Path) -> None:
+    """Raise `ConfigurationError` unless `root`, below `save_dir`, can be made and written to, as far as can be seen."""
+    there = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigurationError(f"save_dir = {save_dir}: {there} is a file, a folder is expected")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"save_dir = {save_dir}: this user may not write to {there}")
+
+
 def _is_ours(path: Path) -> bool:
     """A trainer may keep its own checkpoints in this folder, under such names too."""
     return (path / NOTES).is_file()
@@ -136,16 +191,18 @@ def _is_ours(path: Path) -> bool:
 class Saving:
     """One version on its way to the disk. Failures are kept until the end: the round does not depend on them."""
 
-    def __init__(self, archive: Archive, writer: CheckpointWriter) -> None:
+    def __init__(self, archive: Archive, writer: CheckpointWriter, version: int, nbytes: int) -> None:
+        """`nbytes` are those of its weights."""
         self._archive = archive
         self._writer = writer
+        self._version, self._nbytes = version, nbytes
         self._thread = ThreadPoolExecutor(1, "weightbus-save")
         self._writes: list[Future[None]] = []
 
     def begin(self) -> None:
         """A pass over all buckets begins; what an earlier one wrote is given up."""
         self.settle()
-        self._writes = [self._thread.submit(self._writer.begin)]
+        self._writes = [self._thread.submit(self._open)]
 
     def take(self, index: int, memory: torch.Tensor) -> None:
         """Write bucket `index`, whose bytes are complete and stay as they are until `free`."""
@@ -175,7 +232,8 @@ class Saving:
         except Exception as error:  # noqa: BLE001  the version is served, whatever the disk says; it is in the report
             _log.exception("checkpoint_not_saved", version=version)
             self.discard()
-            return "", f"{type(error).__name__}: {error}"
+            where = "" if isinstance(error, BadCheckpoint) else f" ({self._writer.target})"
+            return "", f"{type(error).__name__}: {error}{where}"
         self._thread.shutdown()
         return str(self._writer.target.absolute()), ""
 
@@ -184,6 +242,11 @@ class Saving:
         self.settle()
         self._thread.shutdown()
         self._writer.discard()
+
+    def _open(self) -> None:
+        self._archive.check_name(self._writer.target)
+        self._writer.begin()
+        self._archive.make_space(self._version, self._nbytes)
 
     def _add(self, index: int, memory: torch.Tensor) -> None:
         self._writes[0].result()  # without a folder there is nothing to write into

@@ -89,6 +89,13 @@ def read_config(folder: Path, fallback: Path | None) -> dict[str, Any]:
     raise BadCheckpoint(folder, "it has no config.json: name the folder of one with --hf-config-dir")
 
 
+def served_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of the checkpoint that engines serve."""
+    if not (folder / "config.json").is_file():
+        raise BadCheckpoint(folder, "there is no config.json: name the folder of the checkpoint that engines serve")
+    return read_config(folder, None)
+
+
 def architecture(folder: Path, config: Mapping[str, Any]) -> str:
     """The class that the config names."""
     named = config.get("architectures")

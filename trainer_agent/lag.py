@@ -16,7 +16,7 @@ import msgspec
 
 from weightbus.control.errors import CoordinatorUnreachable, Malformed, RequestRefused
 from weightbus.control.log import get_log
-from weightbus.control.status import ChannelView, parse
+from weightbus.control.status import LENT, ChannelView, parse
 
 from .background import Background
 from .orders import Beat, Ranks
@@ -24,7 +24,7 @@ from .settings import TrainerSettings
 
 _log = get_log(__name__)
 
-_SILENT: Final = frozenset({"lost", "dirty", "pending", "quarantined"})
+_SILENT: Final = frozenset({"lost", "dirty", "pending", LENT, "quarantined"})
 """States of engines, as the status names them, that answer no request."""
 
 

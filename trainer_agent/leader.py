@@ -31,7 +31,7 @@ from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Sender
 from weightbus.dataplane.transports import default_runtime_dir, sender
 
-from .archive import Archive, Policy
+from .archive import Archive, Policy, check_configs
 from .background import Background, End
 from .backlog import Claim
 from .drive import Drive
@@ -242,6 +242,8 @@ def lead(
 ) -> Leader:
     """Connect to the coordinator and make the staging memory. Root only."""
     manifest = layout.manifest
+    check_configs(settings.served, settings.hf_config_dir)
+    archive = _archive(source, settings)
     exposure, refusals = _tried(exposure_of(source, settings, manifest), source, settings)
     kinds = tuple(kind for kind in settings.transports() if kind not in refusals)
     if not kinds:
@@ -290,7 +292,7 @@ def lead(
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
             seal=_Seal(settings, curve) if curve else None,
-            archive=_archive(source, settings),
+            archive=archive,
         )
         undo.pop_all()
     return Leader(outfit, pool, source, exposure)

@@ -5,7 +5,7 @@ for the last token. A version's label is its number; weights that a server was l
 version here.
 
     versions = Lineage.of(answer["meta_info"], len(answer["output_ids"]))
-    verdict = Staleness(max_lag=1).judge(versions, current=agent.committed)
+    verdict = Staleness(max_lag=1).judge(versions, current=step)  # the version in training
     if verdict.keep:
         loss_mask = verdict.mask
 """
@@ -54,6 +54,10 @@ class Lineage(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, meta_info: Mapping[str, Any], tokens: int) -> Self:
         """Read the ``meta_info`` of a response of `tokens` output tokens. Raises `UnknownLineage`."""
+        if tokens < 0:
+            raise UnknownLineage(f"tokens = {tokens}: the number of output tokens is expected")
+        if not isinstance(meta_info, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # what a server answers
+            raise UnknownLineage(f"meta_info is a {type(meta_info).__name__}, expected is the mapping of one response")
         try:
             meta = msgspec.convert(dict(meta_info), _Meta)
         except msgspec.ValidationError as error:
@@ -68,6 +72,9 @@ class Lineage(msgspec.Struct, frozen=True):
         if [run.start for run in runs] != ends[:-1] or ends[-1] != tokens:
             found = ", ".join(f"{run.start}..{run.end}" for run in runs) or "nothing"
             raise UnknownLineage(f"weight_versions speak of tokens {found}, expected are 0..{tokens} without a gap")
+        last = meta.weight_versions[-1].version if meta.weight_versions else meta.weight_version
+        if meta.weight_version not in (None, last):
+            raise UnknownLineage(f"weight_version is {meta.weight_version!r}, the last of weight_versions is {last!r}")
         return cls(tuple(Span(_number(run.version), run.start, run.end) for run in runs), exact=True)
 
     def by_token(self) -> list[int | None]:
@@ -116,15 +123,23 @@ class Staleness(msgspec.Struct, frozen=True):
     """How old what a trainer learns from may be."""
 
     max_lag: int
-    """Versions that a token may be behind the one in training."""
+    """How much less than that of the one in training a token's version number may be."""
     mixed: Mixed | Literal["keep", "mask", "drop"] = Mixed.KEEP
     launch: bool = False
     """Weights that servers were launched with count as the version before all others, and not as unknown."""
     inexact: bool = True
     """Responses of which only the last version is known count as that version's."""
 
+    def __post_init__(self) -> None:
+        Mixed(self.mixed)
+        if self.max_lag < 0:
+            raise ValueError(f"max_lag = {self.max_lag}: 0 or more is expected")
+
     def judge(self, lineage: Lineage, current: int) -> Verdict:
-        """What to do with a response when `current` is the version in training."""
+        """What to do with a response when `current` is the version in training.
+
+        Tokens of a version above it do not count: the channel went back from that since.
+        """
         size = lineage.spans[-1].end if lineage.spans else 0
         if not lineage.exact and not self.inexact:
             return _dropped(size, "only the version of its last token is known")
@@ -134,8 +149,9 @@ class Staleness(msgspec.Struct, frozen=True):
         fresh = [self._fresh(span.version, current) for span in lineage.spans]
         if all(fresh):
             return Verdict(keep=True, mask=(True,) * size)
-        old = _names([span.version for span, good in zip(lineage.spans, fresh, strict=True) if not good])
-        reason = f"tokens of version {old} are more than {self.max_lag} behind {current}"
+        reason = self._reason(
+            [span.version for span, good in zip(lineage.spans, fresh, strict=True) if not good], current
+        )
         if mixed is not Mixed.MASK or not any(fresh):
             return _dropped(size, reason)
         mask = tuple(good for span, good in zip(lineage.spans, fresh, strict=True) for _ in range(span.start, span.end))
@@ -144,7 +160,17 @@ class Staleness(msgspec.Struct, frozen=True):
     def _fresh(self, version: int | None, current: int) -> bool:
         if version is None:
             return self.launch and current <= self.max_lag
-        return current - version <= self.max_lag
+        return 0 <= current - version <= self.max_lag
+
+    def _reason(self, wrong: Sequence[int | None], current: int) -> str:
+        above = [version for version in wrong if version is not None and version > current]
+        old = [version for version in wrong if version is None or version <= current]
+        said = [f"tokens of version {_names(old)} are more than {self.max_lag} behind {current}"] if old else []
+        if above:
+            said.append(
+                f"tokens of version {_names(above)} are of weights that were withdrawn: {current} is in training"
+            )
+        return "; ".join(said)
 
 
 def _dropped(size: int, reason: str) -> Verdict:

@@ -230,7 +230,7 @@ def quantised(source: Source, served: Path | Mapping[str, Any] | None) -> Source
     if served is None:
         return source
     try:
-        config = folders.read_config(served, None) if isinstance(served, Path) else served
+        config = folders.served_config(served) if isinstance(served, Path) else served
         quantisation = read(config)
         if quantisation is None:
             _check_no_other(served)

@@ -14,11 +14,12 @@ import msgspec
 
 from weightbus.control.errors import ConfigurationError
 from weightbus.control.status import PastStatus
-from weightbus.dataplane.saved_version import SavedVersion, place_of
+from weightbus.dataplane.saved_version import SavedVersion
 
 from .agent import TrainerAgent
-from .checkpoint_source import CheckpointSource, open_checkpoint, staging_device
-from .errors import RollbackRefused
+from .checkpoint_source import Checkpoint, CheckpointSource, open_checkpoint, staging_device
+from .errors import BadCheckpoint, RollbackRefused
+from .kept_files import KeptFiles, check_notes, kept_in
 from .report import PublishReport
 from .rollback_settings import RollbackSettings
 
@@ -75,24 +76,19 @@ def same_version(found: SavedVersion | None, version: int, history: Sequence[Pas
 def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
     """Publish `version` again over a higher one; None when it is the committed one already.
 
-    Raises `BadCheckpoint` when the folder does not hold a finished checkpoint, `ConfigurationError` when none is named,
-    `RollbackRefused`, and what connecting and publishing raise. Asked again after it was done, it does nothing.
+    Raises `BadCheckpoint` when the folder does not hold a finished checkpoint, or says that it is another version's;
+    `ConfigurationError` when none is named, `RollbackRefused`, and what connecting and publishing raise: `SourceFailed`
+    where files that a trainer kept are not what was committed. Asked again after it was done, it does nothing.
     """
     device, folder = staging_device(settings.device), _folder(settings, version)
-    kept = SavedVersion.read(folder) if settings.checkpoint is None else None
-    checkpoint = open_checkpoint(
-        folder,
-        settings.marker,
-        settings.hf_config_dir,
-        dcp=settings.dcp,
-        dcp_prefix=settings.dcp_prefix,
-    )
-    source = CheckpointSource(checkpoint, device)
+    check_notes(folder, settings.channel, version)
+    kept = SavedVersion.read(folder)
+    source = CheckpointSource(_opened(settings, folder, kept), device)
     try:
         with TrainerAgent.connect(source, settings=settings.trainer()) as agent:
             history = agent.history()
             verdict = may_roll_back(version, history)
-            if verdict.answer is Answer.YES:
+            if verdict.answer is Answer.YES and settings.checkpoint is None:
                 verdict = same_version(kept, version, history)
             if verdict.answer is Answer.NO:
                 raise RollbackRefused(settings.channel, version, verdict.reason)
@@ -101,11 +97,31 @@ def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
         source.close()
 
 
+def _opened(settings: RollbackSettings, folder: Path, kept: SavedVersion | None) -> Checkpoint:
+    """The checkpoint in `folder`; compared, as it is read, with what was `kept` beside it, where that is."""
+    if kept is None and settings.checkpoint is None:
+        raise BadCheckpoint(
+            folder, "the digest table that was kept with it is missing or damaged: nothing says what it holds"
+        )
+    checkpoint = open_checkpoint(
+        folder,
+        settings.marker,
+        settings.hf_config_dir,
+        dcp=settings.dcp,
+        dcp_prefix=settings.dcp_prefix,
+    )
+    try:
+        return KeptFiles(checkpoint, kept) if kept else checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
 def _folder(settings: RollbackSettings, version: int) -> Path:
     if settings.checkpoint is not None:
         return settings.checkpoint
     if settings.save_dir is not None:
-        return place_of(settings.save_dir, settings.channel, version)
+        return kept_in(settings.save_dir, settings.channel, version)
     raise ConfigurationError(
         f"nothing says where version {version} is kept: name its folder with --checkpoint, or the folder of all"
         " versions that a trainer saved with --save-dir"

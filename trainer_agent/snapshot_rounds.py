@@ -8,7 +8,7 @@ import msgspec
 
 from weightbus.control.errors import WeightbusError
 from weightbus.control.log import get_log
-from weightbus.control.status import ChannelView, parse
+from weightbus.control.status import LENT, ChannelView, parse
 
 from .background import End
 from .drive import Drive
@@ -59,14 +59,14 @@ class SnapshotRounds:
         return verdict, report, cause
 
     def behind(self, version: int) -> bool:
-        """Whether an engine is here without it."""
+        """Whether an engine is here without it, and nobody is about to bring it anything."""
         settings = self._outfit.settings
         try:
             known = parse(self._outfit.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
         except WeightbusError as error:
             _log.debug("not_looked_for_latecomers", error=str(error))
             return False
-        return bool(behind_in(known, version)) and known is not None and known.lease is None
+        return known is not None and known.lease is None and bool(behind_in(known, version))
 
     def bring(self, version: int, buffer: int) -> None:
         """Drive it to those who lack it. How that ended is in the log."""
@@ -88,11 +88,16 @@ class SnapshotRounds:
 
 
 def behind_in(channel: ChannelView | None, version: int) -> tuple[str, ...]:
-    """The engines of `channel` that are here without its committed version, if that is `version`."""
+    """The engines of `channel` that are here and could take its committed version, if that is `version`.
+
+    Who has given its memory back is brought the next one.
+    """
     if channel is None or channel.committed is None or channel.committed.version != version:
         return ()
     return tuple(
-        name for name, engine in channel.engines.items() if engine.state != "lost" and engine.version != version
+        name
+        for name, engine in channel.engines.items()
+        if engine.state not in _NOT_BROUGHT and engine.version != version
     )
 
 
@@ -110,6 +115,7 @@ def log_end(verdict: Verdict, report: PublishReport) -> None:
     )
 
 
+_NOT_BROUGHT: Final = frozenset({"lost", LENT})
 _INFO: Final = 20
 _WARNING: Final = 30
 _ERROR: Final = 40

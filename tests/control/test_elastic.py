@@ -18,6 +18,7 @@ from weightbus.control.messages import (
     Outcome,
     Pause,
     Policy,
+    Prepare,
     Refused,
     Send,
     Step,
@@ -309,6 +310,38 @@ def test_a_catch_up_that_fails_takes_nothing_back() -> None:
     assert new.generating
     world.publish(trainer, 1)
     assert world.ready == ("e0", "e1")
+
+
+def state_of(world: World, name: str) -> str:
+    return world.machine.status(world.now).channels[CHANNEL].engines[name].state
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_who_gave_its_memory_back_is_brought_the_next_version(restarts: bool) -> None:
+    """Not the one that was committed then: the trainer on its GPU has the memory. A later one it may be brought."""
+    world, old, _, trainer = behind()
+    old.health, old.held, old.weights, old.generating, old.lent = EngineHealth.PENDING, None, None, False, True
+    world.advance(5)
+    if restarts:  # what its agent, or another coordinator, knows of it begins anew
+        old.die()
+        world.advance(30)
+        old.live()
+        world.settle()  # it says Hello, and nothing after it yet
+    assert state_of(world, "e0") == "lent"
+    trainer.catch_up = True
+    done = world.publish(trainer, 1)
+    assert [report.engine for report in done.engines] == ["e1"]
+    world.publish(trainer, 1)  # for nobody
+    assert (old.weights, world.ready) == (None, ("e1",))
+
+    trainer.catch_up = False
+    old.fail(Prepare, Step.PREPARE, EngineHealth.PENDING)
+    world.publish(trainer, 2)
+    assert state_of(world, "e0") == "pending"
+    trainer.catch_up = True
+    done = world.publish(trainer, 2)
+    assert [(each.engine, each.outcome, each.reason) for each in done.engines] == [("e0", Outcome.COMMITTED, "")]
+    assert (old.weights, world.ready) == (2, ("e0", "e1"))
 
 
 def test_the_trainer_of_a_catch_up_is_lost() -> None:

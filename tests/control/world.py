@@ -254,12 +254,13 @@ class Engine(Agent):
         self.generating = True
         self.health = EngineHealth.CLEAN
         self.held: Held | None = None
+        self.lent = False
         self.epoch = 0
         self.script: dict[type[Message], Callable[[Message], ToCoordinator | None]] = {}
         """Message type -> what to do instead of the right thing, once."""
 
     def hello(self) -> Hello:
-        info = msgspec.structs.replace(self.info, health=self.health, held=self.held)
+        info = msgspec.structs.replace(self.info, health=self.health, held=self.held, lent=self.lent)
         return Hello(
             request=self.key(),
             agent=self.name,
@@ -270,7 +271,7 @@ class Engine(Agent):
         )
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(seq=1, health=self.health, held=self.held)
+        return Heartbeat(seq=1, health=self.health, held=self.held, lent=self.lent)
 
     def fail(
         self, on: type[Message], step: Step, health: EngineHealth = EngineHealth.CLEAN, reason: str = "broke"

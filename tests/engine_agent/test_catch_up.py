@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -85,6 +87,20 @@ def test_nothing_is_looked_for_without_need(seen: View, committed: int | None) -
     machine = CatchUp("c", 0.0)
     assert not machine.looks(seen, committed, 0.0)
     assert not machine.looks(seen, committed, 1000.0)
+
+
+@pytest.mark.parametrize("looked_before", [True, False])
+def test_memory_that_was_given_back_is_not_taken_for_what_was_there(looked_before: bool) -> None:
+    """Whoever asked for it has it until another version comes: then that one is loaded, as by any engine."""
+    machine = CatchUp("c", 10.0)
+    if looked_before:  # the coordinator's word for 7 may come later than the version itself
+        assert not machine.looks(view(held=SEVEN), 6, 0.0)
+    lent = view(lent=True, health=EngineHealth.PENDING)
+    for now in (1.0, 100.0, 1000.0):
+        assert not machine.looks(lent, 7, now)
+    assert machine.found(SEVEN, "/saved", lent, 1000.0) is None
+    assert not machine.looks(lent, 8, 1001.0)
+    assert machine.looks(lent, 8, 1011.0)
 
 
 def test_a_round_is_waited_for_first() -> None:
@@ -177,6 +193,28 @@ def test_a_server_that_was_launched_again_loads_what_was_kept(
     assert "update_weights_from_disk" in " ".join(deployment.fake.calls)
     assert free
     assert not any(free)
+
+
+def test_a_server_that_gave_its_memory_back_does_not_load_the_files_of_what_it_held(deployment: Deployment) -> None:
+    """The trainer on its GPU has that memory. The next version takes it, and the coordinator says so until then."""
+    deployment.stop()
+    deployment.gives_back = True
+    deployment.start()
+    publish(deployment, 7)
+    until("the version", lambda: deployment.view.held is not None)
+    assert deployment.agent is not None
+    url = f"http://127.0.0.1:{deployment.agent.http_port}"
+    assert httpx.post(f"{url}/give-back", trust_env=False, timeout=60).status_code == 200
+    machine = deployment.agent._saved._machine
+    until("the look", lambda: deployment.view.lent and machine._known == 7)
+    assert httpx.get(f"{url}/status", trust_env=False).json()["engine"]["lent"] is True
+    now = time.monotonic()
+    assert not machine.looks(deployment.view, 7, now)
+    assert not machine.looks(deployment.view, 7, now + 1000.0)
+    publish(deployment, 8)
+    until("the next version", lambda: deployment.view.held is not None and deployment.view.held.version == 8)
+    assert not deployment.view.lent
+    assert (deployment.fake.lent, deployment.fake.label) == (set(), "8")
 
 
 @pytest.mark.parametrize("how", ["bytes", "forged", "gone"])

@@ -178,6 +178,23 @@ def test_a_server_that_cannot_be_looked_at_is_paused_all_the_same(fake: FakeSGLa
     server.close()
 
 
+def test_an_update_never_goes_on_in_the_session_of_another_agent(
+    fake: FakeSGLang, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What a dead agent had loaded in it is closed off first; what comes is an update of its own."""
+    fake.session = True
+    bench = Bench(fake.url, *checkpoints, tmp_path)
+    calls = calls_of(bench.server)
+    bench.load(checkpoints[1])
+    bench.close()
+    assert [call for call in calls if "session" in call or "weight_update" in call] == [
+        "begin_weight_update failed",
+        "end_weight_update",
+        "begin_weight_update",
+        "end_weight_update",
+    ]
+
+
 def test_death_in_a_call_is_unreachable(fake: FakeSGLang) -> None:
     """A connection that breaks before the answer: the weights count as touched."""
     server = SGLangServer(fake.url)

@@ -51,3 +51,21 @@ def test_what_its_workers_would_refuse_in_a_pause_is_known_before(asked: str, fo
     assert misset.startswith(found)
     assert bool(misset) is bool(found)
     assert not facts_of({}, {}, url).misset
+
+
+@pytest.mark.parametrize(
+    ("said", "replicas", "dp_attention"),
+    [
+        ({"dp_size": 2}, 2, False),
+        ({"dp_size": 2, "enable_dp_attention": True}, 1, True),
+        ({"dp_size": 2, "attn_dp_size": 2}, 1, True),
+        ({"dp_size": 1, "attn_dp_size": 1}, 1, False),
+        ({}, 1, False),
+    ],
+)
+def test_replicas_of_attention_are_ranks_of_one_engine(
+    said: dict[str, object], replicas: int, dp_attention: bool
+) -> None:
+    """They share the experts and take the version together; plain replicas load files alone."""
+    facts = facts_of({"tp_size": 2, **said}, {}, "http://nowhere:1")
+    assert (facts.tp, facts.dp, facts.dp_attention) == (2, replicas, dp_attention)

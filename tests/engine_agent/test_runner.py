@@ -118,7 +118,13 @@ class Deployment:
         return self.agent._view
 
     def publish(
-        self, version: int, folder: Path | None = None, *, source: Source | None = None, transport: str = "local"
+        self,
+        version: int,
+        folder: Path | None = None,
+        *,
+        source: Source | None = None,
+        transport: str = "local",
+        **more: object,
     ) -> Any:
         """One round from a trainer that holds the weights of `folder`, or from `source`."""
         source = source or FakeSource(read(folder or self.second))
@@ -132,6 +138,7 @@ class Deployment:
             runtime_dir=Path(self.run.name),
             redrives=0,
             acquire_timeout_s=30.0,
+            **more,
         ) as trainer:
             return trainer.publish(version)
 
@@ -195,6 +202,27 @@ def test_a_round_in_the_right_order(deployment: Deployment) -> None:
     order = "".join(known.get(call, "") for call in fake.calls)
     assert order.lstrip("C") == "PbtttteLfC"
     assert deployment.view.held.version == 7
+
+
+def test_replicas_take_files_beside_a_plain_server(tmp_path: Path, coordinator: tuple[int, Path]) -> None:
+    """One round, one table: what is predicted for the plain server says nothing of the ranks of several replicas."""
+    plain, replicas = Deployment(tmp_path / "x", coordinator), Deployment(tmp_path / "y", coordinator, "e1")
+    replicas.channel = plain.channel
+    replicas.fake.stop()
+    replicas.fake = FakeSGLang(replicas.first, dp=2).start()
+    try:
+        for each in (plain, replicas):
+            each.start()
+        files = {"checkpoint_dir": tmp_path / "files", "hf_config_dir": plain.second}
+        report = plain.publish(7, transport="local disk", **files)
+        assert {each.engine: each.verified_by for each in report.engines} == {
+            "e0": "live-digest",
+            "e1": "bucket-digest",
+        }
+        assert (plain.fake.label, replicas.fake.label) == ("7", "7")
+    finally:
+        plain.close()
+        replicas.close()
 
 
 def test_the_log_tells_a_round_shortly_and_a_failure_loudly(deployment: Deployment) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from weightbus.control.errors import ConfigurationError
 from weightbus.control.ids import Version
 from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.manifest import blob_digest
@@ -59,3 +60,18 @@ def test_only_what_was_committed_is_found(
     finally:
         versions.close()
     assert said == ([] if found else ["saved_version_not_found"])
+
+
+def test_a_folder_that_is_not_there_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer may still make it, or the setting is wrong: nobody should find out when a server needs it."""
+    said: list[str] = []
+    monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(warning=lambda event, **_: said.append(event)))
+    settings = EngineAgentSettings(name="e0", channel="c", saved_dir=tmp_path / "later")
+    SavedVersions(settings, cast("Any", None)).close()
+    assert said == ["saved_dir_missing"]
+    (tmp_path / "later").mkdir()
+    SavedVersions(settings, cast("Any", None)).close()
+    assert said == ["saved_dir_missing"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="is a file"):
+        SavedVersions(msgspec.structs.replace(settings, saved_dir=tmp_path / "file"), cast("Any", None))

@@ -78,10 +78,16 @@ def worker(**server_info: Any) -> Worker:
         ({"enable_dp_attention": True, "dp_size": 2}, ""),
         ({"device": "cuda", "enable_dp_attention": True, "dp_size": 2}, ""),
         ({"attn_dp_size": 2}, ""),
+        ({"dp_size": 2}, ""),
+        ({"pp_size": 2}, ""),
+        ({"device": "cuda", "tp_size": 1, "dp_size": 2}, ""),
     ],
 )
 def test_live_digests_are_promised_where_they_can_be_predicted(server_info: dict[str, Any], algorithm: str) -> None:
-    """Not under attention data parallelism: the ranks hold other parts than the tensor-parallel size says."""
+    """Not under attention data parallelism: the ranks hold other parts than the tensor-parallel size says.
+
+    Nor of replicas and stages, of which more ranks report than the tensor-parallel size says.
+    """
     assert worker(**server_info).live_digest() == algorithm
 
 

@@ -221,7 +221,8 @@ class FakeSGLang:
     def weights_checker(self, body: dict[str, Any]) -> dict[str, Any]:
         if body["action"] != "checksum" or not self.dialect.cpu_checksums:
             raise Refusal(400, "Torch not compiled with CUDA enabled")
-        ranks = [{"checksums": self.weights.checksums(rank)} for rank in range(self.tp)]
+        one = [{"checksums": self.weights.checksums(rank)} for rank in range(self.tp)]
+        ranks = one * self.dp  # its front asks the schedulers of all replicas
         return {"success": True, "message": "Success.", "ranks": ranks}
 
     def release_memory_occupation(self, body: dict[str, Any]) -> None:

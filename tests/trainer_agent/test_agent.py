@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -395,6 +396,17 @@ def test_progress_is_told_on_the_root(rig: Build) -> None:
     assert states[0] == "digesting"
     assert states[-1] == "done"
     assert max(each.buckets_sent for each in one.progress) == len(one.manifest.buckets)
+
+
+@pytest.mark.parametrize("version", [-5, "7", 7.0, True, None, 2**53 + 1])
+def test_what_is_no_version_is_refused_before_anybody_hears_of_it(rig: Build, version: Any) -> None:
+    """On every rank alike, with what is expected: the agent goes on."""
+    made = rig(ranks=2)
+    for agent in made.agents:
+        for call in (agent.publish, agent.catch_up):
+            with pytest.raises(ValueError, match=r"a whole number from 0 to 2\*\*53 is expected"):
+                call(version)
+    assert made.report(7).committed
 
 
 def test_a_closed_agent_publishes_nothing(rig: Build) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ def served(root: Path, **more: object) -> Path:
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **more}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "old.safetensors").write_bytes(b"weights of another version")
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
     return folder
 
 
@@ -177,9 +179,67 @@ def test_a_disk_that_fails_costs_the_checkpoint_and_not_the_version(
     assert report.committed
     assert report.saved == ""
     assert "No space left" in report.save_error
+    assert str(place_of(tmp_path / "saved", "c", 1)) in report.save_error
     assert "not saved" in report.line()
     assert names(tmp_path) == set()
     assert deployment.publish(2).saved
+
+
+@pytest.mark.parametrize(
+    ("room", "keep_last", "kept_while_written"),
+    [
+        (2, 2, {"checkpoint-2", "checkpoint-3.tmp"}),
+        (1, 2, {"checkpoint-2", "checkpoint-3.tmp"}),
+        (3, 2, {"checkpoint-1", "checkpoint-2", "checkpoint-3.tmp"}),
+        (2, 3, {"checkpoint-1", "checkpoint-2", "checkpoint-3.tmp"}),
+        (1, 1, {"checkpoint-2", "checkpoint-3.tmp"}),
+    ],
+)
+def test_a_disk_that_has_room_for_what_stays_is_enough(  # noqa: PLR0917  the parameters of its cases
+    deployment: Deployment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+    keep_last: int,
+    kept_while_written: set[str],
+) -> None:
+    """What the new version will replace goes first where it would not fit; what stays does not, nor the last one."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path, save_every=1, keep_last=keep_last))
+
+    def usage(_: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=2**40 if len(names(tmp_path)) <= room else 0)
+
+    seen: list[set[str]] = []
+    write = safetensors_file.write
+
+    def looked(*given: Any) -> None:
+        seen.append(names(tmp_path))
+        write(*given)
+
+    for version in (1, 2):
+        assert deployment.publish(version).saved
+    with monkeypatch.context() as patch:
+        patch.setattr("weightbus.trainer_agent.archive.shutil.disk_usage", usage)
+        patch.setattr(safetensors_file, "write", looked)
+        assert deployment.publish(3).saved
+    assert seen[0] == kept_while_written
+    assert names(tmp_path) == {f"checkpoint-{version}" for version in range(4 - keep_last, 4)}
+
+
+def test_a_version_that_is_being_loaded_is_not_removed_for_space(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk may be too small then: that costs the new files, and no server its weights."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path, save_every=1, keep_last=2))
+    first, _ = deployment.publish(1), deployment.publish(2)
+    monkeypatch.setattr("weightbus.trainer_agent.archive.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with staying(Path(first.saved)):
+        assert deployment.publish(3).saved
+        assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
 
 
 def test_what_a_killed_trainer_left_is_removed(deployment: Deployment, tmp_path: Path) -> None:
@@ -208,7 +268,9 @@ def test_a_version_that_is_being_loaded_stays(deployment: Deployment, tmp_path: 
     assert names(tmp_path) == {"checkpoint-3"}
 
 
-def test_what_somebody_else_keeps_there_is_not_touched(deployment: Deployment, tmp_path: Path) -> None:
+def test_what_somebody_else_keeps_there_is_not_touched(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Trainers call their own checkpoints the same, and may have been told the same folder."""
     served(tmp_path)
     root = tmp_path / "saved" / "c"
@@ -218,7 +280,9 @@ def test_what_somebody_else_keeps_there_is_not_touched(deployment: Deployment, t
     deployment.engine("e0")
     deployment.connect(**saving(tmp_path, save_every=1, keep_last=1))
     assert deployment.publish(2).saved
-    assert "somebody else's" in deployment.publish(3).save_error
+    with monkeypatch.context() as patch:  # said before anything is written
+        patch.setattr(safetensors_file, "write", lambda *_: pytest.fail("written for nothing"))
+        assert "somebody else's" in deployment.publish(3).save_error
     assert deployment.publish(4).saved
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-3", "checkpoint-4"}
     assert all((root / f"checkpoint-{version}" / "optimizer.pt").exists() for version in (1, 3))
@@ -293,6 +357,19 @@ def test_what_is_no_version_is_none(tmp_path: Path, text: bytes) -> None:
     for name in (NOTES, "weightbus-manifest.msgpack", "weightbus-table.msgpack", "weightbus-publication.json"):
         (tmp_path / name).write_bytes(text)
     assert SavedVersion.read(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["weightbus-manifest.msgpack", "weightbus-table.msgpack"])
+def test_what_is_beside_a_version_is_what_its_notes_name(deployment: Deployment, tmp_path: Path, name: str) -> None:
+    """A manifest or table of another version says nothing of these files: they count as kept without."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path))
+    place = Path(deployment.publish(2).saved)
+    assert SavedVersion.read(place) is not None
+    blob = (place / name).read_bytes()
+    (place / name).write_bytes(blob[:-1] + bytes([blob[-1] ^ 1]))
+    assert SavedVersion.read(place) is None
 
 
 def test_a_checkpoint_has_its_name_when_all_of_it_is_on_the_disk(
@@ -406,6 +483,49 @@ def test_without_a_config_there_is_no_checkpoint(deployment: Deployment, tmp_pat
     assert isinstance(caught.value.__cause__, BadCheckpoint | type(None))
     with pytest.raises(ConfigurationError, match="save_dir"):
         deployment.connect(save_every=1)
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"), [("file", "is a file"), ("file/below", "is a file"), ("x", "may not write")]
+)
+def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, reason: str
+) -> None:
+    """Not after the first version was digested for it."""
+    served(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("weightbus.trainer_agent.archive.os.access", lambda *_: False)
+    with pytest.raises(ConnectFailed, match=f"save_dir = .*{reason}"):
+        deployment.connect(**saving(tmp_path, save_dir=tmp_path / place))
+
+
+@pytest.mark.parametrize(
+    ("in_served", "beside", "fits"), [(FP8, None, False), (None, FP8, False), (FP8, FP8, True), (None, None, True)]
+)
+def test_quantised_weights_do_not_lie_beside_a_plain_config(
+    deployment: Deployment, tmp_path: Path, in_served: object, beside: object, fits: bool
+) -> None:
+    """`served` says how they are quantised, `hf_config_dir` which config is copied: one of the two would be wrong."""
+    folders: list[Path] = []
+    for name, quantisation in (("a", in_served), ("b", beside)):
+        (tmp_path / name).mkdir()
+        more = {} if quantisation is None else {"quantization_config": quantisation}
+        folders.append(served(tmp_path / name, **more))
+    given = saving(tmp_path, served=folders[0], hf_config_dir=folders[1])
+    deployment.engine("e0")
+    if fits:
+        deployment.connect(**given)
+        config = json.loads((Path(deployment.publish(2).saved) / "config.json").read_text())
+        assert ("quantization_config" in config) is (beside is not None)
+        return
+    with pytest.raises(ConnectFailed, match="leave hf_config_dir out"):
+        deployment.connect(**given)
+
+
+def test_a_served_checkpoint_that_is_not_there_is_called_that(deployment: Deployment, tmp_path: Path) -> None:
+    """Not by the name of another setting."""
+    with pytest.raises(BadCheckpoint, match="name the folder of the checkpoint that engines serve"):
+        deployment.connect(served=tmp_path / "missing")
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(0, 60), st.integers(1, 5), st.integers(0, 7))

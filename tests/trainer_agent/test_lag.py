@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -12,9 +14,11 @@ from tests.kit.waiting import until
 from weightbus.control.messages import TransportKind
 from weightbus.control.states import RoundState
 from weightbus.control.status import ChannelView, EngineView, HeldStatus, RoundView
+from weightbus.trainer_agent import lag
 from weightbus.trainer_agent.agent import TrainerAgent
 from weightbus.trainer_agent.errors import RoundAborted, TooFarAhead
-from weightbus.trainer_agent.lag import Ahead, Pace, oldest_served, pace
+from weightbus.trainer_agent.lag import Ahead, Pace, Pacer, oldest_served, pace
+from weightbus.trainer_agent.settings import TrainerSettings
 
 from .test_snapshots import PATIENCE_S, Gate, Loop
 
@@ -84,6 +88,23 @@ def test_what_is_served_is_the_oldest_version_of_an_engine_that_gets_requests(
 ) -> None:
     """Also of one in the middle of a round. Where nobody gets any, it is the committed version."""
     assert oldest_served(channel, 1) == expected
+
+
+def test_a_publication_that_ends_while_the_status_is_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer may be of the moment before: it is asked for again, and nobody is told that nothing is coming."""
+    background = SimpleNamespace(ended=0, ahead=1, wait_for_an_end=lambda after, _: waited.append(after))
+    answers = [view(5, {"e0": (5, "serving")}), view(6, {"e0": (6, "serving")})]
+    waited: list[int] = []
+
+    def status(_: float) -> bytes:
+        background.ended, background.ahead = 1, 0  # while the answer is under way
+        return b""
+
+    monkeypatch.setattr(lag, "parse", lambda _: SimpleNamespace(channels={"c": answers.pop(0)}))
+    settings = TrainerSettings(channel="c", max_lag=1)
+    pacer = Pacer(settings, SimpleNamespace(status=status), cast("Any", background))
+    assert pacer.hold(7, cast("Any", SimpleNamespace(tell=lambda _: None))) is None
+    assert waited == [0]
 
 
 @pytest.fixture

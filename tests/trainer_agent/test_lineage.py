@@ -51,10 +51,16 @@ def test_older_servers_say_the_last_version_only() -> None:
         (meta(("7", 0, 2), ("8", 1, 3)), 3),
         (meta(), 3),
         ({"weight_version": "7", "weight_versions": [{"version": "7"}]}, 3),
+        ({**meta(("7", 0, 1), ("8", 1, 3)), "weight_version": "9"}, 3),
+        ({**meta(("7", 0, 1), ("8", 1, 3)), "weight_version": "7"}, 3),
+        ({"weight_version": "7"}, -1),
+        ([{"weight_version": "7"}], 3),
+        (None, 3),
+        ("7", 3),
     ],
 )
-def test_what_does_not_add_up_is_refused(said: dict[str, Any], tokens: int) -> None:
-    """Gaps, overlaps, other counts and other words: learning from a guess is worse than an error."""
+def test_what_does_not_add_up_is_refused(said: Any, tokens: int) -> None:
+    """Gaps, overlaps, contradictions, other counts and other words: learning from a guess is worse than an error."""
     with pytest.raises(UnknownLineage):
         Lineage.of(said, tokens)
 
@@ -76,6 +82,28 @@ def test_old_tokens(policy: Staleness, keep: bool, mask: str) -> None:
     assert bool(verdict.reason) == ("0" in mask)
 
 
+@pytest.mark.parametrize(
+    ("policy", "keep", "mask"),
+    [
+        (Staleness(max_lag=1), False, "0000"),
+        (Staleness(max_lag=1, mixed="mask"), True, "1100"),
+        (Staleness(max_lag=0, mixed="mask"), True, "1100"),
+    ],
+)
+def test_tokens_of_versions_that_were_withdrawn(policy: Staleness, keep: bool, mask: str) -> None:
+    """The channel went back from 9 to 7: what 9 wrote is as little of the policy in training as what is too old."""
+    verdict = policy.judge(Lineage.of(meta(("7", 0, 2), ("9", 2, 4)), 4), current=7)
+    assert (verdict.keep, "".join("01"[each] for each in verdict.mask)) == (keep, mask)
+    assert "version 9 are of weights that were withdrawn" in verdict.reason
+
+
+@pytest.mark.parametrize("wrong", [{"max_lag": -1}, {"max_lag": 1, "mixed": "some"}])
+def test_a_policy_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    """When it is made, not when it has dropped every response."""
+    with pytest.raises(ValueError, match=r"max_lag = -1|'some'"):
+        Staleness(**wrong)
+
+
 def test_weights_of_the_launch() -> None:
     """They have no version; who trains on from them may count them as the one before the first."""
     launched = Lineage.of(meta(("default", 0, 2)), 2)
@@ -91,7 +119,7 @@ RUNS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max
 def test_nothing_too_old_is_ever_learned_from(
     runs: list[tuple[int, int]], current: int, max_lag: int, mixed: Mixed
 ) -> None:
-    """Whatever wrote it: a token that counts is at most `max_lag` behind, and without masks a response counts whole."""
+    """Whatever wrote it: a token that counts is 0 to `max_lag` behind, and without masks a response counts whole."""
     at, spans = 0, []
     for version, length in runs:
         spans.append((str(version), at, at + length))
@@ -99,11 +127,11 @@ def test_nothing_too_old_is_ever_learned_from(
     lineage = Lineage.of(meta(*spans), at)
     verdict = Staleness(max_lag, mixed).judge(lineage, current)
     counted = [version for version, good in zip(lineage.by_token(), verdict.mask, strict=True) if good]
-    assert all(version is not None and current - version <= max_lag for version in counted)
+    assert all(version is not None and 0 <= current - version <= max_lag for version in counted)
     assert bool(counted) == verdict.keep
     if mixed is not Mixed.MASK and verdict.keep:
         assert all(verdict.mask)
-    if all(current - version <= max_lag for version, _ in runs) and mixed is not Mixed.DROP:
+    if all(0 <= current - version <= max_lag for version, _ in runs) and mixed is not Mixed.DROP:
         assert verdict.keep
 
 

@@ -10,7 +10,9 @@ import pytest
 from weightbus.control.cli import main
 from weightbus.control.journal import SqliteJournal
 from weightbus.control.status import PastStatus
-from weightbus.trainer_agent.rollback import Answer, may_roll_back
+from weightbus.dataplane.disk_session import Notes
+from weightbus.dataplane.saved_version import SavedVersion
+from weightbus.trainer_agent.rollback import Answer, may_roll_back, same_version
 
 from .test_watcher import Scene, write
 
@@ -32,6 +34,27 @@ def test_only_to_what_was_there(version: int, versions: tuple[int, ...], answer:
     verdict = may_roll_back(version, [PastStatus(each, epoch, rollback=False) for epoch, each in enumerate(versions)])
     assert verdict.answer is answer
     assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "kept_in", "answer"),
+    [
+        (1, 1, Answer.YES),
+        (2, 4, Answer.YES),
+        (2, 2, Answer.NO),
+    ],
+)
+def test_files_are_of_the_version_that_had_its_number_last(version: int, kept_in: int, answer: Answer) -> None:
+    """A channel that went back uses numbers again; going back itself makes no other version of the old number."""
+    history = [
+        PastStatus(1, 1, rollback=False),
+        PastStatus(2, 2, rollback=False),
+        PastStatus(1, 3, rollback=True),
+        PastStatus(2, 4, rollback=False),
+        PastStatus(3, 5, rollback=False),
+    ]
+    notes = Notes(channel="c", epoch=kept_in, version=version, manifest="m", table="t")
+    assert same_version(SavedVersion(Path("kept"), notes, {}, b""), version, history).answer is answer
 
 
 @pytest.fixture

@@ -1,0 +1,123 @@
+"""The order to give memory back: when it is taken, and what is written down before it is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from weightbus.control.ids import Epoch
+from weightbus.control.messages import EngineHealth, Step
+from weightbus.engine_agent import giving
+from weightbus.engine_agent.errors import NothingToGive, ServerUnreachable
+from weightbus.engine_agent.events import Record, ServerFound
+from weightbus.engine_agent.giving import Giving, Noticed
+from weightbus.engine_agent.stages import View
+from weightbus.engine_agent.weights import WeightState
+
+HELD = Record(identity="launch", health=EngineHealth.CLEAN)
+VIEW = View(
+    up=True,
+    health=EngineHealth.CLEAN,
+    held=None,
+    paused=False,
+    weights=WeightState.CLEAN,
+    version=None,
+    reached=None,
+    epoch=Epoch(4),
+    doing="",
+    reason="",
+)
+
+
+class Sidecar:
+    """What there is around the order, and what was done, in order. The machine is fast, or does not write."""
+
+    def __init__(self, *, writes: bool = True, refuses: bool = False) -> None:
+        self.done: list[str] = []
+        self.writes, self.refuses = writes, refuses
+        self.record: Record | None = HELD
+        self.lent_weights = False
+        self.seen: list[bool] = []
+        self.giving = Giving(cast("Any", self), self.post, lambda: self.record)
+
+    def give_up(self) -> SimpleNamespace:
+        self.done.append("given up")
+        return SimpleNamespace(identity="launch+1", label="7", model_path="m", undefined=True)
+
+    def give_back(self) -> None:
+        if self.refuses:
+            raise ServerUnreachable("/release_memory_occupation", "no answer")
+        self.done.append("given back")
+        self.lent_weights = True
+
+    def post(self, event: ServerFound | Noticed) -> None:
+        if isinstance(event, Noticed):
+            event.event.set()
+            return
+        self.seen.append(self.giving.lent)
+        if self.writes:
+            self.done.append("written off")
+            self.record = Record(identity=event.identity, health=EngineHealth.PENDING)
+
+    def order(self) -> Exception | None:
+        asked: Future[None] = Future()
+        self.giving.carry_out(asked)
+        return cast("Exception | None", asked.exception(0))
+
+
+def test_a_server_holds_nothing_on_the_disk_before_it_gives_anything_back() -> None:
+    """Whoever reads the record after a crash in between does not take undefined memory for a version."""
+    sidecar = Sidecar()
+    assert sidecar.order() is None
+    assert sidecar.done == ["given up", "written off", "given back"]
+
+
+def test_what_cannot_be_written_down_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk still says that it holds a version: it keeps its memory then."""
+    monkeypatch.setattr(giving, "_NOTICED_S", 0.01)
+    sidecar = Sidecar(writes=False)
+    assert isinstance(sidecar.order(), NothingToGive)
+    assert sidecar.done == ["given up"]
+    assert not sidecar.giving.lent
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_its_memory_counts_as_lent_from_the_moment_that_it_holds_nothing(refuses: bool) -> None:
+    """Nobody sees an engine without a version that seems to want the one it had. One that kept all of it does."""
+    sidecar = Sidecar(refuses=refuses)
+    assert not sidecar.giving.lent
+    sidecar.order()
+    assert sidecar.seen == [True]
+    assert sidecar.giving.lent is not refuses
+    sidecar.lent_weights = False
+    assert not sidecar.giving.lent
+
+
+@pytest.mark.parametrize(
+    ("seen", "reason"),
+    [
+        ({"up": False, "reason": "the server does not answer"}, "the server does not answer"),
+        ({"doing": "validate"}, "validate"),
+        ({"doing": "receive", "reason": "began to take version 8"}, "began to take version 8"),
+        ({"reached": Step.PREPARE}, "a round is under way"),
+        ({"reached": Step.VERIFY}, "a round is under way"),
+    ],
+)
+def test_nothing_is_given_back_in_a_round(seen: dict[str, Any], reason: str) -> None:
+    """It would pull the memory from under the version that comes; whoever asked is told to ask again."""
+    queued: list[Callable[[], None]] = []
+    answer = Sidecar().giving.ask(msgspec.structs.replace(VIEW, **seen), queued.append)
+    assert (answer.ready, queued) == (False, [])
+    assert reason in answer.reason
+
+
+def test_between_two_rounds_it_is() -> None:
+    """On the worker's thread, which does nothing else meanwhile."""
+    sidecar = Sidecar()
+    assert sidecar.giving.ask(VIEW, lambda order: order()).ready
+    assert sidecar.lent_weights
