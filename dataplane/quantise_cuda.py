@@ -91,7 +91,7 @@ def tile_of(scheme: Scheme, shape: Sequence[int]) -> Shape | None:
     if scheme.scale_dtype == "uint8":
         return Shape(TILE, TILE)
     powers = (1 << (rows - 1).bit_length(), 1 << (columns - 1).bit_length())
-    return Shape(rows, columns) if not scheme.flat and powers[0] * powers[1] <= ROW else None
+    return Shape(rows, columns) if scheme.flat is None and powers[0] * powers[1] <= ROW else None
 
 
 def launch(kind: Kind, table: torch.Tensor, *, fast: bool = True, registers: int = _REGISTERS) -> None:

@@ -179,6 +179,35 @@ def test_names_dtypes_and_shapes_are_those_of_the_files(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, UnknownScheme)
 
 
+def test_a_quantised_checkpoint_of_other_names_is_refused(tmp_path: Path) -> None:
+    """Nothing passes as bfloat16 because no name was found, in the files or in the config."""
+    world = World()
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["M"], "quantization_config": QUANTISATION}))
+    tensors = {f"model.language_model.{name}": each for name, each in world.expected(fp8_block((128, 128))).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"have no 'model\.embed_tokens\.weight'.*they have"):
+        quantised(Opaque(world, root=True), tmp_path)
+    save_file({name: each.bfloat16() for name, each in world.full.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"none of 7 tensors.*files leave"):
+        quantised(Opaque(world, root=True), tmp_path)
+    without = {**QUANTISATION, "modules_to_not_convert": ["a", "e"]}
+    with pytest.raises(UnsupportedModel, match=r"none of 7 tensors.*means none"):
+        quantised(Opaque(world, root=True), {"quantization_config": without})
+
+
+@pytest.mark.parametrize("there", [["model.safetensors.index.json"], ["other.safetensors"], ["model.safetensors"]])
+def test_files_that_are_not_whole_do_not_give_way_to_names(tmp_path: Path, there: list[str]) -> None:
+    """An index whose shards are missing, shards without an index, a file that was cut off: the files say more."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["M"], "quantization_config": QUANTISATION}))
+    assert isinstance(quantised(Opaque(World(), root=True), tmp_path), QuantisedSource)
+    for name in there:
+        (tmp_path / name).write_text(json.dumps({"weight_map": {"a.q_proj.weight": "model-1.safetensors"}})[:80])
+    if there == ["model.safetensors"]:
+        (tmp_path / there[0]).write_bytes((1 << 16).to_bytes(8, "little") + b"{}")
+    with pytest.raises(UnsupportedModel, match=r"not whole.*config\.json alone"):
+        quantised(Opaque(World(), root=True), tmp_path)
+
+
 def test_settings_say_which_checkpoint_is_served(tmp_path: Path) -> None:
     """`served` before `hf_config_dir` before what the source was told; a folder without a config says nothing."""
     source = Opaque(World(), root=True)
