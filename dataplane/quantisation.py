@@ -116,7 +116,9 @@ class Scheme(msgspec.Struct, frozen=True):
         """What the weight `spec` becomes, in the order in which `quantise` gives it: elements, scales, the rest."""
         rows, columns = self._block(spec.shape)
         grid = (-(-spec.shape[0] // rows), -(-spec.shape[1] // columns))
-        scale = Part(self.scale, self.scale_dtype or spec.dtype, grid if self.flat is None else self.flat, (rows, columns))
+        scale = Part(
+            self.scale, self.scale_dtype or spec.dtype, grid if self.flat is None else self.flat, (rows, columns)
+        )
         if self.element is Element.E4M3:
             return (Part(self.weight, Element.E4M3.value, spec.shape, (1, 1)), scale)
         packed = Part(self.weight, "int32", (spec.shape[0], spec.shape[1] // PACKED), (1, PACKED))

@@ -167,8 +167,8 @@ class Quantisation(msgspec.Struct, frozen=True):
         if not self._is_there(weight, module, stored):
             raise UnknownScheme(
                 f"the served checkpoint's files have no {weight.name!r} {weight.shape}, which is trained; they have"
-                f" {_alike(module, stored)}: give the folder of the checkpoint that engines serve, whose names are those"
-                " of the source"
+                f" {_alike(module, stored)}: give the folder of the checkpoint that engines serve, with the names that"
+                " the source serves"
             )
         for rule in self.rules:
             scale = stored.get(f"{module}.{rule.scheme.scale}")

@@ -27,6 +27,7 @@ from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.quantisation import UnknownScheme
 from weightbus.dataplane.quantisation_config import Quantisation, outputs, read
+from weightbus.dataplane.quantise_cuda import tile_of
 from weightbus.dataplane.quantise_sums import Summed
 
 from . import checkpoint_folder as folders
@@ -69,10 +70,24 @@ class QuantisedSource:
                 f"none of {len(self._raw)} tensors would be quantised, and the served checkpoint says that it is: its"
                 f" {why}; give the checkpoint that engines serve, or the plain one if that is it"
             )
+        if source.device.type == "cuda":
+            self._tell_what_is_slow()
         made = {weight.spec.name: weight.outputs for weight in self.weights}
         self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
         self._described = source if isinstance(source, Described) else None
         self._planned: tuple[Manifest, Assembly] | None = None
+
+    def _tell_what_is_slow(self) -> None:
+        slow = [each for each in self.weights if tile_of(each.scheme, each.spec.shape) is None]
+        if slow:
+            _log.warning(
+                "quantised_without_a_kernel",
+                weights=len(slow),
+                of=len(self.weights),
+                first=slow[0].spec.name,
+                scheme=slow[0].scheme.name,
+                reason="one block of it fits no program: several passes of torch for each weight, many times as slow",
+            )
 
     @property
     def model(self) -> str:
