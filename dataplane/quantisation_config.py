@@ -235,9 +235,10 @@ def read(config: Mapping[str, Any]) -> Quantisation | None:
     Raises `UnknownScheme` for what is not understood.
     """
     inner: object = config.get("text_config")
-    if not isinstance(inner, Mapping | None):
+    inner = {} if inner is None else inner
+    if not isinstance(inner, Mapping):
         raise UnknownScheme(f"config.json has a {type(inner).__name__} as text_config, expected a JSON object")
-    for place in (config, cast("Mapping[str, Any]", inner or {})):
+    for place in (config, cast("Mapping[str, Any]", inner)):
         for key in _KEYS:
             found: object = place.get(key)
             if found not in (None, {}):
