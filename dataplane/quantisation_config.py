@@ -283,19 +283,19 @@ def _parse(found: object) -> Quantisation:
 
 
 def _fp8(config: _Fp8) -> Quantisation:
+    blocks = config.weight_block_size
     if config.quant_method == "mxfp8":
         scheme = mxfp8()
-        if config.weight_block_size not in (None, scheme.block):
+        if blocks is not None and blocks != scheme.block:
             raise UnknownScheme(
-                f"mxfp8 has blocks of {list(scheme.block)}, found a weight_block_size of"
-                f" {list(config.weight_block_size or ())}: {_ADVICE}"
+                f"mxfp8 has blocks of {list(scheme.block)}, found a weight_block_size of {list(blocks)}: {_ADVICE}"
             )
-    elif config.weight_block_size is None:
+    elif blocks is None:
         if config.scale_fmt == "ue8m0":
             raise UnknownScheme(f"scale_fmt ue8m0 is of blocks, found no weight_block_size: {_ADVICE}")
         scheme = fp8_tensor()
     else:
-        scheme = fp8_block(config.weight_block_size, power_of_two=config.scale_fmt == "ue8m0")
+        scheme = fp8_block(blocks, power_of_two=config.scale_fmt == "ue8m0")
     ignored = (*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()))
     return Quantisation(config.quant_method, (Rule(("Linear",), scheme),), ignored)
 
