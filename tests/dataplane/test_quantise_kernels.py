@@ -79,6 +79,8 @@ def sums_of(elements, at, step):
 CASES = [((136, 256), torch.bfloat16, False), ((8, 320), torch.float32, False), ((8, 384), torch.bfloat16, True)]
 for scheme in SCHEMES:
     for shape, dtype, lost in CASES:
+        if scheme.block == (1, 0):  # each row is a program, which takes the interpreter long
+            shape = (min(shape[0], 24), shape[1])
         if scheme.objection(shape):  # the last of its groups is shorter
             shape = (shape[0], 3 * scheme.block[1])
         values = weight(shape, dtype, lost)
