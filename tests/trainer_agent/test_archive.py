@@ -134,7 +134,7 @@ def test_rounds_and_files_are_quantised_as_the_served_config_says(
     deployment: Deployment, tmp_path: Path, slots: int
 ) -> None:
     """One word in the served checkpoint's config: engines hold the quantised bits, digests are theirs, files too."""
-    served(tmp_path, quantization_config=FP8)
+    (served(tmp_path, quantization_config=FP8) / "old.safetensors").unlink()  # which would say what is quantised
     deployment.engine("e0")
     deployment.connect(slots=slots, **saving(tmp_path))
     for version in (1, 2):
