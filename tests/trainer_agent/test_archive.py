@@ -44,7 +44,8 @@ def served(root: Path, **more: object) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **more}))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "old.safetensors").write_bytes(b"weights of another version")
+    if not more:  # they would say what of it is quantised
+        (folder / "old.safetensors").write_bytes(b"weights of another version")
     return folder
 
 
@@ -134,7 +135,7 @@ def test_rounds_and_files_are_quantised_as_the_served_config_says(
     deployment: Deployment, tmp_path: Path, slots: int
 ) -> None:
     """One word in the served checkpoint's config: engines hold the quantised bits, digests are theirs, files too."""
-    (served(tmp_path, quantization_config=FP8) / "old.safetensors").unlink()  # which would say what is quantised
+    served(tmp_path, quantization_config=FP8)
     deployment.engine("e0")
     deployment.connect(slots=slots, **saving(tmp_path))
     for version in (1, 2):
