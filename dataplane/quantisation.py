@@ -94,8 +94,8 @@ class Scheme(msgspec.Struct, frozen=True):
     scaling: Scaling = Scaling.EXACT
     symmetric: bool = True
     """False: with a zero point for each scale."""
-    flat: bool = False
-    """The one scale has the shape (1,)."""
+    flat: tuple[int, ...] | None = None
+    """The shape of the one scale, (1,) or (), of a scheme that has no more."""
 
     def objection(self, shape: Sequence[int]) -> str:
         """Why a weight of `shape` cannot be quantised so; empty if it can."""
@@ -116,7 +116,9 @@ class Scheme(msgspec.Struct, frozen=True):
         """What the weight `spec` becomes, in the order in which `quantise` gives it: elements, scales, the rest."""
         rows, columns = self._block(spec.shape)
         grid = (-(-spec.shape[0] // rows), -(-spec.shape[1] // columns))
-        scale = Part(self.scale, self.scale_dtype or spec.dtype, (1,) if self.flat else grid, (rows, columns))
+        scale = Part(
+            self.scale, self.scale_dtype or spec.dtype, grid if self.flat is None else self.flat, (rows, columns)
+        )
         if self.element is Element.E4M3:
             return (Part(self.weight, Element.E4M3.value, spec.shape, (1, 1)), scale)
         packed = Part(self.weight, "int32", (spec.shape[0], spec.shape[1] // PACKED), (1, PACKED))
@@ -164,7 +166,7 @@ def fp8_block(block: tuple[int, int], *, power_of_two: bool = False, scale: str 
 
 def fp8_tensor() -> Scheme:
     """FP8 with one scale."""
-    return Scheme("fp8-tensor", Element.E4M3, "weight", "weight_scale", (0, 0), "float32", flat=True)
+    return Scheme("fp8-tensor", Element.E4M3, "weight", "weight_scale", (0, 0), "float32", flat=(1,))
 
 
 def fp8_channel() -> Scheme:

@@ -38,8 +38,10 @@ _OTHER: Final = re.compile(
 _HEAD: Final = re.compile(r"(lm_head|head|output)")
 """An output layer: linear to compressed-tensors, never quantised by ``fp8``."""
 
-_CLASS: Final = re.compile(r"(?!Linear$)[A-Z]\w*")
+_CLASS: Final = re.compile(r"(?!(?i:linear)$)[A-Z]\w*")
 """A class of modules as a target. Names do not tell which modules are of another one than ``Linear``."""
+_WITH_ALL: Final = frozenset({(), (1,)})
+"""Shapes of the one scale that a tensor has: new checkpoints and old ones."""
 _PLAIN: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 _SCALES: Final = {"torch.float32": "float32", "torch.bfloat16": "bfloat16", "torch.float16": "float16"}
 """``scale_dtype`` of compressed-tensors, in the words of manifests."""
@@ -62,8 +64,8 @@ class _Fp8(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packed_modules_mapping: dict[str, list[str]] | None = None
 
 
-class _Weights(msgspec.Struct, frozen=True):
-    """compressed-tensors' QuantizationArgs, as far as they say what is stored."""
+class _Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """compressed-tensors' QuantizationArgs."""
 
     num_bits: int = 8
     type: str = "int"
@@ -74,9 +76,14 @@ class _Weights(msgspec.Struct, frozen=True):
     dynamic: bool | str = False
     actorder: str | bool | None = None
     scale_dtype: str | None = None
+    zp_dtype: str | None = None
+    """Says nothing of zero points that are packed."""
+    observer: str | None = None
+    """This and the next say how scales were found once."""
+    observer_kwargs: dict[str, Any] | None = None
 
 
-class _Group(msgspec.Struct, frozen=True):
+class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     targets: list[str]
     weights: _Weights | None = None
     input_activations: dict[str, Any] | None = None
@@ -157,6 +164,12 @@ class Quantisation(msgspec.Struct, frozen=True):
 
     def _from_files(self, weight: TensorSpec, module: str, stored: Mapping[str, TensorSpec]) -> Scheme | None:
         """Whatever has a scale there is quantised; with a scheme of the config, and scales in the dtype of the file."""
+        if not self._is_there(weight, module, stored):
+            raise UnknownScheme(
+                f"the served checkpoint's files have no {weight.name!r} {weight.shape}, which is trained; they have"
+                f" {_alike(module, stored)}: give the folder of the checkpoint that engines serve, with the names that"
+                " the source serves"
+            )
         for rule in self.rules:
             scale = stored.get(f"{module}.{rule.scheme.scale}")
             if scale is not None:
@@ -174,9 +187,16 @@ class Quantisation(msgspec.Struct, frozen=True):
             raise UnknownScheme(
                 f"{scale.name!r} is stored as {scale.dtype}, expected is {' or '.join(allowed)}: {_ADVICE}"
             )
-        scheme = msgspec.structs.replace(scheme, scale_dtype=scale.dtype, flat=scheme.flat and scale.shape != ())
+        flat = scale.shape if scheme.flat is not None and scale.shape in _WITH_ALL else scheme.flat
+        scheme = msgspec.structs.replace(scheme, scale_dtype=scale.dtype, flat=flat)
         self._compare(weight, module, scheme, stored)
         return scheme
+
+    @staticmethod
+    def _is_there(weight: TensorSpec, module: str, stored: Mapping[str, TensorSpec]) -> bool:
+        """Or need not be: an output layer that is tied to the table is stored once."""
+        tied = _HEAD.fullmatch(module.rpartition(".")[2])
+        return weight.name in stored or f"{module}.weight_packed" in stored or tied is not None
 
     @staticmethod
     def _compare(weight: TensorSpec, module: str, scheme: Scheme, stored: Mapping[str, TensorSpec]) -> None:
@@ -214,11 +234,14 @@ def read(config: Mapping[str, Any]) -> Quantisation | None:
 
     Raises `UnknownScheme` for what is not understood.
     """
-    inner: Mapping[str, Any] = config.get("text_config") or {}
-    for place in (config, inner):
+    inner: object = config.get("text_config")
+    inner = {} if inner is None else inner
+    if not isinstance(inner, Mapping):
+        raise UnknownScheme(f"config.json has a {type(inner).__name__} as text_config, expected a JSON object")
+    for place in (config, cast("Mapping[str, Any]", inner)):
         for key in _KEYS:
             found: object = place.get(key)
-            if found:
+            if found not in (None, {}):
                 return _parse(found)
     for path in _elsewhere(config, ""):
         raise UnknownScheme(
@@ -260,12 +283,19 @@ def _parse(found: object) -> Quantisation:
 
 
 def _fp8(config: _Fp8) -> Quantisation:
+    blocks = config.weight_block_size
     if config.quant_method == "mxfp8":
         scheme = mxfp8()
-    elif config.weight_block_size is None:
+        if blocks is not None and blocks != scheme.block:
+            raise UnknownScheme(
+                f"mxfp8 has blocks of {list(scheme.block)}, found a weight_block_size of {list(blocks)}: {_ADVICE}"
+            )
+    elif blocks is None:
+        if config.scale_fmt == "ue8m0":
+            raise UnknownScheme(f"scale_fmt ue8m0 is of blocks, found no weight_block_size: {_ADVICE}")
         scheme = fp8_tensor()
     else:
-        scheme = fp8_block(config.weight_block_size, power_of_two=config.scale_fmt == "ue8m0")
+        scheme = fp8_block(blocks, power_of_two=config.scale_fmt == "ue8m0")
     ignored = (*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()))
     return Quantisation(config.quant_method, (Rule(("Linear",), scheme),), ignored)
 
@@ -286,6 +316,9 @@ def _compressed(config: _Compressed) -> Quantisation:
     )
     for pattern in (*(config.ignore or ()), *(target for rule in rules for target in rule.targets)):
         _check_pattern(pattern)
+    for name, group in config.config_groups.items():
+        if not group.targets or not all(group.targets):
+            raise UnknownScheme(f"{name} has targets {group.targets}, expected is which modules it is of: {_ADVICE}")
     return Quantisation("compressed-tensors", rules, tuple(config.ignore or ()))
 
 
@@ -348,6 +381,17 @@ def _check_plain(weight: TensorSpec, module: str, stored: Mapping[str, TensorSpe
         )
 
 
+def _alike(module: str, stored: Mapping[str, TensorSpec]) -> str:
+    """The tensor there whose name is likest to that of `module`, in words."""
+    wanted = module.split(".")
+
+    def likeness(name: str) -> int:
+        parts = name.split(".")[:-1]
+        return sum(one == other for one, other in zip(reversed(wanted), reversed(parts), strict=False))
+
+    return repr(max(sorted(stored), key=likeness))
+
+
 def _is_named(module: str, target: str) -> bool:
     return not target.startswith("re:") and (target == module or module.endswith(f".{target}"))
 
@@ -358,7 +402,7 @@ def _is_matched(module: str, target: str) -> bool:
 
 def _is_linear(module: str, target: str) -> bool:
     del module  # every module that gets here is one
-    return target == "Linear"
+    return target.casefold() == "linear"  # as SGLang finds classes
 
 
 def _on_path(module: str, ignored: str) -> bool:

@@ -1,4 +1,8 @@
-"""Quantises on a GPU: tasks become tables of tiles, made on the host once; a run is a launch for each kind of tile."""
+"""Quantises on a GPU: tasks become tables of tiles, made on the host once; a run is a launch for each kind of tile.
+
+Two for FP8 with one scale for a tensor: over all tensors together, the largest magnitudes first, which never leave the
+device.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,13 @@ Table = npt.NDArray[np.int64]
 
 TILE: Final = 128
 """Rows and columns of a tile of small blocks; a block of FP8 is a tile of its own."""
-ROW: Final = 16384
-"""Most elements of a row that one program holds."""
+_MOST: Final = 16384
+"""Most elements of a tile."""
+_MOST_OF_ROWS: Final = 32768
+"""... where a row cannot be cut, or eight with their zero points: programs of up to 32 warps."""
 _LANES_BYTES: Final = 16
-_INT4_ROWS: Final = 32
+_INT4_TILE: Final = 4096
+"""Elements."""
 _PER_WARP: Final = 1024
 """Elements: at least 32 for each thread, so that all of its loads are of 16 bytes."""
 _REGISTERS: Final = 80
@@ -55,16 +62,20 @@ class CudaTasks:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._rest: list[Task] = []
+        device = tasks[0].weight.device if tasks else torch.device("cpu")
+        self._largest = torch.zeros(len(tasks), dtype=torch.int32, device=device)
+        """By task with one scale: the largest magnitude."""
         kinds: dict[Kind, list[Table]] = defaultdict(list)
-        for task in tasks:
+        for number, task in enumerate(tasks):
             tile = tile_of(task.scheme, task.weight.shape)
             if tile is None or not _readable(task.weight) or not _summable(task):
                 self._rest.append(task)
                 continue
             kind, table = _tiles(task, tile)
+            if task.scheme.flat is not None:
+                table[:, 6] = self._largest.data_ptr() + number * self._largest.element_size()
             kinds[kind].append(table)
         self._sums = ClearedSums(tasks)
-        device = tasks[0].weight.device if tasks else torch.device("cpu")
         self._tables = [(kind, torch.as_tensor(np.concatenate(found), device=device)) for kind, found in kinds.items()]
 
     @property
@@ -74,8 +85,10 @@ class CudaTasks:
 
     @torch.no_grad()
     def run(self) -> None:
-        """One launch for each kind. What no kernel reads takes several passes of torch."""
+        """One launch for each kind, or two. What no kernel reads takes several passes of torch."""
         self._sums.clear()
+        if any(kind.scheme.flat is not None for kind, _ in self._tables):
+            self._largest.zero_()
         for kind, table in self._tables:
             launch(kind, table)
         for task in self._rest:
@@ -85,25 +98,32 @@ class CudaTasks:
 def tile_of(scheme: Scheme, shape: Sequence[int]) -> Shape | None:
     """The tile for weights of `shape`; None for what no kernel does: a block that does not fit one program."""
     rows, columns = (size or extent for size, extent in zip(scheme.block, shape, strict=True))
+    wide = _power(columns)
     if scheme.element is Element.INT4:
-        fits = scheme.block[1] and TILE % columns == 0 and columns % 8 == 0
-        return Shape(_INT4_ROWS, TILE) if fits else None
-    if scheme.scale_dtype == "uint8":
+        if _several(scheme):
+            return Shape(_INT4_TILE // TILE, TILE)
+        down = max(1 if scheme.symmetric else 8, min(TILE, _INT4_TILE // wide))
+        return Shape(down, columns) if down * wide <= _MOST_OF_ROWS else None
+    if scheme.scale_dtype == "uint8" or scheme.flat is not None:
         return Shape(TILE, TILE)
-    powers = (1 << (rows - 1).bit_length(), 1 << (columns - 1).bit_length())
-    return Shape(rows, columns) if not scheme.flat and powers[0] * powers[1] <= ROW else None
+    return Shape(rows, columns) if _power(rows) * wide <= (_MOST if rows > 1 else _MOST_OF_ROWS) else None
 
 
 def launch(kind: Kind, table: torch.Tensor, *, fast: bool = True, registers: int = _REGISTERS) -> None:
     """Quantise every tile of `table`, (tiles, 9) int64 on the device, on the current stream."""
     from . import quantise_triton as kernels  # noqa: PLC0415  Triton is there where a GPU is
 
-    name, constants = kernel_of(kind, fast=fast, registers=registers)
-    getattr(kernels, name)[(len(table),)](table, **constants)
+    for name, constants in kernels_of(kind, fast=fast, registers=registers):
+        getattr(kernels, name)[(len(table),)](table, **constants)
 
 
-def kernel_of(kind: Kind, *, fast: bool = True, registers: int = _REGISTERS) -> tuple[str, dict[str, object]]:
-    """The kernel for tiles of a kind, and its constants. `fast`: where multiply-adds are fused, as on every GPU."""
+def kernels_of(
+    kind: Kind, *, fast: bool = True, registers: int = _REGISTERS
+) -> tuple[tuple[str, dict[str, object]], ...]:
+    """The kernels for tiles of a kind, one behind the other, and their constants.
+
+    `fast`: where multiply-adds are fused, as on every GPU.
+    """
     import triton.language as tl  # noqa: PLC0415
 
     types = {
@@ -112,7 +132,8 @@ def kernel_of(kind: Kind, *, fast: bool = True, registers: int = _REGISTERS) -> 
         torch.float32: tl.float32,
     }
     scheme = kind.scheme
-    rows, columns = (1 << (size - 1).bit_length() for size in kind.tile)
+    rows, columns = map(_power, kind.tile)
+    warps = 8 if rows * columns <= _MOST else 32
     common: dict[str, object] = {
         "DTYPE": types[kind.dtype],
         "SERVED": types[kind.served],
@@ -120,17 +141,31 @@ def kernel_of(kind: Kind, *, fast: bool = True, registers: int = _REGISTERS) -> 
         "ROWS": rows,
         "COLUMNS": columns,
         "FAST": fast,
-        "num_warps": max(1, min(8, rows * columns // _PER_WARP)),
+        "num_warps": max(1, min(warps, rows * columns // _PER_WARP)),
     }
     up = scheme.scaling is Scaling.UP
     if scheme.element is Element.INT4:
-        scale = {"SCALE": types[kind.scale], "SYMMETRIC": scheme.symmetric, "GROUP": scheme.block[1]}
-        return "int4", {**common, **scale}
+        group = scheme.block[1] if _several(scheme) else columns
+        scale = {"SCALE": types[kind.scale], "SYMMETRIC": scheme.symmetric, "GROUP": group}
+        return (("int4", {**common, **scale}),)
     if scheme.scale_dtype == "uint8":
-        return "mxfp8", {**common, "UP": up}
+        return (("mxfp8", {**common, "UP": up}),)
+    if scheme.flat is not None:
+        second = {**common, "maxnreg": registers} if kind.aligned else common
+        return (("fp8_amax", common), ("fp8_tensor", {**second, "SCALE": types[kind.scale]}))
     fits = rows * columns == TILE * TILE and (kind.aligned or not kind.summed)
     few = {"maxnreg": registers} if fits else {}
-    return "fp8_block", {**common, **few, "SCALE": types[kind.scale], "UP": up, "SUMMED": kind.summed}
+    return (("fp8_block", {**common, **few, "SCALE": types[kind.scale], "UP": up, "SUMMED": kind.summed}),)
+
+
+def _several(scheme: Scheme) -> bool:
+    """A tile holds whole groups of INT4, more than one; otherwise it is one, filled up."""
+    return scheme.block[1] > 0 and TILE % scheme.block[1] == 0
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not smaller."""
+    return 1 << (size - 1).bit_length()
 
 
 def _tiles(task: Task, tile: Shape) -> tuple[Kind, Table]:

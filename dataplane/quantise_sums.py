@@ -49,7 +49,7 @@ def words_of(scheme: Scheme, box: Box, shape: Sequence[int]) -> Words | None:
     That is: for anything but FP8 with a scale for a block or a row; where a row of the tensor, of the box or of a block
     is no whole number of words; and for a tensor of 16 GiB or more.
     """
-    if scheme.element is not Element.E4M3 or scheme.flat or scheme.scale_dtype == "uint8":
+    if scheme.element is not Element.E4M3 or scheme.flat is not None or scheme.scale_dtype == "uint8":
         return None
     rows, columns = shape
     block = scheme.block[1] or columns

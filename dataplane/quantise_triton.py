@@ -9,6 +9,10 @@ A row of the table is a tile of at most ROWS x COLUMNS elements, which holds who
     source, bytes between its rows, elements, bytes between rows, scales, bytes between rows, zero points,
     bytes between rows, (rows << 32) + columns
 
+Where one scale is of a whole tensor, its tiles are read twice: `fp8_amax` finds the largest magnitude of all of them,
+`fp8_tensor` comes behind it in the stream. In the place of the zero points stands where that magnitude is kept, as
+bits, which begin as zeros and are ordered as magnitudes are, NaN above all.
+
 Where FP8 is summed up as well (`SUMMED`), what its elements add to the digest of their tensor (integrity.py) is of the
 very words that are stored, and in the place of the zero points stand
 
@@ -196,6 +200,32 @@ def fp8_block(
 
 
 @triton.jit
+def fp8_amax(
+    table, DTYPE: tl.constexpr, SERVED: tl.constexpr, FAST: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile is any part of a tensor."""
+    row, _line, _column, _inside, values = _load(table, DTYPE, SERVED, ALIGN, ROWS, COLUMNS)
+    bits = _largest(values, None, FAST).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(tl.load(row + 6).to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+
+
+@triton.jit
+def fp8_tensor(
+    table, DTYPE: tl.constexpr, SERVED: tl.constexpr, SCALE: tl.constexpr, FAST: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile is any part of a tensor. All of them store the same scale."""
+    row, line, column, inside, values = _load(table, DTYPE, SERVED, ALIGN, ROWS, COLUMNS)
+    found = tl.load(tl.load(row + 6).to(tl.pointer_type(tl.int32), bitcast=True))
+    amax = found.to(tl.float32, bitcast=True)
+    stored = _stored(tl.div_rn(amax, _E4M3_MAX), amax <= _LARGEST, SCALE)
+    tl.store(tl.load(row + 4).to(tl.pointer_type(SCALE), bitcast=True), stored)
+    scaled = _divided(values, stored.to(tl.float32), FAST)
+    _store(row, 2, tl.float8e4nv, ALIGN, line, column, scaled.to(tl.float8e4nv), inside)
+
+
+@triton.jit
 def mxfp8(
     table, DTYPE: tl.constexpr, SERVED: tl.constexpr, UP: tl.constexpr, FAST: tl.constexpr, ALIGN: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -231,7 +261,10 @@ def int4(
     table, DTYPE: tl.constexpr, SERVED: tl.constexpr, SCALE: tl.constexpr, SYMMETRIC: tl.constexpr,
     GROUP: tl.constexpr, FAST: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Groups are GROUP columns of a row; ROWS is a multiple of 8, so that zero points fill words."""
+    """Groups are GROUP columns of a row; ROWS is a multiple of 8 where there are zero points, which fill words.
+
+    A group that is shorter than GROUP is a tile's only one: the zeros that fill it up are in every range.
+    """
     row, line, _column, _inside, values = _load(table, DTYPE, SERVED, ALIGN, ROWS, COLUMNS)
     groups = tl.reshape(values, (ROWS, COLUMNS // GROUP, GROUP))
     low, high = tl.minimum(tl.min(groups, axis=2), 0.0), tl.maximum(tl.max(groups, axis=2), 0.0)

@@ -77,6 +77,7 @@ from .events import (
     Ticked,
     Welcomed,
 )
+from .foreseen import tell
 from .giving import Giving, Noticed
 from .identity import layout_of
 from .key_files import read_keys
@@ -90,7 +91,7 @@ from .sglang import SGLangServer
 from .speaker import Speaker
 from .stages import View
 from .trust import check_trust
-from .validate import limits, transports_of
+from .validate import transports_of
 from .watch import Watch
 from .weights import WeightState
 from .whereabouts import places_of, places_on, topology_of
@@ -241,8 +242,7 @@ class EngineAgent:
         facts = self._server.facts
         self._bus, self._worker.blobs, self._described = bus, bus, layout_of(facts)
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
-        for found, needed in limits(facts):
-            self._log.warning("transports_limited", reason=f"{found}: {needed}", transports=transports_of(facts))
+        tell(self._log, facts, self._server.dialect, self.settings.model_path)
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
 

@@ -27,6 +27,7 @@ from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.quantisation import UnknownScheme
 from weightbus.dataplane.quantisation_config import Quantisation, outputs, read
+from weightbus.dataplane.quantise_cuda import tile_of
 from weightbus.dataplane.quantise_sums import Summed
 
 from . import checkpoint_folder as folders
@@ -63,11 +64,31 @@ class QuantisedSource:
             Weight(spec, scheme, scheme.parts(spec), outputs(spec, scheme)) for spec, scheme in schemes if scheme
         )
         """What is quantised, and into what."""
+        if not self.weights:
+            why = "files leave all of them as they are" if stored else "quantization_config means none of them"
+            raise UnknownScheme(
+                f"none of {len(self._raw)} tensors would be quantised, and the served checkpoint says that it is: its"
+                f" {why}; give the checkpoint that engines serve, or the plain one if that is it"
+            )
+        if source.device.type == "cuda":
+            self._tell_what_is_slow()
         made = {weight.spec.name: weight.outputs for weight in self.weights}
         self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
         self._described = source if isinstance(source, Described) else None
         self._planned: dict[tuple[int, ...] | None, tuple[Manifest, Assembly]] = {}
         """By the roots of the buckets."""
+
+    def _tell_what_is_slow(self) -> None:
+        slow = [each for each in self.weights if tile_of(each.scheme, each.spec.shape) is None]
+        if slow:
+            _log.warning(
+                "quantised_without_a_kernel",
+                weights=len(slow),
+                of=len(self.weights),
+                first=slow[0].spec.name,
+                scheme=slow[0].scheme.name,
+                reason="one block of it fits no program: several passes of torch for each weight, many times as slow",
+            )
 
     @property
     def model(self) -> str:
@@ -260,8 +281,17 @@ def _check_no_other(served: Path | Mapping[str, Any]) -> None:
 
 
 def _stored(folder: Path) -> Mapping[str, TensorSpec] | None:
-    """The tensors of the served checkpoint, by its files' headers; None where only its config is."""
+    """The tensors of the served checkpoint, by its files' headers; None where only its config is.
+
+    Raises `UnknownScheme` for files that are not all there: names would say less than they do.
+    """
     try:
         return {place.spec.name: place.spec for place in folders.safetensors(folder)}
-    except UnfinishedCheckpoint:
-        return None
+    except UnfinishedCheckpoint as error:
+        if not any(folder.glob("*.safetensors*")):
+            _log.info("quantised_by_names", folder=str(folder), reason="its config is there, and no safetensors files")
+            return None
+        raise UnknownScheme(
+            f"the served checkpoint is not whole ({error}), and its files say which tensors are quantised: complete"
+            " them, or give a folder with its config.json alone, where names decide"
+        ) from error

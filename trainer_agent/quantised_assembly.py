@@ -263,13 +263,14 @@ class Assembly:
         """Of what no later bucket needs; after the last one of everything: the memory is the trainer's again."""
         later = {number for work in self._work.buckets[index + 1 :] for number in work.raws}
         self._kept = {number: memory for number, memory in self._kept.items() if number in later}
+        if index in self._bound and self._bound[index].keeps:
+            del self._bound[index]
         if index == len(self._work.buckets) - 1:
             self._kept = {}
             if self._uploads is not None:
                 self._uploads.settle()
             if self._away and self._source.device.type == "cuda":
                 torch.cuda.current_stream(self._source.device).synchronize()  # pinned parameters may be stepped now
-            self._bound = {at: bound for at, bound in self._bound.items() if not bound.keeps}
             self._arena = torch.empty(0, dtype=torch.uint8)
             self._assembler = self._gatherer = None
 

@@ -61,6 +61,13 @@ def compressed(weights: Config, form: str, ignore: list[str] | None = None, **mo
     }
 
 
+def grouped(**more: object) -> Config:
+    """With FP8 channels, and further words in the group."""
+    config = compressed(WEIGHTS_8, "float-quantized")
+    config["config_groups"]["group_0"] |= more
+    return config
+
+
 def of(config: Config) -> Quantisation:
     found = read({"architectures": ["X"], "quantization_config": config})
     assert found is not None
@@ -116,6 +123,22 @@ def test_plain_checkpoints_are_left_alone() -> None:
     assert read({"architectures": ["X"]}) is None
     assert read({"text_config": {"quantization_config": DEEPSEEK_V3}}) is not None
     assert read({"vision_config": {"hidden_size": 8, "quantization_config": {}}}) is None
+    assert read({"quantization_config": None, "text_config": None}) is None
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_either_key_says_it(key: str) -> None:
+    """Older checkpoints of compressed-tensors have the other one."""
+    found = read({key: compressed(WEIGHTS_8, "float-quantized")})
+    assert found is not None
+    assert [rule.scheme for rule in found.rules] == [fp8_channel()]
+
+
+@pytest.mark.parametrize("config", [{"quantization_config": []}, {"compression_config": False}, {"text_config": ["x"]}])
+def test_what_is_no_object_is_not_taken_for_a_plain_checkpoint(config: Config) -> None:
+    """Whatever wrote it meant something."""
+    with pytest.raises(UnknownScheme, match="expected a JSON object"):
+        read(config)
 
 
 def test_a_quantised_part_is_not_taken_for_a_plain_model() -> None:
@@ -138,7 +161,8 @@ def test_what_sglang_never_quantises(name: str, config: Config) -> None:
 
 def test_exceptions_are_whole_parts_of_a_path() -> None:
     """``mlp.gate`` is not ``mlp.gate_proj``; ``layers.1`` is not ``layers.11``; with or without ``model.``."""
-    found = of({**DEEPSEEK_V3, "ignored_layers": ["mlp.gate", "model.layers.1", "layers.2.self_attn"]})
+    exceptions = {"ignored_layers": ["mlp.gate", "model.layers.1"], "modules_to_not_convert": ["layers.2.self_attn"]}
+    found = of({**DEEPSEEK_V3, **exceptions})
     quantised = lambda name: found.scheme_of(weight(f"{name}.weight")) is not None  # noqa: E731
     assert quantised("model.layers.0.mlp.gate_proj")
     assert not quantised("model.layers.1.mlp.gate_proj")
@@ -148,7 +172,11 @@ def test_exceptions_are_whole_parts_of_a_path() -> None:
 
 
 def test_targets_patterns_and_groups() -> None:
-    """A name goes before a pattern, a pattern before a class; ignored patterns match from the start of the name."""
+    """A name goes before a pattern, a pattern before a class; ignored patterns match from the start of the name.
+
+    Classes are found as SGLang finds them, in capitals or not.
+    """
+    assert of(grouped(targets=["linear"])).scheme_of(weight("a.up_proj.weight")) == fp8_channel()
     config = compressed(
         WEIGHTS_4, "mixed-precision", ["lm_head", "re:.*mlp.gate$", "re:visual.*", "layers.4.self_attn.q_proj"]
     )
@@ -192,6 +220,17 @@ def test_targets_patterns_and_groups() -> None:
         (compressed(WEIGHTS_8, "float-quantized", ["re:*(gate"]), "no pattern"),
         (compressed({**WEIGHTS_8, "scale_dtype": "torch.float8_e4m3fn"}, "float-quantized"), "float8_e4m3fn"),
         (compressed({**WEIGHTS_4, "scale_dtype": "torch.uint8"}, "pack-quantized"), "scales of int4"),
+        (compressed(WEIGHTS_8, "float-quantized", transform_config={"config_groups": {"r": {}}}), "transform_config"),
+        (compressed({**WEIGHTS_8, "dynamic": True}, "float-quantized"), "no stored weights"),
+        (compressed({**WEIGHTS_8, "strategy": "tensor", "symmetric": False}, "float-quantized"), "tensor, asymmetric"),
+        (compressed({**WEIGHTS_8, "strategy": "group", "group_size": 64}, "mxfp8-quantized"), "float8 by group"),
+        (compressed({**WEIGHTS_8, "rotated": True}, "float-quantized"), "rotated"),
+        (grouped(rotated=True), "rotated"),
+        (grouped(output_activations=TOKENS), "calibrated"),
+        (grouped(targets=[]), "targets"),
+        (grouped(targets=["Linear", ""]), "targets"),
+        ({**DEEPSEEK_V3, "quant_method": "mxfp8"}, r"\[1, 32\].*\[128, 128\]"),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "no weight_block_size"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused(config: Config, said: str) -> None:
@@ -282,6 +321,42 @@ def test_files_say_it_better_than_names() -> None:
     scheme = found.scheme_of(odd, files)
     assert scheme is not None
     assert set(outputs(odd, scheme)) <= set(files.values())
+
+
+def test_groups_choose_where_there_are_files_too() -> None:
+    """A file has a scale, and the config says what kind of it."""
+    config = grouped(targets=["re:.*self_attn.*"])
+    config["config_groups"]["group_1"] = {"targets": ["Linear"], "weights": {**WEIGHTS_8, "strategy": "tensor"}}
+    for name, scheme, shape in (("a.self_attn.q_proj", fp8_channel(), (256, 1)), ("a.up_proj", fp8_tensor(), (1,))):
+        files = stored(
+            TensorSpec(f"{name}.weight", "float8_e4m3fn", (256, 512)),
+            TensorSpec(f"{name}.weight_scale", "float32", shape),
+        )
+        assert of(config).scheme_of(weight(f"{name}.weight"), files) == scheme
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_one_scale_has_the_shape_that_it_is_stored_in(shape: tuple[int, ...]) -> None:
+    """Checkpoints were written with either."""
+    up = weight("a.up_proj.weight")
+    files = stored(
+        TensorSpec(up.name, "float8_e4m3fn", up.shape), TensorSpec("a.up_proj.weight_scale", "float32", shape)
+    )
+    scheme = of({"quant_method": "fp8", "activation_scheme": "dynamic"}).scheme_of(up, files)
+    assert scheme is not None
+    assert set(outputs(up, scheme)) == set(files.values())
+
+
+def test_what_the_files_do_not_have_is_refused() -> None:
+    """Under another name it would pass as bfloat16; an output layer that is tied to a table is not stored."""
+    files = stored(
+        TensorSpec("model.language_model.layers.0.mlp.up_proj.weight", "float8_e4m3fn", (256, 512)),
+        TensorSpec("model.language_model.layers.0.mlp.up_proj.weight_scale_inv", "float32", (2, 4)),
+        TensorSpec("model.language_model.layers.0.mlp.down_proj.weight", "float8_e4m3fn", (512, 256)),
+    )
+    with pytest.raises(UnknownScheme, match=r"no 'model\.layers\.0\.mlp\.up_proj.*they have 'model\.language.*up_proj"):
+        of(DEEPSEEK_V3).scheme_of(weight("model.layers.0.mlp.up_proj.weight"), files)
+    assert of(DEEPSEEK_V3).scheme_of(weight("lm_head.weight"), files) is None
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_elements_are_divided_by_the_scale_that_is_stored(scheme: Scheme, stored
     """And not by the exact one, which no engine ever sees: checkpoints have scales of FP8 in the model's dtype, too."""
     values = weight(11, (136, 384))
     elements, scale = quantised(msgspec.structs.replace(scheme, scale_dtype=stored), values)
-    wide = scale.float() if not scheme.flat else scale.float().view(1, 1)
+    wide = scale.float() if scheme.flat is None else scale.float().view(1, 1)
     rows, columns = (size or extent for size, extent in zip(scheme.block, values.shape, strict=True))
     step = wide.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:136, :384]
     assert same(elements, (values.float() / step).clamp(-448, 448).to(torch.float8_e4m3fn))
@@ -338,7 +338,7 @@ def read_back(scheme: Scheme, values: torch.Tensor) -> tuple[torch.Tensor, torch
         return elements * step, step
     elements, scale = quantised(scheme, values)
     wide = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
-    wide = wide.view(1, 1) if scheme.flat else wide
+    wide = wide.view(1, 1) if scheme.flat is not None else wide
     rows, columns = (size or extent for size, extent in zip(scheme.block, values.shape, strict=True))
     step = wide.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: values.shape[0], : values.shape[1]]
     return elements.float() * step, step

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import functools
 import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -184,6 +185,22 @@ def deployment(tmp_path: Path, coordinator: tuple[int, Path]) -> Iterator[Deploy
     made.start()
     yield made
     made.close()
+
+
+def test_what_a_server_will_not_take_is_said_when_its_sidecar_joins(
+    tmp_path: Path, coordinator: tuple[int, Path]
+) -> None:
+    """Loudly and with what to launch instead, and not in the first round only."""
+    made = Deployment(tmp_path, coordinator)
+    config = json.loads((made.first / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (made.first / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    with capture_logs() as logs:
+        made.start()
+        made.close()
+    told = [line for line in logs if line["event"] == "every_version_will_be_refused"]
+    assert [line["log_level"] for line in told] == ["warning"]
+    assert "serve the plain checkpoint" in told[0]["reason"]
 
 
 def test_a_round_in_the_right_order(deployment: Deployment) -> None:

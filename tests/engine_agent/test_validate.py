@@ -270,7 +270,7 @@ def test_a_quantised_checkpoint_names_its_tensors(tmp_path: Path) -> None:
         (FP8, "a.up_proj", {"architectures": ("LlamaForCausalLM",)}, "drops scales"),
         ({**FP8, "weight_block_size": None}, "a.up_proj", {}, r"fp8-tensor.*transposes.*weight_block_size"),
         (CHANNELS, "a.up_proj", {}, r"fp8-channel.*transposes.*weight_block_size"),
-        ({**FP8, "quant_method": "mxfp8"}, "a.up_proj", {}, "mxfp8.*swizzles"),
+        ({**FP8, "quant_method": "mxfp8", "weight_block_size": [1, 32]}, "a.up_proj", {}, "mxfp8.*swizzles"),
         (INT4, "a.up_proj", {}, "experts only"),
     ],
 )

@@ -7,8 +7,8 @@
 A Megatron-core trainer on GPU 0 sends versions to a real SGLang server on GPU 1, by `sends`. A second server stands
 beside it, full of noise, and its sidecar is started then: the coordinator hears of the engine, the trainer brings it
 the committed version, and it is ready. `joiner_s` is from one to the other, as the coordinator's status shows both.
-Then the sidecar goes, misses a version, and comes back to the same server (`again`); rounds of both follow, which are on
-one GPU: NCCL takes a GPU once, so they take turns.
+Then the sidecar goes, misses a version, and comes back to the same server (`again`). Rounds of both follow; they are on
+one GPU, and NCCL takes a GPU once, so they take turns.
 
 Prints one JSON object; `--out FOLDER` writes joiner.json there. Exits with 1 unless it came to its end and both servers
 held the same, by their own checksums.

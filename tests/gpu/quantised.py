@@ -1,14 +1,17 @@
 """Quantisation on a GPU: the kernels against the reference bit for bit, then how fast they are.
 
     python3 tests/gpu/quantised.py [--gigabytes N] [--out FILE]         one CUDA device
+    python3 tests/gpu/quantised.py --only fp8-tensor-0 ...              nothing but those schemes: within a minute
     python3 tests/gpu/quantised.py --dry-run                            no GPU: the same steps with torch on the CPU
 
 Prints one JSON object and exits with 1 unless every scheme was equal. Weights are those of Qwen3-30B-A3B's experts,
 2048 x 768, and as many as fill `--gigabytes`. `quantise_s` is the time for FP8 in blocks of 128 x 128 from bfloat16,
 `bandwidth` its bytes read and written by second, `of_copy` the same beside a plain copy in the same run. `summed` is
 the same with the sums of the digests, whose time belongs beside `quantise_s` and `digest_s` together; `by_registers`
-says how long both take by the most registers of a thread, as the kernel has them and not. Rounds (`bf16_round_s`,
-`fp8_round_s`, `peer_*`) need servers and are null here.
+says how long both take by the most registers of a thread, as the kernel has them and not. `by_torch_s` is how long
+FP8 by tensor takes without a kernel of ours. It reads every element twice, so that its `of_copy` ends at 0.6. Rounds
+(`bf16_round_s`, `fp8_round_s`, `peer_*`) need servers and are null here. `--only` takes keys of `equal_by_scheme`, and
+only says of each whether it was `equal`, and how fast.
 """
 
 from __future__ import annotations
@@ -34,14 +37,29 @@ from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.digest_table import table_of
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.pieces import Pieces, whole
-from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block, int4
-from weightbus.dataplane.quantise import Sums, Task, prepare
+from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4
+from weightbus.dataplane.quantise import Sums, Task, TorchTasks, prepare
 from weightbus.dataplane.quantise_sums import words_of
 from weightbus.dataplane.tensor_bytes import bytes_of
 
 EXPERT = (2048, 768)
 ROUNDS = 12
 ODD = ((200, 384), (136, 256), (8, 128), (2048, 768), (129, 4096))
+WIDE = ((136, 384), (2048, 768), (16, 4096), (5, 28672))
+"""For schemes whose programs are compiled for every width."""
+BOTH = (torch.bfloat16, torch.float32)
+MORE = {
+    "fp8-tensor-0-scalar": msgspec.structs.replace(fp8_tensor(), scale_dtype="float16", flat=()),
+    "fp8-channel-0-wide": fp8_channel(),
+    "int4-32": int4(32, symmetric=True),
+    "int4-asymmetric-32": int4(32, symmetric=False),
+    "int4-0": int4(0, symmetric=True),
+    "int4-asymmetric-0": int4(0, symmetric=False),
+    "int4-256": int4(256, symmetric=True),
+    "int4-asymmetric-24": int4(24, symmetric=False),
+}
+"""Beside one of each kind."""
+KEYS = {**{f"{each.name}-{each.block[1]}": each for each in SCHEMES}, **MORE}
 
 
 def weight(shape: tuple[int, int], dtype: torch.dtype, seed: int = 0, *, lost: bool = False) -> torch.Tensor:
@@ -66,11 +84,10 @@ def outputs(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> tup
     return tuple(torch.zeros(part.shape, dtype=getattr(torch, part.dtype), device=device) for part in parts)
 
 
-def equal(scheme: Scheme, device: torch.device, *, summed: bool = True) -> bool:
+def equal(scheme: Scheme, device: torch.device, *, summed: bool = True, wide: bool = False) -> bool:
     """Every shape, from both dtypes, as the reference on the CPU has it; and its sums as integrity.py has them."""
-    cases = [
-        (shape, dtype, lost) for shape in ODD for dtype in (torch.bfloat16, torch.float32) for lost in (False, True)
-    ]
+    shapes, dtypes = (WIDE, BOTH[:1]) if wide else (ODD, BOTH)
+    cases = [(shape, dtype, lost) for shape in shapes for dtype in dtypes for lost in (False, True)]
     for shape, dtype, lost in cases:
         if scheme.objection(shape):
             continue
@@ -95,10 +112,10 @@ def equal(scheme: Scheme, device: torch.device, *, summed: bool = True) -> bool:
     return True
 
 
-def seconds(device: torch.device, run: Callable[[], object]) -> float:
-    """The best of some runs."""
+def seconds(device: torch.device, run: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """The best of some runs, but for the first two."""
     found = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         if device.type == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -159,6 +176,19 @@ def speed(scheme: Scheme, device: torch.device, nbytes: int) -> dict[str, float]
     }  # fmt: skip
 
 
+def by_torch(device: torch.device, nbytes: int) -> float:
+    """FP8 by tensor, as what has no kernel is quantised."""
+    tasks = TorchTasks(Many.of(fp8_tensor(), device, nbytes).tasks(fp8_tensor()))
+    return seconds(device, tasks.run, 3)
+
+
+def chosen(keys: list[str], device: torch.device, nbytes: int) -> dict[str, dict[str, float | bool]]:
+    """Whether these are equal, and how fast they are."""
+    return {
+        key: {"equal": equal(KEYS[key], device, wide=key in MORE), **speed(KEYS[key], device, nbytes)} for key in keys
+    }
+
+
 def sums(device: torch.device, nbytes: int) -> dict[str, float]:
     """FP8 in blocks with its digests: by one kernel, and by one after the other."""
     scheme = fp8_block((128, 128))
@@ -216,12 +246,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=8.0)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=KEYS)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = torch.device("cpu" if given.dry_run else "cuda")
     nbytes = 1 << 24 if given.dry_run else int(given.gigabytes * 1e9)
-    schemes = [*SCHEMES, int4(32, symmetric=True), int4(32, symmetric=False)]
-    found = {f"{each.name}-{each.block[1]}": equal(each, device) for each in schemes}
+    if given.only:
+        some = {**chosen(given.only, device, nbytes), "by_torch_s": by_torch(device, nbytes)}
+        print(msgspec.json.format(json.dumps(some), indent=2))  # noqa: T201
+        return 0 if all(each["equal"] for each in some.values() if isinstance(each, dict)) else 1
+    found = {key: equal(each, device, wide=key in MORE) for key, each in KEYS.items()}
     measured = {each.name: speed(each, device, nbytes) for each in SCHEMES}
     block = measured["fp8-block"]
     result: dict[str, object] = {
@@ -234,6 +268,8 @@ def main() -> int:
         "equal": all(found.values()),
         "schemes": measured,
         "equal_by_scheme": found,
+        "more": {key: speed(each, device, nbytes) for key, each in MORE.items()},
+        "by_torch_s": by_torch(device, nbytes),
         "summed": sums(device, nbytes),
         "ieee_division": None if given.dry_run else divided(device, nbytes),
         "by_registers": None if given.dry_run else by_registers(device, nbytes // 2),

@@ -14,7 +14,7 @@ from weightbus.dataplane import cover, quantise_torch
 from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
-from weightbus.dataplane.quantisation import Scheme
+from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_tensor
 from weightbus.dataplane.quantisation_config import Quantisation, Rule, outputs
 from weightbus.dataplane.sources import cut as cut_buckets
 from weightbus.trainer_agent.assembly import DTYPES
@@ -30,6 +30,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "e.1.up_proj.weight": (40, 64),
 }
 RANKS = 3
+STORED = (*SCHEMES, msgspec.structs.replace(fp8_tensor(), flat=()))
+"""Every scheme, also as older checkpoints have it."""
 
 
 class Post:

@@ -45,7 +45,8 @@ def served(root: Path, **more: object) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **more}))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "old.safetensors").write_bytes(b"weights of another version")
+    if not more:  # they would say what of it is quantised
+        (folder / "old.safetensors").write_bytes(b"weights of another version")
     (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
     return folder
 

@@ -10,19 +10,23 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
+import torch
 
 from weightbus.control import messages as m
 from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
-from weightbus.control.ids import Digest
+from weightbus.control.ids import AgentId, Digest
 from weightbus.trainer_agent import open_table
 from weightbus.trainer_agent.archive import Archive, Policy
 from weightbus.trainer_agent.exposure import Exposure
 from weightbus.trainer_agent.publication import Ending
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
+from weightbus.trainer_agent.staging import Staging
 from weightbus.trainer_agent.whereabouts import topology_of
 
 from ..kit.fake_sender import FakeSender
@@ -133,6 +137,19 @@ def test_where_a_receiver_is_on_the_same_device_the_table_comes_first(
 
 
 _Receiver = m.Receiver
+
+
+@pytest.mark.parametrize(
+    ("shares", "device", "waits"), [(True, "cuda", True), (False, "cuda", False), (False, "cpu", True)]
+)
+def test_what_is_on_the_device_that_makes_the_table_waits_for_it(*, shares: bool, device: str, waits: bool) -> None:
+    """One receiver there is enough; without a device of its own the trainer makes it first."""
+    engines = {"e0": False, "e1": shares}
+    receivers = [_Receiver(engine=AgentId(name), transport=DIRECT, tp=1, shares=each) for name, each in engines.items()]
+    memory = SimpleNamespace(device=torch.device(device))
+    staging = cast(Staging, SimpleNamespace(slots=[SimpleNamespace(memory=memory)]))
+
+    assert open_table.first(staging, receivers) is waits
 
 
 def test_the_table_that_follows_is_signed(rig: Rig) -> None:

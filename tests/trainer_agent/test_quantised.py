@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from structlog.testing import capture_logs
 
 from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.quantisation import SCHEMES, Scheme, UnknownScheme, fp8_block, int4
+from weightbus.dataplane.quantisation import Scheme, UnknownScheme, fp8_block, int4
 from weightbus.dataplane.quantisation_config import outputs
 from weightbus.trainer_agent.assembly import DTYPES
 from weightbus.trainer_agent.errors import BadCheckpoint
@@ -26,11 +28,11 @@ from weightbus.trainer_agent.quantised_plan import Division, Weight
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source, UnsupportedModel
 
-from ..kit.quantised_world import RANKS, SHAPES, Opaque, Rank, World, cut, of, small, tensor_parallel
+from ..kit.quantised_world import RANKS, SHAPES, STORED, Opaque, Rank, World, cut, of, small, tensor_parallel
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.data(), st.sampled_from(SCHEMES), st.integers(1, 9000), st.sampled_from(["float32", "bfloat16"]))
+@given(st.data(), st.sampled_from(STORED), st.integers(1, 9000), st.sampled_from(["float32", "bfloat16"]))
 def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_bytes: int, trained: str) -> None:
     """However weights are cut and spread, buckets hold the bytes of the quantised whole, in every pass anew."""
     world = World(trained)
@@ -51,13 +53,45 @@ def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_
 
 
 @settings(deadline=None, max_examples=15)
-@given(st.sampled_from(SCHEMES), st.integers(1, 9000))
+@given(st.sampled_from(STORED), st.integers(1, 9000))
 def test_sources_that_say_nothing_are_gathered(scheme: Scheme, bucket_bytes: int) -> None:
     """The root quantises alone what another source assembles, each raw bucket asked for once and in order."""
     world, scheme = World(), small(scheme)
     opaque = [Opaque(world, root=True), Opaque(world, root=False)]
     world.check(scheme, [QuantisedSource(each, of(scheme)) for each in opaque], bucket_bytes, passes=1)
     assert opaque[0].asked == opaque[1].asked == sorted(set(opaque[0].asked))
+
+
+class Counted(Opaque):
+    """Knows what of the memory that it assembled into is still there."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, root=True)
+        self.given: list[weakref.ref[torch.Tensor]] = []
+
+    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
+        super().assemble(manifest, index, out)
+        assert out is not None
+        self.given.append(weakref.ref(out.untyped_storage()))  # type: ignore[arg-type]  # whose life is the memory's
+
+    @property
+    def there(self) -> int:
+        return sum(each() is not None for each in self.given)
+
+
+def test_what_was_gathered_is_kept_for_no_longer_than_it_is_needed() -> None:
+    """A model would lie in memory a second time otherwise."""
+    scheme = small(fp8_block((128, 128)))
+    source = Counted(World())
+    served = QuantisedSource(source, of(scheme))
+    manifest = Manifest.of("M", served.tensors(), 5000)
+    work = Division.of(manifest, served.weights, None).work(0)
+    for index, bucket in enumerate(manifest.buckets):
+        served.assemble(manifest, index, torch.empty(bucket.nbytes, dtype=torch.uint8))
+        later = {number for each in work.buckets[index + 1 :] for number in each.raws}
+        begun = {number for each in work.buckets[: index + 1] for number in each.raws}
+        assert source.there == len(begun & later)
+    assert len(source.given) > 2
 
 
 def weights_of(world: World, scheme: Scheme) -> list[Weight]:
@@ -178,6 +212,46 @@ def test_names_dtypes_and_shapes_are_those_of_the_files(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="o_proj") as caught:
         quantised(Opaque(world, root=True), tmp_path)
     assert isinstance(caught.value.__cause__, UnknownScheme)
+
+
+def test_a_quantised_checkpoint_of_other_names_is_refused(tmp_path: Path) -> None:
+    """Nothing passes as bfloat16 because no name was found, in the files or in the config."""
+    world = World()
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["M"], "quantization_config": QUANTISATION}))
+    tensors = {f"model.language_model.{name}": each for name, each in world.expected(fp8_block((128, 128))).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"have no 'model\.embed_tokens\.weight'.*they have"):
+        quantised(Opaque(world, root=True), tmp_path)
+    save_file({name: each.bfloat16() for name, each in world.full.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=r"none of 7 tensors.*files leave"):
+        quantised(Opaque(world, root=True), tmp_path)
+    without = {**QUANTISATION, "modules_to_not_convert": ["a", "e"]}
+    with pytest.raises(UnsupportedModel, match=r"none of 7 tensors.*means none"):
+        quantised(Opaque(world, root=True), {"quantization_config": without})
+
+
+@pytest.mark.parametrize("there", [["model.safetensors.index.json"], ["other.safetensors"], ["model.safetensors"]])
+def test_files_that_are_not_whole_do_not_give_way_to_names(tmp_path: Path, there: list[str]) -> None:
+    """An index whose shards are missing, shards without an index, a file that was cut off: the files say more."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["M"], "quantization_config": QUANTISATION}))
+    assert isinstance(quantised(Opaque(World(), root=True), tmp_path), QuantisedSource)
+    for name in there:
+        (tmp_path / name).write_text(json.dumps({"weight_map": {"a.q_proj.weight": "model-1.safetensors"}})[:80])
+    if there == ["model.safetensors"]:
+        (tmp_path / there[0]).write_bytes((1 << 16).to_bytes(8, "little") + b"{}")
+    with pytest.raises(UnsupportedModel, match=r"not whole.*config\.json alone"):
+        quantised(Opaque(World(), root=True), tmp_path)
+
+
+@pytest.mark.parametrize(("block", "told"), [((128, 128), 0), ((256, 128), 1)])
+def test_what_no_kernel_quantises_is_said_once(block: tuple[int, int], told: int) -> None:
+    """On a GPU it takes many times as long, and nothing else shows it."""
+    source = Opaque(World(), root=True)
+    source.device = torch.device("cuda")
+    source.world.tensors = tuple(TensorSpec(f"{at}.up_proj.weight", "bfloat16", (512, 256)) for at in range(3))
+    with capture_logs() as logs:
+        QuantisedSource(source, of(fp8_block(block)))
+    assert [line["weights"] for line in logs if line["event"] == "quantised_without_a_kernel"] == [3] * told
 
 
 def test_settings_say_which_checkpoint_is_served(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from weightbus.dataplane.copy_engine import Lanes
 from weightbus.dataplane.copy_torch import TorchEngine
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block
+from weightbus.dataplane.quantisation import Scheme, fp8_block
 from weightbus.dataplane.share_digest import PASS_BYTES, ShareDigest
 from weightbus.dataplane.shares import divide
 from weightbus.trainer_agent.assembly import DTYPES
@@ -27,7 +27,7 @@ from weightbus.trainer_agent.quantised import QuantisedSource, ReadableQuantised
 
 from ..kit import quantising
 from ..kit.exposing import wrongly_exposed
-from ..kit.quantised_world import RANKS, SHAPES, Opaque, Rank, World, cut, of, small, tensor_parallel
+from ..kit.quantised_world import RANKS, SHAPES, STORED, Opaque, Rank, World, cut, of, small, tensor_parallel
 
 
 class Readable(Rank):
@@ -61,7 +61,7 @@ def read(sources: Sequence[ReadableQuantisedSource]) -> dict[str, torch.Tensor]:
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.data(), st.sampled_from(SCHEMES))
+@given(st.data(), st.sampled_from(STORED))
 def test_any_pieces_are_read_as_the_quantised_whole(data: st.DataObject, scheme: Scheme) -> None:
     """However weights are cut and spread, and in every pass anew, without a byte being assembled."""
     world, scheme = World(), small(scheme)
@@ -80,7 +80,7 @@ def test_any_pieces_are_read_as_the_quantised_whole(data: st.DataObject, scheme:
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.data(), st.sampled_from([*map(small, SCHEMES), fp8_block((12, 20))]))
+@given(st.data(), st.sampled_from([*map(small, STORED), fp8_block((12, 20))]))
 def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, scheme: Scheme) -> None:
     """Elements with the kernel that makes them where that can be, everything else by whoever it falls to; each once."""
     world = World()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ class LateLane:
     def __init__(self) -> None:
         self.begun: list[int] = []
         """Bytes of each cargo."""
+        self.places: list[int] = []
+        """... and the address where it begins."""
         self.pending: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self.reading: set[int] = set()
         self.settled = True
@@ -41,6 +44,7 @@ class LateLane:
         self.pending[turn] = targets, sources
         self.settled = False
         self.begun.append(sum(target.nbytes for target in targets))
+        self.places.append(targets[0].data_ptr())
 
     def arrived(self, turn: int) -> None:
         copy_each(*self.pending.pop(turn))
@@ -119,6 +123,8 @@ def test_the_next_bucket_is_on_its_way_while_one_is_used() -> None:
     for index in range(5):
         assert contents(assembler, index) == index
         assert lane.begun == [2048] * min(index + 2, 5)
+    assert len(set(lane.places)) == 2
+    assert all(one != other for one, other in pairwise(lane.places)), "it has to wait until the one before was read"
 
 
 def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
