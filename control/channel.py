@@ -117,7 +117,7 @@ class Channel(Standing):
             return verdict
         if isinstance(message, Offered):
             self.round.offered(message.epoch, message.offers, message.failed, now)
-        elif self.round.state is RoundState.OFFERING:
+        elif self.round.state in (RoundState.PREPARING, RoundState.OFFERING):
             return Verdict(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
         else:
             verdict = self._may_be_sent(message, missing)
