@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from .answers import Ending
-from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from .effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .election import Term
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
@@ -102,7 +102,7 @@ class EtcdJournal:
         self._term.confirm()
         try:
             match record:
-                case EpochTaken() | Committed():
+                case EpochTaken() | EpochRaised() | Committed():
                     self._write_row(record)
                 case RoundClosed():
                     self._write_reply(record, [], [])
@@ -132,18 +132,18 @@ class EtcdJournal:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def _write_row(self, record: EpochTaken | Committed) -> None:
+    def _write_row(self, record: EpochTaken | EpochRaised | Committed) -> None:
         key = self._key("channel", record.channel)
         if record.channel in self._doubtful:
             self._adopt(record.channel, self._etcd.txn([], [read(key)]).found)
         row, revision = self._rows.get(record.channel, (_Row(), 0))
-        after = _taken(row, record) if isinstance(record, EpochTaken) else self._committed(row, record)
+        after = self._committed(row, record) if isinstance(record, Committed) else _taken(row, record)
         self._doubtful.add(record.channel)
         write = put(key, msgspec.json.encode(after))
-        if isinstance(record, EpochTaken):
-            written_at = self._write([modified_at(key, revision)], [write])
-        else:
+        if isinstance(record, Committed):
             written_at = self._write_reply(record, [modified_at(key, revision)], [write])
+        else:
+            written_at = self._write([modified_at(key, revision)], [write])
         self._doubtful.discard(record.channel)
         self._rows[record.channel] = (after, written_at)
 
@@ -239,5 +239,5 @@ class EtcdJournal:
         return f"etcd://{','.join(self._etcd.members)}/{self._prefix}"
 
 
-def _taken(row: _Row, record: EpochTaken) -> _Row:
+def _taken(row: _Row, record: EpochTaken | EpochRaised) -> _Row:
     return msgspec.structs.replace(row, epoch=max(row.epoch, record.epoch))

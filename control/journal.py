@@ -22,7 +22,7 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from .answers import ANSWERS, Ending
-from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from .effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
 from .log import get_log
@@ -208,7 +208,7 @@ class SqliteJournal:
         """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
         with self._transaction():
             match record:
-                case EpochTaken():
+                case EpochTaken() | EpochRaised():
                     self._db.execute(
                         "INSERT INTO channel (name, epoch) VALUES (?, ?)"
                         " ON CONFLICT (name) DO UPDATE SET epoch = max(epoch, excluded.epoch)",
@@ -303,7 +303,7 @@ class SqliteJournal:
         )
         self._db.execute("DELETE FROM reply WHERE written_at < ?", (now - REPLY_TTL_S,))
 
-    def _audit(self, record: EpochTaken | Committed | RoundClosed) -> None:
+    def _audit(self, record: EpochTaken | EpochRaised | Committed | RoundClosed) -> None:
         channel = record.done.channel if isinstance(record, RoundClosed) else record.channel
         row = (self._wall_clock(), self.boot, channel, _ENCODE_EVENT.encode(record).decode())
         at = self._db.execute(

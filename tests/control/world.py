@@ -19,6 +19,7 @@ from weightbus.control.effects import (
     AnyObservation,
     AnyRecord,
     Committed,
+    EpochRaised,
     EpochTaken,
     Evict,
     Observe,
@@ -115,7 +116,7 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
     channels: dict[Channel, Restored] = {}
     for record in records:
         match record:
-            case EpochTaken():
+            case EpochTaken() | EpochRaised():
                 known = channels.get(record.channel, Restored())
                 channels[record.channel] = msgspec.structs.replace(known, epoch=max(known.epoch, record.epoch))
             case Committed():
@@ -265,7 +266,7 @@ class Engine(Agent):
         )
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(seq=1, health=self.health, held=self.held)
+        return Heartbeat(seq=1, epoch=Epoch(self.epoch), health=self.health, held=self.held)
 
     def fail(
         self, on: type[Message], step: Step, health: EngineHealth = EngineHealth.CLEAN, reason: str = "broke"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control.answers import ANSWERS, Ending
-from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from weightbus.control.effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.journal import REPLY_TTL_S
@@ -65,7 +65,7 @@ class JournalDisk:
         """`record` is durable."""
         self.ghost = None
         match record:
-            case EpochTaken():
+            case EpochTaken() | EpochRaised():
                 known = self.channels.get(record.channel, Restored())
                 epoch = max(known.epoch, record.epoch)
                 self.channels[record.channel] = msgspec.structs.replace(known, epoch=epoch)
