@@ -39,7 +39,6 @@ from .round import Round
 from .standing import Standing, ahead
 from .states import SETTLED, RoundState
 
-
 LEAP: Final = 2**24
 """By so much an engine's word raises the epoch at most, once in a heartbeat: whoever lies is years from the highest."""
 

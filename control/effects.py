@@ -35,7 +35,7 @@ class EpochTaken(Record, frozen=True):
 
 
 class EpochRaised(Record, frozen=True):
-    """Engines have seen `epoch` in a life of the channel that this journal does not know of: the next one is above it."""
+    """Engines have seen `epoch`, which this journal did not know of: the next one is above it."""
 
     channel: Channel
     epoch: Epoch
@@ -72,11 +72,17 @@ class RoundClosed(Record, frozen=True):
     """Of the `Publish` (`answers.question`)."""
 
 
+class ChannelForgotten(Record, frozen=True):
+    """Nothing is known of `channel` any more: somebody in charge said so, while no coordinator ran."""
+
+    channel: Channel
+
+
 class Probe(Record, frozen=True):
     """Nothing new; shows whether the journal takes writes again."""
 
 
-AnyRecord = EpochTaken | EpochRaised | Committed | RoundClosed | Probe
+AnyRecord = EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotten | Probe
 
 # -- observations: what happened, for logs and metrics --------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from .answers import ANSWERS, Ending
-from .effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
+from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .election import Term
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
@@ -111,6 +111,8 @@ class EtcdJournal:
                     self._write_row(record)
                 case RoundClosed():
                     self._write_reply(record, [], [])
+                case ChannelForgotten():
+                    self._forget(record.channel)
                 case Probe():
                     self._meta = msgspec.structs.replace(self._meta, probed=self._meta.probed + 1)
                     self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
@@ -151,6 +153,14 @@ class EtcdJournal:
             written_at = self._write([modified_at(key, revision)], [write])
         self._doubtful.discard(record.channel)
         self._rows[record.channel] = (after, written_at)
+
+    def _forget(self, channel: Channel) -> None:
+        key = self._key("channel", channel)
+        _, revision = self._rows.get(channel, (_Row(), 0))
+        gone = [key, *self._replies.get(channel, ())]
+        self._write([modified_at(key, revision)], list(map(delete, gone)))
+        for known in (self._rows, self._replies, self._answers):
+            known.pop(channel, None)
 
     def _committed(self, row: _Row, record: Committed) -> _Row:
         before = row.committed

@@ -4,8 +4,8 @@ WAL with synchronous=FULL: one fsync per record, and a record is durable when `w
 else that can be asked again never come here. The file belongs on a local disk: SQLite's locks do not hold on NFS.
 
 Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (answers to rounds that are over or
-committed, the newest of each channel), `event` (append-only audit of grants, commits and ended rounds, for people; we read in it
-what was once committed, so that they need not).
+committed, the newest of each channel), `event` (append-only audit of grants, commits and ended rounds, for people; we
+read in it what was once committed, so that they need not).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from .answers import ANSWERS, Ending
-from .effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
+from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
 from .log import get_log
@@ -212,9 +212,9 @@ class SqliteJournal:
     def _files(self) -> list[tuple[int, int] | None]:
         """Which files have the names of the journal and of its log."""
         found: list[tuple[int, int] | None] = []
-        for path in (self._path, f"{self._path}-wal"):
+        for path in (self._path, self._path.with_name(f"{self._path.name}-wal")):
             try:
-                file = os.stat(path)
+                file = path.stat()
             except OSError:
                 found.append(None)
             else:
@@ -236,6 +236,9 @@ class SqliteJournal:
                     self._remember(record)
                 case RoundClosed():
                     self._remember(record)
+                case ChannelForgotten():
+                    self._db.execute("DELETE FROM channel WHERE name = ?", (record.channel,))
+                    self._db.execute("DELETE FROM reply WHERE channel = ?", (record.channel,))
                 case Probe():
                     self._db.execute("UPDATE meta SET probed = probed + 1")
             if not isinstance(record, Probe):
@@ -273,10 +276,14 @@ class SqliteJournal:
         """What was committed, as far as the audit trail goes back. A line that is unreadable is only history."""
         found: dict[Channel, tuple[Past, ...]] = {}
         newest = self._db.execute(
-            'SELECT record FROM event WHERE record LIKE \'{"record":"Committed"%\' ORDER BY id DESC LIMIT ?',
+            'SELECT record, channel FROM event WHERE record LIKE \'{"record":"Committed"%\''
+            ' OR record LIKE \'{"record":"ChannelForgotten"%\' ORDER BY id DESC LIMIT ?',
             (_COMMITS_READ,),
         )
-        for (line,) in reversed(newest.fetchall()):
+        for line, channel in reversed(newest.fetchall()):
+            if line.startswith('{"record":"ChannelForgotten"'):
+                found.pop(Channel(channel), None)
+                continue
             with contextlib.suppress(ValueError):
                 commit = _DECODE_COMMIT.decode(line)
                 past = Past(commit.version, commit.epoch, commit.rollback)
@@ -323,7 +330,7 @@ class SqliteJournal:
             (known.done.channel, ANSWERS),
         )
 
-    def _audit(self, record: EpochTaken | EpochRaised | Committed | RoundClosed) -> None:
+    def _audit(self, record: EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotten) -> None:
         channel = record.done.channel if isinstance(record, RoundClosed) else record.channel
         row = (self._wall_clock(), self.boot, channel, _ENCODE_EVENT.encode(record).decode())
         at = self._db.execute(

@@ -86,7 +86,7 @@ class Reporter:
         self._refusals = Throttle(REFUSALS_LOGGED)
         meters.set(telemetry.JOURNAL_WRITABLE, 1)
 
-    def observe(self, what: AnyObservation) -> None:
+    def observe(self, what: AnyObservation) -> None:  # noqa: C901  # one case per kind
         """Something happened."""
         match what:
             case RoundReadiness():

@@ -156,7 +156,7 @@ class Standing:
             f"found version {version}, committed is {found}: publish a higher one, or say rollback",
         )
 
-    def _may_begin(self, message: Publish, missing: str) -> Verdict:
+    def _may_begin(self, message: Publish, missing: str) -> Verdict:  # noqa: PLR0911  # a list of reasons
         if self.round:
             return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
         if message.rollback and not (self.lease and self.lease.rollback):

@@ -72,7 +72,11 @@ AGENTS_CONNECTED = _declare(_C, _GAUGE, "agents_connected", "channel role", "age
 LEASE_INFO = _declare(_C, _GAUGE, "lease_info", "channel holder", "1 for who may publish now")
 EPOCH = _declare(_C, _GAUGE, "epoch", "channel", "highest epoch granted; lower ones are refused")
 EPOCHS_RAISED = _declare(
-    _C, _COUNTER, "epochs_raised_total", "channel", "an engine had seen more than the journal: an older one was restored"
+    _C,
+    _COUNTER,
+    "epochs_raised_total",
+    "channel",
+    "an engine had seen more than the journal: an older one was restored",
 )
 ROUNDS = _declare(_C, _COUNTER, "rounds_total", "channel outcome", "rounds by how they ended")
 ENGINE_ROUNDS = _declare(_C, _COUNTER, "engine_rounds_total", "channel engine outcome", "an engine's part in rounds")

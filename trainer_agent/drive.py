@@ -162,7 +162,7 @@ class Drive:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:  # noqa: C901  one line for each effect
+    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:  # noqa: C901, PLR0911  one line for each effect
         match effect:
             case p.AskLease():
                 return self._asking(self._acquire)

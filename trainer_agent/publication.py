@@ -368,7 +368,7 @@ class Publication:
         """
         stop = self._stop()
         if self.state is State.SENDING:
-            failed = {receiver.engine: _BROKEN_OFF for receiver in self._receivers}
+            failed: dict[str, str] = dict.fromkeys((each.engine for each in self._receivers), _BROKEN_OFF)
             self._unsaid = ReportSent(self.epoch, failed, table=self.table if self.open else "")
             if self.open and not self.table:
                 stop = (*stop, CloseTable())

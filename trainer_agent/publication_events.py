@@ -215,7 +215,7 @@ class StopDelivery(Effect, frozen=True):
 
 
 class CloseTable(Effect, frozen=True):
-    """Wait for the table that was left open, though nobody is being sent to. Answered by Digested, Undigested or Broken."""
+    """Wait for the table that was left open, though nobody is sent to. Answered by Digested, Undigested or Broken."""
 
 
 class ReportSent(Effect, frozen=True):

@@ -15,10 +15,11 @@ import msgspec
 import pytest
 
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, etcd_member
+from weightbus.control.answers import ANSWERS
+from weightbus.control.cli import main
 from weightbus.control.election import Deposed, Election, Leader, Term
 from weightbus.control.errors import ConfigurationError, JournalUnwritable
 from weightbus.control.etcd import Etcd, parse_url, put
-from weightbus.control.answers import ANSWERS
 from weightbus.control.etcd_journal import MOST_OPERATIONS, EtcdJournal
 from weightbus.control.ids import Channel
 from weightbus.control.journal import Journal
@@ -172,6 +173,23 @@ def test_answers_do_not_fill_the_store(candidates: Candidates) -> None:
     assert list(again.restore()[POLICY].answers) == [f"p{number:03}" for number in range(3, ANSWERS + 3)]
     replies = [kv.name for kv in candidates.etcd().under(f"{candidates.prefix}/reply/")]
     assert len(replies) == ANSWERS
+    again.close()
+
+
+def test_a_channel_is_forgotten_while_nobody_leads(
+    candidates: Candidates, member: EtcdMember, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command, which leads for a moment itself."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    journal.write(taken(1, "run-1"))
+    command = ["forget-channel", "run-1", "--store", f"etcd://{member.address}/{candidates.prefix}"]
+    assert main(command) == 2
+    assert "stop all its coordinators first" in capsys.readouterr().err
+    journal.close()
+    assert main(command) == 0
+    again = candidates.lead()
+    assert list(again.restore()) == [POLICY]
     again.close()
 
 

@@ -288,5 +288,6 @@ def test_audit_tells_the_story(tmp_path: Path) -> None:
         "EpochTaken",
         "EpochTaken",
         "Committed",
+        "EpochRaised",
     ]
     journal.close()

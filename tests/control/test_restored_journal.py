@@ -71,7 +71,7 @@ def test_a_round_that_began_before_they_were_heard_says_why_it_came_to_nothing()
 
 
 def test_a_lease_that_no_engine_would_hear_is_asked_for_again() -> None:
-    """Granted before they were heard, and published under afterwards: refused as stale, which a trainer mends itself."""
+    """Granted before they were heard, and used afterwards: refused as stale, which a trainer mends by itself."""
     world, _, _, trainer = set_back(3)
     trainer.stop_before = Publish
     trainer.acquire(21)

@@ -18,6 +18,7 @@ from weightbus.control.effects import (
     AnyEffect,
     AnyObservation,
     AnyRecord,
+    ChannelForgotten,
     Committed,
     EpochRaised,
     EpochTaken,
@@ -116,6 +117,8 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
     channels: dict[Channel, Restored] = {}
     for record in records:
         match record:
+            case ChannelForgotten():
+                channels.pop(record.channel, None)
             case EpochTaken() | EpochRaised():
                 known = channels.get(record.channel, Restored())
                 channels[record.channel] = msgspec.structs.replace(known, epoch=max(known.epoch, record.epoch))

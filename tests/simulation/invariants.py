@@ -70,8 +70,8 @@ INVARIANTS: Final = {
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
     "memory-bounded": "nothing grows with time",
     "every-wait-ends": "once faults stop, rounds end, engines serve or say why not, and a publication commits",
-    "heard-out": "nobody waits for what nobody will say: while a round waits for its trainer's report, that is sending, asking"
-    " or gone",
+    "heard-out": "nobody waits for what nobody will say: while a round waits for its trainer's report, that is sending,"
+    " asking or gone",
     "no-needless-wait": "in calm weather, once all is settled, a round waits for no deadline",
     "nothing-raises": "no machine contradicts itself, whatever it is told",
 }

@@ -400,7 +400,7 @@ MUTATIONS: Final = (
     _m(  # found by a review in our own code
         "trainer-says-nothing-of-an-offer-whose-answer-was-lost",
         PUBLICATION,
-        "            self._unsaid = ReportSent(self.epoch, failed, table=self.table if self.open else \"\")\n",
+        '            self._unsaid = ReportSent(self.epoch, failed, table=self.table if self.open else "")\n',
         "            self._unsaid = None\n",
     ),
     _m(

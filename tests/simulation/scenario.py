@@ -132,7 +132,7 @@ def draw(seed: int) -> Scenario:
 
 
 def _with_unheard_answers(drawn: Scenario) -> Scenario:
-    """A trainer whose offer is heard, and that hears nothing for longer than it waits for an answer. By its own dice."""
+    """A trainer whose offer is heard, and that hears nothing for longer than it waits for that. By its own dice."""
     rng = random.Random(f"weightbus-unheard-{drawn.seed}")
     if rng.random() >= 0.06:
         return drawn

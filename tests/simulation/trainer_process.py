@@ -160,7 +160,7 @@ class TrainerProcess(Process):
             case _:
                 return None
 
-    def _perform(self, client: Client, version: int, effect: p.AnyEffect) -> Thread:  # noqa: C901  one for each effect
+    def _perform(self, client: Client, version: int, effect: p.AnyEffect) -> Thread:  # noqa: C901, PLR0911
         match effect:
             case p.AskLease():
                 return (yield from self._asking(self._acquire(client, version)))

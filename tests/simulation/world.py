@@ -50,7 +50,7 @@ LOOK_S = 1.0
 MEMORY_LOOKS = 5
 LEASE_SLACK_S = 13.0
 UNSAID_S = 8.0
-"""How long a trainer may have nothing to say to a round that waits for its report: until the report is read, or a loss."""
+"""How long a trainer may have nothing to say to a round that waits for its report: its report may be on the way."""
 INBOX = 256
 """More unread messages than any agent may gather."""
 
