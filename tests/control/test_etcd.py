@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -41,7 +42,5 @@ def member() -> Iterator[str]:
 def test_what_no_etcd_answers_is_no_answer(member: str, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text or not: another process may listen at the port."""
     monkeypatch.setattr(_Handler, "content", content)
-    etcd = Etcd((member,), 2.0)
-    with pytest.raises(EtcdUnavailable, match=r"is it running"):
+    with closing(Etcd((member,), 2.0)) as etcd, pytest.raises(EtcdUnavailable, match="is it running"):
         etcd.txn([], [])
-    etcd.close()
