@@ -7,6 +7,7 @@ that.
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -55,16 +56,15 @@ class ForgetCommand(SettingsCommand[ForgetSettings]):
 
     def do(self, given: ForgetSettings) -> int:
         """Forget them, or none. Exit code 1: one is not known (a typing error, or done)."""
-        journal = _of_store(given.store) if given.store else _of_file(given.journal)
-        try:
+        with ExitStack() as opened:
+            journal = _of_store(given.store, opened) if given.store else _of_file(given.journal)
+            opened.callback(journal.close)
             known = journal.restore()
             strange = [name for name in self._names if name not in known]
             for name in self._names:
                 if not strange:
                     journal.write(ChannelForgotten(channel=Channel(name)))
                 print(f"{'not known' if name in strange else 'kept' if strange else 'forgotten':<9} {name}")  # noqa: T201
-        finally:
-            journal.close()
         return 1 if strange else 0
 
 
@@ -74,16 +74,14 @@ def _of_file(path: Path) -> Journal:
     return SqliteJournal(path)
 
 
-def _of_store(store: str) -> Journal:
+def _of_store(store: str, opened: ExitStack) -> Journal:
     url = parse_url(store)
-    found = Election(Etcd(url.members, _CALL_S), url.prefix, Leader("forget-channel", ""), _LEASE_S).stand()
+    etcd = opened.enter_context(closing(Etcd(url.members, _CALL_S)))
+    found = Election(etcd, url.prefix, Leader("forget-channel", ""), _LEASE_S).stand()
     if not isinstance(found, Term):
         raise ConfigurationError(f"{found.name} leads at {store}: stop all its coordinators first")
-    try:
-        return EtcdJournal(Etcd(url.members, _CALL_S), url.prefix, found)
-    except BaseException:
-        found.resign()
-        raise
+    opened.callback(found.resign)
+    return EtcdJournal(etcd, url.prefix, found)
 
 
 forget_channel = ForgetCommand()
