@@ -33,6 +33,7 @@ reporter  telemetry  log            what becomes of its observations: metrics an
 client  session                     an agent's end, and the machine in it
 cli  settings_command               the command `weightbus`, and what its subcommands share
     commands  key_commands              coordinator, status, version; keygen, trust
+    forget_command                      channels that nobody needs any more
     plan_command  plan_view             the plan, and the plan for people
     status_view                         the status for people
     settings  settings_fields           where a process's settings come from, and one of them

@@ -29,8 +29,9 @@ from .messages import (
 Keyed = Acquire | Release | Publish | Offered | Sent | Abandon
 """Requests whose answer is remembered."""
 
-ANSWERS: Final = 64
-"""Finished rounds whose answer is remembered, per channel: the trainer of one asks about its last."""
+ANSWERS: Final = 32
+"""Finished rounds whose answer is remembered, per channel, in memory and by the journal: the trainer of one asks about
+its last. Each may take a megabyte, in which it names every engine; but an engine is in one channel."""
 GRANTS: Final = 64
 """Grants that are remembered: each describes every engine that was there, a megabyte of a large fleet."""
 

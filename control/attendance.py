@@ -59,7 +59,9 @@ class Attendance:
     def _may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Verdict:
         verdict = may_join(message, event.principal, self._members.on(event.peer), before)
         if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
-            verdict = Verdict(Code.NOT_ALLOWED, f"{len(self._channels)} channels are here, no more are taken")
+            found = f"{len(self._channels)} channels are known, max_channels = {self._limits.max_channels}"
+            advice = "raise it, or have one forgotten that is not needed any more: `weightbus forget-channel NAME`"
+            verdict = Verdict(Code.NOT_ALLOWED, f"{found}: {advice}")
         return self._members.verdict(message, event.peer, now) if verdict.ok else verdict
 
     def _welcome(self, message: Hello, event: MessageReceived, now: float, *, returning: bool) -> None:

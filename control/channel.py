@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Final
 
 from .answers import already_committed, never_begun
-from .effects import Committed, EpochTaken, RoundClosed, RoundEnded
+from .effects import Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded
 from .engines import Engine
 from .errors import InvariantBroken
 from .ids import AgentId, Epoch
@@ -36,8 +37,11 @@ from .outgoing import RECORDS, ChannelRecord, Out, Tell, together
 from .past import ending, remembered
 from .publisher import NOBODY, Publisher
 from .round import Round
-from .standing import Standing
+from .standing import Standing, ahead
 from .states import SETTLED, RoundState
+
+LEAP: Final = 2**24
+"""By so much an engine's word raises the epoch at most, once in a heartbeat: whoever lies is years from the highest."""
 
 
 class Channel(Standing):
@@ -99,6 +103,8 @@ class Channel(Standing):
             now=now,
         )
         self.round.start(now)
+        for engine in self.engines.values():
+            self._heed(engine, now)
         return YES
 
     def repeat_done(self, agent: Agent, message: Publish) -> None:
@@ -119,7 +125,7 @@ class Channel(Standing):
             return verdict
         if isinstance(message, Offered):
             self.round.offered(message.epoch, message.offers, message.failed, now)
-        elif self.round.state is RoundState.OFFERING:
+        elif self.round.state in (RoundState.PREPARING, RoundState.OFFERING):
             return Verdict(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
         else:
             verdict = self._may_be_sent(message, missing)
@@ -173,7 +179,7 @@ class Channel(Standing):
         if member and member.phase not in SETTLED:
             self._duties.hurry(agent.name, now)
         else:
-            self._fleet.settle(engine, self._settling_epoch, self.committed, now)
+            self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
 
     def engine_located(self, name: AgentId, topology: Topology) -> None:
         """An engine's agent said where it is: that counts from the next round on."""
@@ -182,11 +188,14 @@ class Channel(Standing):
     def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
         """A heartbeat may say that the server changed under the agent. Returns whether it did."""
         engine = self.engines.get(name)
-        if engine is None or message.health is None:
+        if engine is None:
             return False
+        moved = message.epoch > min(engine.seen, self.epoch) and self._saw(engine, message.epoch, now)
+        if message.health is None:
+            return moved
         engine.lends(self.committed, lent=message.lent)
         if (engine.health, engine.held) == (message.health, message.held):
-            return False
+            return moved
         recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
         engine.health, engine.held = message.health, message.held
         self._fleet.touch(name)
@@ -195,8 +204,33 @@ class Channel(Standing):
         # Whoever loaded the committed version by itself is told to serve it.
         arrived = engine.health is EngineHealth.PENDING and engine.held is not None and engine.held == self.committed
         if (recovered or arrived) and not self._takes_part(name) and self._duties.get(name) is None:
-            self._fleet.settle(engine, self._settling_epoch, self.committed, now)
+            self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
         return True
+
+    def _saw(self, engine: Engine, epoch: Epoch, now: float) -> bool:
+        """It says which epoch it has seen. The channel's next one is to be above that, durably, step by step."""
+        engine.seen = epoch
+        moved = self._heed(engine, now)
+        if epoch <= self.epoch or now < self._raise_at:
+            return moved
+        self._raise_at = now + self._limits.heartbeat_s
+        self.out.append(EpochRaised(channel=self.name, epoch=min(epoch, Epoch(self.epoch + LEAP)), engine=engine.name))
+        return True
+
+    def _heed(self, engine: Engine, now: float) -> bool:
+        """An engine is deaf to all below the epoch that it has seen: no round waits for it, and it is settled above.
+
+        Returns whether anything came of it.
+        """
+        member = self.round.members.get(engine.name) if self.round else None
+        deaf = member is not None and member.epoch < engine.seen and self._takes_part(engine.name)
+        if deaf and member is not None and self.round:
+            self.round.lost(engine.name, f"it {ahead(engine.seen, member.epoch)}", now)
+        unheard = self.epoch >= engine.seen > max(engine.last_epoch, engine.settled_at)
+        if engine.alive and unheard and not self._takes_part(engine.name):
+            self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
+            return True
+        return deaf
 
     def engine_lost(self, name: AgentId, reason: str, now: float) -> None:
         """An engine fell silent or said `Bye`."""
@@ -236,6 +270,12 @@ class Channel(Standing):
                     lacking = self._fleet.behind(self.committed) if again and not record.rollback else None
                     routes = partial(self._routes, among=lacking)
                     self.out.extend(self._tenure.grant(record, self.committed, self._fleet.infos(), routes, now))
+            case EpochRaised():
+                note = EngineAhead(channel=self.name, engine=record.engine, known=self.epoch, epoch=record.epoch)
+                self.out.append(note)
+                self.epoch = record.epoch
+                for engine in self.engines.values():
+                    self._heed(engine, now)
             case Committed():
                 if self.committed and record.version <= self.committed.version and not record.rollback:
                     raise InvariantBroken(
@@ -262,6 +302,8 @@ class Channel(Standing):
                     self.round.epoch_refused(reason, now)
                 else:
                     self.out.extend(self._tenure.refuse(reason))
+            case EpochRaised():
+                pass  # the engine says it again
             case Committed():
                 if self.round:
                     self.round.commit_refused(reason, now)
@@ -304,7 +346,8 @@ class Channel(Standing):
         members: Mapping[AgentId, Member] = round_.members if round_ else {}
         self.out += self._fleet.readiness_changes(members, window, self.window_of_waiting)
         due = self._duties.due(now)
-        wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants else None
+        busy = any(isinstance(each, RECORDS) for each in self.out)  # then the round's turn is when that is written
+        wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants and not busy else None
         if not (self.out or due or wanted):
             return ()
         waiting, self.out = self.out, []

@@ -20,6 +20,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "coordinator": "weightbus.control.commands:coordinator",
     "status": "weightbus.control.commands:status",
     "plan": "weightbus.control.plan_command:plan",
+    "forget-channel": "weightbus.control.forget_command:forget_channel",
     "keygen": "weightbus.control.key_commands:keygen",
     "trust": "weightbus.control.key_commands:trust",
     "version": "weightbus.control.commands:version",

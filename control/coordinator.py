@@ -23,7 +23,7 @@ from .blobs import Blobs
 from .channel import Channel
 from .codec import MAX_ANSWER_BYTES
 from .deadlines import earlier
-from .effects import AnyEffect, Probe
+from .effects import AnyEffect, ChannelForgotten, Probe
 from .errors import InvariantBroken
 from .events import (
     AnyEvent,
@@ -220,7 +220,7 @@ class Coordinator:
     def _written(self, event: Persisted | PersistFailed, now: float) -> None:
         record, name, failed = self._pen.written(event, now)
         channel = self.channels[name] if name is not None else None
-        if channel and not isinstance(record, Probe):
+        if channel and not isinstance(record, Probe | ChannelForgotten):
             if failed is None:
                 channel.persisted(record, now)
             else:

@@ -59,6 +59,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     keys: KeysFolder = None
     insecure_loopback: InsecureLoopback = False
 
+    max_channels: Annotated[int, Meta(description="channels that may be known, used or not", ge=1, le=4096)] = 64
+
     heartbeat_s: Annotated[Wait, Meta(description="how often agents say that they are alive")] = 1.0
     silence_s: Annotated[Wait, Meta(description="an agent silent for so long is lost")] = 10.0
     takeover_s: Annotated[Wait, Meta(description="a name silent for so long may be taken by a new process")] = 3.0

@@ -34,6 +34,15 @@ class EpochTaken(Record, frozen=True):
     """Under this lease the channel may go back to a lower version."""
 
 
+class EpochRaised(Record, frozen=True):
+    """Engines have seen `epoch`, which this journal did not know of: the next one is above it."""
+
+    channel: Channel
+    epoch: Epoch
+    engine: AgentId
+    """Who said so."""
+
+
 class Committed(Record, frozen=True):
     """`version` is what the channel serves from now on."""
 
@@ -63,11 +72,17 @@ class RoundClosed(Record, frozen=True):
     """Of the `Publish` (`answers.question`)."""
 
 
+class ChannelForgotten(Record, frozen=True):
+    """Nothing is known of `channel` any more: somebody in charge said so, while no coordinator ran."""
+
+    channel: Channel
+
+
 class Probe(Record, frozen=True):
     """Nothing new; shows whether the journal takes writes again."""
 
 
-AnyRecord = EpochTaken | Committed | RoundClosed | Probe
+AnyRecord = EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotten | Probe
 
 # -- observations: what happened, for logs and metrics --------------------------------------------------------------
 
@@ -112,6 +127,17 @@ class LeaseEnded(Observation, frozen=True):
     holder: AgentId
     epoch: Epoch
     reason: str
+
+
+class EngineAhead(Observation, frozen=True):
+    """An engine has seen a higher epoch than the journal knew: an older journal was restored, or one begun anew."""
+
+    channel: Channel
+    engine: AgentId
+    known: Epoch
+    """The highest until then."""
+    epoch: Epoch
+    """... and now."""
 
 
 class StateEntered(Observation, frozen=True):
@@ -193,6 +219,7 @@ AnyObservation = (
     | AgentLeft
     | LeaseGranted
     | LeaseEnded
+    | EngineAhead
     | StateEntered
     | EngineFailed
     | Redriven

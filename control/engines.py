@@ -40,6 +40,11 @@ class Engine(msgspec.Struct, kw_only=True):
     lost_at: float = 0.0
     reason: str = ""
     last_epoch: Epoch = Epoch(0)
+    """At which it answered last."""
+    settled_at: Epoch = Epoch(0)
+    """At which it was settled last."""
+    seen: Epoch = Epoch(0)
+    """The highest that it has seen, as it says. It is deaf to all that is below."""
     topology: Topology | None = None
     """What its agent said last of where it is, if it did."""
     took_by: TransportKind | None = None

@@ -196,7 +196,7 @@ class Etcd:
                     break
                 try:
                     return msgspec.json.decode(self._post(path, data, left_s), type=kind)
-                except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+                except (OSError, http.client.HTTPException, ValueError) as error:
                     problem = f"{self.members[self._place]}: {type(error).__name__}: {error}"
                     self._drop()
                     self._place = (self._place + 1) % len(self.members)

@@ -16,20 +16,18 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from .answers import Ending
-from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from .answers import ANSWERS, Ending
+from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .election import Term
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
 from .ids import Channel, Epoch, RequestId
-from .journal import REPLY_TTL_S
 from .messages import Held, RoundDone
 from .past import Past, Restored, ending, remembered
 
 SCHEMA: Final = 1
-REPLIES: Final = 32
-"""Answers kept, of all channels together: each may take a megabyte. A trainer that comes back asks about its last
-round, so the newest answer of a channel is kept whatever the others do."""
+MOST_OPERATIONS: Final = 100
+"""In one transaction; etcd takes 128 unless told otherwise."""
 _RESTORE: Final = "restore etcd from a snapshot; beginning anew would forget which version is committed"
 _RETRY: Final = "writing is tried again by itself"
 
@@ -52,6 +50,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 class _Reply(msgspec.Struct, frozen=True):
     written_at: float
+    """By the wall clock of that leader: for people. What is newer, the store's revisions say."""
     done: RoundDone
     question: str = ""
     closed: bool = True
@@ -87,11 +86,17 @@ class EtcdJournal:
         self.boot = self._meta.boot
 
     def _begin_boot(self) -> None:
-        """Count the boot and raise every channel's epoch, together: what an earlier life said is below it."""
+        """Raise every channel's epoch, then count the boot: what an earlier life said is below it.
+
+        In several transactions where there are many channels; one that was raised in vain is only higher.
+        """
         rows = {name: msgspec.structs.replace(row, epoch=Epoch(row.epoch + 1)) for name, (row, _) in self._rows.items()}
-        operations = [put(self._key("channel", name), msgspec.json.encode(row)) for name, row in rows.items()]
-        written_at = self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta)), *operations])
-        self._rows = {name: (row, written_at) for name, row in rows.items()}
+        names = list(rows)
+        for some in (names[at : at + MOST_OPERATIONS] for at in range(0, len(names), MOST_OPERATIONS)):
+            operations = [put(self._key("channel", name), msgspec.json.encode(rows[name])) for name in some]
+            written_at = self._write([], operations)
+            self._rows.update({name: (rows[name], written_at) for name in some})
+        self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
 
     def confirm(self) -> None:
         """Raise `Deposed` unless this term is known to last."""
@@ -102,10 +107,12 @@ class EtcdJournal:
         self._term.confirm()
         try:
             match record:
-                case EpochTaken() | Committed():
+                case EpochTaken() | EpochRaised() | Committed():
                     self._write_row(record)
                 case RoundClosed():
                     self._write_reply(record, [], [])
+                case ChannelForgotten():
+                    self._forget(record.channel)
                 case Probe():
                     self._meta = msgspec.structs.replace(self._meta, probed=self._meta.probed + 1)
                     self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
@@ -132,20 +139,28 @@ class EtcdJournal:
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
-    def _write_row(self, record: EpochTaken | Committed) -> None:
+    def _write_row(self, record: EpochTaken | EpochRaised | Committed) -> None:
         key = self._key("channel", record.channel)
         if record.channel in self._doubtful:
             self._adopt(record.channel, self._etcd.txn([], [read(key)]).found)
         row, revision = self._rows.get(record.channel, (_Row(), 0))
-        after = _taken(row, record) if isinstance(record, EpochTaken) else self._committed(row, record)
+        after = self._committed(row, record) if isinstance(record, Committed) else _taken(row, record)
         self._doubtful.add(record.channel)
         write = put(key, msgspec.json.encode(after))
-        if isinstance(record, EpochTaken):
-            written_at = self._write([modified_at(key, revision)], [write])
-        else:
+        if isinstance(record, Committed):
             written_at = self._write_reply(record, [modified_at(key, revision)], [write])
+        else:
+            written_at = self._write([modified_at(key, revision)], [write])
         self._doubtful.discard(record.channel)
         self._rows[record.channel] = (after, written_at)
+
+    def _forget(self, channel: Channel) -> None:
+        key = self._key("channel", channel)
+        _, revision = self._rows.get(channel, (_Row(), 0))
+        gone = [key, *self._replies.get(channel, ())]
+        self._write([modified_at(key, revision)], list(map(delete, gone)))
+        for known in (self._rows, self._replies, self._answers):
+            known.pop(channel, None)
 
     def _committed(self, row: _Row, record: Committed) -> _Row:
         before = row.committed
@@ -165,20 +180,16 @@ class EtcdJournal:
         reply = _Reply(self._wall_clock(), known.done, known.question, known.closed)
         operations = [*others, put(key, msgspec.json.encode(reply))]
         mine = self._replies.setdefault(channel, deque())
-        longest = max(self._replies.values(), key=len)
-        full = key not in mine and sum(map(len, self._replies.values())) >= REPLIES
-        old = longest[0] if full and (len(longest) > 1 or longest is mine) else None
-        if old:
-            operations.append(delete(old))
+        old = [each for each in mine if each != key][: max(0, len(mine) + (key not in mine) - ANSWERS)]
+        operations += map(delete, old)
         written_at = self._write(conditions, operations)
-        if old:
-            longest.popleft()
-            for each in self._answers.values():
-                each.pop(RequestId(old.removeprefix(self._key("reply", ""))), None)
+        answers = self._answers.setdefault(channel, {})
+        for gone in old:
+            mine.remove(gone)
+            answers.pop(RequestId(gone.removeprefix(self._key("reply", ""))), None)
         if key in mine:
             mine.remove(key)
         mine.append(key)
-        answers = self._answers.setdefault(channel, {})
         answers.pop(record.request, None)
         answers[record.request] = known
         return written_at
@@ -212,13 +223,11 @@ class EtcdJournal:
 
     def _read_replies(self, found: Mapping[str, KeyValue]) -> None:
         replies = self._key("reply", "")
-        oldest = self._wall_clock() - REPLY_TTL_S
-        read_back = [(self._decode(kv, _Reply), name) for name, kv in found.items() if name.startswith(replies)]
-        for reply, name in sorted(read_back, key=lambda each: (each[0].written_at, each[1])):
-            self._replies.setdefault(reply.done.channel, deque()).append(name)
-            if reply.written_at >= oldest:
-                request = RequestId(name.removeprefix(replies))
-                self._answers.setdefault(reply.done.channel, {})[request] = reply.ending
+        written = [kv for name, kv in found.items() if name.startswith(replies)]
+        for kv in sorted(written, key=lambda each: int(each.mod_revision)):
+            reply = self._decode(kv, _Reply)
+            self._replies.setdefault(reply.done.channel, deque()).append(kv.name)
+            self._answers.setdefault(reply.done.channel, {})[RequestId(kv.name.removeprefix(replies))] = reply.ending
 
     def _adopt(self, channel: Channel, found: tuple[KeyValue, ...]) -> None:
         self._doubtful.discard(channel)
@@ -239,5 +248,5 @@ class EtcdJournal:
         return f"etcd://{','.join(self._etcd.members)}/{self._prefix}"
 
 
-def _taken(row: _Row, record: EpochTaken) -> _Row:
+def _taken(row: _Row, record: EpochTaken | EpochRaised) -> _Row:
     return msgspec.structs.replace(row, epoch=max(row.epoch, record.epoch))

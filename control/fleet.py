@@ -139,7 +139,7 @@ class Fleet:
 
     def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
-        engine.serving = False
+        engine.serving, engine.settled_at = False, epoch
         self.touch(engine.name)
         if epoch == 0 and engine.health is EngineHealth.CLEAN:
             engine.serving = True  # nobody was ever allowed to pause it

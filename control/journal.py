@@ -4,8 +4,8 @@ WAL with synchronous=FULL: one fsync per record, and a record is durable when `w
 else that can be asked again never come here. The file belongs on a local disk: SQLite's locks do not hold on NFS.
 
 Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (answers to rounds that are over or
-committed, kept for a while), `event` (append-only audit of grants, commits and ended rounds, for people; we read in it
-what was once committed, so that they need not).
+committed, the newest of each channel), `event` (append-only audit of grants, commits and ended rounds, for people; we
+read in it what was once committed, so that they need not).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from .answers import ANSWERS, Ending
-from .effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
 from .log import get_log
@@ -31,8 +31,6 @@ from .past import Past, Restored, ending, remembered
 
 SCHEMA: Final = 2
 """2 keeps with each answer what was asked, and an answer from the commit on. A file of 1 becomes one of 2."""
-REPLY_TTL_S: Final = 24 * 3600.0
-"""A trainer that asks about a round after a day is told what is committed, not how its round went."""
 EVENTS: Final = 10_000
 """Audit rows kept."""
 _BUSY_S: Final = 2.0
@@ -107,7 +105,10 @@ class Journal(Protocol):
         ...
 
     def confirm(self) -> None:
-        """Raise `Deposed` unless this coordinator may go on. Called before anything that came in is looked at."""
+        """Raise `Deposed`, or `JournalError`, unless this coordinator may go on.
+
+        Called before anything that came in is looked at.
+        """
         ...
 
     def write(self, record: AnyRecord) -> None:
@@ -147,6 +148,7 @@ class SqliteJournal:
         except BaseException:
             self._db.close()
             raise
+        self._mine = self._files()
         self._tell_of_a_beginning(found)
 
     def _open(self) -> None:
@@ -202,13 +204,28 @@ class SqliteJournal:
             self._db.execute(statement)
 
     def confirm(self) -> None:
-        """Nobody else can have the file."""
+        """Nobody else can have the file, while it is the one of that name. Raises `JournalError` when it is not."""
+        if self._files() != self._mine:
+            problem = "was removed or replaced while it was written to: what was written since is not to be found"
+            raise JournalError(self._path, problem, _TAKEN)
+
+    def _files(self) -> list[tuple[int, int] | None]:
+        """Which files have the names of the journal and of its log."""
+        found: list[tuple[int, int] | None] = []
+        for path in (self._path, self._path.with_name(f"{self._path.name}-wal")):
+            try:
+                file = path.stat()
+            except OSError:
+                found.append(None)
+            else:
+                found.append((file.st_dev, file.st_ino))
+        return found
 
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
         with self._transaction():
             match record:
-                case EpochTaken():
+                case EpochTaken() | EpochRaised():
                     self._db.execute(
                         "INSERT INTO channel (name, epoch) VALUES (?, ?)"
                         " ON CONFLICT (name) DO UPDATE SET epoch = max(epoch, excluded.epoch)",
@@ -219,20 +236,22 @@ class SqliteJournal:
                     self._remember(record)
                 case RoundClosed():
                     self._remember(record)
+                case ChannelForgotten():
+                    self._db.execute("DELETE FROM channel WHERE name = ?", (record.channel,))
+                    self._db.execute("DELETE FROM reply WHERE channel = ?", (record.channel,))
                 case Probe():
                     self._db.execute("UPDATE meta SET probed = probed + 1")
             if not isinstance(record, Probe):
                 self._audit(record)
+        self.confirm()
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written. Raises `JournalCorrupt`."""
         answers: dict[str, dict[RequestId, Ending]] = {}
-        oldest = self._wall_clock() - REPLY_TTL_S
         rows = self._db.execute(
             "SELECT request, channel, answer, question, closed FROM (SELECT *, rowid AS number, row_number() OVER"
-            " (PARTITION BY channel ORDER BY written_at DESC, rowid DESC) AS place FROM reply WHERE written_at >= ?)"
-            " WHERE place <= ? ORDER BY written_at, number",
-            (oldest, ANSWERS),
+            " (PARTITION BY channel ORDER BY rowid DESC) AS place FROM reply) WHERE place <= ? ORDER BY number",
+            (ANSWERS,),
         )
         for request, channel, answer, question, closed in rows:
             try:
@@ -257,10 +276,14 @@ class SqliteJournal:
         """What was committed, as far as the audit trail goes back. A line that is unreadable is only history."""
         found: dict[Channel, tuple[Past, ...]] = {}
         newest = self._db.execute(
-            'SELECT record FROM event WHERE record LIKE \'{"record":"Committed"%\' ORDER BY id DESC LIMIT ?',
+            'SELECT record, channel FROM event WHERE record LIKE \'{"record":"Committed"%\''
+            ' OR record LIKE \'{"record":"ChannelForgotten"%\' ORDER BY id DESC LIMIT ?',
             (_COMMITS_READ,),
         )
-        for (line,) in reversed(newest.fetchall()):
+        for line, channel in reversed(newest.fetchall()):
+            if line.startswith('{"record":"ChannelForgotten"'):
+                found.pop(Channel(channel), None)
+                continue
             with contextlib.suppress(ValueError):
                 commit = _DECODE_COMMIT.decode(line)
                 past = Past(commit.version, commit.epoch, commit.rollback)
@@ -288,7 +311,7 @@ class SqliteJournal:
             raise JournalCorrupt(self._path, problem, "this is a bug: keep the file and report it")
 
     def _remember(self, record: Committed | RoundClosed) -> None:
-        now, known = self._wall_clock(), ending(record)
+        known = ending(record)
         self._db.execute(
             "INSERT OR REPLACE INTO reply (request, channel, answer, written_at, question, closed)"
             " VALUES (?, ?, ?, ?, ?, ?)",
@@ -296,14 +319,18 @@ class SqliteJournal:
                 record.request,
                 known.done.channel,
                 _ENCODE_ANSWER.encode(known.done),
-                now,
+                self._wall_clock(),
                 known.question,
                 known.closed,
             ),
         )
-        self._db.execute("DELETE FROM reply WHERE written_at < ?", (now - REPLY_TTL_S,))
+        self._db.execute(  # by the order in which they came: wall clocks are set back and forth
+            "DELETE FROM reply WHERE channel = ?1 AND rowid <= (SELECT rowid FROM reply WHERE channel = ?1"
+            " ORDER BY rowid DESC LIMIT 1 OFFSET ?2)",
+            (known.done.channel, ANSWERS),
+        )
 
-    def _audit(self, record: EpochTaken | Committed | RoundClosed) -> None:
+    def _audit(self, record: EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotten) -> None:
         channel = record.done.channel if isinstance(record, RoundClosed) else record.channel
         row = (self._wall_clock(), self.boot, channel, _ENCODE_EVENT.encode(record).decode())
         at = self._db.execute(
@@ -388,6 +415,7 @@ _ANEW: Final = (
     "nothing is known to be committed; if this is not the first start, stop, and restore the file together with the one"
     " beside it that ends in -wal"
 )
+_TAKEN: Final = "put both files back with the coordinator stopped, or restore them from a backup, and start it again"
 _RESTORE: Final = "restore it from a backup; beginning anew would forget which version is committed"
 
 _Row = tuple[str, int, int | None, int | None, str | None, str | None]

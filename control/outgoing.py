@@ -11,6 +11,7 @@ from .duties import Command
 from .effects import (
     AnyObservation,
     Committed,
+    EpochRaised,
     EpochTaken,
     RoundClosed,
 )
@@ -28,9 +29,9 @@ class Tell(msgspec.Struct, frozen=True):
     message: ToAgent
 
 
-ChannelRecord = EpochTaken | Committed | RoundClosed
+ChannelRecord = EpochTaken | EpochRaised | Committed | RoundClosed
 Out = Tell | Answer | Denial | ChannelRecord | AnyObservation
-RECORDS: Final = (EpochTaken, Committed, RoundClosed)
+RECORDS: Final = (EpochTaken, EpochRaised, Committed, RoundClosed)
 
 
 def together(due: Iterable[tuple[tuple[AgentId, ...], Command]]) -> list[Tell]:

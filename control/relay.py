@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .channel import Channel
-from .effects import Committed, EpochTaken, ReadinessChanged, RoundClosed, RoundReadiness, announced_as
+from .effects import Committed, EpochRaised, EpochTaken, ReadinessChanged, RoundClosed, RoundReadiness, announced_as
 from .errors import InvariantBroken
 from .membership import Membership
 from .outbox import Outbox
@@ -47,7 +47,7 @@ class Relay:
                     self._out.refuse(peer, out.agent.name, out.message, out.verdict)
             case Tell():
                 raise InvariantBroken("what agents are told was sent already")
-            case EpochTaken() | Committed() | RoundClosed():
+            case EpochTaken() | EpochRaised() | Committed() | RoundClosed():
                 self._pen.write(out, channel.name)
             case _:
                 channel.story.append(out)

@@ -18,6 +18,7 @@ from .effects import (
     AgentLeft,
     AnyObservation,
     AnyRecord,
+    EngineAhead,
     EngineFailed,
     JournalChanged,
     LeaseEnded,
@@ -85,7 +86,7 @@ class Reporter:
         self._refusals = Throttle(REFUSALS_LOGGED)
         meters.set(telemetry.JOURNAL_WRITABLE, 1)
 
-    def observe(self, what: AnyObservation) -> None:
+    def observe(self, what: AnyObservation) -> None:  # noqa: C901  # one case per kind
         """Something happened."""
         match what:
             case RoundReadiness():
@@ -106,6 +107,9 @@ class Reporter:
             case JournalChanged():
                 self._meters.set(telemetry.JOURNAL_WRITABLE, float(what.writable))
                 self._say("info" if what.writable else "error", what)
+            case EngineAhead():
+                self._meters.add(telemetry.EPOCHS_RAISED, channel=what.channel)
+                self._say("warning", what)
             case EngineFailed() | Redriven():
                 self._say("warning", what)
             case ReadinessChanged() | LeaseGranted() | LeaseEnded():

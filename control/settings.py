@@ -34,6 +34,7 @@ from .settings_fields import Field, fields_of
 SECTIONS: Final = (
     "coordinator",
     "status",
+    "forget_channel",
     "keygen",
     "trust",
     "version",

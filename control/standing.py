@@ -57,6 +57,8 @@ class Standing:
         self._fleet = Fleet(name, limits, self._duties)
         self.engines: Mapping[AgentId, Engine] = self._fleet.engines
         self._holder: tuple[AgentId, Incarnation] | None = None
+        self._raise_at = 0.0
+        """From when on what an engine says may raise the epoch once more."""
         self._outlook: tuple[Round | None, Window] = (None, Window())
         """By what all engines were last judged together."""
 
@@ -129,15 +131,16 @@ class Standing:
 
     # -- for who decides --------------------------------------------------------------------------------------------
 
-    @property
-    def _settling_epoch(self) -> Epoch:
-        """Under which engines outside a round are told what to do: the highest that any engine can have seen.
+    def _settling_epoch(self, engine: Engine) -> Epoch:
+        """Under which an engine outside a round is told what to do: the highest that any engine can have seen.
 
         Not that of a lease under which nothing was published yet: what is answered to it late would be taken for an
-        answer in the round that this lease begins.
+        answer in the round that this lease begins. Nor a higher one then, which would make the engine deaf to that
+        round; unless it is so already.
         """
-        unused = self.lease is not None and self.round is None
-        return Epoch(self.epoch - 1) if unused else self.epoch
+        if self.lease is None or self.round is not None:
+            return self.epoch
+        return max(Epoch(self.lease.epoch - 1), min(engine.seen, self.epoch))
 
     def _takes_part(self, name: AgentId) -> bool:
         return self.phase(name) not in (None, *SETTLED)
@@ -153,7 +156,7 @@ class Standing:
             f"found version {version}, committed is {found}: publish a higher one, or say rollback",
         )
 
-    def _may_begin(self, message: Publish, missing: str, routes: Mapping[AgentId, Route]) -> Verdict:
+    def _may_begin(self, message: Publish, missing: str, routes: Mapping[AgentId, Route]) -> Verdict:  # noqa: PLR0911  # a list of reasons
         if self.round:
             return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
         if message.rollback and not (self.lease and self.lease.rollback):
@@ -163,10 +166,17 @@ class Standing:
             return self._not_newer(message.version)
         if missing:
             return _unknown(missing)
+        if reason := self._all_deaf_to(message.epoch):
+            return Verdict(Code.STALE_EPOCH, reason)
         if not (message.table or any(each.transport for each in routes.values())):
             return Verdict(Code.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
         reason = contradicts(message, is_committed=self._is_committed(message))
         return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
+
+    def _all_deaf_to(self, epoch: Epoch) -> str:
+        """Why no engine would hear a round of `epoch`; empty where one may."""
+        seen = [engine.seen for engine in self.engines.values() if engine.alive]
+        return f"{ahead(min(seen), epoch)}: acquire again" if seen and min(seen) > epoch else ""
 
     def _may_be_sent(self, message: Sent, missing: str) -> Verdict:
         """Whether what `message` says of the table agrees with what was said before."""
@@ -188,6 +198,11 @@ class Standing:
         """By which each engine, or each `among` them, would take what `message` begins."""
         routes = self._routes(trainer, snapshot=message.mode == SNAPSHOT, among=among)
         return routes if message.table else open_routes(routes)
+
+
+def ahead(seen: Epoch, epoch: Epoch) -> str:
+    """Why an engine that has seen `seen` does not hear what is said at `epoch`."""
+    return f"has seen epoch {seen}, this is {epoch}: an older journal was restored, or one begun anew"
 
 
 def _unknown(blob: str) -> Verdict:

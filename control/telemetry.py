@@ -71,6 +71,13 @@ ENGINES_WAITING = _declare(_C, _GAUGE, "round_engines_waiting", "channel", "engi
 AGENTS_CONNECTED = _declare(_C, _GAUGE, "agents_connected", "channel role", "agents that are taken to be alive")
 LEASE_INFO = _declare(_C, _GAUGE, "lease_info", "channel holder", "1 for who may publish now")
 EPOCH = _declare(_C, _GAUGE, "epoch", "channel", "highest epoch granted; lower ones are refused")
+EPOCHS_RAISED = _declare(
+    _C,
+    _COUNTER,
+    "epochs_raised_total",
+    "channel",
+    "an engine had seen more than the journal: an older one was restored",
+)
 ROUNDS = _declare(_C, _COUNTER, "rounds_total", "channel outcome", "rounds by how they ended")
 ENGINE_ROUNDS = _declare(_C, _COUNTER, "engine_rounds_total", "channel engine outcome", "an engine's part in rounds")
 ROUND_SECONDS = _declare(_C, _HISTOGRAM, "round_seconds", "channel phase", "a round's time by phase, and in total")
@@ -113,6 +120,7 @@ PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "watch_publish_seconds", "", "time to
 FOR_LOOKING: Final = frozenset(
     {
         ENGINES_WAITING.name,
+        EPOCHS_RAISED.name,
         ENGINE_ROUNDS.name,
         TRAINER_STOOD.name,
         TRANSFER_BUCKETS.name,

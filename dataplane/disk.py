@@ -259,7 +259,7 @@ class DiskReceiver:
     def _check(self, target: Path, session: Session) -> None:
         try:
             found = msgspec.json.decode((target / NOTES).read_bytes(), type=Notes)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, ValueError) as error:
             raise TransferFailed(f"{target} is not a weightbus checkpoint: {error}") from error
         if found != _notes(session):
             raise TransferFailed(f"{target} holds {found}, expected {_notes(session)}")

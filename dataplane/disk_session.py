@@ -71,7 +71,7 @@ class SessionFolder:
         """Receiver: raise unless the sender writes what is expected (`StaleSession` for another epoch)."""
         try:
             found = msgspec.json.decode((self._path / _SENDER).read_bytes(), type=Notes)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, ValueError) as error:
             raise PeerLost(f"{self._path}: is checkpoint_dir the same folder on both sides? {error}") from error
         if found.epoch != expected.epoch:
             raise StaleSession(found.epoch, expected.epoch)
@@ -148,7 +148,7 @@ class Reader:
     def _read(self) -> _State:
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=_State)
-        except msgspec.DecodeError:  # read while it was being written: the next look will see it whole
+        except ValueError:  # read while it was being written: the next look will see it whole
             return _State("reading")
 
 

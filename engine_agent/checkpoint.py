@@ -117,7 +117,7 @@ def _config(folder: Path) -> _Config:
             f"cannot read {folder / 'config.json'} ({error.strerror}): the agent must see the checkpoint that the "
             "server was launched with; name its place on this machine with --model-path"
         ) from error
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise UnfitManifest(f"{folder / 'config.json'} is not a model's config: {error}") from error
 
 
@@ -151,7 +151,7 @@ def _header(path: Path) -> dict[str, dict[str, object]]:
             raise UnfitManifest(f"{path} is not a safetensors file: its header would take {length} bytes")
         try:
             header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, object]])
-        except msgspec.MsgspecError as error:
+        except ValueError as error:
             raise UnfitManifest(f"{path} is not a safetensors file: {error}") from error
     header.pop("__metadata__", None)
     return header

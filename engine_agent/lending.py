@@ -78,7 +78,7 @@ def _read(path: Path | None) -> _Lent:
         return msgspec.json.decode(path.read_bytes(), type=_Lent)
     except FileNotFoundError:
         return _Lent()
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         raise StateUnreadable(
             f"cannot tell from {path} what memory the server has given back ({error}): restart the server, then delete"
             " the file"

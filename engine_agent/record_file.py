@@ -46,7 +46,7 @@ class RecordFile:
             raise StateUnreadable(f"cannot read {self.path}: {error.strerror}") from error
         try:
             return msgspec.json.decode(content, type=Record)
-        except msgspec.MsgspecError as error:
+        except ValueError as error:
             raise StateUnreadable(
                 f"{self.path} is not a record of this version ({error}): restart the server, then delete the file"
             ) from error

@@ -119,7 +119,7 @@ class Wire:
 def _object(path: str, response: httpcore.Response) -> dict[str, object]:
     try:
         return msgspec.json.decode(response.content, type=dict[str, object])
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise ServerRefused(path, response.status, "expected a JSON object in answer") from error
 
 

@@ -166,7 +166,7 @@ class Drive:
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:  # noqa: C901  one line for each effect
+    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:  # noqa: C901, PLR0911  one line for each effect
         match effect:
             case p.AskLease():
                 return self._asking(self._acquire)
@@ -176,6 +176,8 @@ class Drive:
                 return self._asking(lambda: self._announce(effect))
             case p.Deliver():
                 return self._asking(lambda: self._deliver(effect))
+            case p.CloseTable():
+                return self._close_table()
             case p.ReportSent():
                 return self._asking(lambda: self._report_sent(effect))
             case p.DropReceivers():
@@ -320,6 +322,11 @@ class Drive:
         Where a receiver would wait on a device for what the ranks still make there, that is waited for first.
         """
         of, staging = self._of, self._of.staging
+        if self.machine.open and not self.machine.table:
+            try:
+                staging.leave_open(self._watch)  # not done yet where the answer to the announcement got lost
+            except SourceError as error:
+                return self._source_failed(error)
         peers = self._peers(effect)
         unable = open_table.unable(peers, of.senders) if self.machine.open else {}
         table = None if self.machine.open else staging.table

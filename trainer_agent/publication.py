@@ -28,7 +28,7 @@ from typing import Final, assert_never
 import msgspec
 
 from weightbus.control.errors import IllegalMove, InvariantBroken
-from weightbus.control.messages import Code, Held, Outcome
+from weightbus.control.messages import Code, Held, Outcome, Receiver
 
 from .publication_events import (
     Accepted,
@@ -39,6 +39,7 @@ from .publication_events import (
     Assemble,
     Begin,
     Broken,
+    CloseTable,
     Deliver,
     Delivered,
     Digested,
@@ -72,6 +73,7 @@ __all__ = [
     "Assemble",
     "Begin",
     "Broken",
+    "CloseTable",
     "Deliver",
     "Delivered",
     "Digested",
@@ -144,6 +146,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 _HIDDEN_COMMIT: Final = Verdict(Ending.COMMITTED, "committed before the coordinator was heard of again")
 
+_BROKEN_OFF: Final = "the trainer did not hear whether its offer was taken, and broke the transfer off"
+
 _OTHER_WEIGHTS: Final = Verdict(
     Ending.REFUSED, "these are not the weights that are committed: publish them as a new version", Code.NOT_ALLOWED
 )
@@ -196,6 +200,8 @@ class Publication:
         """Highest epoch of a `SendAsked` that was taken up; the coordinator repeats it until it hears of an offer."""
         self._silence = ""
         """Why the last question was not answered; empty when it was."""
+        self._receivers: tuple[Receiver, ...] = ()
+        """Of the last `SendAsked` that was taken up."""
         self._unsaid: ReportSent | None = None
         """A report that the coordinator has not confirmed."""
         self.verdict: Verdict | None = None
@@ -314,6 +320,8 @@ class Publication:
     def _digested(self, event: Digested, now: float) -> Effects:
         self.table = event.table
         if self.state is not State.DIGESTING:
+            if self._unsaid is not None:
+                self._unsaid = msgspec.structs.replace(self._unsaid, table=event.table)
             return ()
         if self._catch_up and not self._is_committed():
             return (*self._finish(_OTHER_WEIGHTS), GiveBack(self.lease))
@@ -339,7 +347,7 @@ class Publication:
             return ()
         stop = self._stop()
         self.epoch = self._asked = event.epoch
-        self._unsaid = None
+        self._receivers, self._unsaid = event.receivers, None
         self._move(State.SENDING, give_up_at=self._give_up_at)
         return (*stop, Deliver(event.epoch, event.receivers, event.deadline_s))
 
@@ -378,8 +386,17 @@ class Publication:
         return self._acquire(now)
 
     def _later(self, wait_s: float, now: float) -> Effects:
-        """Ask the same question again after `wait_s`; while sending, stop first: nobody hears of it anyway."""
+        """Ask the same question again after `wait_s`; while sending, stop first, and say so once somebody listens.
+
+        The offer may have been heard, and only its answer lost: then engines stand still for it, and the coordinator
+        waits for a report. Where it was not heard the report is refused, and the offer asked for again.
+        """
         stop = self._stop()
+        if self.state is State.SENDING:
+            failed: dict[str, str] = dict.fromkeys((each.engine for each in self._receivers), _BROKEN_OFF)
+            self._unsaid = ReportSent(self.epoch, failed, table=self.table if self.open else "")
+            if self.open and not self.table:
+                stop = (*stop, CloseTable())
         if self.state in (State.WAITING, State.SENDING):
             self._move(State.ANNOUNCING, give_up_at=self._give_up_at)
             self._asked = 0  # what was asked may have got lost on either way: it is taken up again

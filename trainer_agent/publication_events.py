@@ -214,6 +214,10 @@ class StopDelivery(Effect, frozen=True):
     """Close the senders, whatever they are doing."""
 
 
+class CloseTable(Effect, frozen=True):
+    """Wait for the table that was left open, though nobody is sent to. Answered by Digested, Undigested or Broken."""
+
+
 class ReportSent(Effect, frozen=True):
     """Tell the coordinator that the transfer of `epoch` is over on this side.
 
@@ -240,5 +244,16 @@ class GiveBack(Effect, frozen=True):
     epoch: int
 
 
-AnyEffect = AskLease | Assemble | Announce | Deliver | DropReceivers | StopDelivery | ReportSent | GiveUp | GiveBack
+AnyEffect = (
+    AskLease
+    | Assemble
+    | Announce
+    | Deliver
+    | DropReceivers
+    | StopDelivery
+    | CloseTable
+    | ReportSent
+    | GiveUp
+    | GiveBack
+)
 Effects = tuple[AnyEffect, ...]

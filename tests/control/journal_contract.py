@@ -9,10 +9,18 @@ import msgspec
 import pytest
 
 from weightbus.control.answers import ANSWERS
-from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from weightbus.control.effects import (
+    AnyRecord,
+    ChannelForgotten,
+    Committed,
+    EpochRaised,
+    EpochTaken,
+    Probe,
+    RoundClosed,
+)
 from weightbus.control.errors import JournalCorrupt
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.journal import REPLY_TTL_S, Journal
+from weightbus.control.journal import Journal
 from weightbus.control.messages import Outcome, RoundDone
 from weightbus.control.past import Restored, ending
 
@@ -54,7 +62,10 @@ def closed(request: str, channel: Channel = POLICY) -> RoundClosed:
     return RoundClosed(request=RequestId(request), done=done, question="ab")
 
 
-RECORDS: list[AnyRecord] = [taken(1), commit(1, 1), closed("p"), taken(1, "other"), taken(2), commit(3, 2), Probe()]
+RECORDS: list[AnyRecord] = [
+    *(taken(1), commit(1, 1), closed("p"), taken(1, "other"), taken(2), commit(3, 2), Probe()),
+    EpochRaised(channel=POLICY, epoch=Epoch(9), engine=AgentId("e0")),
+]
 
 
 class JournalContract:
@@ -138,18 +149,19 @@ class JournalContract:
         assert list(found)[-1] == f"p{ANSWERS + 3}"
         assert len(found) <= ANSWERS
 
-    def test_answers_are_forgotten_after_a_day(self, opens: Callable[..., Journal]) -> None:
-        """Old answers do not come back."""
-        clock = [0.0]
+    def test_the_newest_answers_are_kept_whatever_the_wall_clock_says(self, opens: Callable[..., Journal]) -> None:
+        """It is set back and forth, and those of two hosts differ: what was answered last is known after a restart."""
+        clock, told = [1_700_000_000.0], [f"p{number:03}" for number in range(2 * ANSWERS)]
+        for life in range(0, len(told), 8):
+            clock[0] += (-2 * 86_400.0, 3600.0, 5 * 86_400.0)[life // 8 % 3]
+            journal = opens(wall_clock=lambda: clock[0])
+            journal.write(taken(1))
+            for name in told[life : life + 8]:
+                journal.write(closed(name))
+            journal.close()
+        clock[0] += 30 * 86_400.0
         journal = opens(wall_clock=lambda: clock[0])
-        journal.write(taken(1))
-        journal.write(closed("old"))
-        journal.close()
-        clock[0] = REPLY_TTL_S + 1
-        journal = opens(wall_clock=lambda: clock[0])
-        assert not journal.restore()[POLICY].answers
-        journal.write(closed("new"))
-        assert list(journal.restore()[POLICY].answers) == ["new"]
+        assert list(journal.restore()[POLICY].answers) == told[-ANSWERS:]
         journal.close()
 
     def test_a_busy_channel_pushes_out_no_other_ones_answer(self, opens: Callable[..., Journal]) -> None:
@@ -165,6 +177,18 @@ class JournalContract:
         for channel in quiet:
             assert list(found[channel].answers) == [f"last-of-{channel}"]
         assert list(found[POLICY].answers)[-1] == "p069"
+
+    def test_a_forgotten_channel_is_as_if_it_had_never_been(self, opens: Callable[..., Journal]) -> None:
+        """Its epochs, versions and answers are gone, and those of other channels are not."""
+        journal = opens()
+        for record in (*RECORDS, ChannelForgotten(channel=POLICY)):
+            journal.write(record)
+        assert POLICY not in journal.restore()
+        assert POLICY not in self._again(journal, opens)
+        journal = opens()
+        journal.write(taken(1))
+        assert journal.restore()[POLICY] == Restored(epoch=Epoch(1))
+        journal.close()
 
     def test_one_coordinator_at_a_time(self, opens: Callable[..., Journal]) -> None:
         """A second coordinator does not get the journal while the first has it, and gets it at once afterwards."""

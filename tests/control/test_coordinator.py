@@ -196,6 +196,18 @@ def test_sent_before_offered_is_refused() -> None:
     assert codes(world, "trainer") == [Code.NOT_ALLOWED]
 
 
+def test_sent_while_engines_still_prepare_is_refused() -> None:
+    """It would be forgotten: nothing was asked for yet."""
+    world = World()
+    world.engine("e0").ignore(Prepare)
+    trainer = world.trainer()
+    trainer.acquire(1)
+    world.settle()
+    trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=world.machine.channels[CHANNEL].epoch))
+    world.settle()
+    assert codes(world, "trainer") == [Code.NOT_ALLOWED]
+
+
 def test_abandon_ends_the_round_and_resumes_engines() -> None:
     """A trainer that gives up is told how its round ended; engines serve the old version."""
     world = World()

@@ -15,10 +15,13 @@ import msgspec
 import pytest
 
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, etcd_member
+from weightbus.control.answers import ANSWERS
+from weightbus.control.cli import main
 from weightbus.control.election import Deposed, Election, Leader, Term
 from weightbus.control.errors import ConfigurationError, JournalUnwritable
 from weightbus.control.etcd import Etcd, parse_url, put
-from weightbus.control.etcd_journal import REPLIES, EtcdJournal
+from weightbus.control.etcd_journal import MOST_OPERATIONS, EtcdJournal
+from weightbus.control.ids import Channel
 from weightbus.control.journal import Journal
 from weightbus.control.past import ending
 
@@ -163,11 +166,44 @@ def test_answers_do_not_fill_the_store(candidates: Candidates) -> None:
     """Only the newest are kept, there and after a restart."""
     journal = candidates.lead()
     journal.write(taken(1))
-    for number in range(REPLIES + 3):
+    for number in range(ANSWERS + 3):
         journal.write(closed(f"p{number:03}"))
     journal.close()
     again = candidates.lead()
-    assert list(again.restore()[POLICY].answers) == [f"p{number:03}" for number in range(3, REPLIES + 3)]
+    assert list(again.restore()[POLICY].answers) == [f"p{number:03}" for number in range(3, ANSWERS + 3)]
+    replies = [kv.name for kv in candidates.etcd().under(f"{candidates.prefix}/reply/")]
+    assert len(replies) == ANSWERS
+    again.close()
+
+
+def test_a_channel_is_forgotten_while_nobody_leads(
+    candidates: Candidates, member: EtcdMember, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command, which leads for a moment itself."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    journal.write(taken(1, "run-1"))
+    command = ["forget-channel", "run-1", "--store", f"etcd://{member.address}/{candidates.prefix}"]
+    assert main(command) == 2
+    assert "stop all its coordinators first" in capsys.readouterr().err
+    journal.close()
+    assert main(command) == 0
+    again = candidates.lead()
+    assert list(again.restore()) == [POLICY]
+    again.close()
+
+
+def test_a_store_of_many_channels_is_led_again(candidates: Candidates) -> None:
+    """More than one transaction of etcd takes: every epoch is raised, and the boot is counted."""
+    journal = candidates.lead()
+    names = [Channel(f"c{number:03}") for number in range(2 * MOST_OPERATIONS + 1)]
+    for name in names:
+        journal.write(taken(1, name))
+    journal.close()
+    again = candidates.lead()
+    assert again.boot == journal.boot + 1
+    assert [again.restore()[name].epoch for name in names] == [2] * len(names)
+    again.write(taken(3, names[-1]))
     again.close()
 
 

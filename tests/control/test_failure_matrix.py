@@ -25,7 +25,7 @@ from .world import World as QuietWorld
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS.parent / "control" / "PROTOCOL.md"
-ROWS = ("1a", "1b", "1c", "1d", "1e", "1f", "1g", "2", "3", "4", "5", "6", "7a", "7b", "7c", *map(str, range(8, 26)))
+ROWS = ("1a", "1b", "1c", "1d", "1e", "1f", "1g", "2", "3", "4", "5", "6", "7a", "7b", "7c", *map(str, range(8, 29)))
 """All there are. A fault that is thought of later gets the next number."""
 
 
@@ -217,6 +217,17 @@ def test_row_7b_the_data_plane_is_cut_while_control_is_well() -> None:
     cut = next(done for done in world.rounds if done.seconds["total"] > 4.0)
     assert {each.engine: each.outcome for each in cut.engines}["e1"] is Outcome.COMMITTED
     assert cut.seconds["total"] < TRANSFER_S + 40.0
+
+
+@pytest.mark.parametrize("open_tables", [False, True])
+def test_row_26_an_offer_is_heard_and_its_answer_is_lost(*, open_tables: bool) -> None:
+    """Engines stand still for a trainer that hears nothing: it says so, and they are driven again before a timeout."""
+    kinds = (TransportKind.DIRECT, TransportKind.LOCAL)
+    engines = tuple(EngineSpec(name=name, transports=kinds, live=True, drift=0.0) for name in ("e0", "e1"))
+    world = storm(at("offering", "cut-down", "t0", 6.0, after=6.0), engines=engines, open_tables=open_tables)
+    order(world, "t0           ** is cut off", "is over: committed")
+    assert any(done.seconds["total"] > 5.0 for done in world.rounds)
+    assert all(done.seconds["total"] < TRANSFER_S - 5.0 for done in world.rounds)
 
 
 def test_seals_are_believed_through_deaths_of_everybody() -> None:

@@ -21,7 +21,7 @@ import structlog
 from weightbus.control.answers import ANSWERS
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, RequestId, Version
-from weightbus.control.journal import REPLY_TTL_S, SCHEMA, Journal, SqliteJournal
+from weightbus.control.journal import SCHEMA, Journal, SqliteJournal
 from weightbus.control.messages import Held
 
 from .journal_contract import RECORDS, JournalContract, closed, taken
@@ -245,14 +245,34 @@ def test_place_that_takes_no_files(path: str) -> None:
 
 
 def test_old_answers_do_not_stay_in_the_file(tmp_path: Path) -> None:
-    """What nobody will ask for any more is removed when something is written."""
-    clock = [0.0]
-    journal = SqliteJournal(tmp_path / "j", wall_clock=lambda: clock[0])
+    """What nobody will ask for any more is removed when something is written; the file does not grow for ever."""
+    journal = SqliteJournal(tmp_path / "j")
     journal.write(taken(1))
-    journal.write(closed("old"))
-    clock[0] = REPLY_TTL_S + 1
-    journal.write(closed("new"))
-    assert journal._db.execute("SELECT count(*) FROM reply").fetchone() == (1,)
+    for number in range(ANSWERS + 5):
+        journal.write(closed(f"p{number}"))
+        journal.write(closed(f"p{number}"))
+    assert journal._db.execute("SELECT count(*) FROM reply").fetchone() == (ANSWERS,)
+    journal.close()
+
+
+@pytest.mark.parametrize("name", ["j", "j-wal"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, replaced: bool) -> None:
+    """What is written to a file that nobody will find is not durable: the coordinator ends, and says why."""
+    path = tmp_path / "j"
+    journal = SqliteJournal(path)
+    journal.write(taken(1))
+    journal.confirm()
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).unlink()
+    if replaced:
+        (tmp_path / "copy").write_bytes(content)
+        (tmp_path / "copy").rename(tmp_path / name)
+
+    with pytest.raises(JournalError, match="was removed or replaced"):
+        journal.write(taken(2))
+    with pytest.raises(JournalError, match="was removed or replaced"):
+        journal.confirm()
     journal.close()
 
 
@@ -268,5 +288,6 @@ def test_audit_tells_the_story(tmp_path: Path) -> None:
         "EpochTaken",
         "EpochTaken",
         "Committed",
+        "EpochRaised",
     ]
     journal.close()

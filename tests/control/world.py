@@ -18,7 +18,9 @@ from weightbus.control.effects import (
     AnyEffect,
     AnyObservation,
     AnyRecord,
+    ChannelForgotten,
     Committed,
+    EpochRaised,
     EpochTaken,
     Evict,
     Observe,
@@ -116,7 +118,9 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
     channels: dict[Channel, Restored] = {}
     for record in records:
         match record:
-            case EpochTaken():
+            case ChannelForgotten():
+                channels.pop(record.channel, None)
+            case EpochTaken() | EpochRaised():
                 known = channels.get(record.channel, Restored())
                 channels[record.channel] = msgspec.structs.replace(known, epoch=max(known.epoch, record.epoch))
             case Committed():
@@ -271,7 +275,7 @@ class Engine(Agent):
         )
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(seq=1, health=self.health, held=self.held, lent=self.lent)
+        return Heartbeat(seq=1, epoch=Epoch(self.epoch), health=self.health, held=self.held, lent=self.lent)
 
     def fail(
         self, on: type[Message], step: Step, health: EngineHealth = EngineHealth.CLEAN, reason: str = "broke"

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
+import pytest
+
+from weightbus.dataplane.checkpoint_writer import NOTES
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.disk import DiskSender
+from weightbus.dataplane.disk import DiskReceiver, DiskSender
 from weightbus.dataplane.disk_session import Notes, SessionFolder
+from weightbus.dataplane.errors import PeerLost, TransferFailed
+from weightbus.dataplane.transport import Session
 
 
 def checkpoint(root: Path, epoch: int) -> SessionFolder:
@@ -33,3 +39,17 @@ def test_a_checkpoint_that_is_being_read_stays_for_a_later_round(tmp_path: Path)
     reader.go()
     sender._prune()
     assert {path.name for path in root.iterdir()} == newest | {f"{name}.session" for name in newest}
+
+
+@pytest.mark.parametrize("content", [b"", b'{"channel":"p\xff"}', b"\xff"])
+def test_notes_that_cannot_be_read_fail_the_transfer(tmp_path: Path, content: bytes) -> None:
+    """Text or not: what stands in the folder of a session, or of a checkpoint, was not written by a sender."""
+    folder = checkpoint(tmp_path, 1)
+    (folder._path / "sender.json").write_bytes(content)
+    with pytest.raises(PeerLost, match="the same folder on both sides"):
+        folder.check(Notes(channel="c", epoch=1, version=1, manifest="m", table="t"))
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / NOTES).write_bytes(content)
+    with pytest.raises(TransferFailed, match="is not a weightbus checkpoint"):
+        DiskReceiver._check(cast("DiskReceiver", None), target, cast("Session", None))

@@ -127,9 +127,10 @@ def test_what_cannot_be_given_is_not_asked_for(fake: FakeSGLang, connected: Conn
         connected().give_up()
     assert fake.calls.count("/pause_generation") == 1
 
-    (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(StateUnreadable, match="restart the server"):
-        Lending(tmp_path / "bad.json")
+    for bad in (b"{", b'{"tags":["\xff"]}'):
+        (tmp_path / "bad.json").write_bytes(bad)
+        with pytest.raises(StateUnreadable, match="restart the server"):
+            Lending(tmp_path / "bad.json")
 
 
 def test_orders_are_taken_by_post_alone() -> None:

@@ -8,7 +8,7 @@ from tests.kit.disk_calls import DiskCalls
 from weightbus.control.errors import ConfigurationError
 from weightbus.control.messages import EngineHealth
 from weightbus.engine_agent import record_file
-from weightbus.engine_agent.errors import StateInUse, StateUnwritable
+from weightbus.engine_agent.errors import StateInUse, StateUnreadable, StateUnwritable
 from weightbus.engine_agent.events import Record
 from weightbus.engine_agent.record_file import RecordFile, write_durably
 
@@ -76,3 +76,13 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -
     (tmp_path / "e1.json.new").mkdir()
     with pytest.raises(StateUnwritable, match="--state-dir"):
         RecordFile(tmp_path, "e1").claim()
+
+
+@pytest.mark.parametrize("change", [(b"first", b"f\xffrst"), (b"}", b""), (b"{", b"\xff")])
+def test_a_record_that_was_damaged_is_told_from_none(tmp_path: Path, change: tuple[bytes, bytes]) -> None:
+    """Whatever stands in it, text or not: the file is named, and what to do."""
+    records = RecordFile(tmp_path, "e0")
+    records.write(Record(identity="first", health=EngineHealth.CLEAN, epoch=3))
+    records.path.write_bytes(records.path.read_bytes().replace(*change))
+    with pytest.raises(StateUnreadable, match="restart the server, then delete the file"):
+        records.read()

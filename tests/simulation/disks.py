@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control.answers import ANSWERS, Ending
-from weightbus.control.effects import AnyRecord, Committed, EpochTaken, Probe, RoundClosed
+from weightbus.control.effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, Epoch, RequestId
-from weightbus.control.journal import REPLY_TTL_S
 from weightbus.control.messages import Held
 from weightbus.control.past import Restored, ending, remembered
 from weightbus.engine_agent import record_file
@@ -47,12 +46,12 @@ class JournalDisk:
         self.full = False
         self.boots = 0
         self.wall_offset = 0.0
-        """The wall clock of this machine; it may jump, and nothing but the age of replies depends on it."""
+        """The wall clock of this machine; it may jump, and nothing depends on it."""
         self.channels: dict[Channel, Restored] = {}
-        self.replies: dict[RequestId, tuple[float, Ending]] = {}
+        self.replies: dict[RequestId, Ending] = {}
         self.ghost: AnyRecord | None = None
         """Refused, and yet it may be on the disk."""
-        self._in_flight: tuple[AnyRecord, float] | None = None
+        self._in_flight: AnyRecord | None = None
         """Its writing was cut short in the middle."""
         self.sqlite = SqliteDisk(world.rng("sqlite"), self.wall) if world.scenario.sqlite else None
         """The real journal's files. What is in here is what they should hold."""
@@ -61,28 +60,26 @@ class JournalDisk:
         """`time.time()`."""
         return 1e9 + self.world.loop.now + self.wall_offset
 
-    def keep(self, record: AnyRecord, written_at: float | None = None) -> None:
+    def keep(self, record: AnyRecord) -> None:
         """`record` is durable."""
         self.ghost = None
         match record:
-            case EpochTaken():
+            case EpochTaken() | EpochRaised():
                 known = self.channels.get(record.channel, Restored())
                 epoch = max(known.epoch, record.epoch)
                 self.channels[record.channel] = msgspec.structs.replace(known, epoch=epoch)
             case Committed():
                 self._commit(record)
-                self._remember(record, written_at)
+                self._remember(record)
             case RoundClosed():
-                self._remember(record, written_at)
+                self._remember(record)
             case Probe():
                 return
         self.world.judge.durable(record)
 
-    def _remember(self, record: Committed | RoundClosed, written_at: float | None) -> None:
+    def _remember(self, record: Committed | RoundClosed) -> None:
         self.replies.pop(record.request, None)
-        self.replies[record.request] = (self.wall() if written_at is None else written_at, ending(record))
-        for key in [k for k, (at, _) in self.replies.items() if at < self.wall() - REPLY_TTL_S]:
-            del self.replies[key]
+        self.replies[record.request] = ending(record)
 
     def _commit(self, record: Committed) -> None:
         known = self.channels.get(record.channel, Restored())
@@ -123,9 +120,9 @@ class JournalDisk:
         known, replies = self.channels, dict(self.replies)
         self._count_boot()
         if cut is not None and found != self.restore():
-            self.world.loop.note("journal", f"{type(cut[0]).__name__} had reached the disk, though it was cut short")
+            self.world.loop.note("journal", f"{type(cut).__name__} had reached the disk, though it was cut short")
             self.boots, self.channels, self.replies = self.boots - 1, known, replies
-            self.keep(*cut)
+            self.keep(cut)
             self._count_boot()
         if (found, journal.boot) != (self.restore(), self.boots):
             what = f"{process.name} finds boot {journal.boot}, {found}; written was boot {self.boots}, {self.restore()}"
@@ -137,7 +134,7 @@ class JournalDisk:
         if self.sqlite is None:
             yield
         else:
-            self._in_flight = record, self.wall()
+            self._in_flight = record
             with self.sqlite.writing(record):
                 yield
             self._in_flight = None
@@ -150,11 +147,9 @@ class JournalDisk:
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written."""
-        oldest = self.wall() - REPLY_TTL_S
         answers: dict[Channel, dict[RequestId, Ending]] = {}
-        for request, (at, known) in list(self.replies.items())[-ANSWERS:]:
-            if at >= oldest:
-                answers.setdefault(Channel(known.done.channel), {})[request] = known
+        for request, known in list(self.replies.items())[-ANSWERS:]:
+            answers.setdefault(Channel(known.done.channel), {})[request] = known
         return {
             name: msgspec.structs.replace(known, answers=answers.get(name, {})) for name, known in self.channels.items()
         }

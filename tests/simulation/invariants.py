@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from weightbus.control.effects import AnyObservation, AnyRecord, Committed, EpochTaken, ReadinessChanged, RoundReadiness
+from weightbus.control.effects import (
+    AnyObservation,
+    AnyRecord,
+    Committed,
+    EngineAhead,
+    EpochTaken,
+    ReadinessChanged,
+    RoundReadiness,
+)
 from weightbus.control.ids import AgentId
 from weightbus.control.messages import (
     Abandon,
@@ -47,6 +55,7 @@ INVARIANTS: Final = {
     "fresh-caches": "after a round with flush on, nothing is answered from the cache of other weights",
     "fenced-bytes": "bytes of an epoch never land on a server after bytes of a newer epoch",
     "one-holder": "an epoch is granted to one trainer, epochs only grow, and only the newest commits",
+    "known-epochs": "no agent has seen an epoch that is not on disk",
     "durable-before-said": "a Commit or a committed RoundDone leaves only when its version is on disk",
     "journal-survives": "what the journal called durable is found after every crash, and nothing that nobody wrote",
     "record-survives": "a sidecar finds its record whole after any crash: the last one, or the one being written",
@@ -66,6 +75,8 @@ INVARIANTS: Final = {
     "begun-anew": "a version whose table does not follow after all is announced again with it, and is not refused for"
     " its own first round",
     "understood": "nobody is told of a table that follows who has not said that it knows such",
+    "heard-out": "nobody waits for what nobody will say: while a round waits for its trainer's report, that is sending,"
+    " asking or gone",
     "no-needless-wait": "in calm weather, once all is settled, a round waits for no deadline",
     "nothing-raises": "no machine contradicts itself, whatever it is told",
 }
@@ -281,6 +292,8 @@ class Judge:
 
     def observed(self, what: AnyObservation) -> None:
         """The coordinator noted something."""
+        if isinstance(what, EngineAhead):
+            self.broken("known-epochs", f"{what.engine} has seen {what.epoch}, on disk is {what.known}")
         if isinstance(what, ReadinessChanged):
             self._listed(what.engine, ready=what.ready)
         elif isinstance(what, RoundReadiness):

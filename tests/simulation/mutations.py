@@ -411,6 +411,12 @@ MUTATIONS: Final = (
         "                return (self._unsaid,)\n            case Noted():",
         "                return ()\n            case Noted():",
     ),
+    _m(  # found by a review in our own code
+        "trainer-says-nothing-of-an-offer-whose-answer-was-lost",
+        PUBLICATION,
+        '            self._unsaid = ReportSent(self.epoch, failed, table=self.table if self.open else "")\n',
+        "            self._unsaid = None\n",
+    ),
     _m(
         "agent-stays-a-stranger",
         SESSION,

@@ -130,7 +130,18 @@ def draw(seed: int) -> Scenario:
         calm_from=calm_from,
     )
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
-    return _with_open_tables(_with_return(_with_silence(_with_power(drawn))))
+    return _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
+
+
+def _with_unheard_answers(drawn: Scenario) -> Scenario:
+    """A trainer whose offer is heard, and that hears nothing for longer than it waits for that. By its own dice."""
+    rng = random.Random(f"weightbus-unheard-{drawn.seed}")
+    if rng.random() >= 0.06:
+        return drawn
+    at, who = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(drawn.trainers)
+    fault = Fault(at=at, kind="cut-down", who=who, lasts=rng.uniform(5.0, 9.0), moment="offering")
+    faults = sorted((*drawn.faults, fault), key=lambda each: each.at)
+    return msgspec.structs.replace(drawn, faults=tuple(faults), calm_from=max(drawn.calm_from, at + 9.0))
 
 
 def _with_open_tables(drawn: Scenario) -> Scenario:

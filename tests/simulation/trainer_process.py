@@ -49,6 +49,7 @@ class TrainerProcess(Process):
         self._outlets: list[Outlet] = []
         self._told_boot = 0
         self._committed: m.Held | None = None
+        self._machine: p.Publication | None = None
         self.busy = False
         self.client = Client(self, self._world.network, self._hello, None, self._topology)
         self.thread(self._train(self.client))
@@ -97,6 +98,12 @@ class TrainerProcess(Process):
                 version = version if back else self._world.committed_version() + 1 + self._rng.randrange(2)
             elif self._rng.random() < 0.3:
                 version += 1
+
+    @property
+    def says_nothing(self) -> bool:
+        """It publishes, and waits for the coordinator to say something."""
+        machine = self._machine
+        return self.busy and machine is not None and machine.state is p.State.WAITING
 
     # -- one publication: drive.Drive.run
 
@@ -157,7 +164,7 @@ class TrainerProcess(Process):
             case _:
                 return None
 
-    def _perform(self, client: Client, version: int, effect: p.AnyEffect) -> Thread:  # noqa: C901  one for each effect
+    def _perform(self, client: Client, version: int, effect: p.AnyEffect) -> Thread:  # noqa: C901, PLR0911
         match effect:
             case p.AskLease():
                 return (yield from self._asking(self._acquire(client, version)))
@@ -168,6 +175,8 @@ class TrainerProcess(Process):
                 return (yield from self._asking(self._announce(client, version, effect)))
             case p.Deliver():
                 return (yield from self._asking(self._deliver(client, version, effect)))
+            case p.CloseTable():
+                return (yield from self._close_table())
             case p.ReportSent():
                 return (yield from self._asking(self._report(client, version, effect)))
             case p.DropReceivers():

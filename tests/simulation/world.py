@@ -9,6 +9,7 @@ import msgspec
 from weightbus.control.ids import Channel
 from weightbus.control.limits import Limits
 from weightbus.control.messages import EngineHealth, Outcome, PauseMode, Policy, RoundDone
+from weightbus.control.states import SENDING
 
 from .coordinator_process import CoordinatorProcess
 from .disks import JournalDisk
@@ -48,6 +49,8 @@ RESTART_S = 1.0
 LOOK_S = 1.0
 MEMORY_LOOKS = 5
 LEASE_SLACK_S = 13.0
+UNSAID_S = 8.0
+"""How long a trainer may have nothing to say to a round that waits for its report: its report may be on the way."""
 INBOX = 256
 """More unread messages than any agent may gather."""
 
@@ -117,6 +120,7 @@ class World:
         self.rounds: list[RoundDone] = []
         """Every round that was closed."""
         self._paused_since: dict[str, float] = {}
+        self._unsaid_since: float | None = None
 
     def rng(self, stream: str) -> random.Random:
         """The random numbers of one concern."""
@@ -324,6 +328,7 @@ class World:
     def _look(self) -> None:
         self.loop.after(LOOK_S, self._look)
         self._look_at_leases()
+        self._look_at_reports()
         self._looks += 1
         if self._looks % MEMORY_LOOKS == 0:
             self._look_at_memory()
@@ -349,6 +354,21 @@ class World:
             since = self._paused_since.setdefault(name, now)
             if now - since > self.limits.lease_s + LEASE_SLACK_S:
                 self.judge.broken("pause-lease", f"{name} is clean and has been paused for {now - since:.0f} s")
+
+    def _look_at_reports(self) -> None:
+        """A trainer that has reported, and hears no answer, asks; so one that waits says nothing of its own accord."""
+        server = self.coordinator.server
+        channel = server.machine.channels.get(self.channel) if server and not self.coordinator.frozen else None
+        round_ = channel.round if channel else None
+        holder = self.trainers.get(round_.holder) if round_ else None
+        awaited = round_ is not None and holder is not None and round_.state in SENDING and round_.needs(round_.holder)
+        if not (awaited and holder is not None and holder.alive and not holder.frozen and holder.says_nothing):
+            self._unsaid_since = None
+            return
+        self._unsaid_since = self.loop.now if self._unsaid_since is None else self._unsaid_since
+        if self.loop.now - self._unsaid_since > UNSAID_S:
+            what = f"the round waits for the report of {holder.name}, which waits for the round"
+            self.judge.broken("heard-out", what)
 
     def _hears(self, engine: EngineProcess) -> bool:
         heard = engine.client.heard_at if engine.client else None

@@ -22,6 +22,7 @@ from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import AgentId, Digest
 from weightbus.trainer_agent import open_table
 from weightbus.trainer_agent.archive import Archive, Policy
+from weightbus.trainer_agent.delivery import Delivery
 from weightbus.trainer_agent.exposure import Exposure
 from weightbus.trainer_agent.publication import Ending
 from weightbus.trainer_agent.settings import TrainerSettings
@@ -29,6 +30,7 @@ from weightbus.trainer_agent.source import AssemblyFailed
 from weightbus.trainer_agent.staging import Staging
 from weightbus.trainer_agent.whereabouts import topology_of
 
+from ..kit.fake_bus import silence
 from ..kit.fake_sender import FakeSender
 from .test_made_ahead import DIRECT, Coordinator, Rig
 
@@ -230,6 +232,46 @@ def test_an_attempt_that_the_coordinator_forgot_is_repeated_with_its_table(rig: 
     assert happened.count("digested") == 1
     assert [bool(table) for table in said(rig, m.Publish)][-1]
     assert said(rig, m.Sent)[-1] == ""
+
+
+def _lose() -> None:
+    raise silence()
+
+
+def test_where_the_answer_to_the_announcement_is_lost_engines_read_what_is_of_this_version(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Send` comes all the same, and says as much: what is offered was exposed for it, and its table follows."""
+    rig.coordinator.after[m.Publish] = deque([_lose])
+    exposed: list[bool] = []
+    plain = Delivery.open
+
+    def opening(delivery: Delivery) -> tuple[m.Offer, ...]:
+        exposed.append(rig.leader._outfit.staging.open)
+        return plain(delivery)
+
+    monkeypatch.setattr(Delivery, "open", opening)
+
+    verdict, happened = rig.publish(2)
+
+    assert verdict.ending is Ending.COMMITTED
+    assert exposed == [True]
+    assert "Abandon" not in happened
+    assert rig.table().tensors == rig.trainer.digests(quantised=False)
+
+
+def test_where_the_answer_to_the_offer_is_lost_the_report_has_the_table(rig: Rig) -> None:
+    """The attempt is broken off, digesting ends, and the next attempt is given the same table."""
+    rig.coordinator.after[m.Offered] = deque([_lose])
+    rig.coordinator.redrives = 1
+
+    verdict, happened = rig.publish(2)
+
+    assert verdict.ending is Ending.COMMITTED
+    assert happened.count("digested") == 1
+    assert set(said(rig, m.Sent)[1:]) == {rig.table().digest()}
+    first = [message for message in rig.coordinator.heard if isinstance(message, m.Sent)][1]
+    assert list(first.failed) == ["e0"]
 
 
 def test_engines_that_came_since_the_lease_and_cannot_wait_are_not_offered_anything(rig: Rig) -> None:

@@ -254,13 +254,38 @@ def test_a_report_that_was_not_heard_is_made_again() -> None:
     assert machine.handle(p.Accepted(), 3.1) == ()
 
 
+def broken_off(epoch: int = 3, table: str = "") -> p.ReportSent:
+    return p.ReportSent(epoch, {"e0": p._BROKEN_OFF}, table=table)
+
+
 def test_an_offer_that_was_not_heard_is_made_again() -> None:
     """The lanes are closed, and the coordinator's repeated `Send` of the same epoch is served."""
     machine = brought_to(State.SENDING)
     assert machine.handle(p.Unreachable("silence"), 1.0) == (p.StopDelivery(),)
+    assert machine.handle(p.Tick(), 1.5) == (p.Announce(3),)
+    assert machine.handle(p.Accepted(), 1.6) == (broken_off(),)
+    assert machine.handle(p.Refusal(Code.NOT_ALLOWED, "nothing was offered yet"), 1.7) == (p.Announce(3),)
+    assert machine.handle(p.Accepted(), 1.8) == ()
+    assert machine.handle(send(3), 1.9) == (p.Deliver(3, RECEIVERS, 60.0),)
+    assert machine.handle(p.Delivered(3, {}), 2.0) == (p.ReportSent(3, {}),)
+
+
+def test_an_offer_whose_answer_was_lost_is_reported_as_broken_off() -> None:
+    """It may have been heard: then the coordinator asks for nothing any more, and engines stand still for a report."""
+    machine = brought_to(State.SENDING)
+    machine.handle(p.Unreachable("silence"), 1.0)
     machine.handle(p.Tick(), 1.5)
-    machine.handle(p.Accepted(), 1.6)
-    assert machine.handle(send(3), 1.7) == (p.Deliver(3, RECEIVERS, 60.0),)
+    assert machine.handle(p.Accepted(), 1.6) == (broken_off(),)
+    machine.handle(p.Noted(3), 1.7)
+    assert machine.handle(send(4), 1.8) == (p.Deliver(4, RECEIVERS, 60.0),)
+
+
+def test_a_repeated_send_goes_before_the_report_of_what_was_broken_off() -> None:
+    """The coordinator still waits for an offer: nothing is to be said of the one that it did not hear."""
+    machine = brought_to(State.SENDING)
+    machine.handle(p.Unreachable("silence"), 1.0)
+    assert machine.handle(send(3), 1.1) == (p.Deliver(3, RECEIVERS, 60.0),)
+    assert machine.handle(p.Delivered(3, {}), 1.2) == (p.ReportSent(3, {}),)
 
 
 def test_a_refused_report_asks_how_the_round_stands() -> None:
@@ -335,7 +360,7 @@ def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C9
                 case p.AskLease():
                     epoch = max(epoch, machine.epoch) + 1
                     answer = (answers.pop() if answers else None) or p.LeaseGranted(epoch)
-                case p.Assemble():
+                case p.Assemble() | p.CloseTable():
                     answer = p.Digested(TABLE)
                 case p.Announce():
                     answer = (answers.pop() if answers else None) or p.Accepted()
@@ -434,6 +459,19 @@ def test_a_coordinator_that_forgot_an_open_round_is_asked_with_the_table() -> No
     assert machine.handle(p.Refusal(Code.STALE_EPOCH, "restarted"), 1.3) == (p.AskLease(),)
     machine.handle(p.LeaseGranted(5, held(7), open=True), 1.4)
     assert machine.handle(p.Digested(TABLE), 1.5) == (p.Announce(5),)
+
+
+def test_an_open_table_is_waited_for_where_the_answer_to_the_offer_was_lost() -> None:
+    """The report needs it, and nobody is being sent to; without one the round is given up."""
+    machine = left_open(State.SENDING)
+    assert machine.handle(p.Unreachable("silence"), 1.0) == (p.StopDelivery(), p.CloseTable())
+    assert machine.handle(p.Digested(TABLE), 1.2) == ()
+    assert machine.handle(p.Tick(), 1.5) == (p.Announce(3, open=True),)
+    assert machine.handle(p.Accepted(), 1.6) == (broken_off(table=TABLE),)
+
+    machine = left_open(State.SENDING)
+    machine.handle(p.Unreachable("silence"), 1.0)
+    assert machine.handle(p.Undigested("no table"), 1.2) == (p.GiveUp(3, "no table"), p.AskLease())
 
 
 def test_an_open_version_that_was_committed_unheard_is_committed() -> None:

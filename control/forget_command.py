@@ -1,0 +1,87 @@
+"""``weightbus forget-channel``: takes channels out of the journal that nobody needs any more.
+
+Only while no coordinator runs on it, so that no agent is there that would be cut off: the journal's own lock sees to
+that.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .effects import ChannelForgotten
+from .election import Election, Leader, Term
+from .errors import ConfigurationError
+from .etcd import Etcd, parse_url
+from .etcd_journal import EtcdJournal
+from .ids import Channel
+from .journal import Journal, SqliteJournal
+from .security import state_folder
+from .settings_command import SettingsCommand
+
+_LEASE_S = 5.0
+_CALL_S = 2.0
+
+
+class ForgetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ``weightbus forget-channel``."""
+
+    journal: Annotated[Path, Meta(description="the coordinator's SQLite file")] = msgspec.field(
+        default_factory=lambda: state_folder() / "journal.sqlite"
+    )
+    store: Annotated[str, Meta(description="etcd://127.0.0.1:2379[,...][/prefix], where that is used instead")] = ""
+
+
+class ForgetCommand(SettingsCommand[ForgetSettings]):
+    """Has the journal forget channels: their versions, epochs and answers. The audit trail keeps that it did."""
+
+    help: str = "take channels out of the journal that nobody needs any more; the coordinator has to be stopped"
+    section: str = "forget_channel"
+    kind = ForgetSettings
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Names, without flags."""
+        parser.add_argument("names", nargs="+", metavar="CHANNEL", help="what to forget")
+        super().configure(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Keep what is no setting."""
+        self._names = tuple[str, ...](args.names)
+        return super().run(args)
+
+    def do(self, given: ForgetSettings) -> int:
+        """Forget them, or none. Exit code 1: one is not known (a typing error, or done)."""
+        with ExitStack() as opened:
+            journal = _of_store(given.store, opened) if given.store else _of_file(given.journal)
+            opened.callback(journal.close)
+            known = journal.restore()
+            strange = [name for name in self._names if name not in known]
+            for name in self._names:
+                if not strange:
+                    journal.write(ChannelForgotten(channel=Channel(name)))
+                print(f"{'not known' if name in strange else 'kept' if strange else 'forgotten':<9} {name}")  # noqa: T201
+        return 1 if strange else 0
+
+
+def _of_file(path: Path) -> Journal:
+    if not path.exists():
+        raise ConfigurationError(f"journal = {path} is not there: name the coordinator's with --journal")
+    return SqliteJournal(path)
+
+
+def _of_store(store: str, opened: ExitStack) -> Journal:
+    url = parse_url(store)
+    etcd = opened.enter_context(closing(Etcd(url.members, _CALL_S)))
+    found = Election(etcd, url.prefix, Leader("forget-channel", ""), _LEASE_S).stand()
+    if not isinstance(found, Term):
+        raise ConfigurationError(f"{found.name} leads at {store}: stop all its coordinators first")
+    opened.callback(found.resign)
+    return EtcdJournal(etcd, url.prefix, found)
+
+
+forget_channel = ForgetCommand()

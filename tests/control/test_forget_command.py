@@ -1,0 +1,57 @@
+"""Channels that nobody needs any more make room for others, by a command and by nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightbus.control.cli import main
+from weightbus.control.ids import Channel
+from weightbus.control.journal import SqliteJournal
+
+from .journal_contract import closed, commit, taken
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "journal.sqlite"
+    journal = SqliteJournal(path)
+    for record in (taken(1), commit(7, 1), closed("p"), taken(4, "run-1"), closed("r", "run-1")):
+        journal.write(record)
+    journal.close()
+    return path
+
+
+def test_what_is_named_is_forgotten_and_the_rest_kept(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Versions, answers and history: who uses the name again begins anew. The audit trail says so."""
+    assert main(["forget-channel", "policy", "--journal", str(path)]) == 0
+    assert capsys.readouterr().out == "forgotten policy\n"
+    journal = SqliteJournal(path)
+    assert list(journal.restore()) == ["run-1"]
+    assert list(journal.restore()[Channel("run-1")].answers) == ["r"]
+    assert journal.audit()[-1] == {"record": "ChannelForgotten", "channel": "policy"}
+    journal.write(taken(1))
+    anew = journal.restore()[Channel("policy")]
+    assert (anew.epoch, anew.committed, dict(anew.answers), anew.history) == (1, None, {}, ())
+    journal.close()
+
+
+def test_a_name_that_is_not_known_changes_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor do those beside it: it is likely to be a typing error."""
+    assert main(["forget-channel", "run-1", "run-2", "--journal", str(path)]) == 1
+    assert capsys.readouterr().out == "kept      run-1\nnot known run-2\n"
+    journal = SqliteJournal(path)
+    assert sorted(journal.restore()) == ["policy", "run-1"]
+    journal.close()
+
+
+def test_not_while_a_coordinator_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Agents of the channel may be there. Nor is a journal made that was not."""
+    journal = SqliteJournal(path)
+    assert main(["forget-channel", "policy", "--journal", str(path)]) == 1
+    assert "is another coordinator running on it" in capsys.readouterr().err
+    assert sorted(journal.restore()) == ["policy", "run-1"]
+    journal.close()
+    assert main(["forget-channel", "policy", "--journal", str(path.with_name("other"))]) == 2
+    assert not path.with_name("other").exists()

@@ -1,0 +1,133 @@
+"""A journal that is older than its engines: restored from a copy, or begun anew.
+
+Engines drop what is below the epoch that they have seen. Their heartbeats name it, and the coordinator's next one is
+above.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from weightbus.control import channel as module
+from weightbus.control.effects import EngineAhead, EpochRaised, EpochTaken
+from weightbus.control.ids import Epoch
+from weightbus.control.messages import EngineHealth, Granted, Outcome, Prepare, Publish, Refused
+
+from .world import CHANNEL, Engine, Trainer, World
+
+FAR = 10_000
+
+
+def set_back(kept: int) -> tuple[World, Engine, Engine, Trainer]:
+    """After twenty rounds, with the first `kept` records of the journal only."""
+    world = World()
+    e0, e1, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
+    for version in range(1, 21):
+        assert world.publish(trainer, version).outcome is Outcome.COMMITTED
+    del world.records[kept:]
+    world.epochs.clear()
+    world.restart()
+    return world, e0, e1, trainer
+
+
+def epochs(world: World) -> list[int]:
+    return [record.epoch for record in world.records if isinstance(record, EpochTaken | EpochRaised)]
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_versions_are_committed_again_as_soon_as_engines_were_heard(kept: int) -> None:
+    """One heartbeat later the channel is above what they have seen, on disk, and the first version is committed."""
+    world, e0, e1, trainer = set_back(kept)
+    seen = e0.epoch
+    assert world.machine.channels[CHANNEL].epoch < seen
+
+    world.advance(world.limits.heartbeat_s)
+    began = world.now
+    done = world.publish(trainer, 21)
+
+    assert done.outcome is Outcome.COMMITTED
+    assert world.now - began < 5.0
+    assert max(e0.epoch, e1.epoch) > seen
+    assert sorted(world.ready) == ["e0", "e1"]
+    (noted,) = [each for each in world.observed if isinstance(each, EngineAhead)]
+    assert noted.epoch == seen
+    assert seen in epochs(world)
+
+
+def test_a_round_that_began_before_they_were_heard_says_why_it_came_to_nothing() -> None:
+    """It ends as soon as they are, and not when the time of a step is over."""
+    world, e0, _, trainer = set_back(3)
+    trainer.acquire(21)
+    world.settle()
+    began = world.now
+    world.advance_until(lambda: trainer.done is not None and trainer.done.version == 21)
+
+    assert trainer.done is not None
+    assert trainer.done.outcome is Outcome.ABORTED
+    assert "an older journal was restored, or one begun anew" in trainer.done.reason
+    assert world.now - began <= 2 * world.limits.heartbeat_s
+    assert world.publish(trainer, 22).outcome is Outcome.COMMITTED
+    assert e0.health is EngineHealth.CLEAN
+
+
+def test_a_lease_that_no_engine_would_hear_is_asked_for_again() -> None:
+    """Granted before they were heard, and used afterwards: refused as stale, which a trainer mends by itself."""
+    world, _, _, trainer = set_back(3)
+    trainer.stop_before = Publish
+    trainer.acquire(21)
+    world.settle()
+    world.advance(world.limits.heartbeat_s)
+    assert trainer.publishing is not None
+    trainer.stop_before, trainer.deaf = None, False
+    trainer.say(trainer.publishing)
+    world.settle()
+
+    assert "acquire again" in trainer.got(Refused)[-1].reason
+    assert world.committed == 21
+
+
+def test_an_engine_that_lies_keeps_nobody_but_itself_from_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a lease, under it, and in a round. The epoch rises in steps, and not more often than heartbeats come."""
+    monkeypatch.setattr(module, "LEAP", 100)
+    world = World()
+    honest, liar, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
+    world.publish(trainer, 1)
+    before = world.machine.channels[CHANNEL].epoch
+    liar.epoch = FAR  # it hears nothing below, and says so with every heartbeat
+    for version in range(2, 6):
+        trainer.acquire(version)
+        if version % 2:
+            world.advance(world.limits.heartbeat_s)
+        world.settle()
+        world.advance_until(lambda wanted=version: world.committed == wanted, 30.0)  # type: ignore[misc]
+    world.advance(3 * world.limits.heartbeat_s)
+
+    assert honest.label == 5
+    assert honest.generating
+    steps = [record.epoch for record in world.records if isinstance(record, EpochRaised)]
+    assert all(after - first <= 100 + 4 for first, after in zip([before, *steps], steps, strict=False))
+    assert len(steps) <= world.now / world.limits.heartbeat_s
+
+
+def test_who_comes_under_a_lease_is_not_made_deaf_to_its_round() -> None:
+    """It is told to go on at an epoch below the lease's, whatever another engine has raised the channel's to."""
+    world = World()
+    liar, trainer = world.engine("e1"), world.trainer()
+    world.publish(trainer, 1)
+    trainer.stop_before = Publish
+    trainer.acquire(2)
+    world.settle()
+    liar.epoch = FAR
+    world.advance(2 * world.limits.heartbeat_s)
+    assert world.machine.channels[CHANNEL].epoch == FAR
+    late = world.engine("e0")
+    lease = trainer.got(Granted)[-1].epoch
+    assert late.epoch < lease
+
+    trainer.stop_before, trainer.deaf = None, False
+    assert trainer.publishing is not None
+    trainer.say(trainer.publishing)
+    world.settle()
+    world.advance_until(lambda: world.committed == 2, 30.0)
+    assert late.got(Prepare)[-1].epoch == lease
+    assert Epoch(late.epoch) == lease
