@@ -88,7 +88,7 @@ class Deployment:
         self.journal.mkdir()
         command = ["-m", "weightbus.control.cli"]
         coordinator = [*command, "coordinator", "--insecure-loopback", f"--router-port={self._bus}"]
-        coordinator += [f"--pub-port={free_port()}", f"--http-port={self._status}"]
+        coordinator += [f"--http-port={self._status}"]
         coordinator += [f"--journal={self.journal / 'journal.sqlite'}", "--heartbeat-s=0.5", "--silence-s=3"]
         coordinator += ["--takeover-s=1.5", "--lease-s=3", "--offer-s=5", "--pause-s=5", "--prepare-s=5"]
         coordinator += ["--verify-s=10", "--resume-s=10", "--abort-s=5", "--commit-s=5"]
