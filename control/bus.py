@@ -1,7 +1,7 @@
 """The coordinator's ZeroMQ sockets. Carries messages; decides nothing about them.
 
-The coordinator binds a ROUTER (commands) and a PUB (hints, lossy); an agent connects a DEALER (dealer.py). Every socket
-belongs to one thread. Nothing but these two files and sockets.py knows zmq. The options and their numbers were each
+The coordinator binds a ROUTER; an agent connects a DEALER (dealer.py). Every socket belongs to one thread. Nothing but
+these two files and sockets.py knows zmq. The options and their numbers were each
 chosen against a failure seen with libzmq 4.3.5:
 
 - no routing id is ever set: the ROUTER names each connection anew, so nobody can take another's name by asking for it,
@@ -16,17 +16,14 @@ chosen against a failure seen with libzmq 4.3.5:
 - HANDSHAKE_IVL before bind: connections that never finish their handshake do not collect;
 - CURVE with ZAP_DOMAIN and ZAP_ENFORCE_DOMAIN: when the authenticator's thread is gone, strangers are refused. Without
   both they would be let in;
-- ZAP looks at new connections only, so every message is asked for the key it came under (User-Id), and the hints'
-  socket is opened anew when somebody is not trusted any more;
-- a monitor on both sockets counts handshakes that came to nothing: nobody else would.
+- ZAP looks at new connections only, so every message is asked for the key it came under (User-Id);
+- a monitor counts handshakes that came to nothing: nobody else would.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
-import itertools
 import struct
 import time
 from collections import Counter, deque
@@ -46,7 +43,7 @@ from .events import MessageReceived, Peer, Principal
 from .ids import AgentId
 from .keys import COORDINATOR, KeyPair, check_public, read_secret
 from .links import Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from .messages import Hint, ToAgent
+from .messages import ToAgent
 from .sockets import MAX_BURST, Waker, burst, check_library, explain_handshake, public_of, set_common
 from .throttle import PENANCE_S, RATE, Account, Pace, Throttle
 from .trust import RELOAD_S, TRUST_FILE, TrustList, read_trust
@@ -60,6 +57,7 @@ _CONNECTION_EVENTS: Final[Mapping[int, str]] = {
     zmq.EVENT_DISCONNECTED: "closed",
 }
 ZAP_DOMAIN: Final = "weightbus"
+MONITOR: Final = "inproc://connections"
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 """Plain numbers: the arithmetic of enums would cost more than the call."""
@@ -106,8 +104,8 @@ class ServerKeys:
 class RouterBus:
     """The coordinator's sockets. `links.CoordinatorBus` says what the calls mean."""
 
-    def __init__(self, bind: str, router_port: int, pub_port: int, keys: ServerKeys | None = None) -> None:
-        """Binds at once. Port 0 takes a free one: see `router_port` and `pub_port`. Without keys: loopback only."""
+    def __init__(self, bind: str, router_port: int, keys: ServerKeys | None = None) -> None:
+        """Binds at once. Port 0 takes a free one: see `router_port`. Without keys: loopback only."""
         check_library()
         self._host = check_bind(bind, keys)
         self._keys = keys
@@ -138,18 +136,16 @@ class RouterBus:
         self._receive_frame: Final = cast("Callable[[int, bool], zmq.Frame]", self._router.recv)
         self._send_frame: Final = partial(Socket.send, self._router)
         """pyzmq's own call, without the options of socket types that we do not use: a third of the time."""
-        self._pub: zmq.Socket[bytes] | None = None
-        self._monitors: list[zmq.Socket[bytes]] = []
-        self._names = itertools.count()
+        self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        """Told what becomes of connections."""
         self._look_at = time.monotonic()
         try:
             self._authenticate()
-            self._secure(self._router)
+            self._secure()
             self._router.set(zmq.ROUTER_MANDATORY, 1)
             self._router.set(zmq.SNDHWM, UNREAD)
-            self._monitor(self._router)
-            self.router_port = _bind(self._router, self._host, router_port, "router_port")
-            self.pub_port = self._open_pub(pub_port)
+            self._watch_connections()
+            self.router_port = _bind(self._router, self._host, router_port)
         except BaseException:
             self.close()
             raise
@@ -161,7 +157,8 @@ class RouterBus:
             self._authenticator.start()
             self._authenticator.configure_curve_callback(ZAP_DOMAIN, _Doorman(self._keys.trust))
 
-    def _secure(self, each: zmq.Socket[bytes]) -> None:
+    def _secure(self) -> None:
+        each = self._router
         set_common(each)
         each.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         each.set(zmq.BACKLOG, 4096)
@@ -171,27 +168,11 @@ class RouterBus:
             each.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode("ascii"))
             each.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def _monitor(self, each: zmq.Socket[bytes]) -> None:
-        """Have what becomes of its connections told, until it is closed."""
-        address = f"inproc://monitor-{next(self._names)}"
-        each.monitor(address, sum(_CONNECTION_EVENTS) | _FAILED_HANDSHAKES | zmq.EVENT_MONITOR_STOPPED)
-        monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        self._monitors.append(monitor)
-        monitor.set(zmq.LINGER, 0)
-        monitor.set(zmq.RCVHWM, 0)  # libzmq's own thread would wait for us when it is full
-        monitor.connect(address)
-
-    def _open_pub(self, port: int) -> int:
-        pub: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
-        try:
-            self._secure(pub)
-            self._monitor(pub)
-            bound = _bind(pub, self._host, port, "pub_port")
-        except BaseException:
-            pub.close(linger=0)
-            raise
-        self._pub = pub
-        return bound
+    def _watch_connections(self) -> None:
+        self._router.monitor(MONITOR, sum(_CONNECTION_EVENTS) | _FAILED_HANDSHAKES)
+        self._monitor.set(zmq.LINGER, 0)
+        self._monitor.set(zmq.RCVHWM, 0)  # libzmq's own thread would wait for us when it is full
+        self._monitor.connect(MONITOR)
 
     def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[Incoming]:
         """What came in, at once if anything did; nothing after `timeout_s` or `wake`. First it may gather."""
@@ -283,8 +264,6 @@ class RouterBus:
         if self._keys is None:
             return []
         trusted = self._keys.trust.principals()
-        if self._pub is None:
-            self._open_pub_again()
         if trusted is self._trusted:
             return []
         before, self._trusted = self._trusted, trusted
@@ -292,16 +271,7 @@ class RouterBus:
             speaker.principal = trusted.get(speaker.key)
         reason = self._keys.trust.problem or "it was taken off the allow-list, or its entry there was changed"
         lost = [each for key, each in before.items() if trusted.get(key) != each]
-        if lost and self._pub is not None:
-            self._pub.close(linger=0)
-            self._pub = None
-            self._open_pub_again()
         return [Distrusted(each.name, reason) for each in lost]
-
-    def _open_pub_again(self) -> None:
-        """Everybody who listens has to show a key again. The port is free as soon as libzmq has closed the old one."""
-        with contextlib.suppress(ConfigurationError):  # tried again with the next poll; hints are lossy by contract
-            self._open_pub(self.pub_port)
 
     def _turned_away(self) -> list[TurnedAway]:
         """What became of connections: a few looks a second are enough."""
@@ -310,18 +280,13 @@ class RouterBus:
         if now < self._look_at:
             return found
         self._look_at = now + LOOK_S
-        for monitor in tuple(self._monitors):
-            for frames in burst(monitor):
-                number, value = struct.unpack("=Hi", frames[0].bytes)
-                if event := _CONNECTION_EVENTS.get(number):
-                    self.connections[event] += 1
-                elif number == zmq.EVENT_MONITOR_STOPPED:
-                    self._monitors.remove(monitor)
-                    monitor.close(linger=0)
-                    break
-                else:
-                    self.connections["refused"] += 1
-                    found.append(TurnedAway(explain_handshake(number, value)))
+        for frames in burst(self._monitor):
+            number, value = struct.unpack("=Hi", frames[0].bytes)
+            if event := _CONNECTION_EVENTS.get(number):
+                self.connections[event] += 1
+            else:
+                self.connections["refused"] += 1
+                found.append(TurnedAway(explain_handshake(number, value)))
         return found
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
@@ -363,13 +328,6 @@ class RouterBus:
         self._queues.pop(peer, None)
         self._speakers.pop(peer, None)
 
-    def hint(self, hint: Hint) -> None:
-        """Tell whoever listens; nobody may."""
-        if self._pub is None:
-            return  # being opened anew
-        with contextlib.suppress(zmq.Again):  # hints are lossy by contract
-            self._pub.send_multipart(codec.pack(codec.HINT.encode(hint)), zmq.NOBLOCK)
-
     def wake(self) -> None:
         """End the running `poll`, or the next one."""
         self._waker.set()
@@ -379,9 +337,8 @@ class RouterBus:
         if self._authenticator is not None:
             self._authenticator.stop()
             self._authenticator = None
-        for each in (self._router, self._pub, *self._monitors):
-            if each is not None:
-                each.close(linger=0)
+        self._router.close(linger=0)
+        self._monitor.close(linger=0)
         self._context.term()
         self._waker.close()
 
@@ -489,11 +446,11 @@ def check_bind(bind: str, keys: ServerKeys | None) -> str:
     return f"[{address}]" if address.version == 6 else str(address)
 
 
-def _bind(each: zmq.Socket[bytes], host: str, port: int, setting: str) -> int:
+def _bind(each: zmq.Socket[bytes], host: str, port: int) -> int:
     try:
         each.bind(f"tcp://{host}:{port or '*'}")
     except zmq.ZMQError as error:
-        advice = f"choose another {setting}, or stop what listens there"
+        advice = "choose another router_port, or stop what listens there"
         if error.errno == errno.EADDRNOTAVAIL:
             advice = "that is no address of this machine: give --bind one that is, or 0.0.0.0 for all of them"
         raise ConfigurationError(f"cannot listen on {host}:{port}: {error}; {advice}") from error

@@ -89,4 +89,4 @@ class Candidate:
 
 def _at(settings: CoordinatorSettings, ports: Ports) -> CoordinatorSettings:
     """The settings with the ports that were found: both roles answer at the same ones."""
-    return msgspec.structs.replace(settings, router_port=ports.router, pub_port=ports.pub, http_port=ports.http)
+    return msgspec.structs.replace(settings, router_port=ports.router, http_port=ports.http)

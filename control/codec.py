@@ -25,7 +25,6 @@ from .messages import (
     Ack,
     Alive,
     BlobPage,
-    Hint,
     Message,
     Offered,
     PutBlob,
@@ -204,5 +203,3 @@ TO_COORDINATOR: Final[Wire[ToCoordinator]] = Wire(b">", ToCoordinator)
 """What agents send."""
 TO_AGENT: Final[Wire[ToAgent]] = Wire(b"<", ToAgent, MAX_ANSWER_BYTES)
 """What the coordinator sends to one agent."""
-HINT: Final[Wire[Hint]] = Wire(b"!", Hint)
-"""What the coordinator tells whoever listens."""

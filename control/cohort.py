@@ -59,7 +59,6 @@ _PREPARED: Final = EnginePhase.PREPARED
 _RESUMING: Final = EnginePhase.RESUMING
 _LEFT: Final = EnginePhase.LEFT
 _SERVING: Final = EnginePhase.SERVING
-_CLEAN: Final = EngineHealth.CLEAN
 """Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
 _STILL: Final = frozenset(EnginePhase) - GENERATES - SETTLED
 _UNSEEN_LATE: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
@@ -129,7 +128,6 @@ class Cohort:
                 phase=_PREPARING if transport else _LEFT,
                 epoch=epoch,
                 transport=transport,
-                health=info.health,
                 redrives_left=redrives,
                 shares=routes[name].shares,
                 gpus=routes[name].gpus,
@@ -391,7 +389,6 @@ class Cohort:
 
     def _holds_another(self, member: Member, version: int, table: str) -> None:
         """Than the one that the trainer published."""
-        member.health = EngineHealth.DIRTY
         expected = f"{self._publish.version}, {self.table[:12] or 'whose table follows'}"
         self._break(member, f"verified version {version}, table {table[:12]}; expected {expected}")
 
@@ -399,15 +396,12 @@ class Cohort:
         if member.phase is _RESUMING:
             if message.version == self._publish.version:
                 self._move(member, _SERVING)
-                member.health = _CLEAN
             else:
                 self._move(member, EnginePhase.QUARANTINED)
-                member.health = EngineHealth.PENDING
                 why = f"serves version {message.version} after the commit of {self._publish.version}"
                 self._note_failure(member, why)
         elif member.phase is EnginePhase.LEAVING:
             self._move(member, EnginePhase.LEFT)
-            member.health = EngineHealth.CLEAN
         else:
             if member.phase in STANDING:
                 self.leave(member, "it resumed by itself", now)
@@ -419,7 +413,6 @@ class Cohort:
         reason = f"{message.step.value}: {message.reason}"
         if member.phase in SETTLED:
             return
-        member.health = message.health
         if member.phase is EnginePhase.RESUMING:
             self._note_failure(member, reason)
             self._move(member, EnginePhase.QUARANTINED)

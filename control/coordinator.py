@@ -107,7 +107,7 @@ class Coordinator:
         self._waiting: deque[_Work] = deque()
         self._stirred: dict[ChannelId, Channel] = {}
         """Of which something is to be noted when the event is over."""
-        self._out = Outbox(boot, limits.answers)
+        self._out = Outbox(limits.answers)
         self.replies = self._out.replies
         self._pen = Pen(self._out, limits.probe_s)
         self._relay = Relay(self.members, self._out, self._pen)

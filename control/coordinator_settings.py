@@ -42,7 +42,6 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     bind: Annotated[str, Meta(description="address of the bus; anything but the loopback needs keys")] = "127.0.0.1"
     router_port: Annotated[Port, Meta(description="commands (ROUTER)")] = 5750
-    pub_port: Annotated[Port, Meta(description="hints (PUB)")] = 5751
     http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
     http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5752
     store: Annotated[
@@ -98,7 +97,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     def _check_ports(self) -> None:
         """Port 0 is whatever is free, so it may stand more than once."""
         taken: dict[int, tuple[str, str]] = {}
-        for name, address in (("router_port", self.bind), ("pub_port", self.bind), ("http_port", self.http_bind)):
+        for name, address in (("router_port", self.bind), ("http_port", self.http_bind)):
             port: int = getattr(self, name)
             other, at = taken.get(port, ("", ""))
             if port and other and (address == at or _EVERYWHERE & {address, at}):

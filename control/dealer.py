@@ -1,4 +1,4 @@
-"""The agent's ZeroMQ sockets: a DEALER for its conversation, a SUB for hints. bus.py says why their options are so."""
+"""The agent's ZeroMQ socket, a DEALER. bus.py says why its options are so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zmq
 from . import codec
 from .errors import ConfigurationError, ProtocolError
 from .keys import CurveFiles, KeyPair, read_public, read_secret
-from .messages import Hint, ToAgent, ToCoordinator
+from .messages import ToAgent, ToCoordinator
 from .session import split_endpoints
 from .sockets import Waker, burst, check_library, public_of, set_common
 
@@ -85,35 +85,6 @@ class DealerLink:
         if self._socket is not None:
             self._socket.close(linger=linger_ms)
             self._socket = None
-
-
-class HintReader:
-    """Listens to the coordinator's hints. They are lossy: what they hint at is read from the status."""
-
-    def __init__(self, endpoint: str, curve: CurveFiles | None = None) -> None:
-        check_library()
-        _check_endpoint(endpoint, curve)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sub: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
-        pair = None
-        if curve is not None:
-            secret = read_secret(curve.secret)
-            pair = KeyPair(public_of(secret), secret)
-        set_common(self._sub)
-        _set_connecting(self._sub, pair, read_public(curve.coordinator) if curve else "")
-        self._sub.set(zmq.SUBSCRIBE, codec.MAGIC)
-        _connect(self._sub, endpoint)
-
-    def read(self, timeout_s: float) -> Hint | None:
-        """The next hint, or None after `timeout_s`. Raises `ProtocolError` for what is not one."""
-        if not self._sub.poll(max(0, round(timeout_s * 1000))):
-            return None
-        return codec.HINT.decode(codec.unpack(self._sub.recv_multipart(zmq.NOBLOCK)))[0]
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._sub.close(linger=0)
-        self._context.term()
 
 
 def _set_connecting(each: zmq.Socket[bytes], pair: KeyPair | None, coordinator_key: str) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from .events import Peer, Token
 from .ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from .messages import Code, Hint, Outcome, Request, Role, RoundDone, ToAgent
+from .messages import Code, Outcome, Request, Role, RoundDone, ToAgent
 from .states import RoundState
 
 # -- records: what survives a restart -------------------------------------------------------------------------------
@@ -231,21 +231,6 @@ AnyObservation = (
 )
 
 
-def announced_as(what: object) -> str | None:
-    """What whoever listens on the hints' socket is told of an observation, if anything."""
-    match what:
-        case ReadinessChanged() | RoundReadiness():
-            return "ready" if what.ready else "not_ready"
-        case LeaseGranted():
-            return "granted"
-        case StateEntered() if what.state is RoundState.RESUMING:
-            return "committed"
-        case RoundEnded():
-            return f"round_{what.outcome.value}"
-        case _:
-            return None
-
-
 # -- effects --------------------------------------------------------------------------------------------------------
 
 
@@ -282,12 +267,6 @@ class Acknowledge(msgspec.Struct, frozen=True):
     """By whom, and what, in the order in which they came."""
 
 
-class PublishHint(Effect, frozen=True):
-    """Tell whoever listens; nobody may."""
-
-    hint: Hint
-
-
 class Evict(Effect, frozen=True):
     """Forget the connection: what still arrives from it is answered as from a stranger."""
 
@@ -301,4 +280,4 @@ class Observe(msgspec.Struct, frozen=True):
     what: AnyObservation
 
 
-AnyEffect = Persist | SendTo | SendToAll | Acknowledge | PublishHint | Evict | Observe
+AnyEffect = Persist | SendTo | SendToAll | Acknowledge | Evict | Observe

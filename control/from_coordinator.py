@@ -214,17 +214,3 @@ class Abort(Message, frozen=True):
     epoch: EpochNumber
     reason: Text
     deadline_s: Seconds
-
-
-# -- coordinator -> whoever listens on the PUB socket ----------------------------------------------------------------
-
-
-class Hint(Message, frozen=True):
-    """Something changed; lossy by nature. Readers pull the status to learn what."""
-
-    seq: Count
-    boot: Count
-    channel: ChannelName
-    event: Text
-    version: VersionNumber | None
-    epoch: EpochNumber

@@ -15,7 +15,7 @@ import msgspec
 from .errors import ProtocolError
 from .events import MessageReceived, Peer, Principal
 from .ids import AgentId
-from .messages import Hint, ToAgent, ToCoordinator
+from .messages import ToAgent, ToCoordinator
 
 
 class Delivery(enum.Enum):
@@ -83,10 +83,6 @@ class CoordinatorBus(Protocol):
 
     def forget(self, peer: Peer) -> None:
         """Drop what is queued for `peer`."""
-        ...
-
-    def hint(self, hint: Hint) -> None:
-        """Tell whoever listens; nobody may."""
         ...
 
     def wake(self) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from .codec import brief
 from .ids import AgentId, Epoch, Version
-from .messages import EngineHealth, EngineInfo, EngineReport, Outcome, TransportKind
+from .messages import EngineInfo, EngineReport, Outcome, TransportKind
 from .states import EnginePhase
 
 
@@ -18,7 +18,6 @@ class Member(msgspec.Struct, kw_only=True):
     phase: EnginePhase
     epoch: Epoch
     transport: TransportKind | None
-    health: EngineHealth
     redrives_left: int = 0
     """How often it may still be sent everything again after a failure that it, or bytes under way, took part in."""
     reason: str = ""

@@ -15,14 +15,13 @@ from . import codec
 from .errors import ProtocolError
 from .events import MessageReceived, Peer
 from .links import Delivery, Rejected
-from .messages import Hint, Message, ToAgent, ToCoordinator
+from .messages import Message, ToAgent, ToCoordinator
 
 
 class MemoryBus:
     """The coordinator's side; `link` makes an agent's side."""
 
     def __init__(self) -> None:
-        self.hints: list[Hint] = []
         self.lose: Callable[[Message], bool] = lambda _message: False
         """Messages for which this says True get lost on the way, in either direction."""
         self._changed = threading.Condition()
@@ -63,10 +62,6 @@ class MemoryBus:
 
     def forget(self, peer: Peer) -> None:
         """Nothing is ever queued here."""
-
-    def hint(self, hint: Hint) -> None:
-        """Tell whoever listens; nobody may."""
-        self.hints.append(codec.HINT.decode(codec.HINT.encode(hint))[0])
 
     def wake(self) -> None:
         """End the running `poll`, or the next one."""

@@ -16,13 +16,12 @@ from .effects import (
     Evict,
     Observe,
     Persist,
-    PublishHint,
     Refusal,
     SendTo,
     SendToAll,
 )
 from .events import Peer
-from .ids import AgentId, Channel, Epoch, RequestId, Version
+from .ids import AgentId, RequestId
 from .lease import Verdict
 from .messages import (
     Abandon,
@@ -30,7 +29,6 @@ from .messages import (
     Bye,
     Code,
     Heartbeat,
-    Hint,
     Offered,
     Publish,
     Refused,
@@ -51,11 +49,9 @@ _REMEMBERED: Final = (Publish, Release, Offered, Sent, Abandon)
 class Outbox:
     """The effects of one event after the other."""
 
-    def __init__(self, boot: int, answers: int) -> None:
+    def __init__(self, answers: int) -> None:
         """`answers` are remembered by request key."""
         self.replies = Replies(answers)
-        self._boot = boot
-        self._hints = 0
         self._effects: list[AnyEffect] = []
         self._owed: list[tuple[Peer, Request]] | None = None
         """Of the last effect, if it is an `Acknowledge`."""
@@ -94,12 +90,6 @@ class Outbox:
     def observe(self, what: AnyObservation) -> None:
         """For logs and metrics."""
         self._add(Observe(what))
-
-    def hint(self, channel: Channel, event: str, version: Version | None, epoch: Epoch) -> None:
-        """For whoever listens."""
-        self._hints += 1
-        hint = Hint(seq=self._hints, boot=self._boot, channel=channel, event=event, version=version, epoch=epoch)
-        self._add(PublishHint(hint=hint))
 
     def answer(self, peer: Peer, agent: AgentId, message: Message, verdict: Verdict) -> None:
         """An `Ack`, or a refusal with its reason."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .channel import Channel
-from .effects import Committed, EpochRaised, EpochTaken, ReadinessChanged, RoundClosed, RoundReadiness, announced_as
+from .effects import Committed, EpochRaised, EpochTaken, ReadinessChanged, RoundClosed, RoundReadiness
 from .errors import InvariantBroken
 from .membership import Membership
 from .outbox import Outbox
@@ -20,20 +20,11 @@ class Relay:
 
     def flush(self, channel: Channel, now: float) -> None:
         """Everything that `channel` wants sent, noted and written now, in its order."""
-        outs = channel.flush(now)
-        if not outs:
-            return
-        hinted: set[str] = set()
-        for out in outs:
+        for out in channel.flush(now):
             if isinstance(out, Tell):
                 self._out.tell(self._members.peers(out.agents), out.message)
-                continue
-            self._put(channel, out)
-            event = announced_as(out)
-            if event and event not in hinted:  # hints name no engine: one says as much as a thousand
-                hinted.add(event)
-                version = channel.committed.version if channel.committed else None
-                self._out.hint(channel.name, event, version, channel.epoch)
+            else:
+                self._put(channel, out)
 
     def _put(self, channel: Channel, out: Out) -> None:
         match out:

@@ -25,7 +25,6 @@ from .effects import (
     Evict,
     Observe,
     Persist,
-    PublishHint,
     Refusal,
     SendTo,
     SendToAll,
@@ -43,19 +42,16 @@ from .events import (
     Tick,
     TrustLost,
 )
-from .ids import Channel
 from .journal import Journal
 from .limits import Limits
 from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from .messages import Code, Hint, ToAgent
+from .messages import Code, ToAgent
 from .receipts import Receipts
 from .rejection import answer_to, refusal_of
 from .status_desk import StatusDesk
 
 IDLE_S: Final = 1.0
 """The loop looks around at least so often; nothing depends on it."""
-YIELD_S: Final = 0.05
-"""How long hints may wait while messages come in: of several that say the same, the last is as good as all."""
 GATHER_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if they come in a stream."""
 GATHER_PACE: Final = 64.0
@@ -87,8 +83,6 @@ class Server:
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
         self._receipts = Receipts()
-        self._hints: dict[tuple[Channel, str], Hint] = {}
-        self._hint_by = clock()
         self._stop = threading.Event()
         self._stop_by: float | None = None
         self._desk = StatusDesk(self.machine.status, clock)
@@ -214,10 +208,6 @@ class Server:
                 self._send_to_all(effect.peers, effect.message)
             case Persist():
                 self._persist(effect)
-            case PublishHint():
-                if not self._hints:
-                    self._hint_by = self._clock() + YIELD_S
-                self._hints[effect.hint.channel, effect.hint.event] = effect.hint
             case Evict():
                 self._bus.forget(effect.peer)
             case _:
@@ -263,8 +253,8 @@ class Server:
 
     @property
     def yields(self) -> bool:
-        """Nobody goes on because of an `Ack` or a `Hint`: they wait for a moment, until nothing is there to be read."""
-        return bool(self._hints) or self._receipts.pressing
+        """Nobody goes on because of an `Ack`: it waits for a moment, until nothing is there to be read."""
+        return self._receipts.pressing
 
     def next_deadline(self) -> float | None:
         """When there is something to do though nothing happens."""
@@ -274,10 +264,6 @@ class Server:
         if self._receipts:
             for peer, ack in self._receipts.due(math.inf if last else self._clock(), quiet=quiet):
                 self._send(peer, ack)
-        if self._hints and (quiet or self._clock() >= self._hint_by):
-            hints, self._hints = self._hints, {}
-            for hint in hints.values():
-                self._bus.hint(hint)
 
     def _wait_s(self) -> float:
         now = self._clock()

@@ -36,7 +36,7 @@ class Service:
         reporter = Reporter(meters)
         showing = threading.Lock()
         with contextlib.ExitStack() as undo:
-            bus = RouterBus(settings.bind, settings.router_port, settings.pub_port, keys)
+            bus = RouterBus(settings.bind, settings.router_port, keys)
             undo.callback(bus.close)
             journal = journal or SqliteJournal(settings.journal)
             undo.callback(journal.close)
@@ -62,7 +62,6 @@ class Service:
             undo.callback(self.http.stop)
             self._undo = undo.pop_all()
         self.router_port = bus.router_port
-        self.pub_port = bus.pub_port
         self._log = get_log(__name__)
         self._settings = settings
         self._boot = journal.boot
@@ -77,7 +76,6 @@ class Service:
                 boot=self._boot,
                 bind=self._settings.bind,
                 router_port=self.router_port,
-                pub_port=self.pub_port,
                 http=f"http://{self._settings.http_bind}:{self.http.port}",
                 journal=self._settings.store or str(self._settings.journal),
                 keys="" if self._keys is None else str(self._keys.trust.path),

@@ -35,7 +35,6 @@ class Ports(msgspec.Struct, frozen=True):
     """Where this coordinator is reached, in either role."""
 
     router: int
-    pub: int
     http: int
 
 
@@ -48,7 +47,7 @@ class Standby:
         self._leader: Leader | None = None
         self._problem = "nobody was asked yet"
         with contextlib.ExitStack() as undo:
-            self._bus = RouterBus(settings.bind, settings.router_port, settings.pub_port, keys)
+            self._bus = RouterBus(settings.bind, settings.router_port, keys)
             undo.callback(self._bus.close)
             meters = Meters(Side.COORDINATOR)
             self._reporter = Reporter(meters)
@@ -64,7 +63,7 @@ class Standby:
             undo.callback(http.stop)
             self._undo = undo.pop_all()
         self._http = http
-        self.ports = Ports(self._bus.router_port, self._bus.pub_port, http.port)
+        self.ports = Ports(self._bus.router_port, http.port)
 
     def run(self, election: Election) -> Term | None:
         """Refuse agents until elected; None if stopped before. The ports are free afterwards."""

@@ -33,16 +33,16 @@ fi
     skip "$PYTHON lacks the project or SGLang; run: make env"
 
 work=$(mktemp -d)
-read -r ROUTER PUB HTTP PROM SIDE SERVER MASTER < <("$PYTHON" - <<'PY'
+read -r ROUTER HTTP PROM SIDE SERVER MASTER < <("$PYTHON" - <<'PY'
 import socket
-probes = [socket.socket() for _ in range(7)]
+probes = [socket.socket() for _ in range(6)]
 for probe in probes:
     probe.bind(("127.0.0.1", 0))
 print(*(probe.getsockname()[1] for probe in probes))
 PY
 )
 export WEIGHTBUS_IMAGE=weightbus:prove WEIGHTBUS_KEYS=$work/keys PROMETHEUS_CONFIG=$work/prometheus
-export WEIGHTBUS_ROUTER_PORT=$ROUTER WEIGHTBUS_PUB_PORT=$PUB WEIGHTBUS_HTTP_PORT=$HTTP PROMETHEUS_PORT=$PROM
+export WEIGHTBUS_ROUTER_PORT=$ROUTER WEIGHTBUS_HTTP_PORT=$HTTP PROMETHEUS_PORT=$PROM
 export OMP_NUM_THREADS=1
 compose+=(--project-name "weightbus-prove-$$" --file deploy/compose.yaml)
 declare -A group=()

@@ -309,12 +309,16 @@ class Drive:
                 blobs[table] = staging.table.encode()
             self._of.bus.request_with(message, blobs, patience_s, 6 * patience_s)
         self._log.info("announced", epoch=effect.epoch, manifest=manifest[:12], table=table[:12])
-        if effect.open:  # engines prepare meanwhile
+        return (self._left_open() if effect.open else None) or p.Accepted()  # engines prepare meanwhile
+
+    def _left_open(self) -> p.AnyEvent | None:
+        """What engines read is exposed where a table follows, also where the answer to the announcement got lost."""
+        if self.machine.open and not self.machine.table:
             try:
-                staging.leave_open(self._watch)
+                self._of.staging.leave_open(self._watch)
             except SourceError as error:
                 return self._source_failed(error)
-        return p.Accepted()
+        return None
 
     def _deliver(self, effect: p.Deliver) -> p.AnyEvent | None:
         """Open the lanes and say where they are; from then on `_wait` watches them.
@@ -322,11 +326,8 @@ class Drive:
         Where a receiver would wait on a device for what the ranks still make there, that is waited for first.
         """
         of, staging = self._of, self._of.staging
-        if self.machine.open and not self.machine.table:
-            try:
-                staging.leave_open(self._watch)  # not done yet where the answer to the announcement got lost
-            except SourceError as error:
-                return self._source_failed(error)
+        if failed_early := self._left_open():
+            return failed_early
         peers = self._peers(effect)
         unable = open_table.unable(peers, of.senders) if self.machine.open else {}
         table = None if self.machine.open else staging.table
@@ -338,10 +339,7 @@ class Drive:
         self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, effect.deadline_s, sources)
         offers = delivery.open()
         for offer in offers:
-            if offer.transport is m.TransportKind.SENDS:
-                staging.join(offer, effect.epoch, effect.deadline_s)
-            elif sources is not None and offer.transport is m.TransportKind.DISTRIBUTED:
-                staging.broadcast(offer, effect.epoch, effect.deadline_s)
+            self._have_sent(offer, effect, alone=sources is None)
         if staging.whole:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
@@ -359,6 +357,13 @@ class Drive:
         finally:
             delivery.told()  # an answer may be lost where the offer was not
         return tabled if not self.machine.table else None
+
+    def _have_sent(self, offer: m.Offer, effect: p.Deliver, *, alone: bool) -> None:
+        """Have the other ranks take part, where they send too; `alone`: buckets are the leader's."""
+        if offer.transport is m.TransportKind.SENDS:
+            self._of.staging.join(offer, effect.epoch, effect.deadline_s)
+        elif offer.transport is m.TransportKind.DISTRIBUTED and not alone:
+            self._of.staging.broadcast(offer, effect.epoch, effect.deadline_s)
 
     def _peers(self, effect: p.Deliver) -> dict[m.TransportKind, list[Peer]]:
         """By transport, for each of which there is a sender."""

@@ -118,7 +118,7 @@ class Coordinator:
     def __init__(self, folder: Path, keys: Path) -> None:
         self._log = (folder / "coordinator.log").open("w+")
         argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--keys={keys}", "--log-format=json"]
-        argv += ["--router-port=0", "--pub-port=0", "--http-port=0", f"--journal={folder / 'journal.sqlite'}"]
+        argv += ["--router-port=0", "--http-port=0", f"--journal={folder / 'journal.sqlite'}"]
         argv += ["--silence-s=600", "--lease-s=600"]
         self.process = subprocess.Popen(argv, stderr=self._log, start_new_session=True)
         started = self._started()

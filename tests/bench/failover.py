@@ -43,12 +43,12 @@ class Coordinator:
 
     def __init__(self, folder: Path, name: str, store: str, leader_s: float) -> None:
         self.name = name
-        ports = [free_port() for _ in range(3)]
-        self.endpoint, self.http = f"tcp://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[2]}"
+        ports = [free_port() for _ in range(2)]
+        self.endpoint, self.http = f"tcp://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
         self._log = folder / f"{name}.log"
         self._argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", "--insecure-loopback"]
         self._argv += [f"--store={store}", f"--name={name}", f"--leader-s={leader_s:g}"]
-        self._argv += [f"--router-port={ports[0]}", f"--pub-port={ports[1]}", f"--http-port={ports[2]}"]
+        self._argv += [f"--router-port={ports[0]}", f"--http-port={ports[1]}"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

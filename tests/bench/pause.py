@@ -145,7 +145,7 @@ def run(rounds: int, folder: Path, release: str, hop_ms: float) -> dict[str, Any
             children.append(subprocess.Popen(argv, stdout=log, stderr=errors, start_new_session=True))
 
     try:
-        ports = (f"--router-port={bus}", f"--pub-port={free_port()}", f"--http-port={status}")
+        ports = (f"--router-port={bus}", f"--http-port={status}")
         start(*weightbus, "coordinator", "--insecure-loopback", *ports, f"--journal={folder / 'journal.sqlite'}")
         as_told = ("--release", release, "--hop-ms", str(hop_ms))
         start(sys.executable, __file__, "--serve", str(checkpoint), *as_told, out=notes)

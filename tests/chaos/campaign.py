@@ -15,6 +15,9 @@ trainer was told are committed and that the journal does not hold, or that went 
 not made by the complete weights of the version they are labelled with, or whose version was never committed. A
 failpoint that is not reached fails the campaign. What was done where, and how often, is printed at the end.
 
+`--real` has SGLang itself serve, on the CPU. `--transport direct` then has its workers copy out of the ranks' shared
+memory, as on GPUs, in rounds that are announced before their digest table is known.
+
 Partitions and full disks need root, `unshare`, `ip`, `iptables` and `mount`, all inside namespaces of its own; without
 them they are left out, and it is said why. `--within-s` ends a campaign early: it begins no cycle after so long.
 """
@@ -39,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import model
 from deployment import Deployment, NeverThere, poll, rights
-from failpoints import AT_SERVER, POINTS
+from failpoints import AT_SERVER, ONLY, POINTS, passed
 from hammer import Hammer
 
 INSIDE = "WEIGHTBUS_CHAOS_INSIDE"
@@ -71,11 +74,13 @@ class Strike(NamedTuple):
 class Campaign:
     """Faults, one after the other."""
 
-    def __init__(self, folder: Path, undo: ExitStack, *, engines: int, seed: int, real: bool) -> None:
+    def __init__(
+        self, folder: Path, undo: ExitStack, *, engines: int, seed: int, real: bool, transport: str = "local"
+    ) -> None:
         self._safe_s, self._reach_s = (REAL_SAFE_S, REAL_REACH_S) if real else (SAFE_S, REACH_S)
         self._random = random.Random(seed)
         checkpoint = model.write_checkpoint(folder / "checkpoint")
-        self.deployment = Deployment(folder, checkpoint, engines, real=real)
+        self.deployment = Deployment(folder, checkpoint, engines, real=real, transport=transport)
         undo.callback(self.deployment.close)
         self.deployment.start()
         poll("the first version", lambda: bool(self.deployment.acks()) and self.deployment.safe(), self._safe_s)
@@ -137,10 +142,11 @@ def _nothing() -> None:
     """The trainer's ranks are begun anew by whoever looks after them."""
 
 
-def strikes(engines: Sequence[str], *, alone: bool) -> list[Strike]:
-    """Everything that can be done; `alone` leaves out what needs root."""
+def strikes(engines: Sequence[str], *, alone: bool, transport: str = "local") -> list[Strike]:
+    """Everything that can be done in rounds over `transport`; `alone` leaves out what needs root."""
     found: list[Strike] = []
-    for point, at in POINTS.items():
+    for point in passed(transport):
+        at = POINTS[point]
         for engine in engines if at.program == "sidecar" else engines[:1]:
             program = f"sidecar-{engine}" if at.program == "sidecar" else at.program
             found += [Strike(how, program, program, point) for how in ("kill", "stop")]
@@ -153,16 +159,25 @@ def strikes(engines: Sequence[str], *, alone: bool) -> list[Strike]:
     return found
 
 
-def main() -> int:
-    """Run the campaign."""
+def arguments() -> argparse.Namespace:
+    """What was asked for. Exits where it cannot be had."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=100)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the order of faults and of the choice of failpoints")
     parser.add_argument("--real", action="store_true", help="real SGLang servers, on the CPU, in place of light ones")
+    parser.add_argument("--transport", choices=sorted(ONLY), default="local", help="direct: with --real, open tables")
     parser.add_argument("--within-s", type=float, default=float("inf"), help="begin no cycle after so long")
     parser.add_argument("--save", type=Path, help="file that the result is written to, as JSON")
     given = parser.parse_args()
+    if given.transport == "direct" and not given.real:
+        parser.error("--transport direct needs workers that hold weights: give --real too")
+    return given
+
+
+def main() -> int:
+    """Run the campaign."""
+    given = arguments()
     if reason := rights():
         say(f"no partitions, no full disk: {reason}")
     elif INSIDE not in os.environ:
@@ -173,10 +188,13 @@ def main() -> int:
     began = time.monotonic()
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="wbc-", ignore_cleanup_errors=True)))
-        campaign = Campaign(folder, undo, engines=given.engines, seed=given.seed, real=given.real)
+        campaign = Campaign(
+            folder, undo, engines=given.engines, seed=given.seed, real=given.real, transport=given.transport
+        )
         say(f"all ready after {time.monotonic() - began:.0f} s")
         done, whole = 0, True
-        planned = plan(strikes(list(campaign.deployment.urls), alone=bool(rights())), given.cycles, given.seed)
+        possible = strikes(list(campaign.deployment.urls), alone=bool(rights()), transport=given.transport)
+        planned = plan(possible, given.cycles, given.seed)
         try:
             for number, strike in enumerate(planned, 1):
                 if time.monotonic() - began > given.within_s:
@@ -194,21 +212,22 @@ def main() -> int:
         lost, mixed = campaign.verdict()
         for wrong in campaign.hammer.wrong[:5]:
             say(wrong)
-        for line in executed(campaign.executed):
+        for line in executed(campaign.executed, len(passed(given.transport))):
             say(line)
         versions, tokens = len(campaign.deployment.acks()), campaign.hammer.tokens
         say(f"versions={versions} tokens={tokens} trainer_lives={campaign.deployment.lives} seed={given.seed}")
         if given.save:
             report = {"cycles": done, "lost_acks": lost, "mixed_tokens": mixed, "worst_fault_to_safe_s": worst}
             report |= {"versions": versions, "tokens": tokens, "seed": given.seed, "real": given.real}
+            report |= {"transport": given.transport}
             each = {str(strike): [round(took, 2) for took in took_s] for strike, took_s in campaign.executed.items()}
             given.save.write_text(json.dumps({**report, "fault_to_safe_s": each}, indent=2) + "\n")
     say(f"cycles={done} lost_acks={lost} mixed_tokens={mixed} worst_fault_to_safe_s={worst:.2f}")
     return 0 if done and whole and not lost and not mixed else 1
 
 
-def executed(found: Mapping[Strike, Sequence[float]]) -> list[str]:
-    """What was done to whom, at which failpoints and how often."""
+def executed(found: Mapping[Strike, Sequence[float]], most: int) -> list[str]:
+    """What was done to whom, at which failpoints and how often; of `most` failpoints that there are."""
     lines: dict[tuple[str, str], Counter[str]] = {}
     for strike, took in found.items():
         lines.setdefault((strike.how, strike.whom), Counter())[strike.point] += len(took)
@@ -217,7 +236,7 @@ def executed(found: Mapping[Strike, Sequence[float]]) -> list[str]:
         f"executed {how} {whom}: " + ", ".join(f"{point} {count}" for point, count in sorted(at.items()))
         for (how, whom), at in sorted(lines.items())
     ]
-    return [*told, f"failpoints={len(points)}/{len(POINTS)} faults={sum(map(len, found.values()))}"]
+    return [*told, f"failpoints={len(points)}/{most} faults={sum(map(len, found.values()))}"]
 
 
 def plan(found: Sequence[Strike], cycles: int, seed: int) -> list[Strike]:

@@ -23,6 +23,7 @@ from failpoints import POINTS, arm
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kit.ports import free_port
+from weightbus.engine_agent.payload import LOADER
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -79,8 +80,10 @@ class Program:
 class Deployment:
     """A coordinator, `engines` servers with their sidecars, and a trainer."""
 
-    def __init__(self, folder: Path, checkpoint: Path, engines: int, *, real: bool = False) -> None:
-        """`real` launches SGLang itself, on the CPU, in place of the light servers."""
+    def __init__(
+        self, folder: Path, checkpoint: Path, engines: int, *, real: bool = False, transport: str = "local"
+    ) -> None:
+        """`real` launches SGLang itself, on the CPU, in place of the light servers, with our loader in it."""
         self.folder = folder
         self._http = httpx.Client(timeout=2.0, trust_env=False)
         self._bus, self._status = free_port(), free_port()
@@ -88,7 +91,7 @@ class Deployment:
         self.journal.mkdir()
         command = ["-m", "weightbus.control.cli"]
         coordinator = [*command, "coordinator", "--insecure-loopback", f"--router-port={self._bus}"]
-        coordinator += [f"--pub-port={free_port()}", f"--http-port={self._status}"]
+        coordinator += [f"--http-port={self._status}"]
         coordinator += [f"--journal={self.journal / 'journal.sqlite'}", "--heartbeat-s=0.5", "--silence-s=3"]
         coordinator += ["--takeover-s=1.5", "--lease-s=3", "--offer-s=5", "--pause-s=5", "--prepare-s=5"]
         coordinator += ["--verify-s=10", "--resume-s=10", "--abort-s=5", "--commit-s=5"]
@@ -104,6 +107,7 @@ class Deployment:
             if real:
                 server = ["-m", "weightbus.engine_agent.cpu_server", f"--model-path={checkpoint}"]
                 server += [f"--port={port}", "--skip-tokenizer-init", "--log-level=warning"]
+                server += [f"--custom-weight-loader={LOADER}"]
             sidecar = [*command, "engine-agent", "--insecure-loopback", f"--name={name}", "--channel=chaos"]
             sidecar += [f"--server={self.urls[name]}", f"--coordinator=tcp://127.0.0.1:{line or self._bus}"]
             sidecar += [f"--http-port={free_port()}", f"--state-dir={folder / 'state'}", "--poll-s=0.3"]
@@ -115,6 +119,7 @@ class Deployment:
         self.ranks = tuple(f"trainer-{rank}" for rank in range(RANKS))
         for rank, name in enumerate(self.ranks):
             trainer = [str(HERE / "trainer.py"), str(folder), f"tcp://127.0.0.1:{self._bus}", str(rank), str(RANKS)]
+            trainer += [transport]
             self.programs[name] = Program(name, trainer, folder)
         self.lives = 0
         """Of the trainer, all ranks of which begin and end together."""

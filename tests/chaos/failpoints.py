@@ -104,6 +104,8 @@ POINTS: dict[str, Point] = {
     "granted": _drive("_acquire", after=True),
     "unannounced": _drive("_announce"),
     "announced": _drive("_announce", after=True),
+    "table_open": _drive("_close_table"),
+    "table_closed": _drive("_close_table", after=True),
     "unoffered": _drive("_deliver"),
     "offered": _drive("_deliver", after=True),
     "sent": _drive("_report_sent"),
@@ -126,10 +128,22 @@ POINTS: dict[str, Point] = {
     "resumes": _calls("/continue_generation"),
     "resumed": _calls("/continue_generation", after=True),
 }
-"""Name -> place. In a round of the campaign every one of them is passed."""
+"""Name -> place."""
+ONLY: dict[str, tuple[str, ...]] = {
+    "local": ("rank_assembles", "second_bucket", "verified", "checksums"),
+    "direct": ("table_open", "table_closed"),
+}
+"""Transport -> places that are passed over it alone. Over `direct` versions are announced with an open table, workers
+copy in one call, and prove by themselves what they hold."""
 
 AT_SERVER = tuple(name for name, point in POINTS.items() if point.places == _CALL)
 """Where a server has just been asked, or is about to be: faults of the server itself strike there."""
+
+
+def passed(transport: str) -> tuple[str, ...]:
+    """The places that are passed in every round of a campaign over `transport`, or every other one."""
+    elsewhere = {name for kind, names in ONLY.items() if kind != transport for name in names}
+    return tuple(name for name in POINTS if name not in elsewhere)
 
 
 class Gate:

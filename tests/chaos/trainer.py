@@ -1,7 +1,8 @@
-"""One rank of the campaign's trainer: `trainer.py FOLDER COORDINATOR RANK RANKS RENDEZVOUS`. Publishes for ever.
+"""One rank of the campaign's trainer: `trainer.py FOLDER COORDINATOR RANK RANKS TRANSPORT RENDEZVOUS`.
 
-A version that was reported as committed is written to FOLDER/acks, with fsync, before anything else is done. After a
-restart it resumes from an older checkpoint, as trainers do, and has to learn that its version is too old.
+It publishes for ever. A version that was reported as committed is written to FOLDER/acks, with fsync, before anything
+else is done. After a restart it resumes from an older checkpoint, as trainers do, and has to learn that its version is
+too old.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def acknowledge(folder: Path, version: int) -> None:
         os.fsync(file.fileno())
 
 
-def connect(folder: Path, coordinator: str, module: nn.Module) -> TrainerAgent:
+def connect(folder: Path, coordinator: str, module: nn.Module, transport: str) -> TrainerAgent:
     """A new agent; tries until there is a coordinator."""
     while True:
         try:
@@ -85,7 +86,7 @@ def connect(folder: Path, coordinator: str, module: nn.Module) -> TrainerAgent:
                 FSDPSource(module, model="Qwen3ForCausalLM", timeout_s=GROUP_S),
                 channel="chaos",
                 coordinator=coordinator,
-                transport=("local",),
+                transport=(transport,),
                 insecure_loopback=True,
                 bucket_bytes=64 * 1024,
                 acquire_timeout_s=20,
@@ -103,14 +104,14 @@ def connect(folder: Path, coordinator: str, module: nn.Module) -> TrainerAgent:
 def main() -> None:
     """Publish."""
     folder, coordinator = Path(sys.argv[1]), sys.argv[2]
-    rank, ranks, rendezvous = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+    rank, ranks, transport, rendezvous = int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6]
     torch.set_num_threads(1)
     minute = dt.timedelta(seconds=GROUP_S)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=minute)
     checkpoint = folder / "checkpoint"
     version = max(1, last_ack(folder) - OLDER)
     module = shard(build(model.weights(checkpoint, model.LAUNCH)))
-    agent = connect(folder, coordinator, module)
+    agent = connect(folder, coordinator, module, transport)
     while True:
         fill(module, model.weights(checkpoint, version))
         try:
@@ -121,7 +122,7 @@ def main() -> None:
             time.sleep(0.05)
         except AgentClosed as closed:
             note(f"{version}: {closed}")
-            agent = connect(folder, coordinator, module)
+            agent = connect(folder, coordinator, module, transport)
         else:
             if rank == 0:
                 acknowledge(folder, version)

@@ -8,32 +8,30 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
 from weightbus.control import bus as bus_module
 from weightbus.control import codec, sockets
 from weightbus.control.bus import RouterBus, ServerKeys
-from weightbus.control.dealer import DealerLink, HintReader
+from weightbus.control.dealer import DealerLink
 from weightbus.control.errors import ConfigurationError, Malformed, WeightbusError, WrongProtocol
 from weightbus.control.events import MessageReceived, Peer, Principal
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId
+from weightbus.control.ids import AgentId, Channel, Digest, RequestId
 from weightbus.control.keys import COORDINATOR, CurveFiles, write_pair
 from weightbus.control.links import Delivery, Distrusted, Rejected, Throttled, TurnedAway
-from weightbus.control.messages import Ack, BlobPage, Bye, GetStatus, Hint, Role
+from weightbus.control.messages import Ack, BlobPage, Bye, GetStatus, Role
 from weightbus.control.provision import Member, provision
 from weightbus.control.sockets import new_keypair, public_of
 from weightbus.control.throttle import Throttle
 from weightbus.control.trust import TRUST_FILE, edited
 
 DEADLINE_S = 30.0
-HINT = Hint(seq=1, boot=1, channel=Channel("c"), event="committed", version=None, epoch=Epoch(1))
 
 
 @pytest.fixture
 def bus() -> Iterator[RouterBus]:
-    served = RouterBus("127.0.0.1", 0, 0)
+    served = RouterBus("127.0.0.1", 0)
     yield served
     served.close()
 
@@ -47,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def curve_bus(folder: Path) -> Iterator[RouterBus]:
-    served = RouterBus("127.0.0.1", 0, 0, ServerKeys.read(folder))
+    served = RouterBus("127.0.0.1", 0, ServerKeys.read(folder))
     yield served
     served.close()
 
@@ -250,14 +248,6 @@ def test_wake_ends_a_poll(bus: RouterBus) -> None:
     link.close()
 
 
-def test_hints_reach_listeners(bus: RouterBus) -> None:
-    """Hints are heard by who listens, and lost where nobody does."""
-    bus.hint(HINT)
-    reader = HintReader(f"tcp://127.0.0.1:{bus.pub_port}")
-    assert until(lambda: bus.hint(HINT) or reader.read(0.05)) == HINT
-    reader.close()
-
-
 def test_send_without_a_connection_is_false() -> None:
     """Nothing is queued for a coordinator that is not there."""
     link = DealerLink("tcp://127.0.0.1:1")
@@ -271,14 +261,14 @@ def test_send_without_a_connection_is_false() -> None:
 def test_what_cannot_be_bound_or_connected(folder: Path) -> None:
     """Every address that cannot work is a configuration error that says what to do."""
     with pytest.raises(ConfigurationError, match="weightbus keygen"):
-        RouterBus("0.0.0.0", 0, 0)
+        RouterBus("0.0.0.0", 0)
     with pytest.raises(ConfigurationError, match="IP address"):
-        RouterBus("localhost", 0, 0)
+        RouterBus("localhost", 0)
     with pytest.raises(ConfigurationError, match="no address of this machine"):
-        RouterBus("192.0.2.1", 0, 0, ServerKeys.read(folder))
-    first = RouterBus("127.0.0.1", 0, 0)
+        RouterBus("192.0.2.1", 0, ServerKeys.read(folder))
+    first = RouterBus("127.0.0.1", 0)
     with pytest.raises(ConfigurationError, match="router_port"):
-        RouterBus("127.0.0.1", first.router_port, 0)
+        RouterBus("127.0.0.1", first.router_port)
     first.close()
     link = DealerLink("nonsense")
     with pytest.raises(ConfigurationError, match="tcp://"):
@@ -288,10 +278,9 @@ def test_what_cannot_be_bound_or_connected(folder: Path) -> None:
 
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:5750", "tcp://coordinator:5750", "tcp://[2001:db8::1]:5750"])
 def test_without_keys_nothing_is_said_to_another_machine(endpoint: str) -> None:
-    """Neither commands nor hints: whoever answered there could have any weights loaded."""
-    for kind in (DealerLink, HintReader):
-        with pytest.raises(ConfigurationError, match="weightbus keygen"):
-            kind(endpoint)
+    """Whoever answered there could have any weights loaded."""
+    with pytest.raises(ConfigurationError, match="weightbus keygen"):
+        DealerLink(endpoint)
     for near in ("tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1"):
         DealerLink(near).close()
 
@@ -378,27 +367,6 @@ def test_broken_list_cuts_everybody(curve_bus: RouterBus, folder: Path) -> None:
     assert TRUST_FILE in found.reason
 
 
-def test_distrusted_listener_hears_no_more_hints(curve_bus: RouterBus, folder: Path) -> None:
-    """The hints' socket is opened anew: its old connections end, and only who is trusted comes back."""
-    trust_second(curve_bus, folder, Role.OBSERVER)
-    address = f"tcp://127.0.0.1:{curve_bus.pub_port}"
-    readers = {name: HintReader(address, CurveFiles.of(folder, name)) for name in ("friend", "second")}
-    for reader in readers.values():
-        assert until(lambda: curve_bus.hint(HINT) or reader.read(0.05)) == HINT  # noqa: B023  # used at once
-    distrust(folder, "friend")
-    until(lambda: any(isinstance(item, Distrusted) for item in curve_bus.poll(0.3)))
-    later = msgspec.structs.replace(HINT, seq=2)  # what was said before may still be under way
-    begun = time.monotonic()
-    until(lambda: curve_bus.poll(0.02) or curve_bus.hint(later) or readers["second"].read(0.05) == later)
-    while time.monotonic() - begun < 1.0:
-        curve_bus.poll(0.01)
-        curve_bus.hint(later)
-        assert readers["friend"].read(0.02) != later
-    assert len(curve_bus._monitors) == 2, "one for each socket: that of the closed one went with it"
-    for reader in readers.values():
-        reader.close()
-
-
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets that give a handshake a second."""
@@ -406,20 +374,15 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("hints", [False, True], ids=["commands", "hints"])
 @pytest.mark.parametrize("who", ["unknown key", "no key", "no handshake", "other protocol"])
-def test_every_connection_that_is_turned_away_is_counted(
-    curve_bus: RouterBus, folder: Path, who: str, hints: bool
-) -> None:
-    """Nothing was said on it, so nobody but the sockets' monitors could know."""
-    target = ("127.0.0.1", curve_bus.pub_port if hints else curve_bus.router_port)
+def test_every_connection_that_is_turned_away_is_counted(curve_bus: RouterBus, folder: Path, who: str) -> None:
+    """Nothing was said on it, so nobody but the socket's monitor could know."""
+    target = ("127.0.0.1", curve_bus.router_port)
     with contextlib.ExitStack() as stack:
         if who in ("no handshake", "other protocol"):
             raw = stack.enter_context(socket.create_connection(target))
             if who == "other protocol":
                 raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
-        elif hints:
-            stack.callback(HintReader(f"tcp://127.0.0.1:{curve_bus.pub_port}", _strangers(folder)[who]).close)
         else:
             stack.callback(link_to(curve_bus, _strangers(folder)[who]).close)
         turned_away = []
@@ -502,24 +465,15 @@ CONNECTED = {
 
 
 def test_the_profile_of_every_socket(curve_bus: RouterBus, folder: Path) -> None:
-    """Every option that was chosen against a failure is set, on both sides, also after the hints were opened anew."""
-    curve = CurveFiles.of(folder, "friend")
-    link, reader = link_to(curve_bus, curve), HintReader(f"tcp://127.0.0.1:{curve_bus.pub_port}", curve)
-    trust_second(curve_bus, folder, Role.OBSERVER)
-    before = curve_bus._pub
-    distrust(folder, "second")
-    until(lambda: curve_bus.poll(0.3))
-    until(lambda: curve_bus.poll(0.02) or curve_bus._pub not in (None, before))
+    """Every option that was chosen against a failure is set, on both sides."""
+    link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
     for socket_, options in (
         (curve_bus._router, COMMON | BOUND | {zmq.SNDHWM: 64}),
-        (curve_bus._pub, COMMON | BOUND),
         (link._socket, COMMON | CONNECTED | {zmq.IMMEDIATE: 1, zmq.MAXMSGSIZE: 4 << 20}),
-        (reader._sub, COMMON | CONNECTED),
     ):
         assert socket_ is not None
         assert {option: socket_.get(option) for option in options} == options
     link.close()
-    reader.close()
 
 
 def test_a_peer_that_comes_back_is_never_ignored(bus: RouterBus) -> None:

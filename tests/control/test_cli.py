@@ -255,7 +255,7 @@ def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["coordinator", "--check-config", "--journal", "x.sqlite", "--insecure-loopback"]) == 0
     shown = tomllib.loads(capsys.readouterr().out)["coordinator"]
     assert shown["journal"] == "x.sqlite"
-    assert len(shown) == 27
+    assert len(shown) == 26
 
 
 def test_wrong_setting_is_a_configuration_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,7 +357,7 @@ def test_a_coordinator_without_keys_does_not_start(
 ) -> None:
     """Neither off the loopback nor on it, unless told; the message says both ways out."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert main(["coordinator", "--router-port", "0", "--pub-port", "0", "--http-port", "0", *flags]) == 2
+    assert main(["coordinator", "--router-port", "0", "--http-port", "0", *flags]) == 2
     text = capsys.readouterr().err
     assert all(each in text for each in advice), text
 
@@ -418,7 +418,7 @@ def test_coordinator_runs_until_told_to_stop(tmp_path: Path, capsys: pytest.Capt
     provision(tmp_path / "keys", [])
     command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format", "json"]
     command += ["--keys", str(tmp_path / "keys")]
-    command += ["--router-port", "0", "--pub-port", "0", "--http-port", "0", "--journal", str(tmp_path / "j.sqlite")]
+    command += ["--router-port", "0", "--http-port", "0", "--journal", str(tmp_path / "j.sqlite")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         try:
             line = _line_with(process, "coordinator_started")

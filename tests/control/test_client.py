@@ -63,7 +63,7 @@ class Coordinator:
     """Answers on a thread, as it is told to."""
 
     def __init__(self, port: int = 0, boot: int = 1, keys: ServerKeys | None = None) -> None:
-        self.bus = RouterBus("127.0.0.1", port, 0, keys)
+        self.bus = RouterBus("127.0.0.1", port, keys)
         self.port = self.bus.router_port
         self.boot = boot
         self.silence_s = QUICK.silence_s

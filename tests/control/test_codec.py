@@ -167,14 +167,10 @@ TO_AGENT: tuple[tuple[m.ToAgent, bytes | None], ...] = (
     (m.Commit(channel=CHANNEL, epoch=EPOCH, version=VERSION, table=TABLE, flush=True, deadline_s=60.0), None),
     (m.Abort(channel=CHANNEL, epoch=EPOCH, reason="trainer left", deadline_s=60.0), None),
 )
-HINT: tuple[tuple[m.Hint, None], ...] = (
-    (m.Hint(seq=9, boot=2, channel=CHANNEL, event="committed", version=VERSION, epoch=EPOCH), None),
-)
 
 CASES = [
     *((codec.TO_COORDINATOR, message, blob) for message, blob in TO_COORDINATOR),
     *((codec.TO_AGENT, message, blob) for message, blob in TO_AGENT),
-    *((codec.HINT, message, blob) for message, blob in HINT),
 ]
 _NAMES = [type(message).__name__ for _, message, _ in CASES]
 FUZZ = settings(deadline=None, max_examples=100)  # the machine may be busy
@@ -318,7 +314,7 @@ def test_every_message_has_a_golden() -> None:
 
 def test_every_message_travels_in_one_direction() -> None:
     """Each type belongs to exactly one union, so a header decides how a payload is read."""
-    unions = [set(wire.members) for wire in (codec.TO_COORDINATOR, codec.TO_AGENT, codec.HINT)]
+    unions = [set(wire.members) for wire in (codec.TO_COORDINATOR, codec.TO_AGENT)]
     assert sum(len(union) for union in unions) == len(set().union(*unions)) == len(m.Message.__subclasses__())
 
 
@@ -385,9 +381,7 @@ def test_long_reasons_are_cut_not_lost() -> None:
 
 
 @FUZZ
-@given(
-    wire=st.sampled_from([codec.TO_COORDINATOR, codec.TO_AGENT, codec.HINT]), frames=st.lists(st.binary(), max_size=4)
-)
+@given(wire=st.sampled_from([codec.TO_COORDINATOR, codec.TO_AGENT]), frames=st.lists(st.binary(), max_size=4))
 def test_any_bytes_are_refused_with_a_typed_error(wire: Wire[m.Message], frames: list[bytes]) -> None:
     """Random frames raise nothing but `ProtocolError`."""
     with pytest.raises(ProtocolError):

@@ -13,7 +13,6 @@ from weightbus.control.effects import (
     Committed,
     JournalChanged,
     Persist,
-    PublishHint,
     RoundEnded,
     SendTo,
     StateEntered,
@@ -502,8 +501,8 @@ def test_stop_when_idle_is_immediate() -> None:
 # -- what is told ----------------------------------------------------------------------------------------------------
 
 
-def test_observations_and_hints_tell_the_round() -> None:
-    """Every state is observed with its seconds, the end with its report; hints name what changed, in sequence."""
+def test_observations_tell_the_round() -> None:
+    """Every state is observed with its seconds, the end with its report."""
     world = World()
     world.engine("e0")
     world.publish(world.trainer(), 1)
@@ -520,15 +519,6 @@ def test_observations_and_hints_tell_the_round() -> None:
     (ended,) = [note for note in world.observed if isinstance(note, RoundEnded)]
     assert set(ended.done.seconds) == {"prepare", "offer", "pause", "transfer", "verify", "commit", "resume", "total"}
     assert list(readiness_of(world.observed)) == [("e0", True), ("e0", False), ("e0", True)]
-    assert [hint.event for hint in world.hints] == [
-        "ready",
-        "granted",
-        "not_ready",
-        "committed",
-        "ready",
-        "round_committed",
-    ]
-    assert [hint.seq for hint in world.hints] == list(range(1, len(world.hints) + 1))
 
 
 def test_status_tells_lag_lease_and_round() -> None:
@@ -670,9 +660,8 @@ def test_serving_an_older_commit_of_the_same_number_proves_nothing(monkeypatch: 
 
 
 def test_a_burst_is_the_same_as_one_after_the_other() -> None:
-    """Every agent is told the same, and the same is written down; hints alone may be fewer."""
+    """Every agent is told the same, and the same is written down."""
     told: list[list[SendTo | Persist]] = []
-    hints: list[int] = []
     for together in (False, True):
         world = World()
         engines = [world.engine(f"e{number}") for number in range(4)]
@@ -690,10 +679,8 @@ def test_a_burst_is_the_same_as_one_after_the_other() -> None:
         effects = [effect for event in events for effect in one_by_one(world.machine.handle(event, world.now))]
         world.machine.check()
         told.append([effect for effect in effects if isinstance(effect, SendTo | Persist)])
-        hints.append(sum(isinstance(effect, PublishHint) for effect in effects))
     assert told[0] == told[1]
     assert len(told[0]) == 4 + 1 + 1, "an Ack each, an Alive, and a Send"
-    assert hints[1] <= hints[0]
 
 
 def test_a_burst_waits_for_what_is_written_in_its_middle() -> None:

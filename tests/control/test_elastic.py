@@ -201,6 +201,29 @@ def test_the_trainer_goes_after_the_first_wave(end: Callable[[Rolling], None]) -
     assert [view.engines[f"e{index}"].lag for index in range(3)] == [0, 1, 1]
 
 
+def test_the_trainer_gives_up_between_two_turns() -> None:
+    """While the first ones are told to serve: they do, and nobody else is asked to stand still."""
+    rolling = Rolling(3, 1)
+    rolling.outcomes(1)
+    waves = len(rolling.waves())
+    rolling.engines[0].ignore(Commit)
+    rolling.trainer.acquire(2)
+    rolling.world.settle()
+    assert rolling.commits() == [1, 2]
+    assert not rolling.engines[0].generating
+    gives_up(rolling)
+    rolling.world.settle()
+    rolling.world.advance_until(lambda: rolling.engines[0].generating)
+    assert [engine.weights for engine in rolling.engines] == [2, 1, 1]
+    assert len(rolling.waves()) == waves + 1
+    assert rolling.trainer.done is not None
+    assert {report.engine: report.outcome for report in rolling.trainer.done.engines} == {
+        "e0": Outcome.COMMITTED,
+        "e1": Outcome.ABORTED,
+        "e2": Outcome.ABORTED,
+    }
+
+
 def test_who_does_not_say_that_it_serves_holds_up_nobody() -> None:
     """Its `Commit` is repeated; after the time for it the next ones have their turn."""
     rolling = Rolling(3, 1)

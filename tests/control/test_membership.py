@@ -7,7 +7,8 @@ import pytest
 
 from weightbus.control.effects import AgentLeft, Evict, Refusal
 from weightbus.control.events import MessageReceived, Peer, PeerLost, Principal, Tick
-from weightbus.control.ids import AgentId, Channel, RequestId
+from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.membership import Membership
 from weightbus.control.messages import (
     PROTOCOL,
     Bye,
@@ -21,10 +22,11 @@ from weightbus.control.messages import (
     Role,
     Sent,
     Status,
+    Topology,
     Welcome,
 )
 
-from .world import CHANNEL, World, engine_info, trainer_info
+from .world import CHANNEL, LIMITS, World, engine_info, trainer_info
 
 
 def refusals(world: World, name: str) -> list[Code]:
@@ -64,6 +66,28 @@ def test_dead_connection_frees_the_name_at_once() -> None:
     world.settle()
     assert refusals(world, "e0") == []
     assert world.ready == ("e0",)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_where_an_agent_is_was_said_by_one_life_of_it(again: bool) -> None:
+    """A new connection changes nothing about it; another process may be on another GPU, and is asked anew."""
+    members = Membership(LIMITS)
+
+    def hello(incarnation: str) -> Hello:
+        return Hello(
+            request=RequestId("k"),
+            agent=AgentId("e0"),
+            role=Role.ENGINE,
+            channel=CHANNEL,
+            incarnation=Incarnation(incarnation),
+            engine=engine_info(),
+        )
+
+    where = Topology(request=RequestId("where"), address="10.0.0.1")
+    members.join(hello("first"), Peer(b"1"), 0.0).topology = where
+    members.disconnect(Peer(b"1"), 1.0)
+    back = members.join(hello("first" if again else "second"), Peer(b"2"), 2.0)
+    assert back.topology == (where if again else None)
 
 
 def test_two_live_processes_of_one_name() -> None:

@@ -109,6 +109,7 @@ def test_who_has_proven_another_table_is_broken(redrives: int) -> None:
     (commit,) = commits(world)
     assert set(commit.engines) == ({"e0", "e1"} if redrives else {"e1"})
     assert e1.generating
+    assert world.ready == (("e0", "e1") if redrives else ("e1",))
 
 
 def test_a_table_that_was_said_is_compared_with_at_once() -> None:
@@ -146,6 +147,22 @@ def test_without_its_table_nothing_is_committed(lost: str) -> None:
     again.open_table = True
     assert world.publish(again, 2).outcome is Outcome.COMMITTED
     assert e0.generating
+
+
+@pytest.mark.parametrize("slow", list(SlowEngines))
+def test_an_open_table_is_waited_for_no_longer_than_a_transfer_may_take(slow: SlowEngines) -> None:
+    """Whoever waits for whom: the trainer has the whole deadline of its policy for it, and no more."""
+    world, e0, e1, trainer = fleet(slow=slow, quorum=1, slow_s=5.0, transfer_timeout_s=30.0)
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    world.advance(30)
+    assert trainer.done is None
+    assert (e0.generating, e1.generating) == (False, False)
+    world.advance(world.limits.grace_s + world.limits.heartbeat_s)
+    assert trainer.done is not None
+    assert trainer.done.outcome is Outcome.ABORTED
+    assert "digest table" in trainer.done.reason
 
 
 def test_who_is_slow_is_left_out_and_the_trainer_still_says_its_table() -> None:
@@ -219,6 +236,16 @@ def test_the_table_is_kept_while_it_is_needed() -> None:
     assert digest(table_of(1)) in world.machine.channels[CHANNEL].pinned()
 
 
+def test_the_table_is_kept_before_its_version_is_committed() -> None:
+    """While an engine still takes it: whoever fails is sent everything again, and compared with it."""
+    world, e0, _, trainer = fleet()
+    e0.ignore(Transfer)
+    trainer.acquire(1)
+    world.settle()
+    assert commits(world) == []
+    assert digest(table_of(1)) in world.machine.channels[CHANNEL].pinned()
+
+
 @pytest.mark.parametrize(
     ("left_open", "transport", "told"),
     [
@@ -249,7 +276,6 @@ def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(
             phase=EnginePhase.PREPARED,
             epoch=Epoch(1),
             transport=transport,
-            health=EngineHealth.CLEAN,
             shares=shares,
         )
         for name, shares in (("e0", True), ("e1", False))

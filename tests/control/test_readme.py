@@ -1,5 +1,6 @@
 """control/README.md and the map of the folder say what the code says."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -22,3 +23,38 @@ def test_the_map_of_the_folder_names_every_module() -> None:
     named = re.findall(r"\w+", control.__doc__ or "")
     modules = [path.stem for path in README.parent.glob("*.py") if not path.stem.startswith("__")]
     assert [name for name in sorted(modules) if name not in named] == []
+
+
+def test_what_has_to_be_read_is_what_decides() -> None:
+    """All that the coordinator's machine imports is in the order of reading, or named as left out; as long as said."""
+    text = README.read_text()
+    section = text[text.index("## Reading it") : text.index("## Metrics")]
+    rows = re.findall(r"^\|.*\| (`.*`) \| ([\d,]+) \|$", section, re.MULTILINE)
+    steps = [(re.findall(r"`(\w+)`", names), int(lines.replace(",", ""))) for names, lines in rows]
+    read = {name for names, _ in steps for name in names}
+    left = set(re.findall(r"`(\w+)`", section[section.index("What can be left") :]))
+    assert read | left == _imported("coordinator")
+    assert not read & left
+    for names, lines in steps:
+        assert abs(sum(map(_length, names)) - lines) < 0.15 * lines, names
+    count, total = re.search(r"read these (\d+), about ([\d,]+) lines", section).groups()  # type: ignore[union-attr]
+    assert int(count) == len(read)
+    assert abs(sum(map(_length, read)) - int(total.replace(",", ""))) < 0.1 * int(total.replace(",", ""))
+
+
+def _length(module: str) -> int:
+    return len((README.parent / f"{module}.py").read_text().splitlines())
+
+
+def _imported(module: str) -> set[str]:
+    """`module`, and the modules of this folder that it imports, and so on."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            for node in ast.walk(ast.parse((README.parent / f"{name}.py").read_text())):
+                if isinstance(node, ast.ImportFrom) and node.level == 1:
+                    waiting += [node.module] if node.module else [alias.name for alias in node.names]
+    return found

@@ -72,6 +72,7 @@ def offered(publish: Publish, **lies: object) -> Prepare:
         policy=publish.policy,
         deadline_s=1.0,
         seal=publish.seal,
+        rollback=publish.rollback,
     )
     return msgspec.structs.replace(prepare, **lies)
 
@@ -102,6 +103,7 @@ def test_what_a_trainer_signed_is_believed() -> None:
         {"manifest": digest("evil")},
         {"table": digest("evil")},
         {"channel": Channel("another")},
+        {"rollback": True},
     ],
 )
 def test_nothing_that_was_signed_can_be_changed(lie: dict[str, object]) -> None:
@@ -170,6 +172,17 @@ def test_the_chain_is_signed_too(previous: Held | None) -> None:
 def test_history_is_one_line(previous: Held | None, version: int, serving: Held, found: Distrust) -> None:
     """A coordinator that lies to a trainer about what is committed makes it sign what engines refuse."""
     assert kind(offered(sealed(previous, version=version)), serving) is found
+
+
+def test_an_engine_goes_back_only_where_its_trainer_said_so() -> None:
+    """By the trainer's signature under the rollback: the coordinator can neither ask for one nor hide that one is."""
+    bare, serving = publication(3), held(5)
+    plain = seal_publication(bare, AgentId("t0"), TRAINER.secret, serving)
+    back = seal_publication(msgspec.structs.replace(bare, rollback=True), AgentId("t0"), TRAINER.secret, serving)
+    assert kind(offered(back), serving) is None
+    assert kind(offered(plain), serving) is Distrust.ROLLED_BACK
+    assert kind(offered(plain, rollback=True), serving) is Distrust.FORGED
+    assert kind(offered(back, rollback=False), serving) is Distrust.FORGED
 
 
 def test_signatures_are_of_one_key_and_one_statement() -> None:

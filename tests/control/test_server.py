@@ -13,7 +13,7 @@ import pytest
 
 from weightbus.control.bus import RouterBus
 from weightbus.control.dealer import DealerLink
-from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, LeaseEnded, PublishHint, Refusal, SendTo
+from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, LeaseEnded, Refusal, SendTo
 from weightbus.control.election import Deposed, Term
 from weightbus.control.errors import JournalUnwritable
 from weightbus.control.etcd import Etcd, KeyValue, Outcome
@@ -32,7 +32,6 @@ from weightbus.control.messages import (
     Granted,
     Heartbeat,
     Hello,
-    Hint,
     Message,
     Refused,
     Release,
@@ -162,12 +161,11 @@ def test_whole_round_in_memory(start: Callable[..., Running]) -> None:
     document = msgspec.json.decode(running.server.status_json)
     assert document["channels"]["policy"]["committed"]["version"] == 1
     assert document["channels"]["policy"]["ready"] == ["http://e0:30000", "http://e1:30000"]
-    assert [hint.event for hint in bus.hints][-1] == "round_committed"
 
 
 def test_whole_round_over_sockets_and_a_restart(start: Callable[..., Running]) -> None:
     """The same over TCP; the next coordinator on the same journal knows the version and counts its boot."""
-    bus = RouterBus("127.0.0.1", 0, 0)
+    bus = RouterBus("127.0.0.1", 0)
     running = start(bus)
     wire = Wire(lambda: DealerLink(f"tcp://127.0.0.1:{bus.router_port}"))
     try:
@@ -176,7 +174,7 @@ def test_whole_round_over_sockets_and_a_restart(start: Callable[..., Running]) -
         wire.close()
     assert running.stop() < 15
     running.close()  # type: ignore[attr-defined]
-    again = start(RouterBus("127.0.0.1", 0, 0))
+    again = start(RouterBus("127.0.0.1", 0))
     view = again.server.status
     assert view.boot == 2
     assert view.channels[CHANNEL].committed
@@ -343,7 +341,7 @@ def test_broken_machine_ends_the_loop(start: Callable[..., Running]) -> None:
 
 
 def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> None:
-    """Acknowledgements and hints wait for a quiet moment, but not when their agent is told something anyway."""
+    """Acknowledgements wait for a quiet moment, but not when their agent is told something anyway."""
     bus = MemoryBus()
     sent: list[tuple[Peer, Message]] = []
     bus.send = lambda peer, message, _blob=None: (sent.append((peer, message)), Delivery.SENT)[1]  # type: ignore[method-assign,assignment]
@@ -352,19 +350,13 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
     one, two = Peer(b"one"), Peer(b"two")
     asked = [Release(request=RequestId(f"k{number}"), channel=CHANNEL, epoch=Epoch(1)) for number in range(2)]
     acks = [Ack(request=each.request) for each in asked]
-    hints = [Hint(seq=n, boot=1, channel=CHANNEL, event="ready", version=None, epoch=Epoch(1)) for n in (1, 2)]
-    for effect in (
-        Acknowledge([(one, asked[0]), (two, asked[1])]),
-        *(PublishHint(hint=hint) for hint in hints),
-    ):
-        server._perform(effect, 0.0)
-    assert (sent, bus.hints) == ([], [])
+    server._perform(Acknowledge([(one, asked[0]), (two, asked[1])]), 0.0)
+    assert sent == []
     alive = Alive(seq=1, boot=1, committed=None)
     server._perform(SendTo(peer=two, message=alive), 0.0)
     assert sent == [(two, acks[1]), (two, alive)]
     server.step(0.0)
     assert sent[2:] == [(one, acks[0])]
-    assert bus.hints == hints[1:], "of two that say the same, the last"
     journal.close()
 
 

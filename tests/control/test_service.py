@@ -19,7 +19,7 @@ from weightbus.control.bus import RouterBus
 from weightbus.control.client import BusClient, BusSettings
 from weightbus.control.coordinator_settings import CoordinatorSettings
 from weightbus.control.errors import ConfigurationError, RequestRefused
-from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId, Version
+from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId, Version
 from weightbus.control.memory_bus import MemoryBus
 from weightbus.control.provision import Member, provision
 from weightbus.control.service import Service
@@ -38,7 +38,6 @@ def settings(folder: Path, port: int = 0) -> CoordinatorSettings:
     return CoordinatorSettings(
         insecure_loopback=True,
         router_port=port,
-        pub_port=0,
         http_port=0,
         journal=folder / "journal.sqlite",
         heartbeat_s=0.1,
@@ -321,8 +320,6 @@ def test_memory_bus_is_as_faithful_as_sockets() -> None:
     link.open()
     link.wake()
     assert link.poll(DEADLINE_S) == []
-    bus.hint(m.Hint(seq=1, boot=1, channel=CHANNEL, event="x", version=None, epoch=Epoch(1)))
-    assert len(bus.hints) == 1
     bus.close()
     link.open()
     assert link.send(m.Bye()) is False
@@ -332,7 +329,7 @@ def test_memory_bus_is_as_faithful_as_sockets() -> None:
 def test_one_thread_owns_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever HTTP, signals or others ask for: the bus is touched by the loop's thread alone, but for `wake`."""
     users: dict[object, set[int]] = defaultdict(set)
-    for name in ("poll", "send", "forget", "hint"):
+    for name in ("poll", "send", "forget"):
         real = getattr(RouterBus, name)
 
         def noted(bus: RouterBus, *args: object, real: Callable[..., object] = real) -> object:

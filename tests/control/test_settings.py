@@ -193,7 +193,7 @@ def test_coordinator_defaults_are_the_limits_defaults() -> None:
     """The machine's waits have one default, whoever states it; the ports are those of the documentation."""
     found = load(CoordinatorSettings, "coordinator").value
     assert found.limits() == Limits()
-    assert (found.router_port, found.pub_port, found.http_port, found.bind) == (5750, 5751, 5752, "127.0.0.1")
+    assert (found.router_port, found.http_port, found.bind) == (5750, 5752, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -205,8 +205,8 @@ def test_coordinator_defaults_are_the_limits_defaults() -> None:
         ({"bind": "localhost"}, "not an IP address"),
         ({"http_port": "70000"}, "http_port"),
         ({"lease_s": "0"}, "lease_s"),
-        ({"router_port": "6000", "pub_port": "6000"}, "router_port and pub_port are both 6000: give each a port"),
-        ({"http_port": "5751"}, "pub_port and http_port are both 5751"),
+        ({"router_port": "6000", "http_port": "6000"}, "router_port and http_port are both 6000: give each a port"),
+        ({"http_port": "5750"}, "router_port and http_port are both 5750"),
         ({"http_port": "5750", "bind": "0.0.0.0", "http_bind": "10.0.0.5"}, "router_port and http_port"),
     ],
 )
@@ -218,7 +218,7 @@ def test_coordinator_settings_refused(flags: dict[str, object], said: str) -> No
 
 @pytest.mark.parametrize(
     "flags",
-    [{"router_port": "0", "pub_port": "0", "http_port": "0"}, {"http_port": "5750", "bind": "10.0.0.5"}],
+    [{"router_port": "0", "http_port": "0"}, {"http_port": "5750", "bind": "10.0.0.5"}],
 )
 def test_ports_that_do_not_meet(flags: dict[str, object]) -> None:
     """Whatever is free is never the same twice, and one port of two addresses is two ports."""

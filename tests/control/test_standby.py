@@ -40,7 +40,7 @@ class Follower:
 @pytest.fixture
 def standby(tmp_path: Path) -> Iterator[Standby]:
     settings = CoordinatorSettings(
-        insecure_loopback=True, router_port=0, pub_port=0, http_port=0, journal=tmp_path / "journal.sqlite"
+        insecure_loopback=True, router_port=0, http_port=0, journal=tmp_path / "journal.sqlite"
     )
     standby = Standby(settings, None)
     thread = threading.Thread(target=lambda: standby.run(cast("Election", Follower())))

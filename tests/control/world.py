@@ -25,7 +25,6 @@ from weightbus.control.effects import (
     Evict,
     Observe,
     Persist,
-    PublishHint,
     ReadinessChanged,
     Refusal,
     RoundClosed,
@@ -51,7 +50,6 @@ from weightbus.control.messages import (
     Heartbeat,
     Held,
     Hello,
-    Hint,
     Message,
     Offer,
     Offered,
@@ -510,7 +508,6 @@ class World:
         self.agents: dict[str, Agent] = {}
         self.transcript: list[str] = []
         self.observed: list[AnyObservation] = []
-        self.hints: list[Hint] = []
         self.disk_full = False
         self.crash_on: Callable[[AnyEffect], bool] = lambda _effect: False
         """The coordinator dies right before it carries out such an effect."""
@@ -606,8 +603,6 @@ class World:
                 self.handle(PeerLost(peer=effect.peer))
             case Observe():
                 self.observed.append(effect.what)
-            case PublishHint():
-                self.hints.append(effect.hint)
             case Evict():
                 pass
             case SendToAll() | Acknowledge():

@@ -78,7 +78,7 @@ def test_ports_are_the_coordinators_defaults(services: dict[str, Service]) -> No
     """What is published is what the coordinator listens on."""
     settings = CoordinatorSettings()
     inside = {int(port.rsplit(":", 1)[1]) for port in services["coordinator"]["ports"]}
-    assert inside == {settings.router_port, settings.pub_port, settings.http_port}
+    assert inside == {settings.router_port, settings.http_port}
 
 
 @pytest.mark.parametrize("name", ["coordinator", "prometheus", "keygen", "trust"])

@@ -65,7 +65,7 @@ class Fleet:
         self._programs = programs
         self.keys = folder / "keys"
         provision(self.keys, [Member(AgentId("trainer"), Role.TRAINER, CHANNELS)])
-        self._bus, self._hints, self._status = free_port(), free_port(), free_port()
+        self._bus, self._status = free_port(), free_port()
         self.engines: dict[str, Engine] = {}
         self._running: dict[str, Program] = {}
         self.http = httpx.Client(timeout=60.0, trust_env=False)
@@ -96,7 +96,6 @@ class Fleet:
             [
                 *_weightbus("coordinator"),
                 f"--router-port={self._bus}",
-                f"--pub-port={self._hints}",
                 f"--http-port={self._status}",
                 f"--journal={self.folder / 'journal.sqlite'}",
                 f"--keys={self.keys}",

@@ -35,7 +35,7 @@ WORLD = 2
 def coordinator(tmp_path: Path) -> Iterator[str]:
     """A real coordinator on sockets, with one engine of the channel that reads files."""
     settings = CoordinatorSettings(
-        insecure_loopback=True, router_port=0, pub_port=0, http_port=0, journal=tmp_path / "journal.sqlite"
+        insecure_loopback=True, router_port=0, http_port=0, journal=tmp_path / "journal.sqlite"
     )
     service = Service(settings)
     thread = threading.Thread(target=service.run, daemon=True)

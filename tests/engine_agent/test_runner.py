@@ -164,7 +164,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int,
     )
     argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--router-port={port}"]
     argv += [f"--keys={folder / 'keys'}"]
-    argv += [f"--pub-port={free_port()}", f"--http-port={http}", f"--journal={folder / 'j.sqlite'}"]
+    argv += [f"--http-port={http}", f"--journal={folder / 'j.sqlite'}"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 

@@ -20,13 +20,12 @@ from weightbus.control import codec
 from weightbus.control.codec import Wire
 from weightbus.control.errors import ProtocolError
 
-from ..control.test_codec import HINT, TO_AGENT, TO_COORDINATOR
+from ..control.test_codec import TO_AGENT, TO_COORDINATOR
 from .mutations import Frames, Mutator
 
 WIRES: Final[tuple[tuple[str, Wire[Any], Any], ...]] = (
     ("agent to coordinator", codec.TO_COORDINATOR, TO_COORDINATOR),
     ("coordinator to agent", codec.TO_AGENT, TO_AGENT),
-    ("hints", codec.HINT, HINT),
 )
 SLICE: Final = 250_000
 """Inputs of one seed: a crash is found again by its seed in seconds."""
@@ -57,7 +56,7 @@ def campaign(seed: int, inputs: int) -> Tally:
     for name, wire, examples in WIRES:
         good = [wire.encode(message, blob) for message, blob in examples]
         mutator = Mutator(good, seed)
-        for _ in range(inputs // len(WIRES) + (inputs % len(WIRES) if wire is codec.HINT else 0)):
+        for _ in range(inputs // len(WIRES) + (inputs % len(WIRES) if wire is codec.TO_AGENT else 0)):
             frames = mutator.next()
             problem = _throw(wire, frames, tally)
             if problem:

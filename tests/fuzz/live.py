@@ -73,9 +73,7 @@ class Target:
     def __init__(self, folder: Path) -> None:
         self.keys = folder / "keys"
         provision(self.keys, [Member(AgentId(name), Role.OBSERVER, (CHANNEL,)) for name in NAMES])
-        settings = CoordinatorSettings(
-            keys=self.keys, router_port=0, pub_port=0, http_port=0, journal=folder / "journal.sqlite"
-        )
+        settings = CoordinatorSettings(keys=self.keys, router_port=0, http_port=0, journal=folder / "journal.sqlite")
         self.service = Service(settings)
         self.port = self.service.router_port
         self.findings = Findings()

@@ -250,7 +250,7 @@ class Engine:
 
 def start_coordinator(programs: Any, work: Path) -> dict[str, Any]:
     """The layout of what runs, to be completed by `start_engine`."""
-    bus, hints, status = free_port(), free_port(), free_port()
+    bus, status = free_port(), free_port()
     programs.start(
         "coordinator",
         [
@@ -259,7 +259,6 @@ def start_coordinator(programs: Any, work: Path) -> dict[str, Any]:
             "weightbus.control.cli",
             "coordinator",
             f"--router-port={bus}",
-            f"--pub-port={hints}",
             f"--http-port={status}",
             f"--journal={work / 'journal.sqlite'}",
             "--insecure-loopback",

@@ -17,7 +17,7 @@ import msgspec
 from weightbus.control.errors import ProtocolError
 from weightbus.control.events import MessageReceived, Peer
 from weightbus.control.links import Delivery, Rejected
-from weightbus.control.messages import Alive, Heartbeat, Hint, ToAgent, ToCoordinator
+from weightbus.control.messages import Alive, Heartbeat, ToAgent, ToCoordinator
 
 from .process import Process
 
@@ -229,9 +229,6 @@ class Network:
 
     def forget(self, peer: Peer) -> None:
         """Nothing is queued here."""
-
-    def hint(self, hint: Hint) -> None:
-        """Nobody listens."""
 
     def wake(self) -> None:
         """Nothing ever waits in `poll`."""

@@ -32,11 +32,11 @@ TIMING = {"heartbeat_s": 0.2, "silence_s": 20.0, "takeover_s": 0.5, "lease_s": 2
 
 
 class Deployment:
-    """Everything of one test. The coordinator may be killed and started again on its journal and its ports."""
+    """Everything of one test. The coordinator may be killed and started again on its journal and its port."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.ports = (0, 0)
+        self.port = 0
         self.engines: dict[str, LoopbackEngine] = {}
         self.sources: list[FakeSource] = group_of(tiny_qwen3(), RANKS, timeout_s=20.0)
         self.agents: list[TrainerAgent] = []
@@ -46,19 +46,18 @@ class Deployment:
 
     @property
     def coordinator(self) -> str:
-        return f"tcp://127.0.0.1:{self.ports[0]}"
+        return f"tcp://127.0.0.1:{self.port}"
 
     def start_coordinator(self) -> None:
         settings = CoordinatorSettings(
             insecure_loopback=True,
-            router_port=self.ports[0],
-            pub_port=self.ports[1],
+            router_port=self.port,
             http_port=0,
             journal=self.root / "journal.sqlite",
             **TIMING,
         )
         self._service = service = Service(settings)
-        self.ports = (service.router_port, service.pub_port)
+        self.port = service.router_port
         self._thread = threading.Thread(target=service.run, daemon=True)
         self._thread.start()
 
@@ -128,9 +127,8 @@ class KillableDeployment(Deployment):
     """The coordinator runs in a process, so that it can be killed as kernels kill."""
 
     def start_coordinator(self) -> None:
-        if self.ports == (0, 0):
-            self.ports = (free_port(), free_port())
-        flags = {"router_port": self.ports[0], "pub_port": self.ports[1], "http_port": 0, **TIMING}
+        self.port = self.port or free_port()
+        flags = {"router_port": self.port, "http_port": 0, **TIMING}
         argv = [part for name, value in flags.items() for part in ("--" + name.replace("_", "-"), str(value))]
         command = [sys.executable, "-m", "weightbus.control", "coordinator", "--insecure-loopback"]
         command += ["--journal", str(self.root / "journal")]

@@ -16,9 +16,9 @@ from weightbus.control import messages as m
 from ..kit.fake_source import group_of
 from .test_rounds import RANKS, Deployment
 
-NOT_COUNTED = (m.Heartbeat, m.Alive, m.Hello, m.Welcome, m.Ack, m.Hint)
+NOT_COUNTED = (m.Heartbeat, m.Alive, m.Hello, m.Welcome, m.Ack)
 """Said as time passes, and not because of a round; the answers to what is counted, of which the last ones may leave
-after the trainer has its report; and hints, of which those that follow one another closely become one."""
+after the trainer has its report."""
 
 
 class Wiretap:

@@ -12,7 +12,7 @@ import msgspec
 
 from .settings import ENGINES
 
-COUNT: Final = 4 + 2 * ENGINES
+COUNT: Final = 3 + 2 * ENGINES
 _LOWEST: Final = 10_000
 _ROOM: Final = 1000
 """Fewer numbers than that are not worth keeping to."""
@@ -23,7 +23,6 @@ class Ports(msgspec.Struct, frozen=True):
     """Every port of the demo, all on the loopback."""
 
     router: int
-    pub: int
     status: int
     ranks: int
     servers: tuple[int, ...]
@@ -32,9 +31,9 @@ class Ports(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Ports:
         """Name `COUNT` ports."""
-        router, pub, status, ranks, *agents = numbers
+        router, status, ranks, *agents = numbers
         servers, sidecars = tuple(agents[:ENGINES]), tuple(agents[ENGINES:])
-        return cls(router, pub, status, ranks, servers, sidecars)
+        return cls(router, status, ranks, servers, sidecars)
 
 
 def choose_ports(base: int) -> Ports:

@@ -103,7 +103,7 @@ class Demo:
         ports, keys = self._ports, str(self._make_keys())
         self._weightbus(
             "coordinator",
-            *("coordinator", "--bind", self._here, "--router-port", str(ports.router), "--pub-port", str(ports.pub)),
+            *("coordinator", "--bind", self._here, "--router-port", str(ports.router)),
             *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite"), "--keys", keys),
         )
         for index, port in enumerate(ports.servers):

@@ -13,7 +13,7 @@ from weightbus.trainer_agent.demo.ports import COUNT, Ports, choose_ports
 
 
 def numbers(chosen: Ports) -> list[int]:
-    return [chosen.router, chosen.pub, chosen.status, chosen.ranks, *chosen.servers, *chosen.sidecars]
+    return [chosen.router, chosen.status, chosen.ranks, *chosen.servers, *chosen.sidecars]
 
 
 def with_range(monkeypatch: pytest.MonkeyPatch, folder: Path, text: str) -> None:
