@@ -125,7 +125,7 @@ class Drive:
             self._delivery = None
             self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
             if delivery.differing:
-                return self._weights_differ(WeightsDiffer(delivery.differing))
+                return self._source_failed(WeightsDiffer(delivery.differing))
             return p.Delivered(delivery.epoch, delivery.failed, delivery.spared)
         row = delivery.wanted()
         if row is None:
@@ -134,7 +134,7 @@ class Drive:
         try:
             self._of.staging.refill(row, self._watch)
         except WeightsDiffer as error:
-            return self._weights_differ(error)
+            return self._source_failed(error)
         except SourceError as error:
             return self._source_failed(error)
         delivery.filled(row.stop)
@@ -336,10 +336,9 @@ class Drive:
         for kind in peers:
             if isinstance(sender := of.senders[kind], Dividing):
                 sender.divide(sources)
-        self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, effect.deadline_s, sources)
-        offers = delivery.open()
-        for offer in offers:
-            self._have_sent(offer, effect, alone=sources is None)
+        deadline_s = effect.deadline_s
+        self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, deadline_s, sources)
+        staging.have_sent(offers := delivery.open(), effect.epoch, deadline_s, alone=sources is None)
         if staging.whole:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
@@ -357,13 +356,6 @@ class Drive:
         finally:
             delivery.told()  # an answer may be lost where the offer was not
         return tabled if not self.machine.table else None
-
-    def _have_sent(self, offer: m.Offer, effect: p.Deliver, *, alone: bool) -> None:
-        """Have the other ranks take part, where they send too; `alone`: buckets are the leader's."""
-        if offer.transport is m.TransportKind.SENDS:
-            self._of.staging.join(offer, effect.epoch, effect.deadline_s)
-        elif offer.transport is m.TransportKind.DISTRIBUTED and not alone:
-            self._of.staging.broadcast(offer, effect.epoch, effect.deadline_s)
 
     def _peers(self, effect: p.Deliver) -> dict[m.TransportKind, list[Peer]]:
         """By transport, for each of which there is a sender."""
@@ -492,13 +484,9 @@ class Drive:
     def _request(self, message: m.ToCoordinator) -> m.ToAgent:
         return self._of.bus.request(message, deadline_s=self._of.settings.request_timeout_s)
 
-    def _source_failed(self, error: SourceError) -> p.Broken:
-        self.cause = error
-        return p.Broken(p.Ending.SOURCE_FAILED, str(error))
-
-    def _weights_differ(self, error: WeightsDiffer) -> p.Broken:
-        self.cause = error
-        return p.Broken(p.Ending.WEIGHTS_CHANGED, str(error))
+    def _source_failed(self, error: SourceError | WeightsDiffer) -> p.Broken:
+        self.cause, differ = error, isinstance(error, WeightsDiffer)
+        return p.Broken(p.Ending.WEIGHTS_CHANGED if differ else p.Ending.SOURCE_FAILED, str(error))
 
     def _show(self, buckets_sent: int = 0) -> None:
         if self._of.progress is not None:

@@ -180,10 +180,16 @@ class Staging:
         self._saving: Saving | None = None
         self._wanted: frozenset[Want] = frozenset()
 
-    def join(self, offer: Offer, epoch: int, deadline_s: float) -> None:
-        """Have every rank send to whoever comes to `offer`. Collective; returns at once."""
-        if self._in_place is not None:
-            self._in_place.join(self._ranks, offer, epoch, deadline_s)
+    def have_sent(self, offers: Sequence[Offer], epoch: int, deadline_s: float, *, alone: bool) -> None:
+        """Have the other ranks take part in what they send, too; `alone`: all buckets are the leader's.
+
+        Collective; returns at once.
+        """
+        for offer in offers:
+            if offer.transport is TransportKind.SENDS and self._in_place is not None:
+                self._in_place.join(self._ranks, offer, epoch, deadline_s)
+            elif offer.transport is TransportKind.DISTRIBUTED and not alone:
+                self._ranks.tell(broadcast_order(offer, epoch, deadline_s, whole=self.whole))
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -209,10 +215,6 @@ class Staging:
             return self._stages.sources
         self._staged = self._filled = False
         return None
-
-    def broadcast(self, offer: Offer, epoch: int, deadline_s: float) -> None:
-        """Have every source meet whoever comes to `offer`. Collective; returns at once."""
-        self._ranks.tell(broadcast_order(offer, epoch, deadline_s, whole=self.whole))
 
     @property
     def open(self) -> bool:

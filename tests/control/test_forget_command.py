@@ -14,7 +14,8 @@ from .journal_contract import closed, commit, taken
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("weightbus.control.commands.configure_logging", lambda *_: None)
     path = tmp_path / "journal.sqlite"
     journal = SqliteJournal(path)
     for record in (taken(1), commit(7, 1), closed("p"), taken(4, "run-1"), closed("r", "run-1")):
