@@ -40,12 +40,12 @@ def command(model_path: str, port: int, tp: int, extra: Sequence[str], release: 
     return [*head, f"--port={port}", f"--tp-size={tp}", *flags, *graphs, *rest]
 
 
-def environment(environ: Mapping[str, str], tp: int, cores: Sequence[int]) -> dict[str, str]:
-    """`environ` plus what a CPU server needs. `cores` are shared out among the `tp` workers."""
+def environment(environ: Mapping[str, str], workers: int, cores: Sequence[int]) -> dict[str, str]:
+    """`environ` plus what a CPU server needs. `cores` are shared out among the `workers` of all replicas."""
     path = [str(_SHIM), environ.get("PYTHONPATH", "")]
     return {
         "OMP_NUM_THREADS": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": _binding(tp, cores),
+        "SGLANG_CPU_OMP_THREADS_BIND": _binding(workers, cores),
         **environ,
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -93,8 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model-path", required=True, help="checkpoint folder in Hugging Face form")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--tp-size", "--tp", type=int, default=1, help="tensor-parallel workers")
+    parser.add_argument("--dp-size", "--dp", type=int, default=1, help="plain replicas, each of so many workers")
     known, extra = parser.parse_known_args(argv)
-    env = environment(os.environ, known.tp_size, sorted(os.sched_getaffinity(0)))
+    env = environment(os.environ, known.tp_size * known.dp_size, sorted(os.sched_getaffinity(0)))
+    extra = [*extra, f"--dp-size={known.dp_size}"] if known.dp_size > 1 else extra
     if os.getpgrp() == os.getpid():
         end_group_with(os.getpid())
     release = importlib.metadata.version("sglang")  # of the first one on the path, as the server's

@@ -103,12 +103,12 @@ class Fleet:
         )
         poll("the coordinator", lambda: self.get("/healthz").status_code == 200)
 
-    def start_engine(self, name: str, tp: int) -> None:
-        """Start one server and its sidecar; returns at once."""
+    def start_engine(self, name: str, tp: int, *flags: str) -> None:
+        """Start one server, with more `flags`, and its sidecar; returns at once."""
         port, side = free_port(), free_port()
         server = ("-m", "weightbus.engine_agent.cpu_server", f"--model-path={self.folder / 'seed0'}", f"--port={port}")
         options = ("--skip-tokenizer-init", "--log-level=info", f"--custom-weight-loader={LOADER}")
-        argv = (sys.executable, *server, f"--tp-size={tp}", *options)
+        argv = (sys.executable, *server, f"--tp-size={tp}", *flags, *options)
         url = f"http://127.0.0.1:{port}"
         sidecar = (
             *_weightbus("engine-agent"),
