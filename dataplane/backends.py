@@ -6,10 +6,36 @@ import contextlib
 import os
 from collections.abc import Callable, Generator
 from datetime import timedelta
-from typing import cast
+from typing import Final, Protocol, cast
+
+import torch
 
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
+
+_AT_ONCE: Final = timedelta(milliseconds=1)
+_ABORT_TAG: Final = 0x7FFFFFFF
+"""No message has it."""
+
+
+class Receiving(Protocol):
+    """What torch's stubs leave out of ProcessGroupGloo."""
+
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> c10d.Work:  # noqa: N803
+        """Torch's own."""
+        ...
+
+
+def break_gloo(backend: Receiving, rank: int, size: int) -> None:
+    """Close all connections of `rank`, which frees whoever waits at their other ends, and here in another thread.
+
+    Gloo has no abort (2.13: a no-op), but a receive that runs out of time does that. One from a rank that has ended
+    fails in another way, which closes nothing; so each of the others is tried.
+    """
+    for peer in range(size):
+        if peer != rank:
+            with contextlib.suppress(RuntimeError):  # that it runs out of time is what it is for
+                backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_AT_ONCE)
 
 
 def gloo(store: c10d.Store, host: str, rank: int, size: int, timeout: timedelta) -> object:

@@ -7,7 +7,6 @@ the backend object is built directly: the trainer's default group, its timeouts 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -27,9 +26,6 @@ ROOT: Final = 0
 """SGLang's workers broadcast from rank 0 of the group, always."""
 
 _POLL_S: Final = 0.001
-_AT_ONCE: Final = timedelta(milliseconds=1)
-_ABORT_TAG: Final = 0x7FFFFFFF
-"""Of a message that nobody sends."""
 
 
 def backend_for(device: torch.device) -> str:
@@ -60,12 +56,10 @@ def join_store(server: c10d.TCPStore) -> c10d.TCPStore:
     return c10d.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)
 
 
-class _Backend(Protocol):
+class _Backend(backends.Receiving, Protocol):
     """What torch's stubs leave out of ProcessGroupGloo and ProcessGroupNCCL."""
 
     def broadcast(self, tensors: list[torch.Tensor], opts: c10d.BroadcastOptions) -> c10d.Work: ...
-
-    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> c10d.Work: ...  # noqa: N803
 
     def abort(self) -> None: ...
 
@@ -122,15 +116,12 @@ class BroadcastGroup:
     def abort(self) -> None:
         """Break it off, also while another thread is in `broadcast`. The group is of no use afterwards.
 
-        NCCL returns from everything at once. Gloo cannot abort (2.13: a no-op), but a receive that runs out of time
-        closes its connections: that ends a broadcast under way, and frees the other ranks.
+        NCCL returns from everything at once; of gloo the connections are closed, which frees the other ranks.
         """
         backend, self._backend = self._backend, None
         if backend is None:
             return
         if self._device.type == "cuda":
             backend.abort()
-            return
-        for peer in range(1, self.world_size):  # of one that is dead it ends in another way, which closes nothing
-            with contextlib.suppress(RuntimeError):
-                backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_AT_ONCE)
+        else:
+            backends.break_gloo(backend, ROOT, self.world_size)

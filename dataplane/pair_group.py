@@ -4,9 +4,7 @@ The trainer's ranks come first, then the workers of the engines. The name of a g
 new in every epoch, so that nobody of an earlier one can be in it; one that served without a fault may serve the same
 members again (standing.py).
 
-Who gives up breaks the group for all that take part: NCCL by `abort`. Gloo has none (2.13: a no-op), but a wait that
-runs out of time closes all connections of its process, and whoever waits at their other ends does the same. `abort`
-makes one run out of time.
+Who gives up breaks the group for all that take part: NCCL by `abort`, gloo by `break_gloo` (backends.py).
 """
 
 from __future__ import annotations
@@ -34,9 +32,6 @@ _POLL_S: Final = 0.00005
 _END_S: Final = 5.0
 """How long NCCL may take to break a group, or to end one, before nobody waits for it any more."""
 _WARM_S: Final = 20.0
-_AT_ONCE: Final = timedelta(milliseconds=1)
-_ABORT_TAG: Final = 0x7FFFFFFF
-"""No message has it."""
 
 
 NOBODY: Final[frozenset[int]] = frozenset()
@@ -52,12 +47,10 @@ class Parcel:
     """Rank of the other end."""
 
 
-class _Backend(Protocol):
+class _Backend(backends.Receiving, Protocol):
     """What torch's stubs leave out of ProcessGroupGloo and ProcessGroupNCCL."""
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> c10d.Work: ...  # noqa: N803
-
-    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> c10d.Work: ...  # noqa: N803
 
     def allreduce(self, tensors: list[torch.Tensor]) -> c10d.Work: ...
 
@@ -150,9 +143,7 @@ class PairGroup(OwnStream):
         if self._stream is not None:
             _aside(self._backend.abort).join(_END_S)
             return
-        other = (self.rank + 1) % self.size
-        with contextlib.suppress(RuntimeError):  # that it runs out of time is what it is for
-            self._backend.recv([torch.empty(1, dtype=torch.uint8)], other, _ABORT_TAG).wait(_AT_ONCE)
+        backends.break_gloo(self._backend, self.rank, self.size)
 
     def close(self) -> None:
         """Everything has moved. NCCL keeps memory and threads until it is told so; gloo does not.

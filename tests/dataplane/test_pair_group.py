@@ -19,21 +19,20 @@ LONG_S = 60.0
 PROMPT_S = 20.0
 
 
-def pair() -> tuple[PairGroup, PairGroup]:
+def formed(size: int) -> list[PairGroup]:
     server = serve_store(HOST)
-    stores = [join_store(server) for _ in range(2)]
+    stores = [join_store(server) for _ in range(size)]
 
     def form(rank: int) -> PairGroup:
-        return PairGroup.form(stores[rank], "g", HOST, torch.device("cpu"), rank, 2, Deadline(LONG_S))
+        return PairGroup.form(stores[rank], "g", HOST, torch.device("cpu"), rank, size, Deadline(LONG_S))
 
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(form, range(2))
-    return one, other
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(form, range(size)))
 
 
 def test_messages_arrive_both_ways() -> None:
     """What one sends the other has."""
-    groups = pair()
+    groups = formed(2)
     given = [torch.full((8,), rank + 1, dtype=torch.uint8) for rank in range(2)]
     found = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
 
@@ -45,9 +44,14 @@ def test_messages_arrive_both_ways() -> None:
     assert (found[0].tolist(), found[1].tolist()) == ([2] * 8, [1] * 8)
 
 
-def test_who_gives_up_frees_the_others() -> None:
-    """Long before the deadline of a rank that waits for a message, which nobody will send any more."""
-    waits, gives_up = pair()
+@pytest.mark.parametrize("neighbour_is_gone", [False, True])
+def test_who_gives_up_frees_the_others(*, neighbour_is_gone: bool) -> None:
+    """Long before the deadline of a rank that waits for a message, which nobody will send any more.
+
+    Also where the rank that comes after the one that gives up is why it does: that one has ended.
+    """
+    waits, gives_up, *more = formed(3 if neighbour_is_gone else 2)
+    more.clear()
     waiting = threading.Event()
 
     def wait() -> float:

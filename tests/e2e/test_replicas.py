@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from weightbus.trainer_agent.demo.processes import Programs
 
-from .fleet import ROOT, Fleet
+from .fleet import Fleet
+from .models import write_checkpoints
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
@@ -21,10 +20,7 @@ PROMPT = [5, 17, 33, 64, 101, 7]
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """A coordinator, a server of one replica, a server of two, and a trainer."""
-    folder = tmp_path_factory.mktemp("replicas")
-    for seed in range(2):
-        maker = [sys.executable, str(ROOT / "tests/kit/tiny_model.py"), str(folder / f"seed{seed}"), f"--seed={seed}"]
-        subprocess.run(maker, check=True, stdout=subprocess.DEVNULL)
+    folder = write_checkpoints(tmp_path_factory.mktemp("replicas"), 2)
     with Programs(folder) as programs:
         deployment = Fleet(folder, programs)
         try:

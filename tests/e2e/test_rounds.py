@@ -7,11 +7,7 @@ checkpoint that the trainer was filled from.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from weightbus import engine_agent
 from weightbus.dataplane.transport import JOIN_S
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo.processes import Programs
 from weightbus.trainer_agent.hf_module import HFModuleSource
 
-from .fleet import ROOT, Fleet, poll
+from .fleet import Fleet, poll
+from .models import Answers, ask_oracle, check_answers, write_checkpoints
 from .plain_rank import FlatModule
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
@@ -35,31 +31,16 @@ PROMPTS = [[5, 17, 33, 64, 101, 7], [400, 3, 9], [77, 78, 79, 80], [250, 1, 250,
 SEEDS = 7
 
 
-Answers = list[list[int]]
-"""The tokens that must be answered to each of `PROMPTS`."""
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One checkpoint a seed."""
-    folder = tmp_path_factory.mktemp("fleet")
-    for seed in range(SEEDS):
-        maker = [sys.executable, str(ROOT / "tests/kit/tiny_model.py"), str(folder / f"seed{seed}"), f"--seed={seed}"]
-        subprocess.run(maker, check=True, stdout=subprocess.DEVNULL)
-    return folder
+    return write_checkpoints(tmp_path_factory.mktemp("fleet"), SEEDS)
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: Path) -> dict[int, Answers]:
     """What each seed must answer, by transformers; no two seeds answer alike."""
-    shim = Path(engine_agent.__file__).parent / "cpu_shim"
-    path = os.pathsep.join([str(shim), os.environ.get("PYTHONPATH", "")])
-    oracle = [sys.executable, str(ROOT / "tests/e2e/oracle.py"), str(checkpoints), str(SEEDS), json.dumps(PROMPTS)]
-    done = subprocess.run(oracle, check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
-    answers = {int(seed): tokens for seed, tokens in json.loads(done.stdout).items()}
-    assert all(sum(map(len, tokens)) >= 5 for tokens in answers.values()), answers
-    assert len({json.dumps(tokens) for tokens in answers.values()}) == SEEDS
-    return answers
+    return ask_oracle(checkpoints, SEEDS, PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +61,7 @@ def fleet(checkpoints: Path, expected: dict[int, Answers]) -> Iterator[Fleet]:
 
 
 def _serves(fleet: Fleet, name: str, answers: Answers, label: str) -> None:
-    """The server gives these tokens, under this version."""
-    for prompt, tokens in zip(PROMPTS, answers, strict=True):
-        if tokens:
-            assert fleet.generate(name, prompt, len(tokens)) == (tokens, label)
+    check_answers(fleet, name, PROMPTS, answers, label)
 
 
 def _recordings(fleet: Fleet, name: str) -> tuple[int, int]:

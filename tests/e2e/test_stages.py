@@ -5,20 +5,16 @@ The oracle is transformers, as in test_rounds.py.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from weightbus import engine_agent
 from weightbus.trainer_agent.demo.processes import Programs
 
-from .fleet import ROOT, Fleet, poll
+from .fleet import Fleet, poll
+from .models import Answers, ask_oracle, check_answers, write_checkpoints
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]
 
@@ -28,27 +24,17 @@ BUCKET_BYTES = 20_000
 ENDED_S = 60.0
 """Far below the transfer's own deadline of ten minutes."""
 
-Answers = list[list[int]]
-
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One checkpoint a seed."""
-    folder = tmp_path_factory.mktemp("stages")
-    for seed in range(SEEDS):
-        maker = [sys.executable, str(ROOT / "tests/kit/tiny_model.py"), str(folder / f"seed{seed}"), f"--seed={seed}"]
-        subprocess.run(maker, check=True, stdout=subprocess.DEVNULL)
-    return folder
+    return write_checkpoints(tmp_path_factory.mktemp("stages"), SEEDS)
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: Path) -> dict[int, Answers]:
     """What each seed must answer, by transformers."""
-    shim = Path(engine_agent.__file__).parent / "cpu_shim"
-    path = os.pathsep.join([str(shim), os.environ.get("PYTHONPATH", "")])
-    oracle = [sys.executable, str(ROOT / "tests/e2e/oracle.py"), str(checkpoints), str(SEEDS), json.dumps(PROMPTS)]
-    done = subprocess.run(oracle, check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
-    return {int(seed): tokens for seed, tokens in json.loads(done.stdout).items()}
+    return ask_oracle(checkpoints, SEEDS, PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +55,7 @@ def fleet(checkpoints: Path, expected: dict[int, Answers]) -> Iterator[Fleet]:
 
 
 def _serves(fleet: Fleet, name: str, answers: Answers, label: str) -> None:
-    for prompt, tokens in zip(PROMPTS, answers, strict=True):
-        if tokens:
-            assert fleet.generate(name, prompt, len(tokens)) == (tokens, label)
+    check_answers(fleet, name, PROMPTS, answers, label)
 
 
 def _groups(fleet: Fleet, name: str) -> list[str]:
