@@ -103,6 +103,9 @@ unit: env ## Tests that start no server and no training rank
 real: env ## Tests with real SGLang servers and real Megatron ranks
 	@$(BIN)/python -m pytest -m "real and not gpu" $(ARGS)
 
+gpu: ## Tests that need a CUDA device, by the python3 at hand: its torch is one for CUDA, and weightbus is installed there
+	@python3 -m pytest -m gpu $(ARGS)
+
 ##@ Measure and break
 
 # make fuzz N=100000000
