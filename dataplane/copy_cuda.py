@@ -101,8 +101,7 @@ class CudaCopies:
         self._device = device
         plain = table.take(np.flatnonzero(table.casts == 0))
         self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)
-        tiles = copy_tiles(plain, _bases(sources), _bases(targets)) if len(plain) else []
-        self._tiles = [(each.vector, _on(device, each.packed())) for each in tiles]
+        self._tiles = copy_tiles(plain, _bases(sources), _bases(targets), device) if len(plain) else []
         self._memory = (tuple(sources), tuple(targets))
         self._source_at = sources[0].data_ptr() if sources else 0
 
@@ -152,8 +151,7 @@ class CudaDigest:
 
     def __init__(self, device: torch.device, table: BoxTable, regions: Sequence[torch.Tensor]) -> None:
         self._device = device
-        tiles = word_tiles(table, _bases(regions)) if len(table) else []
-        self._tiles = [(each.item, _on(device, each.packed())) for each in tiles]
+        self._tiles = word_tiles(table, _bases(regions), device) if len(table) else []
         self._lanes = torch.zeros((table.groups, 2), dtype=torch.int64, device=device)
         self._memory = regions
 
@@ -181,10 +179,6 @@ class CudaDigest:
     def close(self) -> None:
         """Let go of the memory."""
         self._tiles, self._memory = [], ()
-
-
-def _on(device: torch.device, table: Column) -> torch.Tensor:
-    return torch.from_numpy(table).to(device)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _bases(regions: Sequence[torch.Tensor]) -> Column:

@@ -1,16 +1,21 @@
-"""Tables of strided boxes become tiles: work for one block of a GPU's threads each. Pure, by column.
+"""Tables of strided boxes become tiles: work for one block of a GPU's threads each.
 
 A tile is a rectangle of *vectors*, 1 to 16 bytes that are moved by one load and one store: `rows` runs of `width`
 vectors, both sides at their own stride. At most `TILE_VECTORS` vectors, so that a block keeps all of them in flight at
 once. Rows whose places or strides are no multiple of 16 bytes get smaller vectors.
+
+How rows are cut is worked out on the host, by row. There are a hundred times as many tiles: those are written where
+they will be read, on the GPU itself, since one core would take longer for them than NVLink for the weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import torch
 
 from .boxes import Column
 from .copy_table import AXES, ITEM_SIZES, CopyTable
@@ -23,113 +28,66 @@ TILE_WORDS: Final = 4 * TILE_VECTORS
 VECTORS: Final = (16, 8, 4, 2, 1)
 """Bytes. A thread moves one with a single instruction."""
 SOURCE: Final = 0
-"""The column of `CopyTiles.packed` that holds addresses of sources."""
+"""The column of `copy_tiles` that holds addresses of sources."""
+_AT_ONCE: Final = 1 << 15
+"""Tiles that are written together. What is in between takes about 20 MB of a GPU that has little left."""
 
 
-@dataclass(frozen=True, eq=False)
-class CopyTiles:
-    """Tiles of one vector size. All columns int64."""
+class Tiles(NamedTuple):
+    """Of one size of vectors, as the kernels of copy_triton.py read them."""
 
     vector: int
-    """Bytes."""
-    source: Column
-    """(tiles,): address of the first byte."""
-    target: Column
-    source_step: Column
-    """(tiles,): bytes from one row to the next."""
-    target_step: Column
-    rows: Column
-    width: Column
-    """(tiles,): vectors in a row."""
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def packed(self) -> Column:
-        """(tiles, 6): what the kernel reads."""
-        shape = self.rows << 32 | self.width
-        columns = (self.source, self.target, self.source_step, self.target_step, shape, reciprocal(self.width))
-        return np.ascontiguousarray(np.stack(columns, axis=1))
+    """Bytes of a vector of copies. Of digests, of an element: 8 where words lie whole in memory, 16 where pairs do."""
+    table: torch.Tensor
+    """(tiles, columns) int64 on the device. The last two are ``rows << 32 | width`` and the `reciprocal` of width."""
 
 
-@dataclass(frozen=True, eq=False)
-class WordTiles:
-    """Tiles of 64-bit words to digest, `rows` runs of `width` words each. All columns int64."""
-
-    item: int
-    """Bytes of an element; 8 where words lie whole and aligned in memory, 16 where pairs of them do."""
-    address: Column
-    """(tiles,): of the first element."""
-    step: Column
-    """(tiles,): bytes from one row to the next."""
-    item_step: Column
-    """(tiles,): bytes from one element of a row to the next."""
-    word_at: Column
-    """(tiles,): index in the packed tensor of the first word."""
-    word_step: Column
-    """(tiles,): words of the packed tensor from one row to the next."""
-    group: Column
-    rows: Column
-    width: Column
-    """(tiles,): words in a row; pairs where `item` is 16."""
-
-    def __len__(self) -> int:
-        return len(self.address)
-
-    def packed(self) -> Column:
-        """(tiles, 8): what the kernel reads."""
-        shape = self.rows << 32 | self.width
-        columns = (
-            self.address, self.step, self.item_step, self.word_at, self.word_step, self.group, shape,
-            reciprocal(self.width),
-        )  # fmt: skip
-        return np.ascontiguousarray(np.stack(columns, axis=1))
-
-
-def reciprocal(width: Column) -> Column:
+def reciprocal(width: torch.Tensor) -> torch.Tensor:
     """(tiles,): m such that ``n * m >> 32`` is ``n // width`` for every n below `TILE_WORDS`, by one multiplication.
 
     m = ceil(2^32 / width) is too large by less than one, so that n * m errs by less than n < 2^32 / width. A width of
     one would need 33 bits and is given as 0: there the quotient is n itself.
     """
-    found: Column = np.where(width > 1, -((-1 << 32) // np.maximum(width, 2)), 0)
-    return found
+    found = torch.div((1 << 32) + width - 1, width, rounding_mode="floor")
+    return torch.where(width > 1, found, 0)
 
 
-def copy_tiles(table: CopyTable, source_base: Column, target_base: Column) -> list[CopyTiles]:
-    """The tiles of a table without casts; bases are the addresses of the regions. A list for each vector size."""
+def copy_tiles(table: CopyTable, source_base: Column, target_base: Column, device: torch.device) -> list[Tiles]:
+    """The tiles of a table without casts; bases are the addresses of the regions. One for each size of vectors.
+
+    Columns: addresses of the first bytes of source and target; bytes from one run to the next, of both; and the shape.
+    """
     source = source_base[table.source] + table.source_at
     target = target_base[table.target] + table.target_at
     nbytes = table.run * ITEM_SIZES[table.target_dtype]
     vector = _vector(source, target, nbytes, *table.source_step.T, *table.target_step.T)
-    found: list[CopyTiles] = []
+    found: list[Tiles] = []
     for size in VECTORS:
         rows = np.flatnonzero(vector == size)
         if not len(rows):
             continue
-        cut = _cut(nbytes[rows] // size, table.grid[rows], np.full(len(rows), size, np.int64), TILE_VECTORS)
-        row = rows[cut.row]
-        found.append(
-            CopyTiles(
-                size,
-                source[row] + cut.place(table.source_step[row]),
-                target[row] + cut.place(table.target_step[row]),
-                cut.along(table.source_step[row]),
-                cut.along(table.target_step[row]),
-                cut.rows,
-                cut.width,
-            )
-        )
+        cut = _cut(nbytes[rows] // size, table.grid[rows], TILE_VECTORS)
+        places = [
+            _Place(source[rows], table.source_step[rows], size),
+            _Place(target[rows], table.target_step[rows], size),
+            _Place(cut.along(table.source_step[rows])),
+            _Place(cut.along(table.target_step[rows])),
+        ]
+        found.append(Tiles(size, _written(cut, places, device)))
     return found
 
 
-def word_tiles(table: BoxTable, base: Column) -> list[WordTiles]:
-    """The tiles of a table of boxes; `base` holds the addresses of the regions. A list for each element size."""
+def word_tiles(table: BoxTable, base: Column, device: torch.device) -> list[Tiles]:
+    """The tiles of a table of boxes; `base` holds the addresses of the regions. One for each size of elements.
+
+    Columns: address of the first element; bytes from one run to the next, and from one element of it; index in the
+    packed tensor of the first word, and words there from one run to the next; the group; and the shape.
+    """
     address = base[table.region] + table.at
     vector = np.where(table.item_step == table.item, _vector(address, *table.step.T), 1)
     paired = (vector >= 2 * WORD_BYTES) & (table.words % 2 == 0)
     item = np.where(paired, 2 * WORD_BYTES, np.where(vector >= WORD_BYTES, WORD_BYTES, table.item))
-    found: list[WordTiles] = []
+    found: list[Tiles] = []
     for size in (2 * WORD_BYTES, WORD_BYTES, 4, 2, 1):
         # Elements of 8 bytes that lie apart are words too, each at a step of its own.
         rows = np.flatnonzero(item == size)
@@ -137,80 +95,106 @@ def word_tiles(table: BoxTable, base: Column) -> list[WordTiles]:
             continue
         words = max(size // WORD_BYTES, 1)
         item_step = np.where(size > table.item[rows], size, table.item_step[rows])
-        reach = item_step * max(WORD_BYTES // size, 1)
-        cut = _cut(table.words[rows] // words, table.grid[rows], reach, TILE_WORDS // words)
-        row = rows[cut.row]
-        word_step = table.word_step[row]
-        found.append(
-            WordTiles(
-                size,
-                address[row] + cut.place(table.step[row]),
-                cut.along(table.step[row]),
-                item_step[cut.row],
-                table.word_at[row] + (cut.index * word_step).sum(axis=1) + cut.column * words,
-                cut.along(word_step),
-                table.group[row],
-                cut.rows,
-                cut.width,
-            )
-        )
+        cut = _cut(table.words[rows] // words, table.grid[rows], TILE_WORDS // words)
+        places = [
+            _Place(address[rows], table.step[rows], item_step * max(WORD_BYTES // size, 1)),
+            _Place(cut.along(table.step[rows])),
+            _Place(item_step),
+            _Place(table.word_at[rows], table.word_step[rows], words),
+            _Place(cut.along(table.word_step[rows])),
+            _Place(table.group[rows]),
+        ]
+        found.append(Tiles(size, _written(cut, places, device)))
     return found
+
+
+class _Place(NamedTuple):
+    """Where tiles of each row lie in one sense, or what all of a row have in common."""
+
+    base: Column
+    """(rows,): at the row's first vector."""
+    step: Column | int = 0
+    """(rows, AXES): from one run to the next, along each axis."""
+    unit: Column | int = 0
+    """(rows,): from one vector of a run to the next."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """Tiles of rows of a table: which row, where in its grid, and which part of its runs."""
+    """How each row of a table is cut into tiles: runs that follow one another along its longest axis share one."""
 
-    row: Column
-    index: Column
-    """(tiles, AXES): place in the grid of the tile's first run."""
-    column: Column
-    """(tiles,): vectors of the run before the tile's first."""
-    shift: Column
-    """(tiles,): bytes of them."""
     axis: Column
-    """(tiles,): the axis along which the tile's runs follow one another."""
-    rows: Column
+    """(rows,): that axis."""
+    extent: Column
+    """(rows,): runs along it."""
+    together: Column
+    """(rows,): how many of them share a tile."""
     width: Column
-
-    def place(self, step: Column) -> Column:
-        """(tiles,): bytes from the row's first element to the tile's."""
-        found: Column = (self.index * step).sum(axis=1) + self.shift
-        return found
+    """(rows,): vectors of a run."""
+    most: int
+    """Vectors of a tile. Longer runs are cut."""
+    blocks: Column
+    """(rows, AXES + 1): tiles along each axis of the grid, and along a run."""
 
     def along(self, step: Column) -> Column:
-        """(tiles,): the step from one run to the next."""
+        """(rows,): the step from one run of a tile to the next."""
         return np.take_along_axis(step, self.axis[:, None], axis=1)[:, 0]
 
+    def form(self, place: _Place) -> Column:
+        """(rows, 1 + AXES + 1): `place` of a tile by its numbers, and one more before them, that is always 1."""
+        found = np.zeros((len(self.axis), 1 + AXES + 1), np.int64)
+        found[:, 0] = place.base
+        found[:, 1:-1] = place.step
+        rows = np.arange(len(found))
+        found[rows, 1 + self.axis] *= self.together
+        found[:, -1] = self.most * place.unit
+        return found
 
-def _cut(width: Column, grid: Column, vector: Column, most: int) -> _Cut:
-    """Cut grids of runs, `width` vectors each, into tiles of `most`. `vector`: bytes from one to the next."""
-    # Runs that follow one another along the longest axis share a tile, as many as fit; long runs are cut.
+
+def _cut(width: Column, grid: Column, most: int) -> _Cut:
+    """Cut grids of runs, `width` vectors each, into tiles of `most`."""
     axis: Column = np.argmax(grid, axis=1)
     extent = np.take_along_axis(grid, axis[:, None], axis=1)[:, 0]
     together = np.minimum(np.maximum(most // width, 1), extent)
-    parts = -(-width // most)
-    blocks = grid.copy()
+    blocks = np.concatenate([grid, -(-width // most)[:, None]], axis=1)
     np.put_along_axis(blocks, axis[:, None], -(-extent // together)[:, None], axis=1)
-    count: Column = blocks.prod(axis=1, dtype=np.int64) * parts
-    row = np.repeat(np.arange(len(width)), count)
-    number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-    number, part = np.divmod(number, parts[row])
-    index = np.empty((len(row), AXES), np.int64)
-    for each in range(AXES - 1, -1, -1):
-        number, index[:, each] = np.divmod(number, blocks[row, each])
-    first = np.take_along_axis(index, axis[row, None], axis=1)[:, 0] * together[row]
-    np.put_along_axis(index, axis[row, None], first[:, None], axis=1)
-    column = part * most
-    return _Cut(
-        row=row,
-        index=index,
-        column=column,
-        shift=column * vector[row],
-        axis=axis[row],
-        rows=np.minimum(together[row], extent[row] - first),
-        width=np.minimum(width[row] - column, most),
-    )
+    return _Cut(axis, extent, together, width, most, blocks)
+
+
+def _written(cut: _Cut, places: Sequence[_Place], device: torch.device) -> torch.Tensor:
+    """(tiles, places + 2): each of `places` of every tile, and its shape."""
+    none = np.zeros(len(cut.axis), np.int64)
+    steps = np.zeros((len(none), AXES), np.int64)
+    steps[np.arange(len(none)), cut.axis] = 1
+    runs, vectors = _Place(none, steps), _Place(none, 0, 1)  # of its row that lie before the tile
+    count = cut.blocks.prod(axis=1)
+    ends = np.cumsum(count)
+    forms = _on(device, np.stack([cut.form(each) for each in (*places, runs, vectors)], axis=2))
+    limits = _on(device, np.stack([cut.together, cut.extent, cut.width, ends - count], axis=1))
+    blocks, until = _on(device, cut.blocks), _on(device, ends)
+    tiles = int(ends[-1])
+    table = torch.empty((tiles, len(places) + 2), dtype=torch.int64, device=device)
+    for begin in range(0, tiles, _AT_ONCE):
+        number = torch.arange(begin, min(begin + _AT_ONCE, tiles), device=device)
+        row = torch.searchsorted(until, number, right=True)
+        together, extent, width, first = limits[row].unbind(1)
+        number = number - first
+        numbers = [torch.ones_like(number)]
+        for along in blocks[row].flip(1).unbind(1):
+            numbers.insert(1, number % along)
+            number = torch.div(number, along, rounding_mode="floor")
+        found = (forms[row] * torch.stack(numbers, 1)[:, :, None]).sum(1)
+        rows = torch.minimum(together, extent - found[:, -2])
+        wide = (width - found[:, -1]).clamp(max=cut.most)
+        found[:, -2], found[:, -1] = rows << 32 | wide, reciprocal(wide)
+        table[begin : begin + len(row)] = found
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # it may be read on any stream
+    return table
+
+
+def _on(device: torch.device, column: Column) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(column)).to(device)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _vector(*places: Column) -> Column:

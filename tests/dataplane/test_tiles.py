@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightbus.dataplane import tiles as tiles_module
 from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies, TorchDigest
 from weightbus.dataplane.digest_table import BoxTable
@@ -78,21 +80,37 @@ def test_tiles_copy_what_the_table_says(table: CopyTable) -> None:
     TorchCopies(table, [source], [expected]).run()
     bases = column(source.data_ptr()), column(found.data_ptr())
 
-    for tiles in copy_tiles(table, *bases):
-        assert int((tiles.rows * tiles.width).max()) <= TILE_VECTORS
-        for places in (tiles.source, tiles.target, tiles.source_step, tiles.target_step):
-            assert not (places % tiles.vector).any()  # a GPU faults on others
-        for src, dst, src_step, dst_step, shape, magic in tiles.packed().tolist():
+    for vector, tiles in copy_tiles(table, *bases, torch.device("cpu")):
+        for src, dst, src_step, dst_step, shape, magic in tiles.tolist():
             rows, width = shape >> 32, shape & 0xFFFFFFFF
+            assert rows * width <= TILE_VECTORS
+            assert not any(place % vector for place in (src, dst, src_step, dst_step))  # a GPU faults on others
             for at in range(rows * width):
                 line = at if width == 1 else at * magic >> 32
                 place = at - line * width
                 ctypes.memmove(
-                    dst + line * dst_step + place * tiles.vector, src + line * src_step + place * tiles.vector,
-                    tiles.vector,
-                )  # fmt: skip
+                    dst + line * dst_step + place * vector, src + line * src_step + place * vector, vector
+                )
 
     assert torch.equal(found, expected)
+
+
+@given(st.lists(copies(), min_size=2, max_size=5), st.sampled_from([1, 7, 64, 1 << 15]))
+@settings(max_examples=50, deadline=None)
+def test_rows_are_cut_one_by_one_however_many_tiles_are_written_at_once(tables: list[CopyTable], at_once: int) -> None:
+    """The tiles of a table are those of its rows, one after another."""
+    cpu, bases = torch.device("cpu"), (column(1 << 40), column(1 << 41))
+    alone: dict[int, list[torch.Tensor]] = {}
+    for table in tables:
+        for vector, tiles in copy_tiles(table, *bases, cpu):
+            alone.setdefault(vector, []).append(tiles)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tiles_module, "_AT_ONCE", at_once)
+        together = CopyTable.of_numbers(np.concatenate([table.numbers() for table in tables]))
+        found = dict(copy_tiles(together, *bases, cpu))
+
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(tiles, torch.cat(alone[vector])) for vector, tiles in found.items())
 
 
 @st.composite
@@ -123,19 +141,19 @@ def test_tiles_digest_what_the_table_says(table: BoxTable) -> None:
     data, base = region.numpy(), region.data_ptr()
     lanes = np.zeros((2, 3), np.uint64)
 
-    for tiles in word_tiles(table, column(base)):
-        words = max(tiles.item // 8, 1)
-        assert int((tiles.rows * tiles.width).max()) * words <= TILE_WORDS
-        assert not (tiles.address % tiles.item).any()
-        assert not (tiles.step % tiles.item).any()
-        for address, step, item_step, word_at, word_step, group, shape, magic in tiles.packed().tolist():
+    for item, tiles in word_tiles(table, column(base), torch.device("cpu")):
+        words, parts = max(item // 8, 1), np.arange(max(8 // item, 1))
+        for address, step, item_step, word_at, word_step, group, shape, magic in tiles.tolist():
             rows, width = shape >> 32, shape & 0xFFFFFFFF
+            assert rows * width * words <= TILE_WORDS
+            assert not address % item
+            assert not step % item
             at = np.arange(rows * width)
             line = at if width == 1 else at * magic >> 32
             place = at - line * width
-            first = address - base + line * step + place * item_step * max(8 // tiles.item, 1)
-            parts = first[:, None] + np.arange(max(8 // tiles.item, 1)) * item_step
-            raw = data[(parts[:, :, None] + np.arange(tiles.item)).reshape(len(at), 8 * words)]
+            first = address - base + line * step + place * item_step * len(parts)
+            elements = first[:, None] + parts * item_step
+            raw = data[(elements[:, :, None] + np.arange(item)).reshape(len(at), 8 * words)]
             index = (word_at + line * word_step + place * words)[:, None] + np.arange(words)
             lanes[:, group] += mix(np.ascontiguousarray(raw).view("<u8").reshape(-1), index.reshape(-1))
 
@@ -145,8 +163,10 @@ def test_tiles_digest_what_the_table_says(table: BoxTable) -> None:
 def test_one_multiplication_divides_every_place_of_a_tile() -> None:
     """For every width that a tile of several rows can have."""
     at = np.arange(TILE_WORDS, dtype=np.int64)
-    widths = np.arange(2, TILE_WORDS + 1, dtype=np.int64)
+    widths = torch.arange(1, TILE_WORDS + 1)
+    magics: list[int] = reciprocal(widths).tolist()
 
-    for width, magic in zip(widths.tolist(), reciprocal(widths).tolist(), strict=True):
+    assert magics.pop(0) == 0
+    for width, magic in enumerate(magics, 2):
         assert 0 < magic < 1 << 32
         assert np.array_equal(at * magic >> 32, at // width)
