@@ -29,7 +29,7 @@ from .boxes import Column
 from .copy_table import AXES, ITEM_SIZES, refuse_endless
 from .errors import ManifestError
 from .grids import Grids, collapse
-from .pieces import DTYPES, Pieces, contiguous_strides, side_by_side
+from .pieces import Pieces, served_dtypes, served_strides, side_by_side
 
 WORD_BYTES: Final = 8
 
@@ -123,8 +123,7 @@ def odd_boxes(pieces: Pieces) -> Column:
     """
     grids, item = _grids(pieces)
     words = _whole_words(pieces, grids, item)
-    served = np.array([DTYPES.index(spec.dtype) for spec in pieces.tensors], np.int64)[pieces.boxes.space]
-    same = (served == pieces.dtype) & (pieces.shift == 0)
+    same = (served_dtypes(pieces) == pieces.dtype) & (pieces.shift == 0)
     return np.flatnonzero((np.bincount(grids.row[~words], minlength=len(pieces)) > 0) | ~same)
 
 
@@ -140,7 +139,7 @@ def table_of(
     row = grids.row
     memory, packed = grids.steps
     per_word = WORD_BYTES // item
-    first = np.sum(pieces.boxes.start * _packed_strides(pieces), axis=1)
+    first = np.sum(pieces.boxes.start * served_strides(pieces), axis=1)
     # A lone element or a run's last axis may have been joined away: then the run is one element long, and its step too.
     alone = grids.extent[:, 0] == 1
     return BoxTable(
@@ -160,20 +159,14 @@ def table_of(
 
 def _grids(pieces: Pieces) -> tuple[Grids, Column]:
     """The grids of all pieces, steps in elements: in memory, and in the packed tensor; and bytes of an element."""
-    grids = collapse(pieces.boxes.extents, (pieces.stride, _packed_strides(pieces)), AXES + 1)
+    grids = collapse(pieces.boxes.extents, (pieces.stride, served_strides(pieces)), AXES + 1)
     return grids, ITEM_SIZES[pieces.dtype[grids.row]]
-
-
-def _packed_strides(pieces: Pieces) -> Column:
-    axes = pieces.boxes.start.shape[1]
-    strides = [contiguous_strides(spec.shape) + (1,) * (axes - len(spec.shape)) for spec in pieces.tensors]
-    return np.array(strides, np.int64).reshape(len(strides), axes)[pieces.boxes.space]
 
 
 def _whole_words(pieces: Pieces, grids: Grids, item: Column) -> npt.NDArray[np.bool_]:
     """(grids,): grids whose runs all begin and end on a word of the packed tensor."""
     packed = grids.steps[1]
-    first = np.sum(pieces.boxes.start * _packed_strides(pieces), axis=1)[grids.row] + grids.shift[1]
+    first = np.sum(pieces.boxes.start * served_strides(pieces), axis=1)[grids.row] + grids.shift[1]
     aligned = (packed[:, 1:] * item[:, None] % WORD_BYTES == 0).all(axis=1) & (first * item % WORD_BYTES == 0)
     packed_run = (packed[:, 0] == 1) | (item == WORD_BYTES)
     whole: npt.NDArray[np.bool_] = aligned & packed_run & (grids.extent[:, 0] * item % WORD_BYTES == 0)

@@ -28,7 +28,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``cpu``, or the GPU's uuid: a device index means another GPU in another process."""
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Where a local tensor begins."""
 
     region: int

@@ -42,7 +42,7 @@ MAX_TENSORS: Final = 1_000_000
 _NAME: Final = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}$")
 
 
-class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One tensor by its Hugging Face name."""
 
     name: str

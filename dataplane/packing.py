@@ -20,7 +20,7 @@ from .copy_rows import Side, rows_of
 from .copy_table import ITEM_SIZES, CopyTable
 from .errors import DigestMismatch
 from .manifest import TensorSpec
-from .pieces import DTYPES, Pieces
+from .pieces import DTYPES, Pieces, packed_strides, served_dtypes
 
 _ALIGNMENT: Final = 16
 
@@ -48,11 +48,6 @@ class Part:
     """(*shape of the box, bytes of an element)."""
 
 
-def served_dtypes(pieces: Pieces) -> Column:
-    """(pieces,): the dtype in which each piece's tensor is served."""
-    return np.array([DTYPES.index(spec.dtype) for spec in pieces.tensors], np.int64)[pieces.boxes.space]
-
-
 def packed(pieces: Pieces, region: Column, begin: Column) -> Packed:
     """Copy every box behind the one before it. `region` and `begin`, (pieces,), say where its local tensor begins."""
     served = served_dtypes(pieces)
@@ -64,13 +59,6 @@ def packed(pieces: Pieces, region: Column, begin: Column) -> Packed:
     copies = rows_of(pieces.boxes.extents, Side.of(pieces, region, begin), here)
     boxes = replace(pieces, offset=places, dtype=served, stride=strides)
     return Packed(copies, boxes, int((places + nbytes).max()) if len(pieces) else 0)
-
-
-def packed_strides(extents: Column) -> Column:
-    """(rows, axes): elements between neighbours along each axis of packed boxes of `extents`, (rows, axes)."""
-    strides = np.ones_like(extents)
-    strides[:, :-1] = np.cumprod(extents[:, :0:-1], axis=1)[:, ::-1]
-    return strides
 
 
 def parts_of(boxes: Pieces, index: int, buffer: bytes, who: str) -> Iterator[Part]:

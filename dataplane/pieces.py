@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -32,6 +33,7 @@ from .manifest import ITEM_BYTES, TensorSpec
 
 DTYPES: Final = tuple(ITEM_BYTES)
 """Their order numbers the dtypes in columns."""
+_NUMBERS: Final = {name: number for number, name in enumerate(DTYPES)}
 
 _MAX_AXES: Final = 8
 
@@ -219,6 +221,29 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     for extent in reversed(shape[1:]):
         strides.append(strides[-1] * extent)
     return tuple(reversed(strides)) if shape else ()
+
+
+def packed_strides(extents: Column) -> Column:
+    """(rows, axes): elements between neighbours along each axis of packed boxes of `extents`, (rows, axes)."""
+    strides = np.ones_like(extents)
+    strides[:, :-1] = np.cumprod(extents[:, :0:-1], axis=1)[:, ::-1]
+    return strides
+
+
+def served_dtypes(pieces: Pieces) -> Column:
+    """(pieces,): the dtype in which each piece's tensor is served."""
+    numbers = [_NUMBERS[spec.dtype] for spec in pieces.tensors]
+    return np.array(numbers, np.int64)[pieces.boxes.space]
+
+
+def served_strides(pieces: Pieces) -> Column:
+    """(pieces, axes): elements between neighbours along each axis of each piece's tensor, packed."""
+    shapes = [spec.shape for spec in pieces.tensors]
+    axes = np.fromiter(map(len, shapes), np.int64, len(shapes))
+    row = np.repeat(np.arange(len(shapes)), axes)
+    extents = np.ones((len(shapes), pieces.boxes.start.shape[1]), np.int64)
+    extents[row, np.arange(len(row)) - (np.cumsum(axes) - axes)[row]] = list(chain.from_iterable(shapes))
+    return packed_strides(extents)[pieces.boxes.space]
 
 
 def side_by_side(*columns: Column) -> Column:

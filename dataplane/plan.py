@@ -21,7 +21,7 @@ from .cover import in_turn
 from .errors import CoverageError, ManifestError
 from .exports import ExportMap
 from .manifest import TensorSpec
-from .pieces import DTYPES, Piece, Pieces, whole
+from .pieces import DTYPES, Piece, Pieces, served_dtypes, whole
 from .recording import Recording
 
 _ALIGNMENT: Final = 16
@@ -196,7 +196,7 @@ def _prove(wanted: Pieces, rows: Column, common: Boxes) -> None:
 
 def _check_dtypes(source: Pieces, target: Pieces) -> None:
     """A copy converts at most once, and ends as the stock path would: by way of the served dtype."""
-    served = np.array([DTYPES.index(spec.dtype) for spec in source.tensors], np.int64)[source.boxes.space]
+    served = served_dtypes(source)
     odd = np.flatnonzero((source.shift != 0) | ((source.dtype != served) & (target.dtype != served)))
     if len(odd):
         piece = source.at(int(odd[0]))

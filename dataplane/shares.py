@@ -21,8 +21,8 @@ from .copy_table import ITEM_SIZES, CopyTable
 from .cover import in_turn, prove
 from .digest_table import BoxTable, Lanes, odd_boxes, table_of
 from .errors import ManifestError, Unsupported
-from .packing import Packed, digest_of, packed, packed_strides, parts_of, put_together, served_dtypes
-from .pieces import Pieces
+from .packing import Packed, digest_of, packed, parts_of, put_together
+from .pieces import Pieces, packed_strides, served_dtypes
 from .quantise_sums import complete
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024

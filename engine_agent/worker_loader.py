@@ -23,6 +23,7 @@ from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DataplaneError, NotRecordable, PeerLost
 from weightbus.dataplane.frames import Frames
 
+from .collector import resting
 from .worker_state import WorkerState
 
 PREFIX: Final = "weightbus:"
@@ -41,7 +42,8 @@ _watch: threading.Thread | None = None
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """What SGLang calls. `named_tensors` is one name, that of the sidecar's socket."""
     try:
-        _exchange(model, named_tensors)
+        with resting():
+            _exchange(model, named_tensors)
     except (DataplaneError, OSError, ValueError) as error:
         _log.error("weightbus: the exchange with the sidecar broke off: %s", error)
     except Exception:  # noqa: BLE001 - see above

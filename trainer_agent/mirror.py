@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from weightbus.dataplane.copy_table import ITEM_SIZES
-from weightbus.dataplane.packing import packed_strides, served_dtypes
-from weightbus.dataplane.pieces import DTYPES, Pieces
+from weightbus.dataplane.pieces import DTYPES, Pieces, packed_strides, served_dtypes
 
 
 class Mirror:

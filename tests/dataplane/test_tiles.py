@@ -88,9 +88,7 @@ def test_tiles_copy_what_the_table_says(table: CopyTable) -> None:
             for at in range(rows * width):
                 line = at if width == 1 else at * magic >> 32
                 place = at - line * width
-                ctypes.memmove(
-                    dst + line * dst_step + place * vector, src + line * src_step + place * vector, vector
-                )
+                ctypes.memmove(dst + line * dst_step + place * vector, src + line * src_step + place * vector, vector)
 
     assert torch.equal(found, expected)
 

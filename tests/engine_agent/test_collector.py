@@ -1,0 +1,60 @@
+"""The collector rests for as long as a server stands in our loader, and is then what it was before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Generator
+
+import pytest
+import torch
+
+from weightbus.engine_agent import worker_loader
+from weightbus.engine_agent.collector import resting
+
+
+@pytest.fixture(autouse=True)
+def usual() -> Generator[None]:
+    """What this process had is put back, whatever a test does."""
+    was_on = gc.isenabled()
+    gc.enable()
+    yield
+    gc.enable() if was_on else gc.disable()
+
+
+def test_it_rests_until_the_last_one_leaves() -> None:
+    """Servers of several models call the loader again before it has returned."""
+    one, other = resting(), resting()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert not gc.isenabled()
+    other.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_it_ends_with_an_error_too() -> None:
+    with pytest.raises(KeyError), resting():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_server_without_a_collector_does_not_get_one() -> None:
+    """Some switch it off, and collect when they like."""
+    gc.disable()
+    with resting():
+        pass
+    assert not gc.isenabled()
+
+
+def test_it_rests_in_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the server's call to its return, whatever comes of it."""
+    seen: list[bool] = []
+
+    def exchange(*_: object) -> None:
+        seen.append(gc.isenabled())
+        raise ValueError("no sidecar")
+
+    monkeypatch.setattr(worker_loader, "_exchange", exchange)
+    worker_loader.load(torch.nn.Module(), [])
+    assert seen == [False]
+    assert gc.isenabled()
