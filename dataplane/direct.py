@@ -46,15 +46,20 @@ class Exposed:
     exporters: tuple[wire.Exporting, ...]
 
     @cached_property
+    def given(self) -> wire.Layout:
+        """What a receiver keeps from round to round, in whatever generation it lies."""
+        return wire.Layout(pieces=self.pieces.encode(), exports=tuple([export.encode() for export in self.exports]))
+
+    @cached_property
     def layout(self) -> str:
-        """Names what a receiver keeps from round to round, in whatever generation it lies."""
-        parts = (self.pieces.encode(), *(export.encode() for export in self.exports))
+        """Names that."""
+        parts = (self.given.pieces, *self.given.exports)
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
     def again(self, exporters: tuple[wire.Exporting, ...]) -> Exposed:
         """The same layout, in another generation or round."""
         found = replace(self, exporters=exporters)
-        vars(found)["layout"] = self.layout  # which takes as long as the layout is large
+        vars(found).update(given=self.given, layout=self.layout)  # which take as long as the layout is large
         return found
 
 
@@ -322,9 +327,7 @@ class DirectSender:
             match wire.hear_receiver(peer.frames, Deadline(_PACKET_S)):
                 case wire.GiveLayout():
                     assert self._exposed is not None
-                    exports = tuple(export.encode() for export in self._exposed.exports)
-                    layout = wire.Layout(pieces=self._exposed.pieces.encode(), exports=exports)
-                    self._tell(peer, wire.as_framed(layout))
+                    self._tell(peer, wire.as_framed(self._exposed.given))
                 case wire.Propose() as proposed:
                     for each in proposed.plans:
                         self._agree(each)

@@ -130,9 +130,10 @@ class DirectReceiver:
         connection = self._connection = self._connect(address, deadline)
         try:
             welcome = self._shake_hands(connection, session, engine, deadline)
-            layout = self._layout_of(connection, welcome, session.manifest, deadline)
+            if not self._knows(welcome.layout):
+                direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
             with self._timed("held"):
-                self._exchange(connection, session, welcome, layout, engine, server, deadline)
+                self._exchange(connection, session, welcome, engine, server, deadline)
             direct_wire.say(connection, direct_wire.Finished(), deadline)
         except Exception as error:
             self._tell_sender(connection, f"{type(error).__name__}: {error}")
@@ -179,18 +180,20 @@ class DirectReceiver:
             raise PeerLost(f"the sender refused this engine: {_reason(reply)}")
         return reply
 
-    def _layout_of(self, connection: Frames, welcome: Welcome, manifest: Manifest, deadline: Deadline) -> Layout:
-        if self._layout is not None and self._layout.digest == welcome.layout:
-            return self._layout
-        direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
-        reply = direct_wire.hear_sender(connection, deadline, "the trainer's layout")
-        if not isinstance(reply, direct_wire.Layout):
-            raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
-        exports = tuple(ExportMap.decode(each) for each in reply.exports)
-        pieces = Pieces.decode([reply.pieces], manifest.tensors)
-        self._layout = Layout(welcome.layout, pieces, exports)
-        self._made = {each.holder: made for each in exports if (made := each.made) is not None}
-        return self._layout
+    def _knows(self, layout: str) -> bool:
+        return self._layout is not None and self._layout.digest == layout
+
+    def _hear_layout(self, connection: Frames, layout: str, manifest: Manifest, deadline: Deadline) -> None:
+        """Unless it is known. Raises `PeerLost`, `ManifestError`."""
+        if self._knows(layout):
+            return
+        with self._timed("layout"):
+            reply = direct_wire.hear_sender(connection, deadline, "the trainer's layout")
+            if not isinstance(reply, direct_wire.Layout):
+                raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
+            exports = tuple(ExportMap.decode(each) for each in reply.exports)
+            self._layout = Layout(layout, Pieces.decode([reply.pieces], manifest.tensors), exports)
+            self._made = {each.holder: made for each in exports if (made := each.made) is not None}
 
     def _propose(
         self,
@@ -237,7 +240,6 @@ class DirectReceiver:
         connection: Frames,
         session: Session,
         welcome: Welcome,
-        layout: Layout,
         engine: str,
         server: EngineServer,
         deadline: Deadline,
@@ -254,7 +256,7 @@ class DirectReceiver:
                     came = self._workers.gather(listener, call, server.tp, model == 0, deadline, self._pulse)
                 if not came:
                     break
-                agreement = self._prepared(connection, session.manifest, layout, model, deadline)
+                agreement = self._prepared(connection, session.manifest, welcome.layout, model, deadline)
                 if self._agreements.get(model) is not agreement:
                     with self._timed("agree"):
                         self._hear_agreement(connection, agreement, deadline)
@@ -297,11 +299,18 @@ class DirectReceiver:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
 
     def _prepared(
-        self, connection: Frames, manifest: Manifest, layout: Layout, model: int, deadline: Deadline
+        self, connection: Frames, manifest: Manifest, layout: str, model: int, deadline: Deadline
     ) -> Agreement:
-        """Recordings and plans for this round; those of the last one if nothing changed. New ones were proposed."""
+        """Recordings and plans for this round; those of the last one if nothing changed. New ones were proposed.
+
+        A layout that was asked for is heard while the workers record.
+        """
         with self._timed("record"):
-            recordings, made = self._workers.record(manifest.digest(), manifest.tensors, self._recordings, deadline)
+            without = self._workers.ask_to_record(manifest.digest(), manifest.tensors, self._recordings, deadline)
+        self._hear_layout(connection, layout, manifest, deadline)
+        with self._timed("record"):
+            made = self._workers.recorded(without, manifest.tensors, deadline)
+            recordings = self._workers.recordings
         in_use = {digest for agreement in self._agreements.values() for digest in agreement.recordings}
         self._recordings = {
             digest: recording
@@ -311,17 +320,18 @@ class DirectReceiver:
         readers = self._readers()
         self.devices = tuple([reader.device for reader in readers])
         known = self._agreements.get(model)
-        if known is None or (known.layout, known.recordings, known.readers) != (layout.digest, recordings, readers):
+        if known is None or (known.layout, known.recordings, known.readers) != (layout, recordings, readers):
+            assert self._layout is not None
             found = [self._recordings[digest] for digest in recordings]
             with self._timed("plan"):
                 plans = tuple(
-                    make_plan(layout.pieces, layout.exports, recording, reader)
+                    make_plan(self._layout.pieces, self._layout.exports, recording, reader)
                     for recording, reader in zip(found, readers, strict=True)
                 )
                 # While the trainer makes the same ones, everything else is done that follows from them.
                 digests = tuple(plan.digest() for plan in plans)
                 self._propose(connection, readers, recordings, digests, deadline)
-                known = Agreement(layout.digest, recordings, readers, plans, digests, make_proof(found))
+                known = Agreement(layout, recordings, readers, plans, digests, make_proof(found))
         with self._timed("adopt"):
             self._workers.adopt(known.digests, self._carried(known.plans), known.proof.ranks, deadline)
         return known

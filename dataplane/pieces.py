@@ -75,7 +75,8 @@ class Pieces:
     @classmethod
     def of(cls, tensors: Sequence[TensorSpec], pieces: Iterable[Piece], holder: int = 0) -> Pieces:
         """The pieces of one holder. Raises `ManifestError` for one that names no tensor or lies outside of its own."""
-        number = {spec.name: index for index, spec in enumerate(tensors)}
+        pieces = tuple(pieces)
+        number = {spec.name: index for index, spec in enumerate(tensors)} if pieces else {}
         axes = max((len(spec.shape) for spec in tensors), default=0) or 1
         rows = [_row(piece, number, tensors, axes) for piece in pieces]
         table = np.array(rows, np.int64).reshape(len(rows), 5 + 3 * axes)

@@ -69,8 +69,9 @@ class Rehearsal:
                 if not self._workers.gather(listener, call, server.tp, model == 0, deadline, self._wait):
                     break
                 self._coming = deadline  # the server has let us in
-                digests, made = self._workers.record(_LAYOUT, tuple(tensors), {}, deadline)
-                self._prove([made[digest] for digest in digests], deadline)
+                asked = self._workers.ask_to_record(_LAYOUT, tuple(tensors), {}, deadline)
+                made = self._workers.recorded(asked, tuple(tensors), deadline)
+                self._prove([made[digest] for digest in self._workers.recordings], deadline)
                 self._workers.let_go(worker_wire.Done())
                 self._workers.close()
                 models += 1

@@ -290,8 +290,7 @@ class SendsSender:
                     pass
                 case wire.GiveLayout():
                     assert self._exposed is not None
-                    exports = tuple(export.encode() for export in self._exposed.exports)
-                    wire.say(end.frames, wire.Layout(pieces=self._exposed.pieces.encode(), exports=exports), deadline)
+                    wire.say(end.frames, self._exposed.given, deadline)
                 case wire.Propose() as proposed:
                     for each in proposed.plans:
                         self._agree(each)

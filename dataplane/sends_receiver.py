@@ -18,7 +18,7 @@ import msgspec
 from . import sends_wire, worker_wire
 from .copy_table import CopyTable
 from .deadline import Deadline
-from .direct_receiver import Agreement, DirectReceiver, Layout
+from .direct_receiver import Agreement, DirectReceiver
 from .direct_wire import Welcome
 from .errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported
 from .frames import Frames
@@ -93,7 +93,7 @@ class SendsReceiver(DirectReceiver):
         welcome = Welcome(epoch=session.epoch, layout=self._layout.digest, exporters=())
         try:
             with self._timed("held"):
-                self._exchange(connection, session, welcome, self._layout, engine, server, Deadline(deadline_s))
+                self._exchange(connection, session, welcome, engine, server, Deadline(deadline_s))
             sends_wire.say(connection, sends_wire.Finished(), Deadline(_SAY_S))
         except Exception as error:
             self._tell_sender(connection, f"{type(error).__name__}: {error}")
@@ -190,7 +190,7 @@ class SendsReceiver(DirectReceiver):
         return tuple(replace(plan, copies=CopyTable.empty(), staging=CopyTable.empty()) for plan in plans)
 
     def _prepared(
-        self, connection: Frames, manifest: Manifest, layout: Layout, model: int, deadline: Deadline
+        self, connection: Frames, manifest: Manifest, layout: str, model: int, deadline: Deadline
     ) -> Agreement:
         if self._staged is not None:
             known = self._agreements[model]

@@ -104,20 +104,30 @@ class Workers:
         """By which a group over NCCL knows their GPUs; empty for who has none."""
         return tuple(worker.hello.seat for worker in self._workers)
 
-    def record(
+    def ask_to_record(
         self, layout: str, tensors: tuple[TensorSpec, ...], known: Mapping[str, Recording], deadline: Deadline
-    ) -> tuple[tuple[str, ...], dict[str, Recording]]:
-        """The digest of each worker's recording, and those that were made now: by whoever has none of this layout.
-
-        Raises `NotRecordable`, `TransferFailed`.
-        """
+    ) -> Sequence[int]:
+        """Have whoever has no recording of this layout that is `known` make one; which of them, for `recorded`."""
         without = [
-            worker for worker in self._workers if worker.hello.layout != layout or worker.hello.recording not in known
+            number
+            for number, worker in enumerate(self._workers)
+            if worker.hello.layout != layout or worker.hello.recording not in known
         ]
-        for worker in without:
-            wire.say(worker.frames, wire.Record(layout=layout, tensors=tensors), deadline)
+        for number in without:
+            wire.say(self._workers[number].frames, wire.Record(layout=layout, tensors=tensors), deadline)
+        return without
+
+    @property
+    def recordings(self) -> tuple[str, ...]:
+        """The digest of each worker's recording."""
+        return tuple(worker.hello.recording for worker in self._workers)
+
+    def recorded(
+        self, without: Sequence[int], tensors: tuple[TensorSpec, ...], deadline: Deadline
+    ) -> dict[str, Recording]:
+        """What those have recorded who were asked to, by digest. Raises `NotRecordable`, `TransferFailed`."""
         made: dict[str, Recording] = {}
-        for worker in without:
+        for worker in [self._workers[number] for number in without]:
             reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
             if isinstance(reply, wire.Failed) and reply.unrecordable:
                 raise NotRecordable(f"worker {worker.hello.rank}: {reply.reason}")
@@ -128,7 +138,7 @@ class Workers:
             made[digest] = recording
             # Whoever records has let go of its plan, also where the same one will be made again.
             worker.hello = msgspec.structs.replace(worker.hello, recording=digest, plan="")
-        return tuple(worker.hello.recording for worker in self._workers), made
+        return made
 
     def adopt(
         self, digests: Sequence[str], plans: Sequence[Plan], proofs: Sequence[RankProof], deadline: Deadline

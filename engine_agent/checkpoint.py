@@ -6,9 +6,11 @@ small JSON files are read, never weights.
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -35,7 +37,11 @@ _DTYPES: Final = {
 }
 _DENSE: Final = frozenset({"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"})
 
+_CONFIG: Final = "config.json"
+_INDEX: Final = "model.safetensors.index.json"
+
 Shape = tuple[int, ...]
+_Stamp: TypeAlias = tuple[str, int, int, int, int] | None
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -73,7 +79,13 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def expected(folder: Path) -> Expected:
-    """Read `folder`. Raises `UnfitManifest` when it does not tell what the served model is made of."""
+    """Read `folder`, unless its files are as they were. Raises `UnfitManifest` when they do not tell what is served."""
+    return _expected(folder, tuple([_stamp(path) for path in (folder / _CONFIG, folder / _INDEX, *_files(folder))]))
+
+
+@lru_cache(maxsize=2)
+def _expected(folder: Path, stamps: tuple[_Stamp, ...]) -> Expected:
+    del stamps
     config = _config(folder)
     quantisation = _quantisation(folder, config)
     tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
@@ -111,14 +123,14 @@ def _quantisation(folder: Path, config: _Config) -> Quantisation | None:
 
 def _config(folder: Path) -> _Config:
     try:
-        return msgspec.json.decode((folder / "config.json").read_bytes(), type=_Config)
+        return msgspec.json.decode((folder / _CONFIG).read_bytes(), type=_Config)
     except OSError as error:
         raise UnfitManifest(
-            f"cannot read {folder / 'config.json'} ({error.strerror}): the agent must see the checkpoint that the "
+            f"cannot read {folder / _CONFIG} ({error.strerror}): the agent must see the checkpoint that the "
             "server was launched with; name its place on this machine with --model-path"
         ) from error
     except ValueError as error:
-        raise UnfitManifest(f"{folder / 'config.json'} is not a model's config: {error}") from error
+        raise UnfitManifest(f"{folder / _CONFIG} is not a model's config: {error}") from error
 
 
 def _headers(folder: Path) -> dict[str, tuple[Shape, str]]:
@@ -136,12 +148,21 @@ def _headers(folder: Path) -> dict[str, tuple[Shape, str]]:
 
 def _files(folder: Path) -> list[Path]:
     """The shards that the index names, or else every safetensors file. A missing shard makes the set useless."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
     shards: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
     paths = [folder / name for name in sorted(set(shards.values()))]
     return paths if all(path.exists() for path in paths) else []
+
+
+def _stamp(path: Path) -> _Stamp:
+    """Of a file as it is; another one for another file of that name."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return os.fspath(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _header(path: Path) -> dict[str, dict[str, object]]:

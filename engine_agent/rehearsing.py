@@ -53,9 +53,13 @@ class Rehearsing:
         server: SGLangServer,
         view: Callable[[], View],
         post: Callable[[Noticed], None],
+        foresee: Callable[[Manifest], None],
     ) -> None:
-        """`view` is what is known of the engine now; `post` wakes whoever waits for `over`."""
-        self._settings, self._server, self._view, self._post = settings, server, view, post
+        """`view` is what is known of the engine now; `post` wakes whoever waits for `over`.
+
+        `foresee` is told the manifest of the last version that was copied here, if it may come again.
+        """
+        self._settings, self._server, self._view, self._post, self._foresee = settings, server, view, post, foresee
         self._path = settings.state_dir / f"{settings.name}.manifest"
         self._kept = ""
         """Digest of the manifest that the file has."""
@@ -137,6 +141,7 @@ class Rehearsing:
         except (OSError, ManifestError, UnfitManifest):
             return ()
         self._kept = manifest.digest()
+        self._foresee(manifest)
         return manifest.tensors
 
 

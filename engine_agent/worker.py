@@ -142,6 +142,10 @@ class Worker:
             self._meters.add(STEP_FAILURES, step=step)
         return result
 
+    def foresee(self, layout: Manifest) -> None:
+        """A version of this layout may be asked for: it need not be fetched."""
+        self._layouts = {layout.digest(): layout}
+
     def look_ahead(self, operation: Operation, result: Result) -> None:
         """What a pause that follows `operation` would have to ask first is asked while nobody waits. Never raises."""
         if not isinstance(operation, Validate) or isinstance(result, Broken):

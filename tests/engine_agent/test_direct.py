@@ -468,6 +468,7 @@ def test_a_round_says_where_its_time_went(world: World) -> None:
 
     assert {
         "gather",
+        "layout",
         "record",
         "plan",
         "agree",
@@ -477,7 +478,7 @@ def test_a_round_says_where_its_time_went(world: World) -> None:
         "verify",
         "compare",
     } <= first.keys()
-    assert steady.keys() == first.keys() - {"plan", "agree"}
+    assert steady.keys() == first.keys() - {"layout", "plan", "agree"}
     steps = ("gather", "record", "adopt", "replay", "compare")
     assert sum(steady[step] for step in steps) <= steady["held"] + 1e-6
 

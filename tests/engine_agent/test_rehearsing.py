@@ -44,6 +44,7 @@ class Stage:
     folder: Path
     fake: Launched
     asked: list[tuple[TensorSpec, ...]]
+    foreseen: list[Manifest] = dataclasses.field(default_factory=list[Manifest])
     paused: bool = False
     record_ahead: bool = True
 
@@ -57,7 +58,7 @@ class Stage:
         server.connect()
         posted: list[Noticed] = []
         view = cast("View", type("Seen", (), {"paused": self.paused}))
-        made = Rehearsing(settings, server, lambda: view, posted.append)
+        made = Rehearsing(settings, server, lambda: view, posted.append, self.foreseen.append)
         with capture_logs() as logs:
             made.carry_out()
         assert made.over
@@ -108,6 +109,7 @@ def test_the_last_versions_manifest_goes_before_the_files(stage: Stage) -> None:
     stage.carry_out()
 
     assert stage.asked[1] == last.tensors != stage.asked[0]
+    assert stage.foreseen == [last]
 
 
 @pytest.mark.parametrize("spoil", ["another model", "other shapes", "not a manifest"])

@@ -208,6 +208,21 @@ def test_shards_are_read_by_their_index(folder: Path, tmp_path: Path) -> None:
         checkpoint.expected(tmp_path)
 
 
+def test_files_are_read_again_when_they_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand headers take as long as a version takes to move: the same ones are read once."""
+    made = tiny_model.write(tmp_path / "m", tied=False)
+    first = checkpoint.expected(made)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_headers", lambda _: pytest.fail("they are as they were"))
+        assert checkpoint.expected(made) == first
+
+    save_file({"new.weight": torch.zeros(2, 3)}, made / "model.safetensors")
+    assert checkpoint.expected(made).shapes == {"new.weight": (2, 3)}
+    (made / "config.json").write_text("{")
+    with pytest.raises(UnfitManifest, match=r"is not a model's config"):
+        checkpoint.expected(made)
+
+
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 INT4 = {
     "quant_method": "compressed-tensors",
