@@ -147,12 +147,19 @@ def staging_of(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Pi
     return Pieces.of(tensors, pieces), at
 
 
-def _chosen(pieces: Pieces, exports: Sequence[ExportMap], reader: Reader) -> Pieces:
-    """Of what the reader can reach, every element once."""
-    holders = int(pieces.holder.max()) + 1 if len(pieces) else 0
-    far = np.full(max(holders, max((each.holder for each in exports), default=0) + 1), _UNREACHABLE, np.int64)
+def distances(exports: Sequence[ExportMap], reader: Reader) -> tuple[int, ...]:
+    """How far each holder is from the reader. Readers of one rank with the same ones have plans of the same copies."""
+    far = [_UNREACHABLE] * (max((each.holder for each in exports), default=0) + 1)
     for each in exports:
         far[each.holder] = _distance(each, reader)
+    return tuple(far)
+
+
+def _chosen(pieces: Pieces, exports: Sequence[ExportMap], reader: Reader) -> Pieces:
+    """Of what the reader can reach, every element once."""
+    far = np.array(distances(exports, reader), np.int64)
+    holders = int(pieces.holder.max()) + 1 if len(pieces) else 0
+    far = np.concatenate([far, np.full(max(holders - len(far), 0), _UNREACHABLE)])
     return in_turn(pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE)), reader.rank, far)
 
 

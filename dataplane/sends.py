@@ -9,10 +9,12 @@ for all that are not through, everybody is told at once, and the next epoch form
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import selectors
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -28,7 +30,7 @@ from .doorman import GREETING_S, Doorman
 from .errors import DataplaneError, ManifestError, PeerLost, TransferFailed
 from .frames import Frames
 from .meeting import new_token
-from .plan import Plan, make_plan
+from .plan import Plan, distances, make_plan
 from .recording import Recording
 from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
 from .seats import crowded
@@ -90,6 +92,8 @@ class SendsSender:
         self._alone_bytes = alone_bytes_on(device.type)
         self._plans: dict[str, tuple[Plan, int]] = {}
         """Plans that were agreed to, by digest, and how many targets their recordings have."""
+        self._made: dict[tuple[bytes, int, tuple[int, ...]], tuple[Plan, int]] = {}
+        """The same, by what they were made from."""
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._failed: dict[str, str] = {}
         self._spared: set[str] = set()
@@ -124,6 +128,7 @@ class SendsSender:
         ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
         if exposed.layout != self._layout:
             self._plans.clear()
+            self._made.clear()
             self._schedules.clear()
         self._exposed, self._layout = exposed, exposed.layout
         self._pair_bytes = self._cut_for(max(ranks, workers))
@@ -315,17 +320,26 @@ class SendsSender:
             self._drop(end, f"{end.name}: {error}")
 
     def _agree(self, proposal: direct_wire.Proposal) -> None:
-        """Make the same plan. Raises `TransferFailed` when it is another one."""
+        """Make the same plan, or take that of another engine's like worker. Raises `TransferFailed` when it differs."""
         assert self._exposed is not None
-        recording = Recording.decode(proposal.recording, self._exposed.pieces.tensors)
-        plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
+        exports, reader = self._exposed.exports, proposal.reader
+        like = hashlib.sha256(proposal.recording).digest(), reader.rank, distances(exports, reader)
+        plan, targets = self._made.get(like) or self._plan(proposal)
+        self._made[like] = plan, targets
+        plan = replace(plan, reader=reader)
         found = plan.digest()
         if found != proposal.plan:
             raise TransferFailed(
                 f"worker {proposal.reader.rank} planned {proposal.plan[:12]}, the trainer {found[:12]} from the same "
                 "layouts: both sides must run one version of weightbus"
             )
-        self._plans[found] = plan, len(recording.targets)
+        self._plans[found] = plan, targets
+
+    def _plan(self, proposal: direct_wire.Proposal) -> tuple[Plan, int]:
+        assert self._exposed is not None
+        recording = Recording.decode(proposal.recording, self._exposed.pieces.tensors)
+        plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
+        return plan, len(recording.targets)
 
     def _check(self, end: End, prepared: wire.Prepared) -> None:
         """Make the same schedules. Raises `TransferFailed` when they are others."""

@@ -22,8 +22,10 @@ from weightbus.dataplane.errors import DigestMismatch, PeerLost, StaleSession, T
 from weightbus.dataplane.inbox import Inbox
 from weightbus.dataplane.nixl_group import _MODULES
 from weightbus.dataplane.outbox import Outbox
+from weightbus.dataplane.plan import make_plan
 from weightbus.dataplane.promptness import INTERVAL_S
 from weightbus.dataplane.sealed_frames import host_and_port
+from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.sends_wire import Group
 from weightbus.dataplane.takers import Leader, NotTaken
 from weightbus.dataplane.transport import Peer
@@ -224,6 +226,25 @@ def test_a_trainer_that_began_anew_is_told_the_plans_again(world: SendsWorld) ->
     world.trainer.step(7)
     world.round(stage=True)
     assert world.receiver.mode == "beside"
+    assert holds(world.server, world.trainer.values)
+
+
+def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer of hundreds of engines makes those of one; who joins does not wait for its own."""
+    made: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        made.append(arguments[3].rank)
+        return make_plan(*arguments)
+
+    monkeypatch.setattr(sends, "make_plan", counted)
+    world.round()
+    assert made == list(range(world.server.tp))
+    world.receiver.shutdown()
+    world.receiver = SendsReceiver(world.runtime)  # which knows nothing of what was agreed
+    world.trainer.step(1)
+    world.round()
+    assert len(made) == world.server.tp
     assert holds(world.server, world.trainer.values)
 
 
