@@ -5,7 +5,7 @@ vectors, both sides at their own stride. At most `TILE_VECTORS` vectors, so that
 once. Rows whose places or strides are no multiple of 16 bytes get smaller vectors.
 
 How rows are cut is worked out on the host, by row. There are a hundred times as many tiles: those are written where
-they will be read, on the GPU itself, since one core would take longer for them than NVLink for the weights.
+they will be read, on the GPU itself (tiles_triton.py): one core takes longer for them than NVLink for the weights.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ VECTORS: Final = (16, 8, 4, 2, 1)
 """Bytes. A thread moves one with a single instruction."""
 SOURCE: Final = 0
 """The column of `copy_tiles` that holds addresses of sources."""
-_AT_ONCE: Final = 1 << 15
-"""Tiles that are written together. What is in between takes about 20 MB of a GPU that has little left."""
 
 
 class Tiles(NamedTuple):
@@ -169,28 +167,38 @@ def _written(cut: _Cut, places: Sequence[_Place], device: torch.device) -> torch
     runs, vectors = _Place(none, steps), _Place(none, 0, 1)  # of its row that lie before the tile
     count = cut.blocks.prod(axis=1)
     ends = np.cumsum(count)
-    forms = _on(device, np.stack([cut.form(each) for each in (*places, runs, vectors)], axis=2))
-    limits = _on(device, np.stack([cut.together, cut.extent, cut.width, ends - count], axis=1))
-    blocks, until = _on(device, cut.blocks), _on(device, ends)
-    tiles = int(ends[-1])
-    table = torch.empty((tiles, len(places) + 2), dtype=torch.int64, device=device)
-    for begin in range(0, tiles, _AT_ONCE):
-        number = torch.arange(begin, min(begin + _AT_ONCE, tiles), device=device)
-        row = torch.searchsorted(until, number, right=True)
-        together, extent, width, first = limits[row].unbind(1)
-        number = number - first
-        numbers = [torch.ones_like(number)]
-        for along in blocks[row].flip(1).unbind(1):
-            numbers.insert(1, number % along)
-            number = torch.div(number, along, rounding_mode="floor")
-        found = (forms[row] * torch.stack(numbers, 1)[:, :, None]).sum(1)
-        rows = torch.minimum(together, extent - found[:, -2])
-        wide = (width - found[:, -1]).clamp(max=cut.most)
-        found[:, -2], found[:, -1] = rows << 32 | wide, reciprocal(wide)
-        table[begin : begin + len(row)] = found
+    head = np.stack([ends, ends - count, cut.together, cut.extent, cut.width], axis=1)
+    forms = [cut.form(each) for each in (*places, runs, vectors)]
+    records = _on(device, np.concatenate([head, cut.blocks, *forms], axis=1))
+    table = torch.empty((int(ends[-1]), len(places) + 2), dtype=torch.int64, device=device)
     if device.type == "cuda":
+        from .tiles_triton import write  # noqa: PLC0415  triton is not there without a GPU
+
+        write(table, records, cut.most)
         torch.cuda.current_stream(device).synchronize()  # it may be read on any stream
+    else:
+        write_by_torch(table, records, cut.most)
     return table
+
+
+def write_by_torch(table: torch.Tensor, records: torch.Tensor, most: int) -> None:
+    """Fill `table`, (tiles, places + 2), from the `records` of rows, as tiles_triton.py does.
+
+    A record has where the row's tiles end and begin in the table, runs that share a tile, runs along that axis and
+    vectors of a run; the tiles along each axis and along a run; and the form (`_Cut.form`) of each place, and of how
+    many runs and vectors of the row lie before a tile.
+    """
+    tile = torch.arange(len(table), device=table.device)
+    row = records[torch.searchsorted(records[:, 0].contiguous(), tile, right=True)]
+    _, first, together, extent, width = row[:, :5].unbind(1)
+    number, numbers = tile - first, [torch.ones_like(tile)]
+    for along in row[:, 5 : 6 + AXES].flip(1).unbind(1):
+        numbers.insert(1, number % along)
+        number = torch.div(number, along, rounding_mode="floor")
+    forms = row[:, 6 + AXES :].reshape(len(row), -1, len(numbers))
+    table[:] = (forms * torch.stack(numbers, 1)[:, None]).sum(2)
+    rows, wide = torch.minimum(together, extent - table[:, -2]), (width - table[:, -1]).clamp(max=most)
+    table[:, -2], table[:, -1] = rows << 32 | wide, reciprocal(wide)
 
 
 def _on(device: torch.device, column: Column) -> torch.Tensor:

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Final
 
+from .promptness import without_slack
+
 PATIENCE_S: Final = 10.0
 """For all of them together; NCCL's abort and a wait of gloo's that was broken off take less."""
 
@@ -23,7 +25,12 @@ _started: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
 def start(target: Callable[[], None], name: str) -> threading.Thread:
     """A daemon thread that runs `target`."""
-    thread = threading.Thread(target=target, name=name, daemon=True)
+
+    def run() -> None:
+        without_slack()
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     _started.add(thread)
     thread.start()
     return thread

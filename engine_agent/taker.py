@@ -26,13 +26,13 @@ from weightbus.dataplane.inbox import Inbox, beside_bytes
 from weightbus.dataplane.joining import Forming
 from weightbus.dataplane.outbox import Exchange
 from weightbus.dataplane.passage import Passage
-from weightbus.dataplane.promptness import prompt
+from weightbus.dataplane.promptness import prompt, without_slack
 from weightbus.dataplane.schedule import Messages
 from weightbus.dataplane.standing import Standing
 
 _CONNECT_S: Final = 30.0
 _SAY_S: Final = 30.0
-_FOREVER_S: Final = 366 * 86400.0
+_LOOK_S: Final = 3600.0
 """Between rounds. The end of the sidecar ends the wait."""
 _SOON_S: Final = 2.0
 """Who is asked for room is mostly told to take something next."""
@@ -97,22 +97,13 @@ class Taker:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        without_slack()
         try:
             while True:
-                message = wire.hear_sidecar(self._frames, Deadline(_FOREVER_S))
-                match message:
-                    case wire.Weigh():
-                        with prompt():
-                            self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
-                            self._frames.speaks(_SOON_S)
-                    case wire.Take():
-                        with prompt():
-                            self._say(self._take(message))
-                    case wire.Failed():  # of what has ended already
-                        self._taken = False
-                        self._standing.call_off()
-                    case _:
-                        _log.error("weightbus: the sidecar said %s to a thread that receives", type(message).__name__)
+                while not self._frames.speaks(_LOOK_S):
+                    pass
+                with prompt():  # from the first word on: to hear it takes several turns of the interpreter
+                    if not self._obey(wire.hear_sidecar(self._frames, Deadline(_SAY_S))):
                         return
         except DataplaneError as error:
             if not self._closed:
@@ -124,6 +115,22 @@ class Taker:
             self._taken = False
             self._standing.discard()
             self._frames.close()
+
+    def _obey(self, message: wire.ToWorker) -> bool:
+        """Do it; False where nobody says such a thing to this thread."""
+        match message:
+            case wire.Weigh():
+                self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
+                self._frames.speaks(_SOON_S)
+            case wire.Take():
+                self._say(self._take(message))
+            case wire.Failed():  # of what has ended already
+                self._taken = False
+                self._standing.call_off()
+            case _:
+                _log.error("weightbus: the sidecar said %s to a thread that receives", type(message).__name__)
+                return False
+        return True
 
     def _say(self, message: wire.ToSidecar) -> None:
         wire.say(self._frames, message, Deadline(_SAY_S))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import sys
 import threading
 from collections.abc import Generator
 
 import pytest
 
+from weightbus.dataplane import torch_threads
 from weightbus.dataplane.promptness import INTERVAL_S, prompt
 
 
@@ -42,6 +45,17 @@ def test_who_sets_another_one_meanwhile_keeps_it() -> None:
     with prompt():
         sys.setswitchinterval(0.02)
     assert sys.getswitchinterval() == pytest.approx(0.02)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the slack of a thread is Linux's")
+def test_a_thread_of_torchs_is_woken_in_time() -> None:
+    """It alone: the program's threads keep their slack."""
+    found: list[int] = []
+    slack = functools.partial(ctypes.CDLL(None).prctl, 30, 0, 0, 0, 0)
+    before = slack()
+    torch_threads.start(lambda: found.append(slack()), "test").join(10)
+    assert found == [1]
+    assert slack() == before > 1
 
 
 def test_many_at_a_time(usual: float) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import tiles as tiles_module
 from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies, TorchDigest
 from weightbus.dataplane.digest_table import BoxTable
@@ -93,22 +96,57 @@ def test_tiles_copy_what_the_table_says(table: CopyTable) -> None:
     assert torch.equal(found, expected)
 
 
-@given(st.lists(copies(), min_size=2, max_size=5), st.sampled_from([1, 7, 64, 1 << 15]))
+@given(st.lists(copies(), min_size=2, max_size=5))
 @settings(max_examples=50, deadline=None)
-def test_rows_are_cut_one_by_one_however_many_tiles_are_written_at_once(tables: list[CopyTable], at_once: int) -> None:
+def test_rows_are_cut_one_by_one(tables: list[CopyTable]) -> None:
     """The tiles of a table are those of its rows, one after another."""
     cpu, bases = torch.device("cpu"), (column(1 << 40), column(1 << 41))
     alone: dict[int, list[torch.Tensor]] = {}
     for table in tables:
         for vector, tiles in copy_tiles(table, *bases, cpu):
             alone.setdefault(vector, []).append(tiles)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tiles_module, "_AT_ONCE", at_once)
-        together = CopyTable.of_numbers(np.concatenate([table.numbers() for table in tables]))
-        found = dict(copy_tiles(together, *bases, cpu))
+    together = CopyTable.of_numbers(np.concatenate([table.numbers() for table in tables]))
+    found = dict(copy_tiles(together, *bases, cpu))
 
     assert found.keys() == alone.keys()
     assert all(torch.equal(tiles, torch.cat(alone[vector])) for vector, tiles in found.items())
+
+
+KERNEL = """
+import numpy as np
+import torch
+from weightbus.dataplane import tiles, tiles_triton
+from weightbus.dataplane.copy_table import AXES
+
+random = np.random.default_rng(5)
+for rows, places in ((1, 2), (2, 4), (7, 6), (33, 4)):
+    width = random.choice([1, 3, 100, 2048, 5000], rows)
+    grid = random.choice([1, 1, 2, 5, 40], (rows, AXES))
+    cut = tiles._cut(width, grid, 2048)
+    anywhere = [
+        tiles._Place(random.integers(0, 1 << 50, rows), random.integers(-(1 << 30), 1 << 30, (rows, AXES)), 16)
+        for _ in range(places)
+    ]
+    expected = tiles._written(cut, anywhere, torch.device("cpu"))
+    write, tiles.write_by_torch = tiles.write_by_torch, tiles_triton.write
+    assert torch.equal(tiles._written(cut, anywhere, torch.device("cpu")), expected), (rows, places)
+    tiles.write_by_torch = write
+print("equal")
+"""
+
+
+def test_the_kernel_writes_what_torch_does(tmp_path: Path) -> None:
+    """Run by Triton's interpreter."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL],
+        env={**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]
 
 
 @st.composite
