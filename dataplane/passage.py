@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -59,16 +59,18 @@ class Passage:
         from_: frozenset[int] = NOBODY,
         memory: Sequence[torch.Tensor] = (),
         standing: Standing | None = None,
+        others: Collection[str] = (),
     ) -> None:
         """`to` and `from_` are those with whom messages are exchanged, which lie in `memory`.
 
-        The group may be one that `standing` has, and is kept there.
+        The group may be one that `standing` has, and is kept there; of those that it has, `others` stay, too.
         """
         self._where = where
         self._rank = rank
         self._device = device
         self._to, self._from, self._memory = to, from_, memory
         self._standing = standing or Standing()
+        self._others = others
 
     def run(
         self,
@@ -131,7 +133,7 @@ class Passage:
 
     def _join(self) -> PairGroup | NixlGroup:
         where = msgspec.structs.replace(self._where, rank=self._rank)
-        known = self._standing.take(where.name)
+        known = self._standing.take(where.name, self._others)
         if where.stands:
             if known is None:
                 raise PeerLost(f"group {where.name} is not here any more")

@@ -104,7 +104,7 @@ class RankSends:
             device = regions[0].device if regions else torch.device("cpu")
             hello = wire.RankHello(
                 channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(self._parts),
-                group=self._standing.name, seat=seat_here(device_name(device)),
+                groups=self._standing.names, seat=seat_here(device_name(device)),
             )  # fmt: skip
             wire.say(frames, hello, deadline)
             begin = self._begun(frames, device, deadline, stop)
@@ -112,7 +112,9 @@ class RankSends:
             bound = binding = Binding(lambda: self._outbox_of(mail, begin.letters, regions))
             memory = bound.result().memory if where.nixl else ()  # which the group has to know
             to = frozenset(each.peer for each in mail if len(each.messages))
-            passage = Passage(where, where.rank, device, to=to, memory=memory, standing=self._standing)
+            passage = Passage(
+                where, where.rank, device, to=to, memory=memory, standing=self._standing, others=begin.others
+            )
             seconds = passage.run(
                 lambda group: bound.result().send(group, where.turn_s),
                 lambda: _called_off(frames, stop),

@@ -34,7 +34,7 @@ from .plan import Plan, distances, make_plan
 from .recording import Recording
 from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
 from .seats import crowded
-from .sends_ends import NOBODY, End, Formed
+from .sends_ends import NOBODY, End, Formed, Stood
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
 FORM_S: Final = 15.0
@@ -76,8 +76,9 @@ class SendsSender:
         self._host, self._channel, self._device, self._describe = host, channel, device, describe
         self._turn_s, self._form_s = turn_s, form_s
         self._keep_s = 0.0 if nixl else keep_s
-        self._standing = self._formed = NOBODY
-        """The group in which the last version went to everybody, and the one of this epoch."""
+        self._stood = Stood()
+        self._formed = NOBODY
+        """The group of this epoch."""
         self._stands = False
         """That one was there before all were prepared."""
         self._early: wire.Group | None = None
@@ -137,6 +138,7 @@ class SendsSender:
         self._engines = {peer.engine: End(peer.engine, peer.tp) for peer in peers}
         self._ranks = {export.holder: End(f"rank {export.holder}") for export in exposed.exports}
         self._token = new_token()
+        self._stood.turn_to(session.version)
         self._early = self._foresee(ranks, peers)
         self._doorman = Doorman(self._host, self._token)
         self._selector = selectors.DefaultSelector()
@@ -170,8 +172,8 @@ class SendsSender:
         deadline = Deadline(deadline_s)
         self._wait(deadline, lambda end: not end.through, "had not moved everything", silent_s=wire.SILENT_S)
         self._wait(deadline, lambda end: bool(end.workers) and not end.finished, "had not finished")
-        if not self._failed:
-            self._standing = self._formed
+        if not self._failed and self._kept_s():
+            self._stood.keep(self._formed)
 
     def withdraw(self, engine: str, reason: str) -> None:
         """Fail `engine` when this sender waits the next time; when the group has begun, with it all of the others."""
@@ -259,7 +261,7 @@ class SendsSender:
                 wire.say(frames, wire.Refused(epoch=self._epoch, reason=reason), deadline)
                 return frames.close()
             if isinstance(hello, wire.RankHello):
-                end.known, end.group, end.seats = frozenset(hello.known), hello.group, (hello.seat,)
+                end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
             else:
                 invited = wire.Invited(
                     epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
@@ -305,7 +307,7 @@ class SendsSender:
                     self._let_form()
                 case wire.Prepared() as prepared if end.workers and not self._began:
                     self._check(end, prepared)
-                    end.prepared, end.group, end.seats = prepared, prepared.group, prepared.seats
+                    end.prepared, end.groups, end.seats = prepared, frozenset({prepared.group}), prepared.seats
                 case wire.Through() if self._began:
                     end.through = True
                 case wire.Finished() if end.through:
@@ -384,8 +386,9 @@ class SendsSender:
         size = first + len(letters)
         self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
         told = [
-            (end, wire.Begin(group=self._group(size, holder), letters=self._letters(holder, end, letters)))
+            (end, wire.Begin(group=self._group(size, holder), letters=mail, others=self._stood.names))
             for holder, end in self._ranks.items()
+            for mail in [self._letters(holder, end, letters)]
         ]
         told += [(end, wire.Begin(group=self._group(size, offsets[name]))) for name, end in self._engines.items()]
         self._began = True
@@ -394,15 +397,15 @@ class SendsSender:
             self._tell(end, begin)
 
     def _choose_group(self, members: object) -> None:
-        """The group of the last version, if all who are in it have it still and no others take part; or a new one.
+        """One of the last version, if all who are in it have it still and no others take part; or a new one.
 
         That one may have begun to form.
         """
-        last, self._standing = self._standing, NOBODY
         early, self._early = self._early, None
         engines, self._stands = frozenset(self._engines), True
-        if last.name and last.members == members and all(end.group == last.name for end in self._everybody()):
-            self._formed = Formed(last.name, members, engines)
+        stood = self._stood.take(members, engines, lambda name: all(name in end.groups for end in self._everybody()))
+        if stood is not None:
+            self._formed = stood
         elif early is not None and all(end.forming for end in self._everybody()):
             self._formed = Formed(early.name, members, engines)
         else:
@@ -411,9 +414,9 @@ class SendsSender:
 
     def _foresee(self, ranks: int, peers: Sequence[Peer]) -> wire.Group | None:
         """The group of a single engine, unless it may have the last one still."""
-        if self._nixl or len(peers) != 1 or self._standing.engines == frozenset({peers[0].engine}):
+        if self._nixl or len(peers) != 1 or self._stood.holds(frozenset({peers[0].engine})):
             return None
-        self._standing, self._stands, self._store = NOBODY, False, serve_store(self._host)
+        self._stands, self._store = False, serve_store(self._host)
         self._formed = Formed(f"{self._name()}-early")
         return msgspec.structs.replace(self._group(ranks + peers[0].tp, ranks), ranks=ranks)
 
@@ -434,8 +437,12 @@ class SendsSender:
         return wire.Group(
             store=f"tcp://{host}:{self._store.port}" if self._store else "", name=self._formed.name, size=size,
             rank=rank, form_s=self._form_s, turn_s=self._turn_s, nixl=self._nixl, stands=self._stands,
-            keep_s=self._keep_s,
+            keep_s=self._kept_s(),
         )  # fmt: skip
+
+    def _kept_s(self) -> float:
+        """How long the group of this epoch may be used again."""
+        return self._keep_s if self._stood.room else 0.0
 
     def _letters(self, holder: int, end: End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
         found: list[wire.Letters] = []

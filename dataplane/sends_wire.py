@@ -35,8 +35,8 @@ class RankHello(WireMessage, frozen=True, tag=True):
     rank: int
     known: tuple[str, ...]
     """Digests of the schedules whose part it still has."""
-    group: str = ""
-    """The group that it still has."""
+    groups: tuple[str, ...] = ()
+    """Those that it still has."""
     seat: str = ""
     """By which a group over NCCL knows its GPU."""
 
@@ -109,12 +109,14 @@ class Letters(WireMessage, frozen=True, tag=True):
     pack: bytes = b""
 
 
-class Begin(WireMessage, frozen=True, tag=True):
+class Begin(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Sender: join the group, and move."""
 
     group: Group
     letters: tuple[Letters, ...] = ()
     """For ranks of the trainer."""
+    others: tuple[str, ...] = ()
+    """The groups that a rank of the trainer keeps beside this one. A worker has no others."""
 
 
 class Beat(WireMessage, frozen=True, tag=True):

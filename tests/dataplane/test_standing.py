@@ -1,4 +1,4 @@
-"""What a member keeps of a group between rounds: one, for a time, and never one that was broken."""
+"""What a member keeps of groups between rounds: for a time, and never one that was broken."""
 
 from __future__ import annotations
 
@@ -36,29 +36,42 @@ def test_a_group_is_used_by_one_at_a_time() -> None:
     """Whoever takes it has it, and keeps it again when all went well."""
     group = Group()
     stands = kept(group)
-    assert stands.name == "g1"
+    assert stands.names == ("g1",)
     assert cast("Group", stands.take("g1")) is group
-    assert stands.name == ""
+    assert stands.names == ()
     assert stands.take("g1") is None
     stands.keep("g1", cast("PairGroup", group), 100.0)
-    assert stands.name == "g1"
+    assert stands.names == ("g1",)
     assert group.end == ""
     stands.discard()
 
 
-@pytest.mark.parametrize("by", ["another name", "another group", "discard"])
+@pytest.mark.parametrize("by", ["another name", "discard"])
 def test_a_group_of_which_nobody_speaks_any_more_is_let_go_of(by: str) -> None:
     """Without a word to those who may still be in it."""
     group = Group()
     stands = kept(group)
     if by == "another name":
         assert stands.take("g2") is None
-    elif by == "another group":
-        stands.keep("g2", cast("PairGroup", Group()), 100.0)
-        assert stands.name == "g2"
-    stands.discard()
+    else:
+        stands.discard()
     assert group.end == "dropped"
-    assert stands.name == ""
+    assert stands.names == ()
+
+
+def test_groups_of_turns_stay_beside_each_other() -> None:
+    """As long as whoever leads names them; the others go, and only they."""
+    groups = {name: Group() for name in ("g1", "g2", "g3")}
+    stands = Standing()
+    for name, group in groups.items():
+        stands.keep(name, cast("PairGroup", group), 100.0)
+    assert cast("Group", stands.take("g2", ("g3",))) is groups["g2"]
+    assert stands.names == ("g3",)
+    assert [each.end for each in groups.values()] == ["dropped", "", ""]
+    stands.keep("g2", cast("PairGroup", groups["g2"]), 100.0)
+    assert stands.names == ("g3", "g2")
+    stands.discard()
+    assert [each.end for each in groups.values()] == ["dropped"] * 3
 
 
 def test_a_broken_group_is_of_no_use() -> None:
@@ -66,7 +79,7 @@ def test_a_broken_group_is_of_no_use() -> None:
     group = Group()
     stands = kept(group)
     group.broken = True
-    assert stands.name == ""
+    assert stands.names == ()
     assert stands.take("g1") is None
     assert kept(group).take("g1") is None
 
@@ -74,7 +87,7 @@ def test_a_broken_group_is_of_no_use() -> None:
 def test_a_group_need_not_be_kept() -> None:
     """Then it ends as every group did."""
     group = Group()
-    assert kept(group, 0.0).name == ""
+    assert kept(group, 0.0).names == ()
     assert group.end == "closed"
 
 
@@ -84,7 +97,7 @@ def test_an_idle_group_is_not_spoken_of_and_then_let_go_of(monkeypatch: pytest.M
     group = Group()
     stands = kept(group, 0.01)
     until = time.monotonic() + 30
-    while stands.name:
+    while stands.names:
         assert time.monotonic() < until
     while not group.end:
         assert time.monotonic() < until

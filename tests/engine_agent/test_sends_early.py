@@ -113,10 +113,10 @@ def test_a_rank_that_cannot_join_ends_the_attempt(world: SendsWorld, monkeypatch
     with monkeypatch.context() as patched:
         take = standing.Standing.take
 
-        def lost(self: standing.Standing, name: str) -> Any:
+        def lost(self: standing.Standing, *which: Any) -> Any:
             if self is world.trainer.sending[1]._standing:
                 self.call_off()
-            return take(self, name)
+            return take(self, *which)
 
         patched.setattr(standing.Standing, "take", lost)
         began = time.monotonic()

@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from weightbus.dataplane import rank_sends
+from weightbus.dataplane import rank_sends, standing
 from weightbus.dataplane.device_name import HOST_OF_NCCL, seat_here, seat_on
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.sends_receiver import SendsReceiver
@@ -19,7 +21,11 @@ from weightbus.dataplane.transport import Peer, Receipt
 from weightbus.engine_agent import worker_loader, worker_state
 
 from ..kit.toy_direct import WAIT_S, Server, holds
-from ..kit.toy_sends import SendsWorld
+from ..kit.toy_sends import SendsWorld, formed_groups
+from ..kit.waiting import until
+
+MEMBERS = 3
+"""Of a group: the trainer's ranks, and a worker."""
 
 real = worker_state.WorkerState.__init__
 
@@ -44,12 +50,12 @@ class Crowd:
 
         self.monkeypatch.setattr(worker_state.WorkerState, "__init__", say)
 
-    def round(self, *engines: str) -> dict[str, Future[Receipt]]:
-        """One attempt with these; how it ended for each."""
+    def round(self, *engines: str, version: int = 0) -> dict[str, Future[Receipt]]:
+        """One attempt with these, of `version` or of a new one; how it ended for each."""
         world = self.world
         world.epoch += 1
-        world.trainer.step(world.epoch)
-        session = world.trainer.session(world.epoch)
+        world.trainer.step(version or world.epoch)
+        session = msgspec.structs.replace(world.trainer.session(version or world.epoch), epoch=world.epoch)
         address = world.offer(session, [Peer(name, 1) for name in engines])
         taken: dict[str, Future[Receipt]] = {}
         for name in engines:
@@ -73,6 +79,12 @@ class Crowd:
 
 
 @pytest.fixture
+def formed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of groups, once for each member that joined one."""
+    return formed_groups(monkeypatch)
+
+
+@pytest.fixture
 def crowd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
     made = Crowd(tmp_path, monkeypatch)
     yield made
@@ -93,6 +105,57 @@ def test_the_second_worker_of_a_gpu_is_left_out_before_the_group_forms(crowd: Cr
     assert "a worker of f and a worker of e are on GPU gpu-0" in sends.failed["f"]
     assert "give each a GPU of its own" in sends.failed["f"]
     assert crowd.round("f")["f"].exception() is None
+    assert holds(crowd.server, crowd.world.trainer.values)
+
+
+def turns(crowd: Crowd, version: int, *engines: str) -> None:
+    """All of them, one after the other."""
+    for name in engines:
+        assert crowd.round(name, version=version)[name].exception() is None
+
+
+def test_who_takes_turns_has_a_group_of_its_own_that_stays(crowd: Crowd, formed: list[str]) -> None:
+    """Version after version over the same two, until one of the engines is not there for two of them."""
+    crowd.on(e="gpu-0", f="gpu-0")
+    for version in (1, 2, 3):
+        turns(crowd, version, "e", "f")
+        assert len(set(formed)) == 2
+    turns(crowd, 4, "f", "e")
+    assert (len(formed), len(set(formed))) == (2 * MEMBERS, 2)
+    assert holds(crowd.world.server, crowd.world.trainer.values)
+    assert holds(crowd.server, crowd.world.trainer.values)
+    standings = [rank._standing for rank in crowd.world.trainer.sending]
+    for version, groups in ((5, 2), (6, 1)):
+        turns(crowd, version, "e")
+        until(lambda: {len(each.names) for each in standings} == {groups}, f"{groups} groups to stay", WAIT_S)  # noqa: B023
+    turns(crowd, 7, "e", "f")
+    assert len(set(formed)) == 3
+
+
+@pytest.mark.parametrize("what", ["it begins anew", "it lost the group after all"])
+def test_who_needs_a_new_group_costs_the_others_in_turn_nothing(
+    crowd: Crowd, formed: list[str], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Theirs is another one, which stays."""
+    crowd.on(e="gpu-0", f="gpu-0")
+    turns(crowd, 1, "e", "f")
+    if what == "it begins anew":
+        crowd.receiver.shutdown()
+        crowd.receiver = SendsReceiver(crowd.world.runtime)
+    else:
+        take, lost = standing.Standing.take, formed[-1]
+        ranks = [rank._standing for rank in crowd.world.trainer.sending]
+
+        def lose(self: standing.Standing, *which: Any) -> Any:
+            if lost in self.names and self not in ranks:
+                self.discard()
+            return take(self, *which)
+
+        monkeypatch.setattr(standing.Standing, "take", lose)
+        assert crowd.round("f", version=2)["f"].exception() is not None
+    turns(crowd, 2, "f", "e")
+    turns(crowd, 3, "e", "f")
+    assert (len(formed), len(set(formed))) == (3 * MEMBERS, 3)
     assert holds(crowd.server, crowd.world.trainer.values)
 
 

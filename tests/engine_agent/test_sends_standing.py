@@ -11,14 +11,13 @@ import pytest
 
 from weightbus.dataplane import sends, standing
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.transport import Peer
 from weightbus.engine_agent import worker_loader
 
 from ..kit.toy_direct import WAIT_S, Server, holds
-from ..kit.toy_sends import SendingTrainer, SendsWorld
+from ..kit.toy_sends import SendingTrainer, SendsWorld, formed_groups
 
 
 @pytest.fixture
@@ -32,15 +31,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorl
 @pytest.fixture
 def formed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of groups, once for each member that joined one."""
-    names: list[str] = []
-    form = PairGroup.form.__func__  # type: ignore[attr-defined]
-
-    def counted(kind: Any, store: Any, name: str, *arguments: Any, **more: Any) -> Any:
-        names.append(name)
-        return form(kind, store, name, *arguments, **more)
-
-    monkeypatch.setattr(PairGroup, "form", classmethod(counted))
-    return names
+    return formed_groups(monkeypatch)
 
 
 def a_round(world: SendsWorld) -> None:
@@ -146,11 +137,11 @@ def test_who_lost_the_group_after_all_costs_one_attempt(
     a_round(world)
     take, left = standing.Standing.take, [1]
 
-    def lose(self: standing.Standing, name: str) -> Any:
+    def lose(self: standing.Standing, *which: Any) -> Any:
         if left[0] and self in ([world.trainer.sending[1]._standing] if who == "a rank" else takers()):
             left[0] -= 1
             self.discard()
-        return take(self, name)
+        return take(self, *which)
 
     def takers() -> list[standing.Standing]:
         states = worker_loader._states.values()

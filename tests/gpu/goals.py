@@ -24,6 +24,8 @@ FULL_BYTES = 31e9
 FIRST = "step:transfer_copy"
 NEAR = 0.85
 """Of the speed over PCIe: the goal says "near"."""
+NOT_SLOWER = 0.95
+"""Medians of rounds differ by so much from one run to the next."""
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,19 @@ def offloaded(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
             yield Goal(f"{name}: {way} of a copy over PCIe", found[way]["of_pcie"], NEAR, least=True)
 
 
+def stages(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Broadcasts by pipeline stage beside those of one rank that gathers first, and beside slime's calls."""
+    if (figure := ratio(found, "gathered_s", "stage_wise_s")) is not None:
+        yield Goal(f"{name}: times as fast as gathered", figure, NOT_SLOWER, least=True)
+    transfer = found.get("stage_wise_steps", {}).get("engine_s", {}).get("transfer")
+    if (figure := ratio({**found, "transfer": transfer}, "slime_s", "transfer")) is not None:
+        yield Goal(f"{name}: transfer, times as fast as a broadcast for each tensor", figure)
+
+
 KINDS: dict[str, Callable[[str, Mapping[str, Any]], Iterator[Goal]]] = {
     "colocated": direct, "peer": direct, "crosswise": direct, "nccl": nccl, "quantised": quantised,
     "engines": engines, "int4": int4, "deaths": deaths, "offloaded": offloaded, "joiner": joiner,
+    "stages": stages,
 }  # fmt: skip
 """By the first word of a file's name."""
 

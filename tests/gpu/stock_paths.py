@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Self
@@ -54,20 +55,27 @@ class StockPath:
         """Bring all weights over. Returns the seconds that the calls took."""
         took = 0.0
         memory = torch.empty(manifest.largest_bucket, dtype=torch.uint8, device=self._device)
+        with self.standing():
+            for index in range(len(manifest.buckets)):
+                source.assemble(manifest, index, memory)
+                took += self.bring(manifest, index, memory, flattened=flattened)
+        return took
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """The server stands still, and takes what it is brought; by several groups, if it is in them."""
         self._server.pause("retract", CALL_S)
         self._server.flush(CALL_S)
         try:
-            for index in range(len(manifest.buckets)):
-                source.assemble(manifest, index, memory)
-                if memory.is_cuda:
-                    torch.cuda.synchronize()
-                took += self._bucket(manifest, index, memory, flattened=flattened)
+            yield
             self._server.end_update(CALL_S)
         finally:
             self._server.resume(CALL_S)
-        return took
 
-    def _bucket(self, manifest: Manifest, index: int, memory: torch.Tensor, *, flattened: bool) -> float:
+    def bring(self, manifest: Manifest, index: int, memory: torch.Tensor, *, flattened: bool) -> float:
+        """One bucket, which lies in `memory`, to a server that stands still. Returns the seconds that it took."""
+        if memory.is_cuda:
+            torch.cuda.synchronize()
         tensors = manifest.tensors_of(index)
         views = [memory[: manifest.buckets[index].nbytes]]
         body: dict[str, object] = {

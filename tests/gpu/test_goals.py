@@ -78,6 +78,14 @@ def test_the_fastest_fp8_round_is_judged_and_the_median_said() -> None:
     assert "       quantised-48: the same from a peer, of the medians: 0.9286" in lines
 
 
+def test_stages_are_not_slower_than_gathering() -> None:
+    """By the medians of whole rounds; a run that was cut off before the other way had its turn is not judged by it."""
+    found = {"equal": True, "gathered_s": 1.9, "stage_wise_s": 2.0, "slime_s": 1.2}
+    assert not missed("stages", found)
+    assert missed("stages", {**found, "stage_wise_s": 2.01}) == {"stages: times as fast as gathered"}
+    assert missed("stages", {"equal": False, "stage_wise_s": 2.0}) == {"stages: equal"}
+
+
 def test_every_result_file_can_be_read() -> None:
     """All that are kept, and nothing of them but figures and goals."""
     for file in RESULTS.glob("*.json"):

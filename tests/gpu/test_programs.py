@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.gpu import engines, int4, quantised_rounds
+from tests.gpu import engines, int4, quantised_rounds, stages
 from weightbus.control.messages import TransportKind
 from weightbus.control.routing import PREFERRED, Ends, choose
 from weightbus.engine_agent.payload import LOADER
 from weightbus.engine_agent.whereabouts import topology_of
+from weightbus.trainer_agent.source import Staged
 
 from ..control.world import engine_info, trainer_info
 from ..engine_agent.test_validate import facts
@@ -107,6 +109,45 @@ def test_rounds_that_are_read_while_they_are_made_are_told_apart() -> None:
     assert quantised_rounds.ways(steady[2:]) == {
         "rounds": 1, "open": 0, "transfer_table_s": None, "pipelined": 0, "transfer_wait_s": None,
     }  # fmt: skip
+
+
+class StagedSource:
+    """Of three tensors in two stages, as far as it is asked."""
+
+    model, root, device, head_dim, rank = "m", True, torch.device("cpu"), None, 0
+
+    def tensors(self) -> list[Any]:
+        return []
+
+    def roots(self) -> list[int]:
+        return [0, 1, 1]
+
+    def assemble(self, *_: Any) -> None:
+        pass
+
+    def agree(self, blob: bytes | None) -> bytes:
+        return blob or b""
+
+    def collect(self, blob: bytes) -> list[bytes]:
+        return [blob]
+
+
+def test_a_source_that_is_to_be_gathered_has_no_stages() -> None:
+    """Else the two ways of the comparison would be one, and equal."""
+    assert isinstance(StagedSource(), Staged)
+    assert not isinstance(stages.Gathered(StagedSource()), Staged)
+
+
+def test_nobody_shares_a_gpu_with_whom_it_is_in_a_group() -> None:
+    """A stage with the worker; who gathers with the other rank; and with enough GPUs nobody with anybody."""
+    for devices in (2, 3, 8):
+        engine, by_stage, gathered = stages.seats(devices).values()
+        assert engine not in by_stage
+        assert gathered[0] not in (engine, gathered[1])
+        assert max(engine, *by_stage, *gathered) < devices
+    assert len({engine, *by_stage}) == len({engine, *gathered}) == 3
+    with pytest.raises(ValueError, match="1 GPUs"):
+        stages.seats(1)
 
 
 FILLED = """

@@ -19,6 +19,7 @@ from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.own_memory import OwnMemory
+from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.sends import SendsSender
@@ -109,6 +110,19 @@ class SendsWorld:
         worker_loader.forget()
         self.pool.shutdown()
         self.trainer.close()
+
+
+def formed_groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list that gets the name of every group that forms from now on, once for each member that joins it."""
+    names: list[str] = []
+    form = PairGroup.form.__func__  # type: ignore[attr-defined]
+
+    def counted(kind: Any, store: Any, name: str, *arguments: Any, **more: Any) -> Any:
+        names.append(name)
+        return form(kind, store, name, *arguments, **more)
+
+    monkeypatch.setattr(PairGroup, "form", classmethod(counted))
+    return names
 
 
 class Remote:

@@ -1,0 +1,61 @@
+"""Which groups of rounds before the leader of sends speaks of. No sockets."""
+
+from __future__ import annotations
+
+from weightbus.dataplane.sends_ends import MOST_STOOD, Formed, Stood
+
+
+def have(*names: str) -> Stood:
+    """Groups of one engine each, used for version 1."""
+    stood = Stood()
+    stood.turn_to(1)
+    for name in names:
+        stood.keep(Formed(f"g-{name}", f"members of {name}", frozenset({name})))
+    return stood
+
+
+def everybody(_name: str) -> bool:
+    return True
+
+
+def test_a_group_is_used_by_the_same_members_if_all_have_it() -> None:
+    """And until everything has moved in it again it is nobody's."""
+    stood = have("a", "b")
+    found = stood.take("members of a", frozenset({"a"}), everybody)
+    assert found is not None
+    assert (found.name, stood.names) == ("g-a", ("g-b",))
+    stood.keep(found)
+    assert stood.take("other members of a", frozenset({"a"}), everybody) is None
+    assert stood.take("members of b", frozenset({"b"}), lambda name: name != "g-b") is None
+    assert stood.names == ()
+
+
+def test_an_engine_is_in_one_group() -> None:
+    """Who forms another one, with whomever, has left all others; whoever was in those alone keeps theirs."""
+    stood = have("a", "b", "c")
+    assert stood.take("members of a and b", frozenset({"a", "b"}), everybody) is None
+    assert stood.names == ("g-c",)
+    assert stood.holds(frozenset({"c"}))
+    assert not stood.holds(frozenset({"a"}))
+
+
+def test_a_group_that_a_version_did_not_need_is_not_kept_for_long() -> None:
+    """It may come in its turn of the next version, and not later; attempts and catch-ups do not count."""
+    stood = have("a", "b")
+    for version in (1, 2, 2):
+        stood.turn_to(version)
+        assert stood.names == ("g-a", "g-b")
+    found = stood.take("members of a", frozenset({"a"}), everybody)
+    assert found is not None
+    stood.keep(found)
+    stood.turn_to(3)
+    assert stood.names == ("g-a",)
+
+
+def test_with_more_turns_than_can_be_kept_those_that_are_stay() -> None:
+    """Taking one in for another that comes next would never find any."""
+    stood = have(*map(str, range(MOST_STOOD)))
+    assert not stood.room
+    found = stood.take("members of 0", frozenset({"0"}), everybody)
+    assert found is not None
+    assert stood.room
