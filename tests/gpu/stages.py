@@ -4,22 +4,22 @@
     python3 tests/gpu/stages.py --config FILE         another model, by its config.json
     python3 tests/gpu/stages.py --device cpu          the same steps with a tiny model, over gloo
 
-The server takes versions as every stock server does, by `update_weights_from_distributed`. They come in two ways:
+Servers take versions as every stock server does, by `update_weights_from_distributed`. They come in two ways:
 
 ``stages``    The first rank of each stage broadcasts what it holds.
 ``gathered``  The first rank gathers everything and broadcasts alone, as the product does where somebody of the round
               needs all of it there. Here it is given a source that says nothing of stages.
 
-Each way has real Megatron-core ranks of its own, with the same weights; they take turns. Every turn begins with noise
-in the server and the last weights of the turn before, and the server's own checksums must become what they were then;
-those of the last turn must come again by SGLang's buckets over CUDA IPC. Then the stages bring the same as slime does,
-a bucket at a time: by a broadcast for each tensor, and for comparison by one for each bucket; there only the calls
-count.
+Each way has real Megatron-core ranks of its own, with the same weights, and a server; all servers are on one GPU. They
+take turns. Every turn begins with noise in its server and the last weights of the turn before, and the server's own
+checksums must become those of the other one; those of the last turn must come again by SGLang's buckets over CUDA IPC.
+Then the stages bring the same as slime does, a bucket at a time: by a broadcast for each tensor, and for comparison by
+one for each bucket; there only the calls count.
 
 NCCL takes a GPU into a communicator once. So with two GPUs both stages are on the first one, with only gloo between
-them and each in one group with the engine's worker; kernels of the two, also one that waits for its turn, share the GPU
-by time slices. The ranks that gather are one on each GPU, the second beside the worker. With three GPUs or more
-everybody has one. `gpus` in the result says it.
+them and each in one group with the server's worker; kernels of the two, also one that waits for its turn, share the
+GPU by time slices. The ranks that gather are one on each GPU, the second beside the workers. With three GPUs or more
+every rank has one. `gpus` in the result says it.
 
 Prints one JSON object; `--out FOLDER` writes stages.json there, after every turn. Exits with 1 unless it came to its
 end and everything was equal.
@@ -50,17 +50,18 @@ WAYS = ("stages", "gathered")
 TURNS = 2
 """Of each way."""
 STEADY = 4
-"""Versions of a turn after its first one, in which groups form."""
-PLACE = "stages"
+"""Versions of a turn after its first one. Groups form in the very first one of a way."""
 SMALL_BUCKETS = 1 << 16
 """Bytes, with the tiny model: so that a stage has more buckets than slots."""
 LOOK_S = 0.02
+PATIENCE_S = 1800.0
+"""Of ranks, between orders: others have their turns, and other programs theirs."""
 
 
 def seats(devices: int) -> dict[str, Any]:
-    """The engine's GPU, and by way those of the trainer's ranks."""
+    """The servers' GPU, and by way those of the trainer's ranks."""
     if devices < 2:
-        raise ValueError(f"{devices} GPUs: the engine's worker and a rank of the trainer take one each")
+        raise ValueError(f"{devices} GPUs: workers and a rank of the trainer take one each")
     if devices == 2:
         return {"engine": 1, "stages": [0, 0], "gathered": [0, 1]}
     return {"engine": 2, "stages": [0, 1], "gathered": [0, 1]}
@@ -87,14 +88,15 @@ class Run:
         self._orders = {way: itertools.count(1) for way in WAYS}
 
     def start(self) -> None:
-        """Coordinator, engine, and the ranks of both ways, all at once."""
+        """Coordinator, and of both ways a server and the ranks, all at once."""
         args, work = self._args, self._work
         rig.write_model(work / "model", self._hf)
         layout = rig.start_coordinator(self._programs, work)
         layout["gpus"] = gpus = seats(len(rig.devices().split(", ")) if args.device == "cuda" else 2)
         flags = (f"--mem-fraction-static={args.memory}", "--disable-cuda-graph") if args.device == "cuda" else ()
-        engine = rig.Engine(PLACE, gpus["engine"], 1, flags, "available")
-        rig.start_engine(self._programs, args.device, work, engine, layout)
+        for way in WAYS:
+            engine = rig.Engine(way, gpus["engine"], 1, flags, "available")
+            rig.start_engine(self._programs, args.device, work, engine, layout)
         rig.write_layout(work, layout)
         self.found["gpus"] = gpus
         for way in WAYS:
@@ -121,11 +123,9 @@ class Run:
             last, sums = these[-1], told["sums"]
             self.write()
         self.found["oracle"] = self._rounds("gathered", [last], "local", sums)["reports"]
-        for flattened, key in ((True, "flattened"), (False, "slime")):
-            told = self._ask("stages", do="loops", seed=last, flattened=flattened)
+        for key, told in self._ask("stages", do="loops", seed=last).items():
             self._judge(key, told, sums)
             self.found[f"{key}_s"] = told["took_s"]
-            self.write()
         self.found |= {"seconds": time.monotonic() - began, "equal": all(self.found["equals"].values())}
 
     def write(self, problem: str = "") -> dict[str, Any]:
@@ -164,16 +164,15 @@ class Run:
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, Any]:
-    """By way: medians of all steady versions and of the first ones of each turn, in seconds, and of every step."""
+    """By way, in seconds: the first version, the others' median and best, and medians of their steps."""
     told: dict[str, Any] = {}
     for way, name in (("stages", "stage_wise"), ("gathered", "gathered")):
-        turns = [each["rounds"] for each in found["turns"] if each["way"] == way]
-        steady = [each for turn in turns for each in turn[1:]]
-        if steady:
+        rounds = [one for each in found["turns"] if each["way"] == way for one in each["rounds"]]
+        if steady := rounds[1:]:
             told |= {
                 f"{name}_s": statistics.median(each["publish_s"] for each in steady),
                 f"{name}_best_s": min(each["publish_s"] for each in steady),
-                f"{name}_first_s": statistics.median(turn[0]["publish_s"] for turn in turns),
+                f"{name}_first_s": rounds[0]["publish_s"],
                 f"{name}_steps": {side: medians([each[side] for each in steady]) for side in ("trainer_s", "engine_s")},
             }
     return told
@@ -219,6 +218,9 @@ class Ranks:
         chunks = rig.build(hf, args.device, pp=len(gpus))
         self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         self.source = source_of(chunks, work / "model", linked=not shared)
+        self._agent, self._transport = contextlib.ExitStack(), ""
+        self._publish: Any = None
+        self.manifest: Any = None
 
     def obey(self) -> None:
         """Do what is asked until the run ends, which ends this process."""
@@ -235,7 +237,7 @@ class Ranks:
         from weightbus.dataplane import integrity
 
         if self.source.root:
-            self._fleet.wait_ready(self._deadline, PLACE)
+            self._fleet.wait_ready(self._deadline, self._way)
         integrity.digest_tensors(torch.ones(64, dtype=torch.uint8, device=self.source.device), [0, 32, 64])
         self.source.collect(b"")
         return {}
@@ -243,20 +245,40 @@ class Ranks:
     def rounds(self, seeds: Sequence[int], versions: Sequence[int], transport: str) -> dict[str, Any]:
         """Publish versions with the weights of these seeds, the first over noise; what the server held when."""
         source = self.source if self._way == "stages" else Gathered(self.source)
+        if transport != self._transport:  # groups stay from turn to turn, with the agent that has them
+            self._agent.close()
+            opened = self._agent.enter_context(direct.rounds(source, self._layout, self._way, transport))
+            self._transport, (self._publish, self.manifest) = transport, (opened[0], opened[1].manifest)
         noise, first, reports = self._noise(), None, list[dict[str, Any]]()
-        with direct.rounds(source, self._layout, PLACE, transport) as (publish_one, agent):
-            for seed, version in zip(seeds, versions, strict=True):
-                self._refill(seed)
-                reports.append(publish_one(version, self._fleet))
-                rig.log(f"{self._way} by {transport}: version {version} in {reports[-1]['publish_s']:.2f} s")
-                first = first or self._sums()
-            sizes = {"bytes": agent.manifest.nbytes, "buckets": len(agent.manifest.buckets)}
+        for seed, version in zip(seeds, versions, strict=True):
+            self._refill(seed)
+            reports.append(self._publish(version, self._fleet))
+            rig.log(f"{self._way} by {transport}: version {version} in {reports[-1]['publish_s']:.2f} s")
+            first = first or self._sums()
+        sizes = {"bytes": self.manifest.nbytes, "buckets": len(self.manifest.buckets)}
         return {"noise": noise, "first_sums": first, "sums": self._sums(), "reports": reports, **sizes}
 
-    def loops(self, seed: int, *, flattened: bool) -> dict[str, Any]:
+    def loops(self, seed: int) -> dict[str, Any]:
         """Every stage by SGLang's own calls, a bucket at a time, as trainers do it whose stages share a lock."""
-        import torch
         from stock_paths import StockPath
+
+        self._agent.close()
+        self._refill(seed)
+        told: dict[str, Any] = {}
+        with contextlib.ExitStack() as undo:
+            for rank in sorted(set(self.source.roots())):  # a server joins one group at a time
+                if rank == self.source.rank:
+                    path = undo.enter_context(StockPath(self._fleet.url(self._way), self.source.device))
+                self.source.collect(b"")
+            for flattened, key in ((True, "flattened"), (False, "slime")):
+                noise = self._noise()
+                took = [self._loop(path, flattened=flattened) for _ in range(2)]
+                told[key] = {"noise": noise, "sums": self._sums(), "took_s": min(took)}
+        return told
+
+    def _loop(self, path: Any, *, flattened: bool) -> float:
+        """One version. Seconds that the calls of all stages took."""
+        import torch
 
         from weightbus.dataplane.sources import cut
 
@@ -265,28 +287,20 @@ class Ranks:
         owners = [ranks.index(root) for root in roots]
         manifest, sources = cut(source.model, source.tensors(), owners, direct.BUCKET_BYTES)
         memory = torch.empty(manifest.largest_bucket, dtype=torch.uint8, device=source.device)
-        self._refill(seed)
-        noise = self._noise()
-        with contextlib.ExitStack() as undo:
-            for rank in ranks:  # a server joins one group at a time
-                if rank == source.rank:
-                    path = undo.enter_context(StockPath(self._fleet.url(PLACE), source.device))
+        took, places = 0.0, [ranks[number] for number in sources.of]
+        with path.standing() if source.root else contextlib.nullcontext():
+            source.collect(b"")
+            for index, place in enumerate(places):
+                mine = place == source.rank
+                source.assemble(manifest, index, memory if mine else None, places)
+                took += path.bring(manifest, index, memory, flattened=flattened) if mine else 0.0
                 source.collect(b"")
-            took = 0.0
-            with path.standing() if source.root else contextlib.nullcontext():
-                source.collect(b"")
-                for index, owner in enumerate(sources.of):
-                    mine = ranks[owner] == source.rank
-                    source.assemble(manifest, index, memory if mine else None, [ranks[each] for each in sources.of])
-                    took += path.bring(manifest, index, memory, flattened=flattened) if mine else 0.0
-                    source.collect(b"")
-            all_took = source.collect(str(took).encode())
-        return {"noise": noise, "sums": self._sums(), "took_s": sum(map(float, all_took))}
+        return sum(map(float, source.collect(str(took).encode())))
 
     def _next(self, number: int) -> bytes:
         """The order of that number of this way."""
         file = self._work / f"order-{self._way}-{number}.json"
-        rig.wait("an order", file.exists, self._deadline, lambda: None)
+        rig.wait("an order", file.exists, PATIENCE_S, lambda: None)
         return file.read_bytes()
 
     def _refill(self, seed: int) -> None:
@@ -301,12 +315,12 @@ class Ranks:
     def _noise(self) -> list[dict[str, str]]:
         """Into the server. What it holds then."""
         if self.source.root:
-            self._fleet.overwrite(PLACE)
+            self._fleet.overwrite(self._way)
         return self._sums()
 
     def _sums(self) -> list[dict[str, str]]:
         """What the server says that it holds; nothing where the rank does not lead."""
-        return self._fleet.checksum(PLACE) if self.source.root else []
+        return self._fleet.checksum(self._way) if self.source.root else []
 
 
 def source_of(chunks: Sequence[Any], model: Path, *, linked: bool) -> Any:
@@ -324,7 +338,7 @@ def source_of(chunks: Sequence[Any], model: Path, *, linked: bool) -> Any:
 
 
 def main() -> int:
-    parser = rig.parser(__doc__, memory=0.5, deadline=300.0, whose="for everybody to start, and for all that follows")
+    parser = rig.parser(__doc__, memory=0.8, deadline=300.0, whose="for everybody to start, and for all that follows")
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--config", help="config.json of another model")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)

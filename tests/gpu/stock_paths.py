@@ -46,9 +46,9 @@ class StockPath:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._group.abort()  # first: a member that leaves over NCCL may wait for those that are still there
         with contextlib.suppress(Exception):  # it is over; the server forgets the group when it can
             self._server.leave_group(self._name, 10.0)
-        self._group.abort()
         self._thread.shutdown(wait=False)
 
     def update(self, source: Any, manifest: Manifest, *, flattened: bool) -> float:
