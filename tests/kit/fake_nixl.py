@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ class FakeNixl:
     agents: dict[str, Agent] = field(default_factory=dict)
     ever: int = 0
     """How often memory was registered."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Agents are used by a thread each."""
 
     def agent(self, name: str) -> Agent:
         return self.agents.setdefault(name, Agent(name, self))
@@ -38,9 +41,10 @@ class Agent:
 
     def register_memory(self, table: list[tuple[int, int, int, str]], mem_type: str) -> int:
         assert mem_type
-        self._nixl.ever += 1
-        self.memory[self._nixl.ever] = table
-        return self._nixl.ever
+        with self._nixl.lock:
+            self._nixl.ever += 1
+            self.memory[self._nixl.ever] = table
+            return self._nixl.ever
 
     def deregister_memory(self, handle: int) -> None:
         del self.memory[handle]
@@ -52,11 +56,13 @@ class Agent:
         return metadata.decode()
 
     def send_notif(self, name: str, note: bytes) -> None:
-        self._nixl.agents[name]._notes[self.name].append(note)
+        with self._nixl.lock:
+            self._nixl.agents[name]._notes[self.name].append(note)
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        found, self._notes = dict(self._notes), defaultdict(list)
-        return found
+        with self._nixl.lock:
+            found, self._notes = dict(self._notes), defaultdict(list)
+            return found
 
     def get_xfer_descs(self, places: Places, mem_type: str) -> Places:
         assert mem_type
