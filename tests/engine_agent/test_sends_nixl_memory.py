@@ -81,6 +81,7 @@ def test_an_engine_that_does_not_come_leaves_nothing_registered(world: SendsWorl
 
     def half(name: str) -> object:
         if name.endswith("-2"):
+            until(lambda: nixl.ever)  # the ranks have brought theirs
             raise OSError("no such device")
         return real(name)
 
