@@ -16,6 +16,7 @@ from .outbox import Outbox
 from .past import Restored
 from .pen import Pen
 from .relay import Relay
+from .routes import Routing
 
 
 class Attendance:
@@ -25,6 +26,7 @@ class Attendance:
         self,
         boot: int,
         limits: Limits,
+        routing: Routing,
         channels: dict[ChannelId, Channel],
         members: Membership,
         *,
@@ -32,7 +34,7 @@ class Attendance:
         pen: Pen,
         relay: Relay,
     ) -> None:
-        self._boot, self._limits = boot, limits
+        self._boot, self._limits, self._routing = boot, limits, routing
         self._channels, self._members = channels, members
         self._out, self._pen, self._relay = out, pen, relay
 
@@ -68,7 +70,7 @@ class Attendance:
         peer = event.peer
         agent = self._members.join(message, peer, now, event.principal)
         if message.channel not in self._channels:
-            self._channels[message.channel] = Channel(message.channel, self._limits, Restored())
+            self._channels[message.channel] = Channel(message.channel, self._limits, self._routing, Restored())
         channel = self._channels[message.channel]
         self._out.send(
             peer,

@@ -35,7 +35,7 @@ from .messages import (
     Withdraw,
 )
 from .orders import Orders
-from .routing import Route
+from .routes import Route
 from .states import ENGINE_MOVES, SETTLED, EnginePhase, move
 
 SERVING_ON: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED)

@@ -15,7 +15,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from . import plan_document, status
+from . import status
 from .admission import may_say
 from .answers import Keyed
 from .attendance import Attendance
@@ -73,6 +73,7 @@ from .outbox import Outbox
 from .past import Restored
 from .pen import Pen
 from .relay import Relay
+from .routes import Routing
 from .story import Said
 
 
@@ -97,12 +98,14 @@ _Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
 class Coordinator:
     """The machine. Drive it from one thread; carry out every effect in order before the next event."""
 
-    def __init__(self, limits: Limits, boot: int, restored: Mapping[ChannelId, Restored] | None = None) -> None:
+    def __init__(
+        self, limits: Limits, boot: int, routing: Routing, restored: Mapping[ChannelId, Restored] | None = None
+    ) -> None:
         self.boot = boot
         self.limits = limits
         self.members = Membership(limits)
         self.blobs = Blobs(limits.blob_bytes)
-        self.channels = {name: Channel(name, limits, known) for name, known in (restored or {}).items()}
+        self.channels = {name: Channel(name, limits, routing, known) for name, known in (restored or {}).items()}
         self.stopping = False
         self._waiting: deque[_Work] = deque()
         self._stirred: dict[ChannelId, Channel] = {}
@@ -112,7 +115,7 @@ class Coordinator:
         self._pen = Pen(self._out, limits.probe_s)
         self._relay = Relay(self.members, self._out, self._pen)
         self._attendance = Attendance(
-            boot, limits, self.channels, self.members, out=self._out, pen=self._pen, relay=self._relay
+            boot, limits, routing, self.channels, self.members, out=self._out, pen=self._pen, relay=self._relay
         )
 
     # -- the door ---------------------------------------------------------------------------------------------------
@@ -169,11 +172,6 @@ class Coordinator:
             blob_bytes=self.blobs.held_bytes,
             channels=status.describe(self.channels.values(), self.members, self.limits.lease_s, now),
         )
-
-    def plan(self, now: float) -> plan_document.PlanView:
-        """By which transport each engine would take the next version, and why."""
-        del now
-        return plan_document.describe(self.channels.values(), self.members)
 
     def check(self) -> None:
         """Raise `InvariantBroken` unless everything agrees with everything else."""

@@ -18,7 +18,7 @@ from .ids import AgentId, Channel, Digest, Epoch, Version
 from .limits import Limits
 from .member import Member
 from .messages import EngineInfo, Held, Outcome, Publish, RoundDone
-from .routing import Route
+from .routes import Route
 from .states import CLOCK, ROUND_MOVES, SENDING, EnginePhase, RoundState, move
 
 

@@ -30,7 +30,7 @@ from .past import Past, Restored
 from .patience import contradicts
 from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
-from .routing import Route, open_routes
+from .routes import Route, Routing, open_routes
 from .staleness import Window
 from .states import SETTLED, EnginePhase
 from .story import STORY
@@ -40,7 +40,7 @@ from .tenure import Tenure
 class Standing:
     """How one channel stands."""
 
-    def __init__(self, name: ChannelId, limits: Limits, restored: Restored) -> None:
+    def __init__(self, name: ChannelId, limits: Limits, routing: Routing, restored: Restored) -> None:
         self.name = name
         self.epoch: Epoch = restored.epoch
         self.window = Window(restored.committed)
@@ -54,7 +54,7 @@ class Standing:
         self._duties = Duties(limits.retry_s, limits.retry_max_s)
         self._answers = Answers(restored.answers)
         self._tenure = Tenure(name, limits, self.story)
-        self._fleet = Fleet(name, limits, self._duties)
+        self._fleet = Fleet(name, limits, routing, self._duties)
         self.engines: Mapping[AgentId, Engine] = self._fleet.engines
         self._holder: tuple[AgentId, Incarnation] | None = None
         self._raise_at = 0.0

@@ -16,7 +16,7 @@ from .lease import Lease, Verdict
 from .limits import Limits
 from .membership import Agent
 from .messages import Acquire, Code, EngineInfo, Granted, Held
-from .routing import Route, may_leave_open
+from .routes import Route, may_leave_open
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -78,13 +78,13 @@ def test_the_second_one_reads_through_the_host_where_it_can() -> None:
 def test_people_see_who_is_in_the_way() -> None:
     """In the plan, with what would help."""
     world, _ = fleet({"a": ("gpu-0",), "b": ("gpu-0",)}, (SENDS, LOCAL, DISK), host="h0")
-    near = world.machine.plan(0.0).channels[CHANNEL].engines["b"]
+    near = world.plan.channels[CHANNEL].engines["b"]
     assert near.transport is LOCAL
     assert ("engine a is on GPU gpu-0 too, and NCCL takes no two ranks on one", "serve on GPUs of its own") in [
         (each.found, each.needed) for each in near.faster
     ]
     world, _ = fleet({"a": ("gpu-0",), "b": ("gpu-0",)})
-    far = world.machine.plan(0.0).channels[CHANNEL].engines["b"]
+    far = world.plan.channels[CHANNEL].engines["b"]
     assert far.transport is SENDS
     assert "in a group after that of the others: engine a is on GPU gpu-0 too" in far.why
 

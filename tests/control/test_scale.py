@@ -35,7 +35,7 @@ from weightbus.control.messages import (
 )
 from weightbus.control.orders import Orders
 from weightbus.control.round import Round
-from weightbus.control.routing import Route
+from weightbus.control.routes import Route
 from weightbus.control.status import StatusView
 from weightbus.control.status_desk import StatusDesk
 

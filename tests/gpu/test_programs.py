@@ -14,7 +14,8 @@ import pytest
 
 from tests.gpu import engines, int4, quantised_rounds
 from weightbus.control.messages import TransportKind
-from weightbus.control.routing import PREFERRED, Ends, choose
+from weightbus.control.routes import Ends
+from weightbus.control.routing import PREFERRED, choose
 from weightbus.engine_agent.payload import LOADER
 from weightbus.engine_agent.whereabouts import topology_of
 
