@@ -12,7 +12,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     lease  tenure                       who may publish, who does
     fleet  engines  staleness           its engines outside a round, one of them, how old its version may be
     round  progress                     one round: what it decides, how far it has come
-    cohort  member  patience            its engines, one of them, and how long slow ones are waited for
+    cohort  member                      its engines, one of them
     orders  duties                      what a round tells them, unanswered commands
     routes  routing                     by which transport; who chooses it
     outgoing  relay  outbox  pen        what a channel wants out, on its way to connections, and to the journal

@@ -172,7 +172,7 @@ class Channel(Standing):
         """An engine said `Hello`: go on with its round where it stands, or settle what it is to do."""
         known = self.engines.get(agent.name)
         if known and known.incarnation != agent.incarnation and self.round:
-            self.round.lost(agent.name, f"restarted as {agent.incarnation}", now)
+            self.round.lost(agent.name, f"restarted as {agent.incarnation}")
         engine = self._fleet.joined(agent)
         engine.lends(self.committed, lent=engine.info.lent)
         member = self.round.members.get(agent.name) if self.round else None
@@ -225,7 +225,7 @@ class Channel(Standing):
         member = self.round.members.get(engine.name) if self.round else None
         deaf = member is not None and member.epoch < engine.seen and self._takes_part(engine.name)
         if deaf and member is not None and self.round:
-            self.round.lost(engine.name, f"it {ahead(engine.seen, member.epoch)}", now)
+            self.round.lost(engine.name, f"it {ahead(engine.seen, member.epoch)}")
         unheard = self.epoch >= engine.seen > max(engine.last_epoch, engine.settled_at)
         if engine.alive and unheard and not self._takes_part(engine.name):
             self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
@@ -236,7 +236,7 @@ class Channel(Standing):
         """An engine fell silent or said `Bye`."""
         self._fleet.lost(name, reason, now)
         if self.round:
-            self.round.lost(name, reason, now)
+            self.round.lost(name, reason)
         self._duties.drop(name)
 
     def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Verdict:
@@ -299,7 +299,7 @@ class Channel(Standing):
         match record:
             case EpochTaken():
                 if record.redrive and self.round:
-                    self.round.epoch_refused(reason, now)
+                    self.round.epoch_refused(reason)
                 else:
                     self.out.extend(self._tenure.refuse(reason))
             case EpochRaised():
@@ -335,8 +335,9 @@ class Channel(Standing):
     def flush(self, now: float) -> Sequence[Out]:
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
         round_, window = self.round, self.window
+        busy = any(isinstance(each, RECORDS) for each in self.out)  # then the round's turn is when that is written
+        wanted = round_.decide(Epoch(self.epoch + 1), now) if round_ and not busy else None
         if round_:
-            round_.decide(now)
             if round_.notes:
                 self.out += round_.take_notes()
             self._fleet.touch_many(round_.take_moved())
@@ -346,8 +347,6 @@ class Channel(Standing):
         members: Mapping[AgentId, Member] = round_.members if round_ else {}
         self.out += self._fleet.readiness_changes(members, window, self.window_of_waiting)
         due = self._duties.due(now)
-        busy = any(isinstance(each, RECORDS) for each in self.out)  # then the round's turn is when that is written
-        wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants and not busy else None
         if not (self.out or due or wanted):
             return ()
         waiting, self.out = self.out, []

@@ -329,15 +329,13 @@ class Cohort:
             case _:
                 assert_never(message)
 
-    def lost(self, name: AgentId, reason: str) -> bool:
-        """An engine is gone, or another incarnation has its name. Returns whether the round was waiting for it."""
+    def lost(self, name: AgentId, reason: str) -> None:
+        """An engine is gone, or another incarnation has its name."""
         member = self.members.get(name)
-        if member is None or member.phase in SETTLED:
-            return False
-        self._note_failure(member, reason)
-        self._move(member, EnginePhase.LOST)
-        self._duties.drop(name)
-        return True
+        if member and member.phase not in SETTLED:
+            self._note_failure(member, reason)
+            self._move(member, EnginePhase.LOST)
+            self._duties.drop(name)
 
     def tick(self, now: float) -> None:
         """Time has passed: engines that the trainer gave up on, and that said nothing themselves, break."""

@@ -5,11 +5,10 @@ Nothing in here decides: round.py does.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Iterable, Mapping
+from typing import Final
 
-from . import patience
 from .codec import clip
 from .cohort import HOPEFUL, SERVING_ON, Cohort
 from .duties import Duties
@@ -17,17 +16,21 @@ from .effects import AnyObservation, StateEntered
 from .ids import AgentId, Channel, Digest, Epoch, Version
 from .limits import Limits
 from .member import Member
-from .messages import EngineInfo, Held, Outcome, Publish, RoundDone
+from .messages import EngineInfo, Held, Outcome, Publish, RoundDone, SlowEngines
 from .routes import Route
 from .states import CLOCK, ROUND_MOVES, SENDING, EnginePhase, RoundState, move
 
+THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
+    RoundState.PREPARING: (EnginePhase.PREPARED,),
+    RoundState.PAUSING: (EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED),
+    RoundState.TRANSFERRING: (EnginePhase.VERIFIED,),
+    RoundState.VERIFYING: (EnginePhase.VERIFIED,),
+    RoundState.RESUMING: (EnginePhase.SERVING,),
+}
+"""The states in which engines are waited for, and the phases of those that have come through.
 
-class Want(enum.Enum):
-    """What a round needs of its channel before it can go on."""
-
-    EPOCH = "a new epoch, durable, to drive broken engines again"
-    COMMIT = "the version made durable"
-    CLOSE = "to be closed and reported"
+How long they are, `SlowEngines` says. Who is late is left out of the round like one that ran into the step's deadline.
+"""
 
 
 class Progress:
@@ -51,8 +54,6 @@ class Progress:
         self.version: Version = publish.version
         self.epoch: Epoch = publish.epoch
         self.state = RoundState.IDLE
-        self.wants: Want | None = None
-        self.outcome: Outcome | None = Outcome.COMMITTED if publish.catch_up else None
         self.reason = ""
         self.notes: list[AnyObservation] = []
         self.replaced: Held | None = None
@@ -65,18 +66,13 @@ class Progress:
         self._began_at = now
         self._since = now
         self._deadline = now
-        self._commit_until = now
         self._seconds: dict[str, float] = {}
-        self._hurried: RoundState | None = None
-        self._last_attempt = False
-        """Nothing can be driven again, whatever is left."""
-        self._trainer_gone = False
+        self._over = False
+        """Nothing can be sent any more, to anybody."""
         self.durable = publish.catch_up
         """The version is: the round can only go forward."""
         self._sent = False
         self._sent_once = False
-        self._heard = False
-        """Engines answered, and what that means for the round was not decided yet."""
 
     def needs(self, trainer: AgentId) -> bool:
         """Engines stand still, or would, until this trainer's half of the transfer is over."""
@@ -90,8 +86,6 @@ class Progress:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
-        if self.wants is Want.CLOSE:
-            return None
         given_up = self._cohort.next_deadline()
         return self._deadline if given_up is None else min(self._deadline, given_up)
 
@@ -120,7 +114,7 @@ class Progress:
             channel=self.channel,
             epoch=self.publish.epoch,
             version=self.version,
-            outcome=self.outcome or Outcome.ABORTED,
+            outcome=Outcome.COMMITTED if self.durable else Outcome.ABORTED,
             reason=clip(self.reason),
             engines=reports,
             seconds=seconds,
@@ -138,8 +132,6 @@ class Progress:
             wrong.append("an engine of the round was told nothing of its transfer")
         if self.state is RoundState.TRANSFERRING and phases & {EnginePhase.PAUSING, EnginePhase.PAUSED}:
             wrong.append("weights travel, and an engine was neither told to take them nor left out")
-        if self.durable and self.outcome is not Outcome.COMMITTED:
-            wrong.append("resuming a version that was not committed")
         if self.state is RoundState.RESUMING and phases & set(HOPEFUL) - {EnginePhase.PREPARED}:
             wrong.append("an engine was forgotten at the commit")
         if not self.table and (self.durable or self.state is RoundState.COMMITTING):
@@ -155,19 +147,15 @@ class Progress:
 
     # -- for who decides --------------------------------------------------------------------------------------------
 
-    @property
-    def _over(self) -> bool:
-        """Nothing can be sent any more, to anybody."""
-        return self._trainer_gone or self._last_attempt
-
     def _enter(self, state: RoundState, now: float, wait_s: float) -> None:
         left = self.state
         self.state = move(f"round {self.version}", ROUND_MOVES, left, state, self._story)
         spent = now - self._since
         if clock := CLOCK.get(left):
             self._seconds[clock] = self._seconds.get(clock, 0.0) + spent
-        self._hurried = None
-        self._since, self._deadline = now, now + patience.allowed_s(self.publish.policy, state, wait_s)
+        policy = self.publish.policy
+        evicts = policy.slow is SlowEngines.EVICT_AFTER and state in THROUGH
+        self._since, self._deadline = now, now + (min(wait_s, policy.slow_s) if evicts else wait_s)
         note = StateEntered(
             channel=self.channel, version=self.version, epoch=self.epoch, left=left, state=state, seconds=spent
         )

@@ -19,15 +19,9 @@ from .ids import Channel as ChannelId
 from .lease import YES, Lease, Verdict
 from .limits import Limits
 from .membership import Agent
-from .messages import (
-    Code,
-    Held,
-    Publish,
-    Sent,
-)
+from .messages import Code, Held, PauseMode, Publish, Sent
 from .outgoing import Out
 from .past import Past, Restored
-from .patience import contradicts
 from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
 from .routes import Route, Routing, open_routes
@@ -170,7 +164,7 @@ class Standing:
             return Verdict(Code.STALE_EPOCH, reason)
         if not (message.table or any(each.transport for each in routes.values())):
             return Verdict(Code.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
-        reason = contradicts(message, is_committed=self._is_committed(message))
+        reason = _contradicts(message, is_committed=self._is_committed(message))
         return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
 
     def _all_deaf_to(self, epoch: Epoch) -> str:
@@ -198,6 +192,19 @@ class Standing:
         """By which each engine, or each `among` them, would take what `message` begins."""
         routes = self._routes(trainer, snapshot=message.mode == SNAPSHOT, among=among)
         return routes if message.table else open_routes(routes)
+
+
+def _contradicts(publish: Publish, *, is_committed: bool) -> str:
+    """Why a round cannot be carried out as it is asked for; empty when it can."""
+    policy = publish.policy
+    if publish.catch_up and not is_committed:
+        return "a catch-up brings what is committed: the version is another one, or the weights have changed since"
+    if policy.flush and policy.pause is PauseMode.IN_PLACE:
+        return "pause in_place keeps the KV cache: publish with flush off"
+    if 0 < policy.max_paused < policy.min_engines:
+        found = f"{policy.min_engines} engines are to be verified and at most {policy.max_paused} stand still at a time"
+        return f"{found}: raise max_paused, or lower min_engines"
+    return ""
 
 
 def ahead(seen: Epoch, epoch: Epoch) -> str:

@@ -140,14 +140,14 @@ MUTATIONS: Final = (
     _m(
         "re-drive-without-new-epoch",
         ROUND,
-        "channel=self.channel, epoch=next_epoch, holder=self.holder, version=self.version, redrive=True",
+        "channel=self.channel, epoch=epoch, holder=self.holder, version=self.version, redrive=True",
         "channel=self.channel, epoch=self.epoch, holder=self.holder, version=self.version, redrive=True",
     ),
     _m(
         "commits-with-too-few-engines",
         ROUND,
-        "        needed = max(1, self.publish.policy.min_engines)\n",
-        "        needed = 1\n",
+        "        return max(1 if self.members else 0, self.publish.policy.min_engines)\n",
+        "        return 1 if self.members else 0\n",
     ),
     _m(
         "commits-what-was-loaded-but-not-verified",
@@ -192,10 +192,10 @@ MUTATIONS: Final = (
     ),
     _m(
         "leaves-tables-open-for-who-does-not-know-them",
-        "control/routing.py",
+        "control/routes.py",
         "all(each.awaits and each.transport is TransportKind.DIRECT for each in routed)",
         "all(each.transport is TransportKind.DIRECT for each in routed)",
-        ("control/routing.py", "each if each.awaits or not each.transport else _LEFT_OUT", "each"),
+        ("control/routes.py", "each if each.awaits or not each.transport else _LEFT_OUT", "each"),
     ),
     _m(  # found by the simulation in our own code; two keep each other's watch
         "is-refused-for-a-round-that-it-gave-up",
