@@ -15,7 +15,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     cohort  member                      its engines, one of them
     orders  duties                      what a round tells them, unanswered commands
     routes  routing                     by which transport; who chooses it
-    outgoing  relay  outbox  pen        what a channel wants out, on its way to connections, and to the journal
+    outgoing  outbox                    what a channel wants out; what the coordinator does, and the pen
     answers  receipts                   how questions were answered, and which acknowledgements are owed
     blobs  past  publisher  story       manifests, what was committed, who published, what was said lately
     status                              what may be known

@@ -19,20 +19,12 @@ from .messages import Acquire, Code, EngineInfo, Granted, Held
 from .routes import Route, may_leave_open
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """The late answer to a request that had to wait for the journal."""
+class Late(msgspec.Struct, frozen=True):
+    """The answer to a request that had to wait for the journal."""
 
     agent: AgentId
     question: Acquire
-    message: Granted
-
-
-class Denial(msgspec.Struct, frozen=True):
-    """The late no to it. Told, logged and counted where every other refusal is."""
-
-    agent: Agent
-    message: Acquire
-    verdict: Verdict
+    answer: Granted | Verdict
 
 
 class Tenure:
@@ -63,7 +55,7 @@ class Tenure:
         engines: Mapping[AgentId, EngineInfo],
         routes: Callable[[Agent], Mapping[AgentId, Route]],
         now: float,
-    ) -> tuple[LeaseEnded | Answer | LeaseGranted, ...]:
+    ) -> tuple[LeaseEnded | Late | LeaseGranted, ...]:
         """The epoch is durable: the lease is that of whoever asked. `routes` are told to who said where it is."""
         if self._asked is None:
             raise InvariantBroken(f"epoch {record.epoch} is durable, but nobody asked for it", self._story)
@@ -92,15 +84,15 @@ class Tenure:
             may_leave_open=may_leave_open(told.values()),
         )
         note = LeaseGranted(channel=self._channel, holder=agent.name, epoch=record.epoch, version=message.version)
-        return (*ended, Answer(agent.name, message, granted), note)
+        return (*ended, Late(agent.name, message, granted), note)
 
-    def refuse(self, reason: str) -> tuple[Denial, ...]:
+    def refuse(self, reason: str) -> tuple[Late, ...]:
         """The epoch could not be written: whoever asked is told to come again."""
         asked, self._asked = self._asked, None
         if asked is None:
             return ()
         agent, message = asked
-        return (Denial(agent, message, Verdict(Code.READ_ONLY, reason, retry_after_s=2.0)),)
+        return (Late(agent.name, message, Verdict(Code.READ_ONLY, reason, retry_after_s=2.0)),)
 
     def redriven(self, epoch: Epoch) -> None:
         """The lease goes on under a higher epoch."""

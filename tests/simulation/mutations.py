@@ -32,7 +32,7 @@ def _m(name: str, path: str, found: str, planted: str, *also: tuple[str, str, st
 
 
 SERVER, COORDINATOR, CHANNEL = "control/server.py", "control/coordinator.py", "control/channel.py"
-STANDING, ATTENDANCE = "control/standing.py", "control/attendance.py"
+STANDING = "control/standing.py"
 JOURNAL, RECORD_FILE, LEDGER = "control/journal.py", "engine_agent/record_file.py", "engine_agent/ledger.py"
 ROUND, COHORT, FLEET = "control/round.py", "control/cohort.py", "control/fleet.py"
 APPLICATION, PUBLICATION, SESSION = (
@@ -52,9 +52,15 @@ MUTATIONS: Final = (
     ),
     _m(  # found by the simulation in our own code
         "welcomes-before-the-record",
-        ATTENDANCE,
-        "            if self._pen.writing:  # losing it moved its round on",
-        "            if False:  # losing it moved its round on",
+        COORDINATOR,
+        "            self._waiting.appendleft(event)  # losing it",
+        "            pass  # losing it",
+        (
+            COORDINATOR,
+            "now, evict=before.peer != event.peer), now)\n",
+            "now, evict=before.peer != event.peer), now)\n"
+            "            self._flush(self._attendance.welcome(message, event, None, now), now)\n",
+        ),
     ),
     _m(
         "ack-before-fsync",
