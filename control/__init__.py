@@ -9,15 +9,15 @@ coordinator                         the machine: handle(event, now) -> effects, 
     membership  admission               who is there, who may say what
     attendance                          who comes and goes, and what channels are told of it
     channel  standing                   one channel: what it decides, how it stands
-    lease  tenure                       who may publish, who does
-    fleet  engines  staleness           its engines outside a round, one of them, how old its version may be
+    lease                               who may publish, who does
+    fleet  engines                      its engines outside a round, one of them and how old its version may be
     round  progress                     one round: what it decides, how far it has come
     cohort  member                      its engines, one of them
     orders  duties                      what a round tells them, unanswered commands
     routes  routing                     by which transport; who chooses it
     outgoing  outbox                    what a channel wants out; what the coordinator does, and the pen
-    answers  receipts                   how questions were answered, and which acknowledgements are owed
-    blobs  past  publisher  story       manifests, what was committed, who published, what was said lately
+    answers  receipts                   how questions and rounds were answered; which acknowledgements are owed
+    blobs  publisher  story             manifests, who published, what was said lately
     status                              what may be known
     deadlines                           the earlier of two
 server  service                     the loop: the machine's hands; the process around them

@@ -6,17 +6,16 @@ Whatever happens to an agent returns the channel that it concerned, if it did: t
 from __future__ import annotations
 
 from .admission import may_join
+from .answers import Restored, Verdict
 from .channel import Channel
 from .effects import AgentJoined, AgentLeft
 from .events import MessageReceived, Peer, TrustLost
 from .ids import AgentId
 from .ids import Channel as ChannelId
-from .lease import Verdict
 from .limits import Limits
 from .membership import Agent, Membership
 from .messages import Alive, Code, Heartbeat, Hello, Role, Topology, Welcome
 from .outbox import Outbox
-from .past import Restored
 from .routes import Routing
 
 

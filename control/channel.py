@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from .answers import already_committed, never_begun
+from .answers import YES, Verdict, already_committed, ending, never_begun, remembered
 from .effects import Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded
 from .engines import Engine
 from .errors import InvariantBroken
 from .ids import AgentId, Epoch
-from .lease import YES, Verdict, may_acquire, may_use
+from .lease import may_acquire, may_use
 from .member import Member
 from .membership import Agent
 from .messages import (
@@ -34,7 +34,6 @@ from .messages import (
     Topology,
 )
 from .outgoing import RECORDS, ChannelRecord, Out, Tell, together
-from .past import ending, remembered
 from .publisher import NOBODY, Publisher
 from .round import Round
 from .standing import Standing, ahead
@@ -143,7 +142,7 @@ class Channel(Standing):
                 self.round.abandon(f"abandoned by {agent.name}: {message.reason}", now)
             else:
                 self._end_lease(f"abandoned: {message.reason}")
-                self.out.append(Tell((agent.name,), never_begun(lease, message)))
+                self.out.append(Tell((agent.name,), never_begun(lease.version, message)))
         return verdict
 
     def trainer_joined(self, agent: Agent, now: float) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from . import status
 from .admission import may_say
-from .answers import Keyed
+from .answers import YES, Keyed, Restored, Verdict
 from .attendance import Attendance
 from .blobs import Blobs
 from .channel import Channel
@@ -39,7 +39,7 @@ from .events import (
 )
 from .ids import AgentId
 from .ids import Channel as ChannelId
-from .lease import YES, Verdict
+from .lease import Late
 from .limits import Limits
 from .membership import Agent, Membership
 from .messages import (
@@ -72,10 +72,8 @@ from .messages import (
 )
 from .outbox import Outbox, Pen
 from .outgoing import RECORDS, Tell
-from .past import Restored
 from .routes import Routing
 from .story import Said
-from .tenure import Late
 
 
 class _Silent(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from typing import Final
 
 from .duties import Command, Duties
 from .effects import ReadinessChanged, RoundReadiness
-from .engines import GENERATES, Engine, readiness
+from .engines import GENERATES, Engine, Window, readiness
 from .ids import AgentId, Channel, Epoch
 from .limits import Limits
 from .member import Member
@@ -30,7 +30,6 @@ from .messages import (
     TrainerInfo,
 )
 from .routes import Ends, Route, Routing
-from .staleness import Window
 from .states import SETTLED, EnginePhase
 
 _PREPARED: Final = EnginePhase.PREPARED

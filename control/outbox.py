@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from .answers import Replies
+from .answers import Replies, Verdict
 from .effects import (
     Acknowledge,
     AnyEffect,
@@ -26,7 +26,6 @@ from .effects import (
 from .errors import IllegalMove, InvariantBroken
 from .events import Peer, Persisted, PersistFailed, Token
 from .ids import AgentId, Channel, RequestId
-from .lease import Verdict
 from .messages import (
     Abandon,
     Ack,

@@ -10,8 +10,8 @@ import msgspec
 from .duties import Command
 from .effects import AnyObservation, Committed, EpochRaised, EpochTaken, RoundClosed
 from .ids import AgentId
+from .lease import Late
 from .messages import ToAgent
-from .tenure import Late
 
 
 class Tell(msgspec.Struct, frozen=True):

@@ -8,27 +8,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Mapping
 
-from .answers import Answers
+from .answers import YES, Answers, Past, Restored, Verdict
 from .deadlines import earlier
 from .duties import Duties
-from .engines import Engine, readiness
+from .engines import Engine, Window, readiness
 from .errors import InvariantBroken
 from .fleet import Fleet
 from .ids import AgentId, Epoch, Incarnation, Version
 from .ids import Channel as ChannelId
-from .lease import YES, Lease, Verdict
+from .lease import Lease, Tenure
 from .limits import Limits
 from .membership import Agent
 from .messages import Code, Held, PauseMode, Publish, Sent
 from .outgoing import Out
-from .past import Past, Restored
 from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
 from .routes import Route, Routing, open_routes
-from .staleness import Window
 from .states import SETTLED, EnginePhase
 from .story import STORY
-from .tenure import Tenure
 
 
 class Standing:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from weightbus.control.answers import Restored, ending, remembered
 from weightbus.control.coordinator import Coordinator
 from weightbus.control.effects import (
     Acknowledge,
@@ -77,7 +78,6 @@ from weightbus.control.messages import (
     Welcome,
     Withdraw,
 )
-from weightbus.control.past import Restored, ending, remembered
 from weightbus.control.plan_document import PlanView, describe
 from weightbus.control.routing import Router
 

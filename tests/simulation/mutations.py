@@ -58,8 +58,10 @@ MUTATIONS: Final = (
         (
             COORDINATOR,
             "now, evict=before.peer != event.peer), now)\n",
-            "now, evict=before.peer != event.peer), now)\n"
-            "            self._flush(self._attendance.welcome(message, event, None, now), now)\n",
+            (
+                "now, evict=before.peer != event.peer), now)\n"
+                "            self._flush(self._attendance.welcome(message, event, None, now), now)\n"
+            ),
         ),
     ),
     _m(
@@ -224,13 +226,13 @@ MUTATIONS: Final = (
     ),
     _m(
         "lists-engines-that-are-one-version-too-old",
-        "control/staleness.py",
+        "control/engines.py",
         "if each and 0 < held.version - each.version <= max_lag)",
         "if each and 0 < held.version - each.version <= max_lag + 1)",
     ),
     _m(
         "lists-engines-from-before-a-rollback",
-        "control/staleness.py",
+        "control/engines.py",
         "() if rollback or self.committed is None else",
         "() if self.committed is None else",
     ),
@@ -254,7 +256,7 @@ MUTATIONS: Final = (
     ),
     _m(
         "lease-outlives-its-holder",
-        "control/tenure.py",
+        "control/lease.py",
         "        lease, self.lease = self.lease, None\n",
         "        lease, self.lease = self.lease, self.lease\n",
     ),
