@@ -61,25 +61,7 @@ _LEFT: Final = EnginePhase.LEFT
 _SERVING: Final = EnginePhase.SERVING
 """Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
 _STILL: Final = frozenset(EnginePhase) - GENERATES - SETTLED
-_UNSEEN_LATE: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
-    each: _STILL if each in _STILL else frozenset() for each in EnginePhase
-}
-"""By phase: those to which an engine goes on without being ready then and not before, or the other way round."""
-_UNSEEN: Final = {**_UNSEEN_LATE, EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED})}
-"""While the version is not durable. Once it is, who is prepared waits for its turn, and may serve the one before."""
-_Ways = Mapping[EnginePhase, Mapping[EnginePhase, bool]]
-
-
-def _ways(unseen: Mapping[EnginePhase, frozenset[EnginePhase]]) -> _Ways:
-    """Every legal move, and whether more follows from it than that the engine is counted elsewhere."""
-    return {
-        left: {phase: phase not in unseen[left] or phase in _OUT for phase in phases}
-        for left, phases in ENGINE_MOVES.items()
-    }
-
-
-_WAYS: Final = _ways(_UNSEEN)
-_WAYS_LATE: Final = _ways(_UNSEEN_LATE)
+"""It generates nothing: whoever goes on from one of these to another is not ready, and was not."""
 
 
 class Cohort:
@@ -118,7 +100,6 @@ class Cohort:
         self._doubted: dict[AgentId, float] = {}
         self._moved: dict[AgentId, None] = {}
         """Changed phase, or began in one, and may be judged otherwise than before."""
-        self._unseen, self._ways = (_UNSEEN_LATE, _WAYS_LATE) if publish.catch_up else (_UNSEEN, _WAYS)
         epoch, redrives = publish.epoch, publish.policy.redrives
         for name, info in engines.items():
             transport = routes[name].transport
@@ -283,7 +264,8 @@ class Cohort:
     def commit(self, now: float) -> None:
         """The version is durable: whoever holds it, verified, is to serve it."""
         members = self.within(EnginePhase.VERIFIED)
-        self._move_all(members, EnginePhase.VERIFIED, _RESUMING)
+        for member in members:
+            self._move(member, _RESUMING)
         self._tell(members, lambda member: self._orders.commit(member, self.table), now)
 
     def leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
@@ -437,31 +419,26 @@ class Cohort:
 
     def _move(self, member: Member, phase: EnginePhase) -> None:
         left = member.phase
-        more = self._ways[left].get(phase)
-        if more is None:
+        if phase not in ENGINE_MOVES[left]:
             move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)  # raises
         member.phase = phase
-        counts = self._counts
-        counts[left] -= 1
-        counts[phase] += 1
-        if more:
-            if phase not in self._unseen[left]:
-                self._moved[member.name] = None
-            if phase in _OUT and member.name in self._invited:
-                self._out.setdefault(member.name, member.reason)
+        self._counts[left] -= 1
+        self._counts[phase] += 1
+        if self._shows(left, phase):
+            self._moved[member.name] = None
+        if phase in _OUT and member.name in self._invited:
+            self._out.setdefault(member.name, member.reason)
         if self._doubted and phase is not EnginePhase.TRANSFERRING:
             self._doubted.pop(member.name, None)  # it spoke for itself, or left
 
-    def _move_all(self, members: Sequence[Member], left: EnginePhase, phase: EnginePhase) -> None:
-        """All of these, which stand in `left`."""
-        if self._doubted or self._ways[left].get(phase) is not False:
-            for member in members:
-                self._move(member, phase)
-            return
-        for member in members:
-            member.phase = phase
-        self._counts[left] -= len(members)
-        self._counts[phase] += len(members)
+    def _shows(self, left: EnginePhase, phase: EnginePhase) -> bool:
+        """Whether an engine may be ready in `phase` and was not in `left`, or the other way round.
+
+        Once the version is durable, as in a catch-up, who is prepared waits for its turn and may serve the one before.
+        """
+        if phase is _PREPARED:
+            return self._publish.catch_up
+        return phase not in _STILL or left not in _STILL
 
     def _note_failure(self, member: Member, reason: str) -> None:
         member.reason = reason

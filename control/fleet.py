@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
-from .duties import Command, Duties
+from .duties import Duties
 from .effects import ReadinessChanged, RoundReadiness
 from .engines import GENERATES, Engine, Window, readiness
 from .ids import AgentId, Channel, Epoch
@@ -143,15 +143,10 @@ class Fleet:
 
     def overtaken(self, epoch: Epoch, committed: Held, now: float) -> None:
         """Another version was committed: nobody outside of its round is told any more to serve the one before it."""
-        right: Command | None = None  # that of the round, which thousands were told
         for name, duty in self._duties.all():
-            engine = self.engines.get(name) if duty is not right else None
-            if engine is None:
-                continue
-            if isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table):
+            other = isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table)
+            if other and (engine := self.engines.get(name)):
                 self.settle(engine, epoch, committed, now)
-            else:
-                right = duty
 
     def answered(self, engine: Engine, message: EngineMessage, committed: Held | None) -> bool:
         """Take an answer to what `settle` or a closed round asked. Returns whether it was one."""

@@ -79,11 +79,6 @@ class Progress:
         sends = self.state is RoundState.OFFERING or (self.state in SENDING and not self._sent)
         return sends and trainer == self.holder
 
-    def waits(self, engine: AgentId) -> bool:
-        """It serves the version before until it is its turn, while others serve the new one."""
-        member = self.members.get(engine)
-        return self.durable and member is not None and member.phase is EnginePhase.PREPARED
-
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
         given_up = self._cohort.next_deadline()

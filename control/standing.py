@@ -90,7 +90,7 @@ class Standing:
 
     def window_of(self, name: AgentId) -> Window:
         """What an engine may serve."""
-        return self.window_of_waiting if self.round and self.round.waits(name) else self.window
+        return self.window_of_waiting if self.phase(name) is EnginePhase.PREPARED else self.window
 
     @property
     def window_of_waiting(self) -> Window:

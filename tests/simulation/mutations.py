@@ -47,8 +47,8 @@ MUTATIONS: Final = (
     _m(  # found by the simulation in our own code
         "tells-of-a-version-that-was-replaced",
         FLEET,
-        "if isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table):",
-        "if False:",
+        "            if other and (engine := self.engines.get(name)):",
+        "            if False and (engine := self.engines.get(name)):",
     ),
     _m(  # found by the simulation in our own code
         "welcomes-before-the-record",
