@@ -130,10 +130,6 @@ class Answers:
         """The round that ended last, in this life of the coordinator."""
         self._by_request = dict(restored)
 
-    def knows(self, request: RequestId) -> bool:
-        """Whether the round of `request` is over."""
-        return request in self._by_request
-
     def get(self, request: RequestId) -> Ending | None:
         """How the round of `request` ended, if it did."""
         return self._by_request.get(request)

@@ -80,7 +80,7 @@ class Channel(Standing):
         lacked = message.catch_up and engines and not (self.round and self.round.publish.request == message.request)
         if other := self._answers.contradicts(message):
             return other
-        if self._answers.knows(message.request) or (self._is_committed(message) and not lacked):
+        if self._answers.get(message.request) or (self._is_committed(message) and not lacked):
             self.repeat_done(agent, message)
             return YES
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
@@ -313,13 +313,11 @@ class Channel(Standing):
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        if lease := self.lease:
-            if now >= lease.expires_at(self._limits.lease_s):
-                self._end_lease(f"silent for {now - lease.heard_at:.1f} s")
-                if self.round:
-                    self.round.trainer_lost(f"trainer {lease.holder} was silent for {now - lease.heard_at:.1f} s", now)
-            elif self.round is None and now >= lease.granted_at + self._limits.publish_s:
-                self._end_lease(f"nothing published within {self._limits.publish_s:.0f} s")
+        lease = self.lease
+        if lease and (reason := self._tenure.overdue(now, in_round=self.round is not None)):
+            self._end_lease(reason)
+            if self.round:
+                self.round.trainer_lost(f"trainer {lease.holder} was {reason}", now)
         if self.round:
             self.round.tick(now)
         self._fleet.forget(now)

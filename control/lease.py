@@ -189,3 +189,12 @@ class Tenure:
             return None
         silent = self.lease.expires_at(self._limits.lease_s)
         return silent if in_round else min(silent, self.lease.granted_at + self._limits.publish_s)
+
+    def overdue(self, now: float, *, in_round: bool) -> str:
+        """Why the lease ends now; empty while it goes on."""
+        due = self.next_deadline(in_round=in_round)
+        if self.lease is None or due is None or now < due:
+            return ""
+        if now >= self.lease.expires_at(self._limits.lease_s):
+            return f"silent for {now - self.lease.heard_at:.1f} s"
+        return f"nothing published within {self._limits.publish_s:.0f} s"
