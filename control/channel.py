@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from .answers import YES, Verdict, already_committed, ending, never_begun, remembered
-from .effects import Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded
+from .effects import AnyObservation, Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded
 from .engines import Engine
 from .errors import InvariantBroken
 from .ids import AgentId, Epoch
@@ -99,6 +99,7 @@ class Channel(Standing):
             limits=self._limits,
             duties=self._duties,
             story=self.story,
+            note=self._note,
             now=now,
         )
         self.round.start(now)
@@ -335,8 +336,6 @@ class Channel(Standing):
         busy = any(isinstance(each, RECORDS) for each in self.out)  # then the round's turn is when that is written
         wanted = round_.decide(Epoch(self.epoch + 1), now) if round_ and not busy else None
         if round_:
-            if round_.notes:
-                self.out += round_.take_notes()
             self._fleet.touch_many(round_.take_moved())
         before, self._outlook = self._outlook, (round_, window)
         if (before[0] is not None and before[0] is not round_) or before[1] is not window:
@@ -355,6 +354,9 @@ class Channel(Standing):
         return out
 
     # -- small things -----------------------------------------------------------------------------------------------
+
+    def _note(self, what: AnyObservation) -> None:
+        self.out.append(what)
 
     def _end_lease(self, reason: str) -> None:
         self.out.extend(self._tenure.end(reason))

@@ -65,7 +65,7 @@ _STILL: Final = frozenset(EnginePhase) - GENERATES - SETTLED
 
 
 class Cohort:
-    """The members of one round. What it tells them goes to `duties`, what it observes to `notes`."""
+    """The members of one round. What it tells them goes to `duties`, what it observes to `note`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Cohort:
         limits: Limits,
         duties: Duties,
         story: deque[object],
-        notes: list[AnyObservation],
+        note: Callable[[AnyObservation], None],
     ) -> None:
         self.members: dict[AgentId, Member] = {}
         self.table: Digest = publish.table
@@ -87,7 +87,7 @@ class Cohort:
         self._duties = duties
         self._orders = Orders(publish, limits)
         self._story = story
-        self._notes = notes
+        self._note = note
         self._invited: frozenset[AgentId] = frozenset()
         """Whom the last `Send` named."""
         self._out: dict[str, str] = {}
@@ -442,7 +442,7 @@ class Cohort:
 
     def _note_failure(self, member: Member, reason: str) -> None:
         member.reason = reason
-        note = EngineFailed(
+        failed = EngineFailed(
             channel=self._publish.channel,
             engine=member.name,
             version=self._publish.version,
@@ -450,4 +450,4 @@ class Cohort:
             step=member.phase.value,
             reason=reason,
         )
-        self._notes.append(note)
+        self._note(failed)

@@ -6,7 +6,7 @@ Nothing in here decides: round.py does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from .codec import clip
@@ -46,6 +46,7 @@ class Progress:
         limits: Limits,
         duties: Duties,
         story: deque[object],
+        note: Callable[[AnyObservation], None],
         now: float,
     ) -> None:
         self.publish = publish
@@ -55,14 +56,14 @@ class Progress:
         self.epoch: Epoch = publish.epoch
         self.state = RoundState.IDLE
         self.reason = ""
-        self.notes: list[AnyObservation] = []
         self.replaced: Held | None = None
         """What was committed before the version was."""
         self._limits = limits
         self._duties = duties
-        self._cohort = Cohort(publish, routes, engines, limits=limits, duties=duties, story=story, notes=self.notes)
+        self._cohort = Cohort(publish, routes, engines, limits=limits, duties=duties, story=story, note=note)
         self.members: Mapping[AgentId, Member] = self._cohort.members
         self._story = story
+        self._note = note
         self._began_at = now
         self._since = now
         self._deadline = now
@@ -83,12 +84,6 @@ class Progress:
         """When `tick` has something to do."""
         given_up = self._cohort.next_deadline()
         return self._deadline if given_up is None else min(self._deadline, given_up)
-
-    def take_notes(self) -> list[AnyObservation]:
-        """What happened since this was asked last."""
-        notes = self.notes[:]
-        self.notes.clear()
-        return notes
 
     def take_moved(self) -> Iterable[AgentId]:
         """Engines that changed phase since this was asked last."""
@@ -151,7 +146,7 @@ class Progress:
         policy = self.publish.policy
         evicts = policy.slow is SlowEngines.EVICT_AFTER and state in THROUGH
         self._since, self._deadline = now, now + (min(wait_s, policy.slow_s) if evicts else wait_s)
-        note = StateEntered(
+        entered = StateEntered(
             channel=self.channel, version=self.version, epoch=self.epoch, left=left, state=state, seconds=spent
         )
-        self.notes.append(note)
+        self._note(entered)

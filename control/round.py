@@ -85,7 +85,7 @@ class Round(Progress):
         self.epoch = epoch
         broken = tuple(member.name for member in self._cohort.within(EnginePhase.BROKEN))
         if broken:
-            self.notes.append(Redriven(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
+            self._note(Redriven(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
         self._offer(now)
 
     def epoch_refused(self, reason: str) -> None:
