@@ -89,8 +89,8 @@ class Channel(Standing):
             verdict = self._may_begin(message, missing, routes)
         if not verdict.ok:
             return verdict
-        self._holder = (agent.name, agent.incarnation)
-        self.publisher = Publisher(agent.name, agent.trainer or NOBODY, agent.topology, message.version, message.bytes)
+        info = agent.trainer or NOBODY
+        self.publisher = Publisher(agent.name, agent.incarnation, info, agent.topology, message.version, message.bytes)
         self.round = Round(
             message,
             agent.name,
@@ -148,7 +148,8 @@ class Channel(Standing):
 
     def trainer_joined(self, agent: Agent, now: float) -> None:
         """A trainer said `Hello`: tell it at once what it may have missed."""
-        if self._holder != (agent.name, agent.incarnation):
+        last = self.publisher
+        if last is None or (last.name, last.incarnation) != (agent.name, agent.incarnation):
             return
         if self.round:
             self._duties.hurry(agent.name, now)

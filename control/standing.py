@@ -14,7 +14,7 @@ from .duties import Duties
 from .engines import Engine, Window, readiness
 from .errors import InvariantBroken
 from .fleet import Fleet
-from .ids import AgentId, Epoch, Incarnation, Version
+from .ids import AgentId, Epoch, Version
 from .ids import Channel as ChannelId
 from .lease import Lease, Tenure
 from .limits import Limits
@@ -47,7 +47,6 @@ class Standing:
         self._tenure = Tenure(name, limits, self.story)
         self._fleet = Fleet(name, limits, routing, self._duties)
         self.engines: Mapping[AgentId, Engine] = self._fleet.engines
-        self._holder: tuple[AgentId, Incarnation] | None = None
         self._raise_at = 0.0
         """From when on what an engine says may raise the epoch once more."""
         self._outlook: tuple[Round | None, Window] = (None, Window())
