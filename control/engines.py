@@ -24,7 +24,6 @@ _SERVING: Final = EnginePhase.SERVING
 _LEFT: Final = EnginePhase.LEFT
 _CLEAN: Final = EngineHealth.CLEAN
 """Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
-_NOT_BEGUN: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED})
 _IN_ROUND: Final[Mapping[EnginePhase | None, Verdict]] = {
     phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
 }
@@ -156,6 +155,6 @@ def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verd
         return _IN_ROUND[phase]
     if not window.allows(engine.held):
         return Verdict(Code.NOT_ALLOWED, window.against(engine.held))
-    if not engine.serving and phase in _NOT_BEGUN:
+    if not engine.serving:
         return Verdict(Code.NOT_ALLOWED, engine.reason or "has not said yet that it serves")
     return YES

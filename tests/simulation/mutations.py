@@ -239,8 +239,8 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-that-never-said-so",
         "control/engines.py",
-        "    if not engine.serving and phase in",
-        "    if False and phase in",
+        "    if not engine.serving:",
+        "    if False:",
     ),
     _m(
         "lists-engines-in-mid-transfer",
