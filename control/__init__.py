@@ -9,15 +9,16 @@ coordinator                         the machine: handle(event, now) -> effects, 
     membership  admission               who is there, who may say what
     attendance                          who comes and goes, and what channels are told of it
     channel  standing                   one channel: what it decides, how it stands
-    lease  tenure                       who may publish, who does
-    fleet  engines  staleness           its engines outside a round, one of them, how old its version may be
-    round  progress                     one round: what it decides, how far it has come
-    cohort  member  patience            its engines, one of them, and how long slow ones are waited for
-    orders  routing  duties             what a round tells them, by which transport, unanswered commands
-    outgoing  relay  outbox  pen        what a channel wants out, on its way to connections, and to the journal
-    answers  receipts                   how questions were answered, and which acknowledgements are owed
-    blobs  past  publisher  story       manifests, what was committed, who published, what was said lately
-    status  plan_document               what may be known, who takes versions by what and why
+    lease                               who may publish, who does
+    fleet  engines                      its engines outside a round, one of them and how old its version may be
+    round                               one round: how far it has come, what it decides
+    cohort  member                      its engines, one of them
+    orders  duties                      what a round tells them, unanswered commands
+    routes  routing                     by which transport; who chooses it
+    outgoing  outbox                    what a channel wants out; what the coordinator does, and the pen
+    answers  receipts                   how questions and rounds were answered; which acknowledgements are owed
+    blobs  publisher  story             manifests, who published, what was said lately
+    status                              what may be known
     deadlines                           the earlier of two
 server  service                     the loop: the machine's hands; the process around them
     journal                             SQLite, and what any journal promises
@@ -28,6 +29,7 @@ bus  dealer  sockets                the coordinator's sockets, an agent's, and w
     throttle  rejection                 how much one agent may say, and what is answered to what is no message
 keys  trust  security               CURVE key files, the allow-list, and the word that there are none
     signing  seals  provision           Ed25519, what trainers sign with it, all keys of a host in one call
+plan_document                       who takes versions by what transport, and why
 reporter  telemetry  log            what becomes of its observations: metrics and lines
     http  status_desk                   pages, and documents that the loop hands to other threads
 client  session                     an agent's end, and the machine in it

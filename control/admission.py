@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from .answers import YES, Verdict
 from .events import Principal
 from .ids import Channel
-from .lease import YES, Verdict
 from .membership import Agent
 from .messages import (
     PROTOCOL,

@@ -1,4 +1,4 @@
-"""How rounds ended: the answers that a repeated `Publish` gets, and those for rounds that never were."""
+"""What is answered: yes or why not; the same to the same request; how rounds ended, also before a restart. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from .ids import AgentId, Epoch, RequestId
-from .lease import Lease, Verdict
+from .effects import Committed, RoundClosed
+from .ids import AgentId, Epoch, RequestId, Version
 from .messages import (
     Abandon,
     Ack,
@@ -18,6 +18,7 @@ from .messages import (
     Code,
     EngineReport,
     Granted,
+    Held,
     Offered,
     Outcome,
     Publish,
@@ -35,8 +36,27 @@ its last. Each may take a megabyte, in which it names every engine; but an engin
 GRANTS: Final = 64
 """Grants that are remembered: each describes every engine that was there, a megabyte of a large fleet."""
 
+HISTORY: Final = 64
+"""Committed versions that are remembered, so that people can see what a channel may go back to."""
+_NOT_CLOSED: Final = "was committed; the coordinator ended before the round did, and how its engines fared was not kept"
 
 _ENCODE: Final = msgspec.msgpack.Encoder()
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """An answer and why. `code` is set when the answer is no."""
+
+    code: Code | None
+    reason: str = ""
+    retry_after_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Nothing speaks against it."""
+        return self.code is None
+
+
+YES = Verdict(None)
 
 
 class _Reply(NamedTuple):
@@ -110,10 +130,6 @@ class Answers:
         """The round that ended last, in this life of the coordinator."""
         self._by_request = dict(restored)
 
-    def knows(self, request: RequestId) -> bool:
-        """Whether the round of `request` is over."""
-        return request in self._by_request
-
     def get(self, request: RequestId) -> Ending | None:
         """How the round of `request` ended, if it did."""
         return self._by_request.get(request)
@@ -151,14 +167,56 @@ def already_committed(message: Publish, epoch: Epoch, holders: Sequence[AgentId]
     )
 
 
-def never_begun(lease: Lease, message: Abandon) -> RoundDone:
+def never_begun(version: Version, message: Abandon) -> RoundDone:
     """For a lease that was given up before anything was published under it."""
     return RoundDone(
         channel=message.channel,
         epoch=message.epoch,
-        version=lease.version,
+        version=version,
         outcome=Outcome.ABORTED,
         reason=message.reason,
         engines=(),
         seconds={"total": 0.0},
     )
+
+
+class Past(msgspec.Struct, frozen=True):
+    """A version that was committed, now or once."""
+
+    version: Version
+    epoch: Epoch
+    rollback: bool = False
+    """The channel went back to it, or took it again."""
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """What the journal knows of a channel."""
+
+    epoch: Epoch = Epoch(0)
+    committed: Held | None = None
+    committed_epoch: Epoch = Epoch(0)
+    answers: Mapping[RequestId, Ending] = {}
+    history: tuple[Past, ...] = ()
+    """What was committed, oldest first; the last `HISTORY`."""
+
+
+def remembered(history: tuple[Past, ...], commit: Committed | Past) -> tuple[Past, ...]:
+    """`history` with `commit`, which may be in it already: a record may be written twice."""
+    past = Past(commit.version, commit.epoch, commit.rollback)
+    return history if history[-1:] == (past,) else (*history, past)[-HISTORY:]
+
+
+def ending(record: Committed | RoundClosed) -> Ending:
+    """What the `Publish` of `record` is answered once that is durable, unless a later record says more."""
+    if isinstance(record, RoundClosed):
+        return Ending(record.done, record.question)
+    done = RoundDone(
+        channel=record.channel,
+        epoch=record.announced,
+        version=record.version,
+        outcome=Outcome.COMMITTED,
+        reason=_NOT_CLOSED,
+        engines=(),
+        seconds={"total": 0.0},
+    )
+    return Ending(done, record.question, closed=False)

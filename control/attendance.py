@@ -1,21 +1,22 @@
-"""Who comes, who is heard, who goes; and what a channel is told of it. Pure."""
+"""Who comes, who is heard, who goes; and what a channel is told of it. Pure.
+
+Whatever happens to an agent returns the channel that it concerned, if it did: that may have something to say.
+"""
 
 from __future__ import annotations
 
 from .admission import may_join
+from .answers import Restored, Verdict
 from .channel import Channel
 from .effects import AgentJoined, AgentLeft
 from .events import MessageReceived, Peer, TrustLost
 from .ids import AgentId
 from .ids import Channel as ChannelId
-from .lease import Verdict
 from .limits import Limits
 from .membership import Agent, Membership
 from .messages import Alive, Code, Heartbeat, Hello, Role, Topology, Welcome
 from .outbox import Outbox
-from .past import Restored
-from .pen import Pen
-from .relay import Relay
+from .routes import Routing
 
 
 class Attendance:
@@ -25,38 +26,19 @@ class Attendance:
         self,
         boot: int,
         limits: Limits,
+        routing: Routing,
         channels: dict[ChannelId, Channel],
         members: Membership,
         *,
         out: Outbox,
-        pen: Pen,
-        relay: Relay,
     ) -> None:
-        self._boot, self._limits = boot, limits
-        self._channels, self._members = channels, members
-        self._out, self._pen, self._relay = out, pen, relay
+        self._boot, self._limits, self._routing = boot, limits, routing
+        self._channels, self._members, self._out = channels, members, out
 
     # -- who comes --------------------------------------------------------------------------------------------------
 
-    def hello(self, message: Hello, event: MessageReceived, now: float) -> bool:
-        """Take an agent in, or refuse it. False: what it replaced is being written down, ask again after that."""
-        peer = event.peer
-        before = self._members.get(message.agent)
-        verdict = self._may_enter(message, event, before, now)
-        if not verdict.ok:
-            self._out.refuse(peer, message.agent, message, verdict)
-            return True
-        returning = before is not None and before.incarnation == message.incarnation
-        if before and not returning:
-            self.leave(before, f"was replaced by {message.incarnation}", now, evict=before.peer != peer)
-            if self._pen.writing:  # losing it moved its round on: who comes is told how things stand after that
-                return False
-        elif before and before.peer and before.peer != peer:
-            self._out.evict(before.peer, "came back on another connection")
-        self._welcome(message, event, now, returning=returning)
-        return True
-
-    def _may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Verdict:
+    def may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Verdict:
+        """Whether an agent is taken in; `before` is who has its name."""
         verdict = may_join(message, event.principal, self._members.on(event.peer), before)
         if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
             found = f"{len(self._channels)} channels are known, max_channels = {self._limits.max_channels}"
@@ -64,11 +46,14 @@ class Attendance:
             verdict = Verdict(Code.NOT_ALLOWED, f"{found}: {advice}")
         return self._members.verdict(message, event.peer, now) if verdict.ok else verdict
 
-    def _welcome(self, message: Hello, event: MessageReceived, now: float, *, returning: bool) -> None:
+    def welcome(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Channel:
+        """Take it in; `before` is the same incarnation as it was known."""
         peer = event.peer
+        if before and before.peer and before.peer != peer:
+            self._out.evict(before.peer, "came back on another connection")
         agent = self._members.join(message, peer, now, event.principal)
         if message.channel not in self._channels:
-            self._channels[message.channel] = Channel(message.channel, self._limits, Restored())
+            self._channels[message.channel] = Channel(message.channel, self._limits, self._routing, Restored())
         channel = self._channels[message.channel]
         self._out.send(
             peer,
@@ -86,7 +71,7 @@ class Attendance:
             role=agent.role,
             channel=agent.channel,
             incarnation=agent.incarnation,
-            returning=returning,
+            returning=before is not None,
         )
         self._out.observe(note)
         if agent.role is Role.ENGINE:
@@ -94,19 +79,19 @@ class Attendance:
         elif agent.role is Role.TRAINER:
             channel.trainer_heard(agent, now)
             channel.trainer_joined(agent, now)
-        self._relay.flush(channel, now)
+        return channel
 
     # -- who is heard -----------------------------------------------------------------------------------------------
 
-    def heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> None:
+    def heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> Channel | None:
         """It is well; its server may have changed under it."""
         channel = self._channels[agent.channel]
         if message.seq:
             window = channel.window
             committed = window.committed.version if window.committed else None
             self._out.send(peer, Alive(seq=message.seq, boot=self._boot, committed=committed, max_lag=window.max_lag))
-        if agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now):
-            self._relay.flush(channel, now)
+        moved = agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now)
+        return channel if moved else None
 
     def located(self, agent: Agent, message: Topology) -> None:
         """It says where it is."""
@@ -123,18 +108,18 @@ class Attendance:
         if agent and channel and channel.round and channel.round.needs(agent.name):
             self._members.expect(agent.name, now)
 
-    def distrusted(self, event: TrustLost, now: float) -> None:
+    def distrusted(self, event: TrustLost, now: float) -> Channel | None:
         """Its key is not on the list any more."""
-        if agent := self._members.get(event.agent):
-            self.leave(agent, f"is not trusted any more: {event.reason}", now)
+        agent = self._members.get(event.agent)
+        return self.leave(agent, f"is not trusted any more: {event.reason}", now) if agent else None
 
-    def give_up_on(self, name: AgentId, now: float) -> None:
+    def give_up_on(self, name: AgentId, now: float) -> Channel | None:
         """It may have been silent for too long."""
         agent = self._members.get(name)
-        if agent and (reason := self._members.why_lost(agent, now)):
-            self.leave(agent, reason, now)
+        reason = self._members.why_lost(agent, now) if agent else ""
+        return self.leave(agent, reason, now) if agent and reason else None
 
-    def leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> None:
+    def leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> Channel:
         """It is gone for good: so is its lease, and its part in a round."""
         self._members.remove(agent.name)
         if evict and agent.peer:
@@ -145,4 +130,4 @@ class Attendance:
             channel.engine_lost(agent.name, reason, now)
         elif agent.role is Role.TRAINER:
             channel.trainer_lost(agent, reason, now)
-        self._relay.flush(channel, now)
+        return channel

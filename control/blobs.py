@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import Final
 
+from .answers import YES, Verdict
 from .errors import InvariantBroken
-from .lease import YES, Verdict
 from .messages import MAX_PAGE_BYTES, MAX_PAGES, Code
 
 MAX_BLOBS: Final = 4096

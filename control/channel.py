@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from .answers import already_committed, never_begun
-from .effects import Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded
+from .answers import YES, Verdict, already_committed, ending, never_begun, remembered
+from .effects import AnyObservation, Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded
 from .engines import Engine
 from .errors import InvariantBroken
 from .ids import AgentId, Epoch
-from .lease import YES, Verdict, may_acquire, may_use
+from .lease import may_acquire, may_use
 from .member import Member
 from .membership import Agent
 from .messages import (
@@ -34,7 +34,6 @@ from .messages import (
     Topology,
 )
 from .outgoing import RECORDS, ChannelRecord, Out, Tell, together
-from .past import ending, remembered
 from .publisher import NOBODY, Publisher
 from .round import Round
 from .standing import Standing, ahead
@@ -81,7 +80,7 @@ class Channel(Standing):
         lacked = message.catch_up and engines and not (self.round and self.round.publish.request == message.request)
         if other := self._answers.contradicts(message):
             return other
-        if self._answers.knows(message.request) or (self._is_committed(message) and not lacked):
+        if self._answers.get(message.request) or (self._is_committed(message) and not lacked):
             self.repeat_done(agent, message)
             return YES
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
@@ -90,8 +89,8 @@ class Channel(Standing):
             verdict = self._may_begin(message, missing, routes)
         if not verdict.ok:
             return verdict
-        self._holder = (agent.name, agent.incarnation)
-        self.publisher = Publisher(agent.name, agent.trainer or NOBODY, agent.topology, message.version, message.bytes)
+        info = agent.trainer or NOBODY
+        self.publisher = Publisher(agent.name, agent.incarnation, info, agent.topology, message.version, message.bytes)
         self.round = Round(
             message,
             agent.name,
@@ -100,6 +99,7 @@ class Channel(Standing):
             limits=self._limits,
             duties=self._duties,
             story=self.story,
+            note=self._note,
             now=now,
         )
         self.round.start(now)
@@ -143,12 +143,13 @@ class Channel(Standing):
                 self.round.abandon(f"abandoned by {agent.name}: {message.reason}", now)
             else:
                 self._end_lease(f"abandoned: {message.reason}")
-                self.out.append(Tell((agent.name,), never_begun(lease, message)))
+                self.out.append(Tell((agent.name,), never_begun(lease.version, message)))
         return verdict
 
     def trainer_joined(self, agent: Agent, now: float) -> None:
         """A trainer said `Hello`: tell it at once what it may have missed."""
-        if self._holder != (agent.name, agent.incarnation):
+        last = self.publisher
+        if last is None or (last.name, last.incarnation) != (agent.name, agent.incarnation):
             return
         if self.round:
             self._duties.hurry(agent.name, now)
@@ -172,7 +173,7 @@ class Channel(Standing):
         """An engine said `Hello`: go on with its round where it stands, or settle what it is to do."""
         known = self.engines.get(agent.name)
         if known and known.incarnation != agent.incarnation and self.round:
-            self.round.lost(agent.name, f"restarted as {agent.incarnation}", now)
+            self.round.lost(agent.name, f"restarted as {agent.incarnation}")
         engine = self._fleet.joined(agent)
         engine.lends(self.committed, lent=engine.info.lent)
         member = self.round.members.get(agent.name) if self.round else None
@@ -225,7 +226,7 @@ class Channel(Standing):
         member = self.round.members.get(engine.name) if self.round else None
         deaf = member is not None and member.epoch < engine.seen and self._takes_part(engine.name)
         if deaf and member is not None and self.round:
-            self.round.lost(engine.name, f"it {ahead(engine.seen, member.epoch)}", now)
+            self.round.lost(engine.name, f"it {ahead(engine.seen, member.epoch)}")
         unheard = self.epoch >= engine.seen > max(engine.last_epoch, engine.settled_at)
         if engine.alive and unheard and not self._takes_part(engine.name):
             self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
@@ -236,7 +237,7 @@ class Channel(Standing):
         """An engine fell silent or said `Bye`."""
         self._fleet.lost(name, reason, now)
         if self.round:
-            self.round.lost(name, reason, now)
+            self.round.lost(name, reason)
         self._duties.drop(name)
 
     def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Verdict:
@@ -299,7 +300,7 @@ class Channel(Standing):
         match record:
             case EpochTaken():
                 if record.redrive and self.round:
-                    self.round.epoch_refused(reason, now)
+                    self.round.epoch_refused(reason)
                 else:
                     self.out.extend(self._tenure.refuse(reason))
             case EpochRaised():
@@ -314,13 +315,11 @@ class Channel(Standing):
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        if lease := self.lease:
-            if now >= lease.expires_at(self._limits.lease_s):
-                self._end_lease(f"silent for {now - lease.heard_at:.1f} s")
-                if self.round:
-                    self.round.trainer_lost(f"trainer {lease.holder} was silent for {now - lease.heard_at:.1f} s", now)
-            elif self.round is None and now >= lease.granted_at + self._limits.publish_s:
-                self._end_lease(f"nothing published within {self._limits.publish_s:.0f} s")
+        lease = self.lease
+        if lease and (reason := self._tenure.overdue(now, in_round=self.round is not None)):
+            self._end_lease(reason)
+            if self.round:
+                self.round.trainer_lost(f"trainer {lease.holder} was {reason}", now)
         if self.round:
             self.round.tick(now)
         self._fleet.forget(now)
@@ -335,10 +334,9 @@ class Channel(Standing):
     def flush(self, now: float) -> Sequence[Out]:
         """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
         round_, window = self.round, self.window
+        busy = any(isinstance(each, RECORDS) for each in self.out)  # then the round's turn is when that is written
+        wanted = round_.decide(Epoch(self.epoch + 1), now) if round_ and not busy else None
         if round_:
-            round_.decide(now)
-            if round_.notes:
-                self.out += round_.take_notes()
             self._fleet.touch_many(round_.take_moved())
         before, self._outlook = self._outlook, (round_, window)
         if (before[0] is not None and before[0] is not round_) or before[1] is not window:
@@ -346,8 +344,6 @@ class Channel(Standing):
         members: Mapping[AgentId, Member] = round_.members if round_ else {}
         self.out += self._fleet.readiness_changes(members, window, self.window_of_waiting)
         due = self._duties.due(now)
-        busy = any(isinstance(each, RECORDS) for each in self.out)  # then the round's turn is when that is written
-        wanted = round_.record(Epoch(self.epoch + 1), now) if round_ and round_.wants and not busy else None
         if not (self.out or due or wanted):
             return ()
         waiting, self.out = self.out, []
@@ -359,6 +355,9 @@ class Channel(Standing):
         return out
 
     # -- small things -----------------------------------------------------------------------------------------------
+
+    def _note(self, what: AnyObservation) -> None:
+        self.out.append(what)
 
     def _end_lease(self, reason: str) -> None:
         self.out.extend(self._tenure.end(reason))

@@ -35,7 +35,7 @@ from .messages import (
     Withdraw,
 )
 from .orders import Orders
-from .routing import Route
+from .routes import Route
 from .states import ENGINE_MOVES, SETTLED, EnginePhase, move
 
 SERVING_ON: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED)
@@ -61,29 +61,11 @@ _LEFT: Final = EnginePhase.LEFT
 _SERVING: Final = EnginePhase.SERVING
 """Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
 _STILL: Final = frozenset(EnginePhase) - GENERATES - SETTLED
-_UNSEEN_LATE: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
-    each: _STILL if each in _STILL else frozenset() for each in EnginePhase
-}
-"""By phase: those to which an engine goes on without being ready then and not before, or the other way round."""
-_UNSEEN: Final = {**_UNSEEN_LATE, EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED})}
-"""While the version is not durable. Once it is, who is prepared waits for its turn, and may serve the one before."""
-_Ways = Mapping[EnginePhase, Mapping[EnginePhase, bool]]
-
-
-def _ways(unseen: Mapping[EnginePhase, frozenset[EnginePhase]]) -> _Ways:
-    """Every legal move, and whether more follows from it than that the engine is counted elsewhere."""
-    return {
-        left: {phase: phase not in unseen[left] or phase in _OUT for phase in phases}
-        for left, phases in ENGINE_MOVES.items()
-    }
-
-
-_WAYS: Final = _ways(_UNSEEN)
-_WAYS_LATE: Final = _ways(_UNSEEN_LATE)
+"""It generates nothing: whoever goes on from one of these to another is not ready, and was not."""
 
 
 class Cohort:
-    """The members of one round. What it tells them goes to `duties`, what it observes to `notes`."""
+    """The members of one round. What it tells them goes to `duties`, what it observes to `note`."""
 
     def __init__(
         self,
@@ -94,7 +76,7 @@ class Cohort:
         limits: Limits,
         duties: Duties,
         story: deque[object],
-        notes: list[AnyObservation],
+        note: Callable[[AnyObservation], None],
     ) -> None:
         self.members: dict[AgentId, Member] = {}
         self.table: Digest = publish.table
@@ -105,7 +87,7 @@ class Cohort:
         self._duties = duties
         self._orders = Orders(publish, limits)
         self._story = story
-        self._notes = notes
+        self._note = note
         self._invited: frozenset[AgentId] = frozenset()
         """Whom the last `Send` named."""
         self._out: dict[str, str] = {}
@@ -118,7 +100,6 @@ class Cohort:
         self._doubted: dict[AgentId, float] = {}
         self._moved: dict[AgentId, None] = {}
         """Changed phase, or began in one, and may be judged otherwise than before."""
-        self._unseen, self._ways = (_UNSEEN_LATE, _WAYS_LATE) if publish.catch_up else (_UNSEEN, _WAYS)
         epoch, redrives = publish.epoch, publish.policy.redrives
         for name, info in engines.items():
             transport = routes[name].transport
@@ -283,7 +264,8 @@ class Cohort:
     def commit(self, now: float) -> None:
         """The version is durable: whoever holds it, verified, is to serve it."""
         members = self.within(EnginePhase.VERIFIED)
-        self._move_all(members, EnginePhase.VERIFIED, _RESUMING)
+        for member in members:
+            self._move(member, _RESUMING)
         self._tell(members, lambda member: self._orders.commit(member, self.table), now)
 
     def leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
@@ -329,15 +311,13 @@ class Cohort:
             case _:
                 assert_never(message)
 
-    def lost(self, name: AgentId, reason: str) -> bool:
-        """An engine is gone, or another incarnation has its name. Returns whether the round was waiting for it."""
+    def lost(self, name: AgentId, reason: str) -> None:
+        """An engine is gone, or another incarnation has its name."""
         member = self.members.get(name)
-        if member is None or member.phase in SETTLED:
-            return False
-        self._note_failure(member, reason)
-        self._move(member, EnginePhase.LOST)
-        self._duties.drop(name)
-        return True
+        if member and member.phase not in SETTLED:
+            self._note_failure(member, reason)
+            self._move(member, EnginePhase.LOST)
+            self._duties.drop(name)
 
     def tick(self, now: float) -> None:
         """Time has passed: engines that the trainer gave up on, and that said nothing themselves, break."""
@@ -439,35 +419,23 @@ class Cohort:
 
     def _move(self, member: Member, phase: EnginePhase) -> None:
         left = member.phase
-        more = self._ways[left].get(phase)
-        if more is None:
+        if phase not in ENGINE_MOVES[left]:
             move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)  # raises
         member.phase = phase
         counts = self._counts
         counts[left] -= 1
         counts[phase] += 1
-        if more:
-            if phase not in self._unseen[left]:
-                self._moved[member.name] = None
-            if phase in _OUT and member.name in self._invited:
-                self._out.setdefault(member.name, member.reason)
+        # Who is prepared for a version that is durable waits for its turn, and may serve the one before meanwhile.
+        if self._publish.catch_up if phase is _PREPARED else phase not in _STILL or left not in _STILL:
+            self._moved[member.name] = None
+        if phase in _OUT and member.name in self._invited:
+            self._out.setdefault(member.name, member.reason)
         if self._doubted and phase is not EnginePhase.TRANSFERRING:
             self._doubted.pop(member.name, None)  # it spoke for itself, or left
 
-    def _move_all(self, members: Sequence[Member], left: EnginePhase, phase: EnginePhase) -> None:
-        """All of these, which stand in `left`."""
-        if self._doubted or self._ways[left].get(phase) is not False:
-            for member in members:
-                self._move(member, phase)
-            return
-        for member in members:
-            member.phase = phase
-        self._counts[left] -= len(members)
-        self._counts[phase] += len(members)
-
     def _note_failure(self, member: Member, reason: str) -> None:
         member.reason = reason
-        note = EngineFailed(
+        failed = EngineFailed(
             channel=self._publish.channel,
             engine=member.name,
             version=self._publish.version,
@@ -475,4 +443,4 @@ class Cohort:
             step=member.phase.value,
             reason=reason,
         )
-        self._notes.append(note)
+        self._note(failed)

@@ -4,7 +4,10 @@ It knows who speaks, whether their role allows it, which channel is meant and wh
 decide the rest. No clock, no socket, no disk, no log in here: the driver is server.py.
 
 One record is written at a time. Until the driver says how that went, further events wait in line: whatever an answer
-or a command depends on is durable before it leaves.
+or a command depends on is durable before it leaves. The way of a record, and back::
+
+    Round.decide -> Channel.flush -> Coordinator._flush -> Pen.write -> Persist      the driver writes it,
+    Round        <- Channel.persisted <- Coordinator._written <- Pen.written <- Persisted    and says so
 """
 
 from __future__ import annotations
@@ -15,15 +18,15 @@ from typing import Final, assert_never
 
 import msgspec
 
-from . import plan_document, status
+from . import status
 from .admission import may_say
-from .answers import Keyed
+from .answers import YES, Keyed, Restored, Verdict
 from .attendance import Attendance
 from .blobs import Blobs
 from .channel import Channel
 from .codec import MAX_ANSWER_BYTES
 from .deadlines import earlier
-from .effects import AnyEffect, ChannelForgotten, Probe
+from .effects import AnyEffect, ChannelForgotten, Probe, ReadinessChanged, RoundReadiness
 from .errors import InvariantBroken
 from .events import (
     AnyEvent,
@@ -39,7 +42,7 @@ from .events import (
 )
 from .ids import AgentId
 from .ids import Channel as ChannelId
-from .lease import YES, Verdict
+from .lease import Late
 from .limits import Limits
 from .membership import Agent, Membership
 from .messages import (
@@ -52,6 +55,7 @@ from .messages import (
     Failed,
     GetBlob,
     GetStatus,
+    Granted,
     Heartbeat,
     Hello,
     Offered,
@@ -69,10 +73,9 @@ from .messages import (
     Transferred,
     Verified,
 )
-from .outbox import Outbox
-from .past import Restored
-from .pen import Pen
-from .relay import Relay
+from .outbox import Outbox, Pen
+from .outgoing import RECORDS, Tell
+from .routes import Routing
 from .story import Said
 
 
@@ -97,12 +100,14 @@ _Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
 class Coordinator:
     """The machine. Drive it from one thread; carry out every effect in order before the next event."""
 
-    def __init__(self, limits: Limits, boot: int, restored: Mapping[ChannelId, Restored] | None = None) -> None:
+    def __init__(
+        self, limits: Limits, boot: int, routing: Routing, restored: Mapping[ChannelId, Restored] | None = None
+    ) -> None:
         self.boot = boot
         self.limits = limits
         self.members = Membership(limits)
         self.blobs = Blobs(limits.blob_bytes)
-        self.channels = {name: Channel(name, limits, known) for name, known in (restored or {}).items()}
+        self.channels = {name: Channel(name, limits, routing, known) for name, known in (restored or {}).items()}
         self.stopping = False
         self._waiting: deque[_Work] = deque()
         self._stirred: dict[ChannelId, Channel] = {}
@@ -110,10 +115,7 @@ class Coordinator:
         self._out = Outbox(limits.answers)
         self.replies = self._out.replies
         self._pen = Pen(self._out, limits.probe_s)
-        self._relay = Relay(self.members, self._out, self._pen)
-        self._attendance = Attendance(
-            boot, limits, self.channels, self.members, out=self._out, pen=self._pen, relay=self._relay
-        )
+        self._attendance = Attendance(boot, limits, routing, self.channels, self.members, out=self._out)
 
     # -- the door ---------------------------------------------------------------------------------------------------
 
@@ -133,7 +135,7 @@ class Coordinator:
             if self._waiting:
                 self._work(self._waiting.popleft(), now)
             else:
-                self._relay.flush(self._stirred.popitem()[1], now)
+                self._flush(self._stirred.popitem()[1], now)
         return self._out.take()
 
     def next_deadline(self) -> float | None:
@@ -170,11 +172,6 @@ class Coordinator:
             channels=status.describe(self.channels.values(), self.members, self.limits.lease_s, now),
         )
 
-    def plan(self, now: float) -> plan_document.PlanView:
-        """By which transport each engine would take the next version, and why."""
-        del now
-        return plan_document.describe(self.channels.values(), self.members)
-
     def check(self) -> None:
         """Raise `InvariantBroken` unless everything agrees with everything else."""
         self.members.check()
@@ -193,24 +190,46 @@ class Coordinator:
             case PeerLost():
                 self._attendance.disconnected(work.peer, now)
             case TrustLost():
-                self._attendance.distrusted(work, now)
+                self._flush(self._attendance.distrusted(work, now), now)
             case Tick():
                 self._tick(now)
             case StopRequested():
                 self.stopping = True
                 self._waiting.extend(_ChannelStop(name) for name in self.channels)
             case _Silent():
-                self._attendance.give_up_on(work.agent, now)
-            case _ChannelTick():
-                self.channels[work.channel].tick(now)
-                self._relay.flush(self.channels[work.channel], now)
-            case _ChannelStop():
-                self.channels[work.channel].stop(now)
-                self._relay.flush(self.channels[work.channel], now)
+                self._flush(self._attendance.give_up_on(work.agent, now), now)
+            case _ChannelTick() | _ChannelStop():
+                channel = self.channels[work.channel]
+                channel.tick(now) if isinstance(work, _ChannelTick) else channel.stop(now)
+                self._flush(channel, now)
             case Persisted() | PersistFailed() | Burst():
                 raise InvariantBroken(f"{type(work).__name__} does not wait in line")
             case _:
                 assert_never(work)
+
+    def _flush(self, channel: Channel | None, now: float) -> None:
+        """Bring out everything that `channel`, if there is one, wants sent, noted and written now, in its order."""
+        if channel is None:
+            return
+        for out in channel.flush(now):
+            if isinstance(out, Tell):
+                self._out.tell(self.members.peers(out.agents), out.message)
+            elif isinstance(out, Late):
+                self._answer_late(out)
+            elif isinstance(out, RECORDS):
+                self._pen.write(out, channel.name)
+            else:
+                if not isinstance(out, ReadinessChanged | RoundReadiness):
+                    channel.story.append(out)
+                self._out.observe(out)
+
+    def _answer_late(self, late: Late) -> None:
+        if isinstance(late.answer, Granted):
+            self.replies.remember(late.agent, late.question, late.answer)
+            self._out.tell(self.members.peers((late.agent,)), late.answer)
+        else:
+            for peer in self.members.peers((late.agent,)):
+                self._out.refuse(peer, late.agent, late.question, late.answer)
 
     def _tick(self, now: float) -> None:
         self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))
@@ -225,15 +244,14 @@ class Coordinator:
                 channel.persisted(record, now)
             else:
                 channel.not_persisted(record, f"the journal cannot be written: {failed}", now)
-            self._relay.flush(channel, now)
+            self._flush(channel, now)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def _received(self, event: MessageReceived, now: float) -> None:
         message, peer = event.message, event.peer
         if isinstance(message, Hello):
-            if not self._attendance.hello(message, event, now):
-                self._waiting.appendleft(event)
+            self._hello(message, event, now)
             return
         agent = self.members.heard(peer, now)
         if agent is None:
@@ -248,15 +266,27 @@ class Coordinator:
         else:
             self._take(agent, message, event, now)
 
+    def _hello(self, message: Hello, event: MessageReceived, now: float) -> None:
+        before = self.members.get(message.agent)
+        verdict = self._attendance.may_enter(message, event, before, now)
+        if not verdict.ok:
+            self._out.refuse(event.peer, message.agent, message, verdict)
+        elif before and before.incarnation != message.incarnation:
+            self._waiting.appendleft(event)  # losing it may move its round on: who comes is told how things stand then
+            reason = f"was replaced by {message.incarnation}"
+            self._flush(self._attendance.leave(before, reason, now, evict=before.peer != event.peer), now)
+        else:
+            self._flush(self._attendance.welcome(message, event, before, now), now)
+
     def _take(self, agent: Agent, message: ToCoordinator, event: MessageReceived, now: float) -> None:
         peer = event.peer
         if agent.role is Role.TRAINER:
             self.channels[agent.channel].trainer_heard(agent, now)
         match message:
             case Heartbeat():
-                self._attendance.heartbeat(agent, message, peer, now)
+                self._flush(self._attendance.heartbeat(agent, message, peer, now), now)
             case Bye():
-                self._attendance.leave(agent, f"said Bye: {message.reason}", now)
+                self._flush(self._attendance.leave(agent, f"said Bye: {message.reason}", now), now)
             case GetBlob():
                 self._get_blob(agent, message, peer)
             case Topology():
@@ -318,7 +348,7 @@ class Coordinator:
             if not verdict.ok or not isinstance(message, Acquire):
                 self._out.answer(peer, agent.name, message, verdict)
         self.blobs.pin(digest for channel in self.channels.values() for digest in channel.pinned())
-        self._relay.flush(channel, now)
+        self._flush(channel, now)
 
     def _ask(self, channel: Channel, agent: Agent, message: Keyed, now: float) -> Verdict:
         match message:

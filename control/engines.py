@@ -1,4 +1,9 @@
-"""What the coordinator knows of one engine between rounds, and whether it is ready to serve. Pure."""
+"""What the coordinator knows of one engine between rounds, and whether it may serve what it holds. Pure.
+
+Without a policy only the committed version is served. With `Policy.max_lag` an engine that a round left behind goes on
+with what it has, until that is further behind than the trainer allowed; then it gets no requests before a round took it
+in again. What is told apart are digest tables, not numbers: after a rollback a number may stand for other weights.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,11 @@ from typing import Final
 
 import msgspec
 
+from .answers import YES, Verdict
 from .ids import AgentId, Epoch, Incarnation
-from .lease import YES, Verdict
 from .member import Member
 from .membership import Agent
 from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Topology, TransportKind
-from .staleness import Window
 from .states import EnginePhase
 
 GENERATES: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT})
@@ -20,10 +24,44 @@ _SERVING: Final = EnginePhase.SERVING
 _LEFT: Final = EnginePhase.LEFT
 _CLEAN: Final = EngineHealth.CLEAN
 """Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
-_NOT_BEGUN: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED})
 _IN_ROUND: Final[Mapping[EnginePhase | None, Verdict]] = {
     phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
 }
+
+
+class Window(msgspec.Struct, frozen=True):
+    """What engines of a channel may serve."""
+
+    committed: Held | None = None
+    max_lag: int = 0
+    """Of the round that committed it. A coordinator that was restarted allows nothing but the committed version."""
+    past: tuple[Held | None, ...] = ()
+    """Those committed before it that are not too far behind, newest first; None for the weights of a launch."""
+
+    def after(self, held: Held, max_lag: int, *, rollback: bool) -> Window:
+        """Once `held` is committed. A channel that goes back breaks with what it had."""
+        before = () if rollback or self.committed is None else (self.committed, *self.past)
+        past = tuple(each for each in before if each and 0 < held.version - each.version <= max_lag)
+        return Window(held, max_lag, past)
+
+    def also(self, held: Held | None) -> Window:
+        """For an engine that may serve `held` too, for as long as it waits for its turn."""
+        return msgspec.structs.replace(self, past=(*self.past, held))
+
+    def allows(self, held: Held | None) -> bool:
+        """Whether requests may be answered from `held`; None stands for the weights of a launch.
+
+        Before anything is committed those may. A version that the channel does not know may not, whoever claims it.
+        """
+        return held == self.committed or held in self.past
+
+    def against(self, held: Held | None) -> str:
+        """Why not, for people."""
+        found = f"version {held.version}" if held else "the weights of its launch"
+        if self.committed is None:
+            return f"holds {found}, which this channel has not committed"
+        allowed = f", and max_lag is {self.max_lag}" if self.max_lag else ""
+        return f"holds {found}, committed is {self.committed.version}{allowed}"
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -117,6 +155,6 @@ def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verd
         return _IN_ROUND[phase]
     if not window.allows(engine.held):
         return Verdict(Code.NOT_ALLOWED, window.against(engine.held))
-    if not engine.serving and phase in _NOT_BEGUN:
+    if not engine.serving:
         return Verdict(Code.NOT_ALLOWED, engine.reason or "has not said yet that it serves")
     return YES

@@ -16,14 +16,13 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from .answers import ANSWERS, Ending
+from .answers import ANSWERS, Ending, Past, Restored, ending, remembered
 from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .election import Term
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
 from .ids import Channel, Epoch, RequestId
 from .messages import Held, RoundDone
-from .past import Past, Restored, ending, remembered
 
 SCHEMA: Final = 1
 MOST_OPERATIONS: Final = 100

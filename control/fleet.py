@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
-from .duties import Command, Duties
+from .duties import Duties
 from .effects import ReadinessChanged, RoundReadiness
-from .engines import GENERATES, Engine, readiness
+from .engines import GENERATES, Engine, Window, readiness
 from .ids import AgentId, Channel, Epoch
 from .limits import Limits
 from .member import Member
@@ -29,8 +29,7 @@ from .messages import (
     Topology,
     TrainerInfo,
 )
-from .routing import Ends, Route, choose, spread
-from .staleness import Window
+from .routes import Ends, Route, Routing
 from .states import SETTLED, EnginePhase
 
 _PREPARED: Final = EnginePhase.PREPARED
@@ -39,16 +38,13 @@ _PREPARED: Final = EnginePhase.PREPARED
 class Fleet:
     """The engines of a channel. What it tells them goes to `duties`."""
 
-    def __init__(self, channel: Channel, limits: Limits, duties: Duties) -> None:
+    def __init__(self, channel: Channel, limits: Limits, routing: Routing, duties: Duties) -> None:
         self.engines: dict[AgentId, Engine] = {}
         self._channel = channel
         self._limits = limits
+        self._routing = routing
         self._duties = duties
         self._ready: dict[AgentId, bool] = {}
-        self._routes: dict[AgentId, tuple[Ends, Route]] = {}
-        """As they were chosen last: for the same two ends the choice is the same."""
-        self._routed: tuple[TrainerInfo, Topology | None, bool, dict[AgentId, Route]] | None = None
-        """For whom they were last asked for, while all engines are where they were."""
         self._touched: dict[AgentId, None] = {}
         """Engines whose readiness may be another than was last announced, in the order in which that came about."""
 
@@ -74,43 +70,18 @@ class Fleet:
         among: Container[AgentId] | None = None,
     ) -> Mapping[AgentId, Route]:
         """How each engine that is here, or is `among` these, gets a version of `trainer`, which told `topology`."""
-        last = self._routed
-        if among is None and last and last[0] is trainer and last[1] is topology and last[2] is snapshot:
-            return last[3]
-        routes = spread(
+        return self._routing(
             {
-                engine.name: self._route(engine, trainer, topology, snapshot=snapshot)
+                engine.name: Ends(trainer, engine.info, topology, engine.topology, snapshot)
                 for engine in self.engines.values()
                 if engine.alive and (among is None or engine.name in among)
             }
         )
-        if among is None:
-            self._routed = trainer, topology, snapshot, routes
-        return routes
-
-    def _route(
-        self, engine: Engine, trainer: TrainerInfo, topology: Topology | None, *, snapshot: bool
-    ) -> tuple[Ends, Route]:
-        """Whoever else is served."""
-        known = self._routes.get(engine.name)
-        if (
-            known
-            and (last := known[0]).engine is engine.info
-            and last.from_engine is engine.topology
-            and last.trainer is trainer
-            and last.from_trainer is topology
-            and last.snapshot is snapshot
-        ):
-            return known
-        ends = Ends(trainer, engine.info, topology, engine.topology, snapshot)
-        found = self._routes[engine.name] = ends, known[1] if known and known[0] == ends else choose(ends)
-        return found
 
     def located(self, name: AgentId, topology: Topology) -> None:
         """An engine's agent said where it is."""
         if engine := self.engines.get(name):
             engine.topology = topology
-            self._routed = None
 
     def holders(self, committed: Held | None) -> tuple[AgentId, ...]:
         """The engines that are here and hold the committed version."""
@@ -119,7 +90,6 @@ class Fleet:
     def joined(self, agent: Agent) -> Engine:
         """An engine said `Hello`: what was known under its name is forgotten."""
         engine = self.engines[agent.name] = Engine.of(agent)
-        self._routed = None
         self.touch(agent.name)
         return engine
 
@@ -127,7 +97,6 @@ class Fleet:
         """An engine fell silent or said `Bye`."""
         if engine := self.engines.get(name):
             engine.alive, engine.serving, engine.reason, engine.lost_at = False, False, reason, now
-            self._routed = None
             self.touch(name)
 
     def forget(self, now: float) -> None:
@@ -135,7 +104,6 @@ class Fleet:
         for engine in [e for e in self.engines.values() if not e.alive and now - e.lost_at > self._limits.forget_s]:
             del self.engines[engine.name]
             self._ready.pop(engine.name, None)
-            self._routes.pop(engine.name, None)
 
     def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
@@ -175,15 +143,10 @@ class Fleet:
 
     def overtaken(self, epoch: Epoch, committed: Held, now: float) -> None:
         """Another version was committed: nobody outside of its round is told any more to serve the one before it."""
-        right: Command | None = None  # that of the round, which thousands were told
         for name, duty in self._duties.all():
-            engine = self.engines.get(name) if duty is not right else None
-            if engine is None:
-                continue
-            if isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table):
+            other = isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table)
+            if other and (engine := self.engines.get(name)):
                 self.settle(engine, epoch, committed, now)
-            else:
-                right = duty
 
     def answered(self, engine: Engine, message: EngineMessage, committed: Held | None) -> bool:
         """Take an answer to what `settle` or a closed round asked. Returns whether it was one."""

@@ -21,13 +21,12 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from .answers import ANSWERS, Ending
+from .answers import ANSWERS, Ending, Past, Restored, ending, remembered
 from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
 from .log import get_log
 from .messages import Held, RoundDone
-from .past import Past, Restored, ending, remembered
 
 SCHEMA: Final = 2
 """2 keeps with each answer what was asked, and an answer from the commit on. A file of 1 becomes one of 2."""

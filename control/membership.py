@@ -16,11 +16,11 @@ from itertools import takewhile
 
 import msgspec
 
+from .answers import YES, Verdict
 from .deadlines import earlier
 from .errors import InvariantBroken
 from .events import Peer, Principal
 from .ids import AgentId, Channel, Incarnation
-from .lease import YES, Verdict
 from .limits import Limits
 from .messages import Code, EngineInfo, Hello, Role, Topology, TrainerInfo
 

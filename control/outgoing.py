@@ -8,18 +8,10 @@ from typing import Final
 import msgspec
 
 from .duties import Command
-from .effects import (
-    AnyObservation,
-    Committed,
-    EpochRaised,
-    EpochTaken,
-    RoundClosed,
-)
+from .effects import AnyObservation, Committed, EpochRaised, EpochTaken, RoundClosed
 from .ids import AgentId
-from .messages import (
-    ToAgent,
-)
-from .tenure import Answer, Denial
+from .lease import Late
+from .messages import ToAgent
 
 
 class Tell(msgspec.Struct, frozen=True):
@@ -30,7 +22,7 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 ChannelRecord = EpochTaken | EpochRaised | Committed | RoundClosed
-Out = Tell | Answer | Denial | ChannelRecord | AnyObservation
+Out = Tell | Late | ChannelRecord | AnyObservation
 RECORDS: Final = (EpochTaken, EpochRaised, Committed, RoundClosed)
 
 

@@ -17,7 +17,8 @@ from .errors import Malformed
 from .membership import Agent, Membership
 from .messages import EngineInfo, Place, Topology, TrainerInfo, TransportKind
 from .publisher import Publisher
-from .routing import IN_PLACE, Ends, Route, choose, spread
+from .routes import Ends, Route
+from .routing import IN_PLACE, choose, spread
 from .status import refuse_standby
 
 _ENCODER: Final = msgspec.json.Encoder()

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from .ids import AgentId, Version
+from .ids import AgentId, Incarnation, Version
 from .messages import Topology, TrainerInfo
 
 
@@ -14,6 +14,7 @@ class Publisher(msgspec.Struct, frozen=True):
     """Who published last, in this life of the coordinator, and how much."""
 
     name: AgentId
+    incarnation: Incarnation
     info: TrainerInfo
     topology: Topology | None
     version: Version

@@ -13,6 +13,7 @@ from typing import Final, assert_never, get_args
 import msgspec
 
 from . import telemetry
+from .answers import Restored
 from .effects import (
     AgentJoined,
     AgentLeft,
@@ -34,7 +35,6 @@ from .ids import AgentId, Channel
 from .journal import Journal
 from .log import get_log
 from .messages import Code, EngineMessage, EngineReport, Outcome, Role
-from .past import Restored
 from .states import EnginePhase, RoundState
 from .status import ChannelView, StatusView
 from .telemetry import Meters

@@ -1,30 +1,86 @@
 """One round: a version on its way into the engines of a channel, or back out of them. Pure.
 
 The round decides when everybody may go on; what concerns one engine alone is decided in its `Cohort`. It sends nothing
-by itself: commands go to `Duties`, which repeats them until they are answered. What is known of it stands in its
-`Progress`. What it needs of its channel stands in `wants`, and `record` writes it out: a new epoch or the commit made
-durable, or to be closed. Nothing of the new version is told to an engine before `committed` was called, and after that
-there is no way back.
+by itself: commands go to `Duties`, which repeats them until they are answered.
+
+What happens to it is noted when it happens; what follows from that is found in one place, `decide`, asked once for all
+that came together. That goes on as long as nothing has to be waited for, and ends with a record when one has to be
+durable before the round goes on. Nothing of the new version is told to an engine before `committed` was called, and
+after that there is no way back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import assert_never
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, assert_never
 
-from . import patience
 from .answers import question
-from .cohort import HOPEFUL, SERVING_ON, STANDING
-from .effects import Committed, EpochTaken, Redriven, RoundClosed
-from .ids import AgentId, Digest, Epoch
+from .codec import clip
+from .cohort import HOPEFUL, SERVING_ON, STANDING, Cohort
+from .duties import Duties
+from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClosed, StateEntered
+from .ids import AgentId, Channel, Digest, Epoch, Version
+from .limits import Limits
 from .member import Member
-from .messages import EngineMessage, Offer, Outcome, SlowEngines
-from .progress import Progress, Want
-from .states import BEFORE_COMMIT, SENDING, EnginePhase, RoundState
+from .messages import EngineInfo, EngineMessage, Held, Offer, Outcome, Publish, RoundDone, SlowEngines
+from .routes import Route
+from .states import BEFORE_COMMIT, CLOCK, ROUND_MOVES, SENDING, EnginePhase, RoundState, move
+
+_THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
+    RoundState.PREPARING: (EnginePhase.PREPARED,),
+    RoundState.PAUSING: (EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED),
+    RoundState.TRANSFERRING: (EnginePhase.VERIFIED,),
+    RoundState.VERIFYING: (EnginePhase.VERIFIED,),
+    RoundState.RESUMING: (EnginePhase.SERVING,),
+}
+"""The states in which engines are waited for, and the phases of those that have come through.
+
+How long they are, `SlowEngines` says. Who is late is left out of the round like one that ran into the step's deadline.
+"""
 
 
-class Round(Progress):
-    """The machine of one round: takes what happens to it, and decides what follows."""
+class Round:
+    """The machine of one round, from `Publish` to `RoundDone`: takes what happens to it, and decides what follows."""
+
+    def __init__(
+        self,
+        publish: Publish,
+        holder: AgentId,
+        routes: Mapping[AgentId, Route],
+        engines: Mapping[AgentId, EngineInfo],
+        *,
+        limits: Limits,
+        duties: Duties,
+        story: deque[object],
+        note: Callable[[AnyObservation], None],
+        now: float,
+    ) -> None:
+        self.publish = publish
+        self.holder = holder
+        self.channel: Channel = publish.channel
+        self.version: Version = publish.version
+        self.epoch: Epoch = publish.epoch
+        self.state = RoundState.IDLE
+        self.reason = ""
+        self.replaced: Held | None = None
+        """What was committed before the version was."""
+        self._limits = limits
+        self._duties = duties
+        self._cohort = Cohort(publish, routes, engines, limits=limits, duties=duties, story=story, note=note)
+        self.members: Mapping[AgentId, Member] = self._cohort.members
+        self._story = story
+        self._note = note
+        self._began_at = now
+        self._since = now
+        self._deadline = now
+        self._seconds: dict[str, float] = {}
+        self._over = False
+        """Nothing can be sent any more, to anybody."""
+        self.durable = publish.catch_up
+        """The version is: the round can only go forward."""
+        self._sent = False
+        self._sent_once = False
 
     # -- what happens to it -----------------------------------------------------------------------------------------
 
@@ -32,18 +88,10 @@ class Round(Progress):
         """Send `Prepare` to every engine that has a transport. Without any engine the version commits at once."""
         self._enter(RoundState.PREPARING, now, self._limits.prepare_s + self._limits.grace_s)
         self._cohort.prepare(now)
-        self._advance(now)
 
     def answered(self, member: Member, message: EngineMessage, now: float) -> None:
         """An engine of the round answered at its current epoch. Answers that come too late change nothing."""
         self._cohort.answered(member, message, now)
-        self._heard = True
-
-    def decide(self, now: float) -> None:
-        """Go on if what was `answered` allows it: asked once for all answers that came together."""
-        if self._heard:
-            self._heard = False
-            self._advance(now)
 
     def offered(self, epoch: Epoch, offers: tuple[Offer, ...], failed: Mapping[str, str], now: float) -> None:
         """The trainer's half stands: the engines of the last `Send` may come. `failed` says why some may not."""
@@ -52,7 +100,6 @@ class Round(Progress):
         self._duties.drop(self.holder)
         self._enter(RoundState.PAUSING, now, self._limits.pause_s + self._limits.grace_s)
         self._cohort.transfer(epoch, offers, failed, now)
-        self._advance(now)
 
     def sent(self, epoch: Epoch, table: Digest, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
         """The trainer's half of the transfer is over. Engines in `failed` get a little time to speak for themselves.
@@ -65,117 +112,137 @@ class Round(Progress):
             self._cohort.learn(table)
         self._transfer_over()
         self._cohort.doubt(failed, spared, now)
-        self._advance(now)
 
-    def lost(self, name: AgentId, reason: str, now: float) -> None:
+    def lost(self, name: AgentId, reason: str) -> None:
         """An engine is gone, or another incarnation has its name. It no longer holds up the round."""
-        if self._cohort.lost(name, reason):
-            self._advance(now)
+        self._cohort.lost(name, reason)
 
     def trainer_lost(self, reason: str, now: float) -> None:
         """The lease is gone. Before the bytes are across that ends the round; afterwards it can do without."""
-        if self._trainer_gone:
-            return
-        self._trainer_gone = True
+        self._over = True
         self._duties.drop(self.holder)
         if self.state is RoundState.PREPARING:
             self._abort(reason, now)
         elif self.state is RoundState.OFFERING or self.state in SENDING:
             self._give_up_transfer(reason, now)
-        self._advance(now)
 
     def abandon(self, reason: str, now: float) -> None:
         """Somebody in charge wants the round to end. What is being made durable goes through nevertheless."""
         if self.state in BEFORE_COMMIT:
             self._abort(reason, now)
-            self._advance(now)
         elif self.state is RoundState.RESUMING and self._cohort.waiting:
-            self._last_attempt, self.wants = True, None
+            self._over = True
             self._leave_waiting(reason, now)
 
     def epoch_taken(self, epoch: Epoch, now: float) -> None:
         """`epoch` is durable: send everything again to the engines that broke, and to those whose turn it is."""
-        self.wants = None
         self.epoch = epoch
         broken = tuple(member.name for member in self._cohort.within(EnginePhase.BROKEN))
         if broken:
-            self.notes.append(Redriven(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
+            self._note(Redriven(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
         self._offer(now)
-        self._advance(now)
 
-    def epoch_refused(self, reason: str, now: float) -> None:
+    def epoch_refused(self, reason: str) -> None:
         """The journal took no new epoch: finish without the engines that broke."""
-        self.wants = None
-        self._last_attempt = True
+        self._over = True
         self.reason = reason
-        self._advance(now)
 
     def committed(self, now: float) -> None:
         """The version is durable: from here the round only rolls forward."""
-        self.wants = None
-        self.outcome = Outcome.COMMITTED
         self.durable = True
         self._resume(now)
-        self._advance(now)
 
     def commit_refused(self, reason: str, now: float) -> None:
         """The journal did not take the commit. It is asked again until `commit_s` is over; then the round aborts."""
-        self.wants = None
         self.reason = reason
-        if now >= self._commit_until:
+        until = self._since + self._limits.commit_s
+        if now >= until:
             self._abort(f"the version could not be made durable: {reason}", now)
-            self._advance(now)
         else:
-            self._deadline = min(self._commit_until, now + self._limits.probe_s)
+            self._deadline = min(until, now + self._limits.probe_s)
 
     def tick(self, now: float) -> None:
         """Time has passed."""
         self._cohort.tick(now)
-        if now >= self._deadline and self.wants is None:
+        if now >= self._deadline:
             self._timeout(now)
-        self._advance(now)
 
-    # -- what it asks for -------------------------------------------------------------------------------------------
+    # -- what is known of it ----------------------------------------------------------------------------------------
 
-    def record(self, next_epoch: Epoch, now: float) -> EpochTaken | Committed | RoundClosed | None:
-        """What has to be durable before the round goes on; asked for once."""
-        want, self.wants = self.wants, None
-        if want is None:
-            return None
-        match want:
-            case Want.EPOCH:
-                return EpochTaken(
-                    channel=self.channel, epoch=next_epoch, holder=self.holder, version=self.version, redrive=True
-                )
-            case Want.COMMIT:
-                return Committed(
-                    channel=self.channel,
-                    epoch=self.epoch,
-                    version=self.version,
-                    manifest=self.publish.manifest,
-                    table=self.table,
-                    request=self.publish.request,
-                    announced=self.publish.epoch,
-                    question=question(self.publish),
-                    engines=tuple(member.name for member in self._cohort.within(EnginePhase.VERIFIED)),
-                    rollback=self.publish.rollback,
-                )
-            case Want.CLOSE:
-                return RoundClosed(request=self.publish.request, done=self.done(now), question=question(self.publish))
+    def needs(self, trainer: AgentId) -> bool:
+        """Engines stand still, or would, until this trainer's half of the transfer is over."""
+        sends = self.state is RoundState.OFFERING or (self.state in SENDING and not self._sent)
+        return sends and trainer == self.holder
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        given_up = self._cohort.next_deadline()
+        return self._deadline if given_up is None else min(self._deadline, given_up)
+
+    def take_moved(self) -> Iterable[AgentId]:
+        """Engines that changed phase since this was asked last."""
+        return self._cohort.take_moved()
+
+    def age_s(self, now: float) -> float:
+        """How long the round has been running."""
+        return now - self._began_at
+
+    def done(self, now: float) -> RoundDone:
+        """The report for the trainer; also what the journal keeps, and has to be able to read again."""
+        seconds = {**self._seconds, "total": now - self._began_at}
+        if clock := CLOCK.get(self.state):
+            seconds[clock] = seconds.get(clock, 0.0) + now - self._since
+        told = sum(bool(member.reason) for member in self.members.values())
+        reports = tuple(member.report(self.version, told) for member in self.members.values())
+        return RoundDone(
+            channel=self.channel,
+            epoch=self.publish.epoch,
+            version=self.version,
+            outcome=Outcome.COMMITTED if self.durable else Outcome.ABORTED,
+            reason=clip(self.reason),
+            engines=reports,
+            seconds=seconds,
+        )
+
+    def check(self) -> tuple[str, ...]:
+        """What is wrong with the round, if anything."""
+        wrong = list(self._cohort.check())
+        phases = {member.phase for member in self.members.values()}
+        if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not self.durable:
+            wrong.append(f"an engine was told of version {self.version} in {self.state}, before it was durable")
+        if self.state in (RoundState.PREPARING, RoundState.OFFERING) and EnginePhase.TRANSFERRING in phases:
+            wrong.append(f"an engine takes weights in {self.state}")
+        if self.state in SENDING and self._cohort.invited(*SERVING_ON):
+            wrong.append("an engine of the round was told nothing of its transfer")
+        if self.state is RoundState.TRANSFERRING and phases & {EnginePhase.PAUSING, EnginePhase.PAUSED}:
+            wrong.append("weights travel, and an engine was neither told to take them nor left out")
+        if self.state is RoundState.RESUMING and phases & set(HOPEFUL) - {EnginePhase.PREPARED}:
+            wrong.append("an engine was forgotten at the commit")
+        if not self.table and (self.durable or self.state is RoundState.COMMITTING):
+            wrong.append("a version is committed, and its digest table is open")
+        if any(member.epoch > self.epoch for member in self.members.values()):
+            wrong.append("an engine is ahead of its round's epoch")
+        return tuple(wrong)
+
+    @property
+    def table(self) -> Digest:
+        """Of the version; empty while it is open."""
+        return self._cohort.table
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
-    def _advance(self, now: float) -> None:
-        """Go on as long as nothing has to be waited for."""
-        before = None
-        while before is not self.state and self.wants is None:
+    def decide(self, next_epoch: Epoch, now: float) -> EpochTaken | Committed | RoundClosed | None:
+        """Go on as long as nothing has to be waited for. Returns what has to be durable before it goes on further."""
+        before = record = None
+        while before is not self.state and record is None:
             before = self.state
             if self.publish.policy.slow is SlowEngines.QUORUM:
                 self._hurry(now)
-            self._go_on(now)
+            record = self._go_on(next_epoch, now)
+        return record
 
-    def _go_on(self, now: float) -> None:
-        """Whether what this state waited for has come to its end. COMMITTING waits for the disk."""
+    def _go_on(self, next_epoch: Epoch, now: float) -> EpochTaken | Committed | RoundClosed | None:
+        """Whether what this state waited for has come to its end."""
         match self.state:
             case RoundState.PREPARING:
                 self._prepared(now)
@@ -186,30 +253,28 @@ class Round(Progress):
             case RoundState.TRANSFERRING:
                 self._transferred(now)
             case RoundState.VERIFYING:
-                self._verified(now)
+                return self._verified(next_epoch, now)
+            case RoundState.COMMITTING:
+                return self._committing(now)
             case RoundState.RESUMING:
-                if self._cohort.settled:
-                    self._next_wave(now)
+                return self._resumed(next_epoch, now)
             case RoundState.ABORTING:
-                if self._cohort.settled:
-                    self.wants = Want.CLOSE
-            case _:
+                return self._closed(now) if self._cohort.settled else None
+            case RoundState.IDLE:
                 pass
+            case _:
+                assert_never(self.state)
+        return None
 
     def _hurry(self, now: float) -> None:
         """Once a quorum is through this step, the rest has little time left."""
-        phases = patience.THROUGH.get(self.state)
-        if (
-            phases
-            and self._hurried is not self.state
-            and patience.enough(self.publish.policy, self._cohort.count(*phases))
-        ):
-            self._hurried = self.state
+        phases = _THROUGH.get(self.state)
+        if phases and self._cohort.count(*phases) >= max(1, self.publish.policy.quorum):
             self._deadline = min(self._deadline, now + self.publish.policy.slow_s)
 
     def _prepared(self, now: float) -> None:
         if not self.members and not self.publish.policy.min_engines:
-            self._commit(now)
+            self._enter(RoundState.COMMITTING, now, 0.0)
         elif self.durable and not self._cohort.count(*SERVING_ON):
             self._resume(now)
         elif not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
@@ -234,18 +299,77 @@ class Round(Progress):
             if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
                 self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
 
-    def _verified(self, now: float) -> None:
-        if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
-            self._conclude(now)
+    def _verified(self, next_epoch: Epoch, now: float) -> EpochTaken | None:
+        """Commit, or drive what broke again, for which it takes an epoch. Who may not be driven again leaves."""
+        if self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+            return None
+        again = [] if self._over else self._cohort.drive_again()
+        for member in self._cohort.within(EnginePhase.BROKEN):
+            if member not in again:
+                self._cohort.leave(member, member.reason, now)
+        if not self._enough(now):
+            return None
+        more = self._cohort.waiting and not self._over and self._cohort.count(EnginePhase.VERIFIED) < self._needed
+        if again or (more and not self.durable):
+            return self._epoch(next_epoch)
+        if self.durable:
+            self._resume(now)
+        else:
+            self._enter(RoundState.COMMITTING, now, 0.0)
+        return None
+
+    def _committing(self, now: float) -> Committed | None:
+        """Ask the journal, now or once more, unless too few are verified: those that were may be gone meanwhile."""
+        if now < self._deadline:
+            return None
+        verified = self._cohort.within(EnginePhase.VERIFIED)
+        if len(verified) < self._needed:
+            found = f"{len(verified)} verified engines are left, {self._needed} are needed"
+            self._abort(f"{found}{f' ({self.reason})' if self.reason else ''}", now)
+            return None
+        return Committed(
+            channel=self.channel,
+            epoch=self.epoch,
+            version=self.version,
+            manifest=self.publish.manifest,
+            table=self.table,
+            request=self.publish.request,
+            announced=self.publish.epoch,
+            question=question(self.publish),
+            engines=tuple(member.name for member in verified),
+            rollback=self.publish.rollback,
+        )
+
+    def _resumed(self, next_epoch: Epoch, now: float) -> EpochTaken | RoundClosed | None:
+        """Those who stood still serve again, or are out: the next ones may, if there are any and they can be served."""
+        if not self._cohort.settled:
+            return None
+        if not self._cohort.waiting:
+            return self._closed(now)
+        if not self._over:
+            return self._epoch(next_epoch)
+        self._leave_waiting(self.reason or "the trainer can send no more", now)
+        return None
+
+    def _epoch(self, epoch: Epoch) -> EpochTaken:
+        """To send under, once it is durable."""
+        return EpochTaken(channel=self.channel, epoch=epoch, holder=self.holder, version=self.version, redrive=True)
+
+    def _closed(self, now: float) -> RoundClosed:
+        return RoundClosed(request=self.publish.request, done=self.done(now), question=question(self.publish))
+
+    @property
+    def _needed(self) -> int:
+        """How many verified engines the version is committed with at least."""
+        return max(1 if self.members else 0, self.publish.policy.min_engines)
 
     def _enough(self, now: float) -> bool:
         """Whether the version can still reach as many engines as its policy asks for; aborts when not."""
-        needed = max(1, self.publish.policy.min_engines)
         left = self._cohort.count(*HOPEFUL)
-        if left >= needed or self.durable:
+        if left >= self._needed or self.durable:
             return True
         why = "; ".join(f"{m.name}: {m.reason}" for m in self.members.values() if m.reason)
-        self._abort(f"{left} engines can take the version, {needed} are needed ({why or 'none joined'})", now)
+        self._abort(f"{left} engines can take the version, {self._needed} are needed ({why or 'none joined'})", now)
         return False
 
     def _offer(self, now: float) -> None:
@@ -255,9 +379,7 @@ class Round(Progress):
 
     def _withdraw(self, now: float) -> None:
         """Tell the trainer whom it waits for in vain, as soon as that is known, until its half is over."""
-        if self._sent or self._trainer_gone:
-            return
-        if command := self._cohort.take_withdrawn(self.epoch):
+        if not self._sent and (command := self._cohort.take_withdrawn(self.epoch)):
             self._duties.assign(self.holder, command, now)
 
     def _wait_for_sent_no_longer(self, waited: str, now: float) -> None:
@@ -274,65 +396,23 @@ class Round(Progress):
         self._sent = self._sent_once = True
         self._duties.drop(self.holder)
 
-    def _conclude(self, now: float) -> None:
-        """Commit, or drive what broke again. Who may not be driven again leaves."""
-        again = [] if self._over else self._cohort.drive_again()
-        for member in self._cohort.within(EnginePhase.BROKEN):
-            if member not in again:
-                self._cohort.leave(member, member.reason, now)
-        if not self._enough(now):
-            return
-        verified = self._cohort.count(EnginePhase.VERIFIED)
-        more = self._cohort.waiting and not self._over and verified < max(1, self.publish.policy.min_engines)
-        if again or (more and not self.durable):
-            self.wants = Want.EPOCH
-        elif self.durable:
-            self._resume(now)
-        elif not verified and self._cohort.waiting:
-            self._abort("nobody can send to the engines that are left", now)
-        else:
-            self._commit(now)
-
     def _resume(self, now: float) -> None:
         """Whoever holds the durable version, verified, is to serve it."""
         self._enter(RoundState.RESUMING, now, self._limits.resume_s + self._limits.grace_s)
         self._cohort.commit(now)
 
-    def _next_wave(self, now: float) -> None:
-        """Those who stood still serve again, or are out: the next ones may, if there are any and they can be served."""
-        if not self._cohort.waiting:
-            self.wants = Want.CLOSE
-        elif not self._over:
-            self.wants = Want.EPOCH
-        else:
-            self._leave_waiting(self.reason or "the trainer can send no more", now)
-
     def _leave_waiting(self, reason: str, now: float) -> None:
         for member in self._cohort.within(EnginePhase.PREPARED):
             self._cohort.leave(member, reason, now)
 
-    def _commit(self, now: float) -> None:
-        self._enter(RoundState.COMMITTING, now, self._limits.commit_s)
-        self._commit_until = self._deadline
-        self.wants = Want.COMMIT
-
-    def _commit_again(self, now: float) -> None:
-        """The journal is asked once more, unless too many of those that were verified are gone meanwhile."""
-        needed = max(1, self.publish.policy.min_engines) if self.members else 0
-        left = self._cohort.count(EnginePhase.VERIFIED)
-        if left >= needed:
-            self.wants = Want.COMMIT
-        else:
-            self._abort(f"{left} verified engines are left, {needed} are needed ({self.reason})", now)
-
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
         verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
-        enough = self._sent_once and bool(self.table) and len(verified) >= max(1, self.publish.policy.min_engines)
+        enough = self._sent_once and bool(self.table) and len(verified) >= self._needed
         if not enough and not self.durable:
             self._abort(reason, now)
             return
-        self._last_attempt = True
+        self._over = True
         self.reason = reason
         self._duties.drop(self.holder)
         for member in self._cohort.within(*STANDING, EnginePhase.BROKEN):
@@ -342,19 +422,14 @@ class Round(Progress):
         elif self.durable:
             self._resume(now)
         else:
-            self._commit(now)
+            self._enter(RoundState.COMMITTING, now, 0.0)
 
     def _abort(self, reason: str, now: float) -> None:
         """Back to the old version, for all that can; what is durable already is only brought to no more engines."""
         self.reason = reason
-        self.wants = None
+        self._over = True
         self._duties.drop(self.holder)
-        if self.durable:
-            self._last_attempt = True
-            kept = self._cohort.within(EnginePhase.VERIFIED)
-        else:
-            self.outcome = Outcome.ABORTED
-            kept = []
+        kept = self._cohort.within(EnginePhase.VERIFIED) if self.durable else []
         for member in self._cohort.within(*HOPEFUL):
             if member not in kept:
                 self._cohort.leave(member, member.reason, now, told=reason)
@@ -378,14 +453,25 @@ class Round(Progress):
             case RoundState.VERIFYING:
                 for member in self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
                     self._cohort.leave(member, f"verify: {waited}", now)
-            case RoundState.COMMITTING:
-                self._commit_again(now)
             case RoundState.RESUMING | RoundState.ABORTING:
                 for member in self._cohort.within(EnginePhase.RESUMING, EnginePhase.LEAVING):
                     member.reason = member.reason or f"{member.phase.value}: {waited}; it is told until it answers"
                 self._cohort.overdue()
-                self.wants = Want.CLOSE if self.state is RoundState.ABORTING else None
-            case RoundState.IDLE:
+            case RoundState.COMMITTING | RoundState.IDLE:
                 pass
             case _:
                 assert_never(self.state)
+
+    def _enter(self, state: RoundState, now: float, wait_s: float) -> None:
+        left = self.state
+        self.state = move(f"round {self.version}", ROUND_MOVES, left, state, self._story)
+        spent = now - self._since
+        if clock := CLOCK.get(left):
+            self._seconds[clock] = self._seconds.get(clock, 0.0) + spent
+        policy = self.publish.policy
+        evicts = policy.slow is SlowEngines.EVICT_AFTER and state in _THROUGH
+        self._since, self._deadline = now, now + (min(wait_s, policy.slow_s) if evicts else wait_s)
+        entered = StateEntered(
+            channel=self.channel, version=self.version, epoch=self.epoch, left=left, state=state, seconds=spent
+        )
+        self._note(entered)

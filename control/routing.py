@@ -10,15 +10,16 @@ first is in the group; the others take a transport within the host if they can, 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from .ids import AgentId
-from .messages import EngineInfo, Place, Reach, Topology, TrainerInfo, TransportKind
+from .messages import Place, Reach, Topology, TransportKind
+from .routes import Ends, Objection, Route
 
 PREFERRED: Final = (
     TransportKind.DIRECT,
@@ -35,43 +36,36 @@ GROUPS: Final = frozenset({TransportKind.SENDS, TransportKind.DISTRIBUTED})
 _NO_GROUPS: Final = (TransportKind.DIRECT, TransportKind.LOCAL)
 """Within a host, whoever else is on the GPU."""
 _SHOWN: Final = 3
-
-
-class Objection(NamedTuple):
-    """Why a transport cannot serve an engine."""
-
-    found: str
-    needed: str = ""
-    """What would change that; empty where nothing would."""
-
-
-class Ends(msgspec.Struct, frozen=True):
-    """A trainer and an engine, with what each has told of where it is."""
-
-    trainer: TrainerInfo
-    engine: EngineInfo
-    from_trainer: Topology | None = None
-    from_engine: Topology | None = None
-    snapshot: bool = False
-    """What is published was copied, and the trainer goes on: its memory is another by now."""
-
-
-class Route(msgspec.Struct, frozen=True):
-    """The chosen transport, or None; and why."""
-
-    transport: TransportKind | None
-    reason: str
-    shares: bool = False
-    """A worker is on a GPU of the trainer's, as far as is known."""
-    awaits: bool = False
-    """Both ends said that they know versions whose digest table follows."""
-    hurdles: dict[TransportKind, Objection] = {}
-    """What speaks against those that would have been taken before it, fastest first."""
-    gpus: tuple[str, ...] = ()
-    """Those that its workers have in the group of `transport`, where it is one, as far as is known."""
-
+_REMEMBERED: Final = 4096
 
 _Name = TypeVar("_Name", bound=str)
+
+
+class Router:
+    """The coordinator's `Routing`: a fleet is asked for again with every version, and its engines stay where they are.
+
+    For the same two ends the choice is the same, so each is made once.
+    """
+
+    def __init__(self) -> None:
+        self._asked: tuple[tuple[AgentId, Ends], ...] = ()
+        self._routes: Mapping[AgentId, Route] = {}
+        """Of those together, as they were asked for last; their order counts."""
+        self._chosen: dict[AgentId, tuple[Ends, Route]] = {}
+        """Of each engine, whoever else is served."""
+
+    def __call__(self, fleet: Mapping[AgentId, Ends]) -> Mapping[AgentId, Route]:
+        """The routes of engines that are served together."""
+        asked = tuple(fleet.items())
+        if asked != self._asked:
+            if len(self._chosen) > _REMEMBERED:
+                self._chosen.clear()
+            for name, ends in asked:
+                known = self._chosen.get(name)
+                if known is None or known[0] != ends:
+                    self._chosen[name] = ends, choose(ends)
+            self._asked, self._routes = asked, spread({name: self._chosen[name] for name in fleet})
+        return self._routes
 
 
 def choose(ends: Ends) -> Route:
@@ -124,25 +118,7 @@ def _route(chosen: TransportKind | None, ends: Ends, objections: Mapping[Transpo
         return Route(None, f"no transport: {said or 'the trainer offers none'}", hurdles=hurdles)
     reason = f"{chosen.value}: {_merit(chosen, ends)}{f' ({said})' if said else ''}"
     gpus = tuple(_seat(place) for place in _of(ends.from_engine).places if place.device != "cpu")
-    awaits = _of(ends.from_trainer).awaits_tables and _of(ends.from_engine).awaits_tables
-    return Route(chosen, reason, _shares(ends), awaits, hurdles, gpus if chosen in GROUPS else ())
-
-
-def may_leave_open(routes: Iterable[Route]) -> bool:
-    """Whether a live version's digest table may follow: whoever is routed takes it by `direct`, and knows how."""
-    routed = [each for each in routes if each.transport]
-    return bool(routed) and all(each.awaits and each.transport is TransportKind.DIRECT for each in routed)
-
-
-def open_routes(routes: Mapping[AgentId, Route]) -> Mapping[AgentId, Route]:
-    """Those of a version whose table is open: who does not know that is left out, as it would understand nothing."""
-    return {name: each if each.awaits or not each.transport else _LEFT_OUT for name, each in routes.items()}
-
-
-_LEFT_OUT: Final = Route(
-    None,
-    "the digest table follows in this round, and its agent has not said that it knows how: it takes a later version",
-)
+    return Route(chosen, reason, _shares(ends), ends.await_tables, hurdles, gpus if chosen in GROUPS else ())
 
 
 def objection(kind: TransportKind, ends: Ends) -> Objection | None:

@@ -48,6 +48,7 @@ from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Rejected, Thr
 from .messages import Code, ToAgent
 from .receipts import Receipts
 from .rejection import answer_to, refusal_of
+from .routing import Router
 from .status_desk import StatusDesk
 
 IDLE_S: Final = 1.0
@@ -76,7 +77,7 @@ class Server:
         observe: Callable[[AnyObservation], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.machine = Coordinator(limits, journal.boot, journal.restore())
+        self.machine = Coordinator(limits, journal.boot, Router(), journal.restore())
         self._bus = bus
         self._journal = journal
         self._observe = observe
@@ -86,7 +87,7 @@ class Server:
         self._stop = threading.Event()
         self._stop_by: float | None = None
         self._desk = StatusDesk(self.machine.status, clock)
-        self._plan_desk = StatusDesk(self.machine.plan, clock)
+        self._plan_desk = StatusDesk(self._plan, clock)
         self._desks = (self._desk, self._plan_desk)
         self._came_at = clock()
         """When something last came in."""
@@ -111,6 +112,9 @@ class Server:
     def plan_json(self) -> bytes:
         """By which transport each engine would take a version, as JSON. For other threads than the loop's."""
         return plan_document.encode(self._plan_desk.read(self._bus.wake))
+
+    def _plan(self, _now: float) -> plan_document.PlanView:
+        return plan_document.describe(self.machine.channels.values(), self.machine.members)
 
     def stop(self) -> None:
         """Grant nothing more, end running rounds, then return from `run`. Safe in a signal handler."""

@@ -1,6 +1,12 @@
 """What is known of one channel: its committed version, its lease, its round and its engines. Pure.
 
 Nothing in here changes any of it: channel.py does.
+
+Its epochs: `epoch` is the highest ever taken, and none of its own is above that. A lease has one, and `first_epoch`, as
+which it was granted; a round that of its attempt, and each member that of the attempt that it was last asked to join;
+`committed_epoch` is the one under which the committed version was. Of an engine outside of rounds is known which it has
+`seen`, which may be above all of them, at which it answered last (`last_epoch`) and was last told what to do
+(`settled_at`).
 """
 
 from __future__ import annotations
@@ -8,39 +14,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Mapping
 
-from .answers import Answers
+from .answers import YES, Answers, Past, Restored, Verdict
 from .deadlines import earlier
 from .duties import Duties
-from .engines import Engine, readiness
+from .engines import Engine, Window, readiness
 from .errors import InvariantBroken
 from .fleet import Fleet
-from .ids import AgentId, Epoch, Incarnation, Version
+from .ids import AgentId, Epoch, Version
 from .ids import Channel as ChannelId
-from .lease import YES, Lease, Verdict
+from .lease import Lease, Tenure
 from .limits import Limits
 from .membership import Agent
-from .messages import (
-    Code,
-    Held,
-    Publish,
-    Sent,
-)
+from .messages import Code, Held, PauseMode, Publish, Sent
 from .outgoing import Out
-from .past import Past, Restored
-from .patience import contradicts
 from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
-from .routing import Route, open_routes
-from .staleness import Window
+from .routes import Route, Routing, open_routes
 from .states import SETTLED, EnginePhase
 from .story import STORY
-from .tenure import Tenure
 
 
 class Standing:
     """How one channel stands."""
 
-    def __init__(self, name: ChannelId, limits: Limits, restored: Restored) -> None:
+    def __init__(self, name: ChannelId, limits: Limits, routing: Routing, restored: Restored) -> None:
         self.name = name
         self.epoch: Epoch = restored.epoch
         self.window = Window(restored.committed)
@@ -54,9 +51,8 @@ class Standing:
         self._duties = Duties(limits.retry_s, limits.retry_max_s)
         self._answers = Answers(restored.answers)
         self._tenure = Tenure(name, limits, self.story)
-        self._fleet = Fleet(name, limits, self._duties)
+        self._fleet = Fleet(name, limits, routing, self._duties)
         self.engines: Mapping[AgentId, Engine] = self._fleet.engines
-        self._holder: tuple[AgentId, Incarnation] | None = None
         self._raise_at = 0.0
         """From when on what an engine says may raise the epoch once more."""
         self._outlook: tuple[Round | None, Window] = (None, Window())
@@ -99,7 +95,7 @@ class Standing:
 
     def window_of(self, name: AgentId) -> Window:
         """What an engine may serve."""
-        return self.window_of_waiting if self.round and self.round.waits(name) else self.window
+        return self.window_of_waiting if self.phase(name) is EnginePhase.PREPARED else self.window
 
     @property
     def window_of_waiting(self) -> Window:
@@ -170,7 +166,7 @@ class Standing:
             return Verdict(Code.STALE_EPOCH, reason)
         if not (message.table or any(each.transport for each in routes.values())):
             return Verdict(Code.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
-        reason = contradicts(message, is_committed=self._is_committed(message))
+        reason = _contradicts(message, is_committed=self._is_committed(message))
         return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
 
     def _all_deaf_to(self, epoch: Epoch) -> str:
@@ -198,6 +194,19 @@ class Standing:
         """By which each engine, or each `among` them, would take what `message` begins."""
         routes = self._routes(trainer, snapshot=message.mode == SNAPSHOT, among=among)
         return routes if message.table else open_routes(routes)
+
+
+def _contradicts(publish: Publish, *, is_committed: bool) -> str:
+    """Why a round cannot be carried out as it is asked for; empty when it can."""
+    policy = publish.policy
+    if publish.catch_up and not is_committed:
+        return "a catch-up brings what is committed: the version is another one, or the weights have changed since"
+    if policy.flush and policy.pause is PauseMode.IN_PLACE:
+        return "pause in_place keeps the KV cache: publish with flush off"
+    if 0 < policy.max_paused < policy.min_engines:
+        found = f"{policy.min_engines} engines are to be verified and at most {policy.max_paused} stand still at a time"
+        return f"{found}: raise max_paused, or lower min_engines"
+    return ""
 
 
 def ahead(seen: Epoch, epoch: Epoch) -> str:

@@ -13,6 +13,7 @@ from typing import Protocol
 from weightbus.control import routing
 from weightbus.control.log import get_log
 from weightbus.control.messages import EngineInfo, Offer, Receiver, TrainerInfo, TransportKind
+from weightbus.control.routes import Ends
 from weightbus.dataplane import integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.manifest import DigestTable, Manifest
@@ -94,7 +95,7 @@ class InPlace:
     ) -> Mapping[str, TransportKind | None]:
         if routes is not None:
             return routes
-        return {name: routing.choose(routing.Ends(self._trainer, info)).transport for name, info in engines.items()}
+        return {name: routing.choose(Ends(self._trainer, info)).transport for name, info in engines.items()}
 
     def settle(self, deadline_s: float) -> None:
         """Wait for what `make` began on this rank, where nobody has. Raises `DeadlineExceeded`, RuntimeError."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.answers import ANSWERS
+from weightbus.control.answers import ANSWERS, Restored, ending
 from weightbus.control.effects import (
     AnyRecord,
     ChannelForgotten,
@@ -22,7 +22,6 @@ from weightbus.control.errors import JournalCorrupt
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.journal import Journal
 from weightbus.control.messages import Outcome, RoundDone
-from weightbus.control.past import Restored, ending
 
 from .world import replay
 

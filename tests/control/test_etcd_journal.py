@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, etcd_member
-from weightbus.control.answers import ANSWERS
+from weightbus.control.answers import ANSWERS, ending
 from weightbus.control.cli import main
 from weightbus.control.election import Deposed, Election, Leader, Term
 from weightbus.control.errors import ConfigurationError, JournalUnwritable
@@ -23,7 +23,6 @@ from weightbus.control.etcd import Etcd, parse_url, put
 from weightbus.control.etcd_journal import MOST_OPERATIONS, EtcdJournal
 from weightbus.control.ids import Channel
 from weightbus.control.journal import Journal
-from weightbus.control.past import ending
 
 from .journal_contract import POLICY, JournalContract, closed, commit, taken
 

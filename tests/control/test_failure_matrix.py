@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from weightbus.control.answers import HISTORY, Past, remembered
 from weightbus.control.ids import AgentId, Epoch, Version
 from weightbus.control.messages import Code, Outcome, SlowEngines, TransportKind
-from weightbus.control.past import HISTORY, Past, remembered
 
 from ..simulation.network import Weather
 from ..simulation.scenario import EngineSpec, Fault, Scenario

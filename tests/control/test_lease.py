@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from weightbus.control.answers import YES
 from weightbus.control.effects import Refusal, RoundClosed, RoundEnded
 from weightbus.control.events import Tick
 from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
-from weightbus.control.lease import YES, Lease, may_acquire, may_use
+from weightbus.control.lease import Lease, may_acquire, may_use
 from weightbus.control.limits import Limits
 from weightbus.control.messages import (
     Abandon,

@@ -6,7 +6,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from weightbus.control.messages import Granted, Place, Policy, Send, Step, Topology, Transfer, TransportKind
+from weightbus.control.effects import RoundEnded
+from weightbus.control.messages import (
+    Granted,
+    Outcome,
+    Place,
+    Policy,
+    Send,
+    Step,
+    Topology,
+    Transfer,
+    TransportKind,
+    Verified,
+)
 from weightbus.control.routing import PREFERRED
 
 from .world import CHANNEL, Agent, Engine, Trainer, World
@@ -78,13 +90,13 @@ def test_the_second_one_reads_through_the_host_where_it_can() -> None:
 def test_people_see_who_is_in_the_way() -> None:
     """In the plan, with what would help."""
     world, _ = fleet({"a": ("gpu-0",), "b": ("gpu-0",)}, (SENDS, LOCAL, DISK), host="h0")
-    near = world.machine.plan(0.0).channels[CHANNEL].engines["b"]
+    near = world.plan.channels[CHANNEL].engines["b"]
     assert near.transport is LOCAL
     assert ("engine a is on GPU gpu-0 too, and NCCL takes no two ranks on one", "serve on GPUs of its own") in [
         (each.found, each.needed) for each in near.faster
     ]
     world, _ = fleet({"a": ("gpu-0",), "b": ("gpu-0",)})
-    far = world.machine.plan(0.0).channels[CHANNEL].engines["b"]
+    far = world.plan.channels[CHANNEL].engines["b"]
     assert far.transport is SENDS
     assert "in a group after that of the others: engine a is on GPU gpu-0 too" in far.why
 
@@ -143,3 +155,18 @@ def test_nothing_is_in_the_way_where_nothing_is_known() -> None:
     world, trainer = fleet({"a": ("cpu",), "b": ("cpu",)})
     world.publish(trainer, 1)
     assert waves(trainer) == [[("a", SENDS), ("b", SENDS)]]
+
+
+def test_too_few_are_not_committed_because_nobody_can_send_to_the_rest() -> None:
+    """The trainer is lost while the first one still proves its version: those that wait for their turn do not count."""
+    world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",)})
+    trainer.policy = Policy(min_engines=2)
+    world.lose = lambda message: isinstance(message, Verified)
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    world.advance(12)
+    world.lose = lambda _message: False
+    world.advance(10)
+    assert [each.outcome for each in world.observed if isinstance(each, RoundEnded)] == [Outcome.ABORTED]
+    assert world.committed is None

@@ -57,7 +57,7 @@ def world() -> World:
 
 def plan(world: World) -> plan_document.ChannelPlan:
     """As people get it."""
-    view = world.machine.plan(0.0)
+    view = world.plan
     return plan_document.parse(plan_document.encode(view)).channels[CHANNEL]
 
 
@@ -187,7 +187,7 @@ def test_people_see_what_a_faster_one_needs(world: World) -> None:
     """With --explain; without it the choice alone."""
     world.trainer("t", transports=PREFERRED)
     tell(engine_of(world, "stock"), lacking={DIRECT: Lack(found="no loader", needed="launch it with ours")})
-    view = world.machine.plan(0.0)
+    view = world.plan
     console = Console(width=200, no_color=True)
     with console.capture() as short:
         console.print(plan_view.render(view, explain=False))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from weightbus.control.ids import RequestId
 from weightbus.control.messages import EngineInfo, Lack, Nic, Place, Reach, Topology, TrainerInfo, TransportKind
-from weightbus.control.routing import PREFERRED, Ends, choose, objection
+from weightbus.control.routes import Ends
+from weightbus.control.routing import PREFERRED, choose, objection
 
 from .world import engine_info, trainer_info
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ from weightbus.control.messages import (
 )
 from weightbus.control.orders import Orders
 from weightbus.control.round import Round
-from weightbus.control.routing import Route
+from weightbus.control.routes import Route
 from weightbus.control.status import StatusView
 from weightbus.control.status_desk import StatusDesk
 
@@ -92,9 +93,8 @@ def test_thousands_of_reasons_fit_into_one_message(word: str) -> None:
         bytes=1,
         buckets=1,
     )
-    round_ = Round(
-        publish, AgentId("t"), routes, infos, limits=Limits(), duties=Duties(1.0, 8.0), story=deque(), now=0.0
-    )
+    outside: dict[str, Any] = {"duties": Duties(1.0, 8.0), "story": deque(), "note": lambda _what: None}
+    round_ = Round(publish, AgentId("t"), routes, infos, limits=Limits(), now=0.0, **outside)
     done = round_.done(1.0)
     assert all(report.reason.startswith(word) for report in done.engines)
     codec.TO_AGENT.encode(done)

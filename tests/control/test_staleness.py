@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightbus.control.effects import RoundEnded
+from weightbus.control.engines import Window
 from weightbus.control.ids import Digest, Version
 from weightbus.control.messages import Alive, EngineHealth, Held, Outcome, Policy, Prepare, Step
 from weightbus.control.reporter import Reporter
-from weightbus.control.staleness import Window
 from weightbus.control.telemetry import Meters, Side
 
 from .world import Engine, Trainer, World

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from weightbus.control.answers import Restored, ending, remembered
 from weightbus.control.coordinator import Coordinator
 from weightbus.control.effects import (
     Acknowledge,
@@ -77,7 +78,8 @@ from weightbus.control.messages import (
     Welcome,
     Withdraw,
 )
-from weightbus.control.past import Restored, ending, remembered
+from weightbus.control.plan_document import PlanView, describe
+from weightbus.control.routing import Router
 
 CHANNEL = Channel("policy")
 MANIFEST = b"the layout"
@@ -524,7 +526,7 @@ class World:
         for name, each in replay(self.records).items():  # a boot raises every epoch, durably
             self.epochs[name] = Epoch(max(each.epoch, self.epochs.get(name, 0)) + 1)
             known[name] = msgspec.structs.replace(each, epoch=self.epochs[name])
-        self.machine = Coordinator(self.limits, self.boots, known)
+        self.machine = Coordinator(self.limits, self.boots, Router(), known)
         self.crashed = False
 
     def restart(self) -> None:
@@ -648,6 +650,10 @@ class World:
     def committed(self) -> int | None:
         held = self.machine.channels[CHANNEL].committed
         return held.version if held else None
+
+    @property
+    def plan(self) -> PlanView:
+        return describe(self.machine.channels.values(), self.machine.members)
 
     @property
     def ready(self) -> tuple[str, ...]:

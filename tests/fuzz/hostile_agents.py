@@ -30,6 +30,7 @@ from weightbus.control.events import (
 )
 from weightbus.control.ids import AgentId, Channel
 from weightbus.control.limits import Limits
+from weightbus.control.routing import Router
 
 from ..control.test_codec import TO_COORDINATOR
 
@@ -45,7 +46,7 @@ class HostileAgents:
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
-        self._machine = Coordinator(Limits(), 1)
+        self._machine = Coordinator(Limits(), 1, Router())
         self._now = 0.0
         self._keys = itertools.count()
         self._peers = [Peer(bytes([number])) for number in range(10)]

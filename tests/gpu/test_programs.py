@@ -15,7 +15,8 @@ import torch
 
 from tests.gpu import engines, int4, quantised_rounds, stages
 from weightbus.control.messages import TransportKind
-from weightbus.control.routing import PREFERRED, Ends, choose
+from weightbus.control.routes import Ends
+from weightbus.control.routing import PREFERRED, choose
 from weightbus.engine_agent.payload import LOADER
 from weightbus.engine_agent.whereabouts import topology_of
 from weightbus.trainer_agent.source import Staged

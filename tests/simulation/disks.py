@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.answers import ANSWERS, Ending
+from weightbus.control.answers import ANSWERS, Ending, Restored, ending, remembered
 from weightbus.control.effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.messages import Held
-from weightbus.control.past import Restored, ending, remembered
 from weightbus.engine_agent import record_file
 from weightbus.engine_agent.errors import StateUnreadable
 from weightbus.engine_agent.events import Record

@@ -32,7 +32,7 @@ def _m(name: str, path: str, found: str, planted: str, *also: tuple[str, str, st
 
 
 SERVER, COORDINATOR, CHANNEL = "control/server.py", "control/coordinator.py", "control/channel.py"
-STANDING, ATTENDANCE = "control/standing.py", "control/attendance.py"
+STANDING = "control/standing.py"
 JOURNAL, RECORD_FILE, LEDGER = "control/journal.py", "engine_agent/record_file.py", "engine_agent/ledger.py"
 ROUND, COHORT, FLEET = "control/round.py", "control/cohort.py", "control/fleet.py"
 APPLICATION, PUBLICATION, SESSION = (
@@ -47,14 +47,22 @@ MUTATIONS: Final = (
     _m(  # found by the simulation in our own code
         "tells-of-a-version-that-was-replaced",
         FLEET,
-        "if isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table):",
-        "if False:",
+        "            if other and (engine := self.engines.get(name)):",
+        "            if False and (engine := self.engines.get(name)):",
     ),
     _m(  # found by the simulation in our own code
         "welcomes-before-the-record",
-        ATTENDANCE,
-        "            if self._pen.writing:  # losing it moved its round on",
-        "            if False:  # losing it moved its round on",
+        COORDINATOR,
+        "            self._waiting.appendleft(event)  # losing it",
+        "            pass  # losing it",
+        (
+            COORDINATOR,
+            "now, evict=before.peer != event.peer), now)\n",
+            (
+                "now, evict=before.peer != event.peer), now)\n"
+                "            self._flush(self._attendance.welcome(message, event, None, now), now)\n"
+            ),
+        ),
     ),
     _m(
         "ack-before-fsync",
@@ -140,14 +148,14 @@ MUTATIONS: Final = (
     _m(
         "re-drive-without-new-epoch",
         ROUND,
-        "channel=self.channel, epoch=next_epoch, holder=self.holder, version=self.version, redrive=True",
+        "channel=self.channel, epoch=epoch, holder=self.holder, version=self.version, redrive=True",
         "channel=self.channel, epoch=self.epoch, holder=self.holder, version=self.version, redrive=True",
     ),
     _m(
         "commits-with-too-few-engines",
         ROUND,
-        "        needed = max(1, self.publish.policy.min_engines)\n",
-        "        needed = 1\n",
+        "        return max(1 if self.members else 0, self.publish.policy.min_engines)\n",
+        "        return 1 if self.members else 0\n",
     ),
     _m(
         "commits-what-was-loaded-but-not-verified",
@@ -192,10 +200,10 @@ MUTATIONS: Final = (
     ),
     _m(
         "leaves-tables-open-for-who-does-not-know-them",
-        "control/routing.py",
+        "control/routes.py",
         "all(each.awaits and each.transport is TransportKind.DIRECT for each in routed)",
         "all(each.transport is TransportKind.DIRECT for each in routed)",
-        ("control/routing.py", "each if each.awaits or not each.transport else _LEFT_OUT", "each"),
+        ("control/routes.py", "each if each.awaits or not each.transport else _LEFT_OUT", "each"),
     ),
     _m(  # found by the simulation in our own code; two keep each other's watch
         "is-refused-for-a-round-that-it-gave-up",
@@ -218,21 +226,21 @@ MUTATIONS: Final = (
     ),
     _m(
         "lists-engines-that-are-one-version-too-old",
-        "control/staleness.py",
+        "control/engines.py",
         "if each and 0 < held.version - each.version <= max_lag)",
         "if each and 0 < held.version - each.version <= max_lag + 1)",
     ),
     _m(
         "lists-engines-from-before-a-rollback",
-        "control/staleness.py",
+        "control/engines.py",
         "() if rollback or self.committed is None else",
         "() if self.committed is None else",
     ),
     _m(
         "lists-engines-that-never-said-so",
         "control/engines.py",
-        "    if not engine.serving and phase in",
-        "    if False and phase in",
+        "    if not engine.serving:",
+        "    if False:",
     ),
     _m(
         "lists-engines-in-mid-transfer",
@@ -248,7 +256,7 @@ MUTATIONS: Final = (
     ),
     _m(
         "lease-outlives-its-holder",
-        "control/tenure.py",
+        "control/lease.py",
         "        lease, self.lease = self.lease, None\n",
         "        lease, self.lease = self.lease, self.lease\n",
     ),

@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
+
+from weightbus.control import server
+from weightbus.control.ids import AgentId
+from weightbus.control.messages import TransportKind
+from weightbus.control.routes import Ends, Route
 
 from .campaign import Tally, run_chunk
 from .invariants import INVARIANTS
@@ -30,6 +37,29 @@ def test_no_seed_of_the_slice_breaks_a_promise() -> None:
     assert not tally.failed, tell(draw(tally.failed[0].seed))
     assert tally.faults > 20 * SLICE
     assert tally.messages > 100 * SLICE
+
+
+class Nonsense:
+    """Chooses routes as nobody would."""
+
+    def __init__(self) -> None:
+        self._random = Random(7)
+
+    def __call__(self, fleet: Mapping[AgentId, Ends]) -> Mapping[AgentId, Route]:
+        return {name: self._route(ends) for name, ends in fleet.items()}
+
+    def _route(self, ends: Ends) -> Route:
+        pick = self._random.choice
+        gpus = pick(((), ("GPU-1",), ("GPU-1", "GPU-2")))
+        return Route(pick((None, *TransportKind)), "", shares=pick((True, False)), awaits=ends.await_tables, gpus=gpus)
+
+
+def test_no_promise_depends_on_the_choice_of_transports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """routing.py may be wrong in any way: versions are lost then, and never anything that was promised."""
+    monkeypatch.setattr(server, "Router", Nonsense)
+    found = run_chunk(range(SLICE))
+    assert [(ended.seed, ended.violation) for ended in found if ended.violation] == []
+    assert sum(ended.committed for ended in found) > SLICE
 
 
 def test_the_same_seed_takes_the_same_course_in_any_process() -> None:
