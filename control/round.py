@@ -73,7 +73,10 @@ class Round(Progress):
             self._advance(now)
 
     def trainer_lost(self, reason: str, now: float) -> None:
-        """The lease is gone. Before the bytes are across that ends the round; afterwards it can do without."""
+        """The lease is gone. Before the bytes are across that ends the round; afterwards it can do without.
+
+        They are across when the trainer has said so, or all engines have.
+        """
         if self._trainer_gone:
             return
         self._trainer_gone = True
@@ -231,8 +234,17 @@ class Round(Progress):
     def _transferred(self, now: float) -> None:
         if self._enough(now):
             self._withdraw(now)
-            if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
+            if self._cohort.count(EnginePhase.TRANSFERRING):
+                return
+            if self._sent:
                 self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
+            elif self._through and not self._cohort.count(EnginePhase.BROKEN):
+                self._deadline = min(self._deadline, now + self._limits.reconnect_s)
+
+    @property
+    def _through(self) -> bool:
+        """Nobody takes anything of the trainer's any more, and what they hold can be proven without it."""
+        return bool(self.table) and not self._cohort.count(*STANDING)
 
     def _verified(self, now: float) -> None:
         if not self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
@@ -328,7 +340,8 @@ class Round(Progress):
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
         verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
-        enough = self._sent_once and bool(self.table) and len(verified) >= max(1, self.publish.policy.min_engines)
+        across = self._sent_once and bool(self.table)
+        enough = (across or self._through) and len(verified) >= max(1, self.publish.policy.min_engines)
         if not enough and not self.durable:
             self._abort(reason, now)
             return
