@@ -94,7 +94,7 @@ class SendsReceiver(DirectReceiver):
         try:
             with self._timed("held"):
                 self._exchange(connection, session, welcome, self._layout, engine, server, Deadline(deadline_s))
-            sends_wire.say(connection, sends_wire.Finished(), Deadline(_SAY_S))
+            self._say_finished(connection)
         except Exception as error:
             self._tell_sender(connection, f"{type(error).__name__}: {error}")
             raise

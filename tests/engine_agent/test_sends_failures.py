@@ -244,6 +244,28 @@ def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) 
     lives.close()
 
 
+@pytest.mark.parametrize("stage", [False, True], ids=["in place", "beside"])
+def test_a_trainer_that_is_gone_when_all_is_proven_takes_nothing_back(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch, *, stage: bool
+) -> None:
+    """The engine has the version and says so, though it cannot tell the trainer."""
+    world.round(stage=True)
+    exchange = SendsReceiver._exchange
+
+    def and_then_the_trainer_dies(receiver: SendsReceiver, connection: Any, *rest: Any) -> None:
+        exchange(receiver, connection, *rest)
+        connection.close()
+
+    monkeypatch.setattr(SendsReceiver, "_exchange", and_then_the_trainer_dies)
+    world.trainer.step(4)
+    session = world.trainer.session(2)
+    world.trainer.describe()
+    taken = world.receive(session, "e", world.offer(session), stage=stage)
+    served(world)
+    assert taken.result(PROMPT_S).checked
+    assert holds(world.server, world.trainer.values)
+
+
 class Killed(BaseException):
     """Stands for the end of the sidecar's process: its connections close, and it does nothing more."""
 
