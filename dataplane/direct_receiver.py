@@ -31,7 +31,7 @@ from . import direct_wire, worker_wire
 from .copy_engine import Lanes
 from .deadline import Deadline
 from .direct_wire import Welcome
-from .errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed, WorkerDied
 from .exports import ExportMap, MadeRegion
 from .frames import FrameListener, Frames
 from .local import open_runtime_dir
@@ -275,12 +275,20 @@ class DirectReceiver:
                 with self._timed("compare"):
                     agreement.proof.check(table, lanes, [each.odd for each in replayed])
         except Exception as error:
+            dead = self._dead
             self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
             listener.close()
+            if dead is not None:
+                raise WorkerDied(dead) from error
             with self._timed("return"):
                 _wait(call, self._patience_s(deadline))
             raise
         listener.close()
+
+    @property
+    def _dead(self) -> int | None:
+        """The rank of a worker that has died."""
+        return self._workers.dead
 
     def _pulse(self) -> None:
         """Called often while workers are waited for: raises `TransferFailed` where that is in vain."""

@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Final, Self
 
@@ -18,6 +19,8 @@ MAX_FRAME: Final = 512 * 1024 * 1024
 """A recording of a million copies takes a fifth of it."""
 _LENGTH: Final = struct.Struct("<Q")
 _BLOCK: Final = 1024 * 1024
+_ENDING_S: Final = 0.5
+"""From a process's last connection to its end."""
 
 
 def framed(message: bytes) -> bytes:
@@ -104,6 +107,20 @@ class Frames:
         except OSError:
             return self.pid > 0 and self.waiting()
         return state.split()[0] in {"Z", "X"}
+
+    def died(self) -> bool:
+        """The same, of an end that has hung up: a process that ends closes its connections first."""
+        until = time.monotonic() + _ENDING_S
+        try:
+            while self.waiting():
+                if self.ended():
+                    return True
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(0.005)
+        except ValueError:  # this end was closed meanwhile
+            return False
+        return False
 
     def waiting(self) -> bool:
         """Something was said, or the other end has hung up: `receive` need not wait for the beginning of it."""

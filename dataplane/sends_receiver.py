@@ -20,7 +20,7 @@ from .copy_table import CopyTable
 from .deadline import Deadline
 from .direct_receiver import Agreement, DirectReceiver, Layout
 from .direct_wire import Welcome
-from .errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported
+from .errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported, WorkerDied
 from .frames import Frames
 from .manifest import Manifest
 from .plan import Plan, Reader
@@ -138,7 +138,10 @@ class SendsReceiver(DirectReceiver):
             self._take(connection, known, deadline, beside=True)
         except Exception as error:
             self._tell_sender(connection, f"{type(error).__name__}: {error}")
+            dead = self._takers.dead
             self.close()
+            if dead is not None:
+                raise WorkerDied(dead) from error
             raise
         self._staged, self.mode = (session.channel, session.epoch), "beside"
         return True
@@ -251,6 +254,11 @@ class SendsReceiver(DirectReceiver):
             if self._connection is not None:
                 self._tell_sender(self._connection, str(still))
             raise
+
+    @property
+    def _dead(self) -> int | None:
+        found = super()._dead
+        return self._takers.dead if found is None else found
 
     def _patience_s(self, deadline: Deadline) -> float:
         """Not for a worker that stands still: the call ends when it goes on, and touches nothing that is served."""

@@ -242,6 +242,11 @@ class Workers:
             raise ReplayFailed(reasons, wrote)
         return replayed
 
+    @property
+    def dead(self) -> int | None:
+        """The rank of one whose process has ended; None where that is not known of any."""
+        return next((worker.hello.rank for worker in self._workers if worker.frames.died()), None)
+
     def let_go(self, message: wire.Done | wire.Failed) -> None:
         """Let the workers return. Who is gone needs no telling, and the server's answer says so."""
         for worker in self._workers:

@@ -22,7 +22,7 @@ import torch
 
 from weightbus.dataplane import sends, sends_receiver, sends_wire, takers
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import DataplaneError, TransferFailed
+from weightbus.dataplane.errors import DataplaneError, TransferFailed, WorkerDied
 from weightbus.dataplane.sealed_frames import SealedFrames
 from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.takers import StandsStill
@@ -215,6 +215,42 @@ def test_a_stopped_worker_costs_the_others_one_attempt(
             (still, _), = sidecar._takers._still.values()  # fmt: skip
             assert still.speaks(WAIT_S), "it goes on, and says so when the machine lets it"
     assert theirs.result(WAIT_S).checked
+
+
+class Dying(Remote):
+    """Its process of HTTP outlives its worker, and answers nothing, as SGLang's does for seconds."""
+
+    def __init__(self, *arguments: Any, **job: Any) -> None:
+        super().__init__(*arguments, **job)
+        self.ended = threading.Event()
+
+    def load_direct(self, path: str, deadline_s: float) -> None:
+        try:
+            super().load_direct(path, deadline_s)
+        except TransferFailed:
+            self.ended.wait(WAIT_S)
+            raise
+
+
+@pytest.mark.parametrize("point", ["moving", "flip"])
+def test_a_worker_that_died_is_known_before_its_server_has_ended(
+    world: SendsWorld, ends: Ends, tmp_path: Path, request: pytest.FixtureRequest, point: str
+) -> None:
+    """Nobody waits for what the server answers: the others would wait with it."""
+    sidecar = SendsReceiver(world.runtime)
+    request.addfinalizer(sidecar.shutdown)
+    victim = Dying(ends, tmp_path, point=point, signal=int(signal.SIGKILL), at=1)
+    request.addfinalizer(victim.ended.set)
+    world.trainer.step(1)
+    session = world.trainer.session(1)
+    world.trainer.describe()
+    address = world.offer(session, [Peer("e", 1), Peer("v", 1)])
+    ours = world.receive(session, "e", address)
+    theirs = world.pool.submit(sidecar.receive, session, address, "v", 0, victim, WAIT_S)  # type: ignore[arg-type]
+    served(world)
+    with pytest.raises(WorkerDied, match="worker 0 of the server has died"):
+        theirs.result(PROMPT_S / 3)
+    assert ours.exception(WAIT_S) is None or point == "moving"
 
 
 def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) -> None:
