@@ -102,6 +102,10 @@ class SendsReceiver(DirectReceiver):
             self.close()
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
 
+    def require_moving(self) -> None:
+        """Raise `StandsStill` while a worker that stood still has said nothing since."""
+        self._takers.require_moving()
+
     def can_stage(self, manifest: Manifest) -> bool:
         """The workers know what they will be sent, if the trainer's layout is what it was, and have room for it.
 

@@ -26,7 +26,7 @@ from weightbus.control.telemetry import (
     Meters,
 )
 from weightbus.control.trust import TrustList
-from weightbus.dataplane.errors import DataplaneError, NotRecordable, TransferFailed, WorkerDied
+from weightbus.dataplane.errors import DataplaneError, NotRecordable, TransferFailed
 from weightbus.dataplane.manifest import DigestTable, Manifest
 from weightbus.dataplane.saved_version import SavedReceiver, SavedVersion
 from weightbus.dataplane.transport import Address, Receiver, Remarking, Returning, Session, Sized, Stager, Tabled, Timed
@@ -52,6 +52,7 @@ from .events import (
 )
 from .settings import Proof
 from .sglang import CALL_S, SGLangServer
+from .vitals import Vitals
 
 VERIFY_S: Final = 240.0
 """Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
@@ -118,8 +119,7 @@ class Worker:
         self._returning: tuple[Returning, str] | None = None
         """Who took the last version, and of which launch: its server may still have to return from the call."""
         self._remark = ""
-        self._dying: tuple[str, int] | None = None
-        """A launch of the server, and its worker that has died."""
+        self._vitals = Vitals()
         self.copied: Manifest | None = None
         """Of the last version that was copied straight into the parameters and is served."""
         self._copied: Manifest | None = None
@@ -135,8 +135,7 @@ class Worker:
         except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
             if isinstance(error, NotRecordable):
                 self._server.unrecordable(str(error))
-            if isinstance(error, WorkerDied):
-                self._dying = identity, error.rank
+            self._vitals.learn(error, identity)
             result = Broken(str(error) or type(error).__name__, self._touched(operation))
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)
@@ -184,8 +183,7 @@ class Worker:
         return isinstance(operation, Receive) and (self._server.touched or (active is not None and active.touched))
 
     def _perform(self, operation: Operation) -> Result:
-        if self._dying is not None and self._dying[0] == self._launch:
-            raise WorkerDied(self._dying[1])  # others would wait for every call that the server does not answer
+        self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | Release) else None)
         match operation:
             case Validate(command, folder, serving):
                 self._believe(command, serving)
@@ -323,8 +321,8 @@ class Worker:
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
         except Exception as error:
-            if not isinstance(error, WorkerDied):
-                self._end_update_quietly()
+            self._vitals.learn(error, self._launch)
+            self._end_update_quietly()
             raise
         finally:
             if isinstance(receiver, Sized) and receiver.devices is not before:  # workers of this launch have come
@@ -380,6 +378,8 @@ class Worker:
 
     def _end_update_quietly(self) -> None:
         """After a failure: the session must not stay open, but what is reported is the failure, not this."""
+        if not self._vitals.answers(self._launch, self._active):
+            return
         try:
             self._server.end_update()
         except ServerError as error:

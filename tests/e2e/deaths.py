@@ -406,6 +406,11 @@ class Deaths:
         poll("the round to be over", lambda: self._idle(trainer, cell), OVER_S)
         found["over_s"] = round(time.monotonic() - at, 2)
         self._require_whole(survivors if not waits else (), (old, version))
+        if (cell.victim, cell.how, cell.phase) == ("worker", "stopped", "resume"):
+            # The round was over for it. That a worker stands still between rounds is found out by the next one.
+            others = self._round(cell.transport, ())
+            require(others.pop(cell.engine) != "committed", "who stands still takes no version")
+            require(set(others.values()) == {"committed"}, f"the others take the next version: {others}")
         if cell.victim not in TRAINER:
             url = self.fleet.engines[cell.engine].url
             poll("nobody to be sent to the victim", lambda: url not in self.fleet.channel()["ready"], NOTICED_S)

@@ -38,7 +38,7 @@ POINTS = {
     # A rank of the trainer that sends, and the one that broadcasts.
     "rank_forms": _at("rank", _PAIR_GROUP + "form"),
     "rank_begins": _at("rank", "weightbus.dataplane.rank_sends:RankSends._mail_of"),
-    "rank_moves": _at("rank", _PAIR_GROUP + "post", skip=2),
+    "rank_moves": _at("rank", _PAIR_GROUP + "post", skip=1),
     "rank_is_through": _at("rank", "weightbus.dataplane.outbox:Outbox.send", after=True),
     "source_forms": _at("rank", _SENDER + "_form"),
     "source_broadcasts": _at("rank", _SENDER + "send"),
@@ -46,7 +46,7 @@ POINTS = {
     # The thread of a server's worker that receives.
     "worker_forms": _at("worker", _PAIR_GROUP + "form"),
     "worker_begins": _at("worker", "weightbus.engine_agent.taker:Taker._take"),
-    "worker_moves": _at("worker", _PAIR_GROUP + "post", skip=2),
+    "worker_moves": _at("worker", _PAIR_GROUP + "post", skip=1),
     "worker_flips": _at("worker", "weightbus.engine_agent.taker:Taker.flip"),
     "worker_flipped": _at("worker", "weightbus.engine_agent.taker:Taker.flip", after=True),
     # A sidecar.
