@@ -405,7 +405,9 @@ class Deaths:
             found["error"] = str(trainer.answer(OVER_S).get("error", ""))[:120]
         poll("the round to be over", lambda: self._idle(trainer, cell), OVER_S)
         found["over_s"] = round(time.monotonic() - at, 2)
-        self._require_whole(survivors if not waits else (), (old, version))
+        ready = self.fleet.channel()["ready"]
+        whole = [name for name in survivors if not waits or self.fleet.engines[name].url in ready]
+        self._require_whole(whole, (old, version))
         if (cell.victim, cell.how, cell.phase) == ("worker", "stopped", "resume"):
             # The round was over for it. That a worker stands still between rounds is found out by the next one.
             others = self._round(cell.transport, ())
@@ -417,8 +419,8 @@ class Deaths:
         self._require_nobody_ended(cell, trainer)
         if returns:
             self._heal(cell, pid, trainer)
-            if cell.victim in TRAINER and not waits and cell.how == "stopped":
-                self._require_whole(survivors, (old, version))
+            if cell.victim in TRAINER and cell.how == "stopped":
+                self._require_whole(whole, (old, version))
             self._return(cell)
         self._require_answers(clients)
         found["back_s"] = round(time.monotonic() - at, 2)
