@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Self
 
@@ -21,6 +22,7 @@ _LENGTH: Final = struct.Struct("<Q")
 _BLOCK: Final = 1024 * 1024
 _ENDING_S: Final = 0.5
 """From a process's last connection to its end."""
+_LOOK_S: Final = 0.005
 
 
 def framed(message: bytes) -> bytes:
@@ -108,20 +110,6 @@ class Frames:
             return self.pid > 0 and self.waiting()
         return state.split()[0] in {"Z", "X"}
 
-    def died(self) -> bool:
-        """The same, of an end that has hung up: a process that ends closes its connections first."""
-        until = time.monotonic() + _ENDING_S
-        try:
-            while self.waiting():
-                if self.ended():
-                    return True
-                if time.monotonic() >= until:
-                    return False
-                time.sleep(0.005)
-        except ValueError:  # this end was closed meanwhile
-            return False
-        return False
-
     def waiting(self) -> bool:
         """Something was said, or the other end has hung up: `receive` need not wait for the beginning of it."""
         return self.speaks(0.0)
@@ -137,6 +125,22 @@ class Frames:
         with contextlib.suppress(OSError):  # the other end may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def dead_among(ends: Iterable[tuple[int, Frames]]) -> int | None:
+    """The number of an end whose process has ended, or is about to: it closes its connections first."""
+    until, suspects = time.monotonic() + _ENDING_S, tuple(ends)
+    try:
+        while suspects := tuple((number, frames) for number, frames in suspects if frames.waiting()):
+            for number, frames in suspects:
+                if frames.ended():
+                    return number
+            if time.monotonic() >= until:
+                return None
+            time.sleep(_LOOK_S)
+    except ValueError:  # they were closed meanwhile, by whoever called it off
+        return None
+    return None
 
 
 class FrameListener:

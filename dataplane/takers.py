@@ -20,7 +20,7 @@ import msgspec
 from . import sends_wire, worker_wire
 from .deadline import Deadline
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
-from .frames import FrameListener, Frames
+from .frames import FrameListener, Frames, dead_among
 from .local import open_runtime_dir
 from .schedule import Schedule
 from .sends_wire import Group
@@ -114,7 +114,7 @@ class Takers:
     @property
     def dead(self) -> int | None:
         """The rank of a worker whose process has ended; None where that is not known of any."""
-        return next((rank for rank, frames in self._threads.items() if frames.died()), None)
+        return dead_among(self._threads.items())
 
     def require_moving(self) -> None:
         """Raise `StandsStill` when a worker that stood still has said nothing since."""

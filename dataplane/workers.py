@@ -18,7 +18,7 @@ from .deadline import Deadline
 from .direct_wire import Exporting
 from .errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, TransferFailed
 from .exports import MadeRegion
-from .frames import FrameListener, Frames
+from .frames import FrameListener, Frames, dead_among
 from .host import host_identity
 from .manifest import TensorSpec
 from .plan import Plan, Reader
@@ -245,7 +245,7 @@ class Workers:
     @property
     def dead(self) -> int | None:
         """The rank of one whose process has ended; None where that is not known of any."""
-        return next((worker.hello.rank for worker in self._workers if worker.frames.died()), None)
+        return dead_among((worker.hello.rank, worker.frames) for worker in self._workers)
 
     def let_go(self, message: wire.Done | wire.Failed) -> None:
         """Let the workers return. Who is gone needs no telling, and the server's answer says so."""
