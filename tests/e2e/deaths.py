@@ -36,7 +36,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,10 +45,10 @@ import httpx
 
 from weightbus.trainer_agent.demo.processes import ProgramEnded, Programs
 
+from ..kit import tiny_model
 from ..kit.ends import Ends, was_struck
 from ..kit.ports import free_port
 from .fleet import ROOT, Fleet, poll
-from .models import write_checkpoints
 from .strikes import Strikes
 
 PROMPTS = [[5, 17, 33, 64, 101, 7], [400, 3, 9], [77, 78, 79, 80], [250, 1, 250, 2, 250], [11], [301, 302]]
@@ -303,7 +304,7 @@ class Watch(threading.Thread):
 class Deaths:
     """A deployment, and the cells that are carried out in it."""
 
-    def __init__(self, folder: Path, programs: Programs, ends: Ends, *, in_place: bool = False) -> None:
+    def __init__(self, folder: Path, programs: Programs, ends: Future[Ends], *, in_place: bool = False) -> None:
         self.fleet = StruckFleet(folder, programs, *(["--no-beside"] if in_place else []))
         self._in_place = in_place
         self._ends = ends
@@ -575,7 +576,7 @@ class Deaths:
         return self._version
 
     def _start_trainer(self) -> None:
-        self._trainer = Trainer(self._ends, self.fleet, next(self._launches))
+        self._trainer = Trainer(self._ends.result(), self.fleet, next(self._launches))
 
 
 def cells(
@@ -594,20 +595,22 @@ def cells(
 
 
 @contextlib.contextmanager
-def deployment(folder: Path, *, in_place: bool = False) -> Any:
+def deployment(folder: Path, *, in_place: bool = False) -> Generator[Deaths]:
     """A deployment that runs."""
-    write_checkpoints(folder, SEEDS)
-    ends = Ends(str(Path(__file__).with_name("struck_ranks.py")))
-    try:
-        with Programs(folder) as programs:
-            made = Deaths(folder, programs, ends, in_place=in_place)
-            try:
-                made.start()
-                yield made
-            finally:
-                made.close()
-    finally:
-        ends.close()
+    for seed in range(SEEDS):
+        tiny_model.write(folder / f"seed{seed}", seed)
+    with ThreadPoolExecutor(1) as aside:
+        ends = aside.submit(Ends, str(Path(__file__).with_name("struck_ranks.py")))  # imports Megatron for itself
+        try:
+            with Programs(folder) as programs:
+                made = Deaths(folder, programs, ends, in_place=in_place)
+                try:
+                    made.start()
+                    yield made
+                finally:
+                    made.close()
+        finally:
+            ends.result().close()
 
 
 def carry_out(made: Deaths, wanted: Sequence[Cell], tell: Callable[[Cell, dict[str, Any]], None]) -> bool:
