@@ -144,6 +144,11 @@ bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators
 chaos: env ## Kill, stop and part real processes during real rounds, CYCLES times (root also parts networks, fills disks)
 	@exec $(BIN)/python tests/chaos/campaign.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE)) $(CHAOS_ARGS)
 
+# make deaths DEATHS="--transport sends --signals killed --out /tmp/deaths.json"
+DEATHS ?=
+deaths: env ## Kill and stop a rank, a worker and a sidecar in every phase of a round of real servers (JSON last; an hour)
+	@exec $(BIN)/python -m tests.e2e.deaths $(DEATHS)
+
 nixl: env ## Sends over NIXL, on CPUs over TCP; installs it beside the pinned environment
 	@$(BIN)/python -m pip install -qq $(PIP_ARGS) --no-deps --requirement requirements/nixl.txt
 	$(BIN)/python -m pytest tests/dataplane/test_nixl_group.py tests/engine_agent/test_sends.py -k nixl $(ARGS)
@@ -164,4 +169,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-pause bench-plan chaos nixl build deploy-check clean
+.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-pause bench-plan chaos deaths nixl build deploy-check clean

@@ -118,7 +118,10 @@ class Round:
         self._cohort.lost(name, reason)
 
     def trainer_lost(self, reason: str, now: float) -> None:
-        """The lease is gone. Before the bytes are across that ends the round; afterwards it can do without."""
+        """The lease is gone. Before the bytes are across that ends the round; afterwards it can do without.
+
+        They are across when the trainer has said so, or all engines have.
+        """
         self._over = True
         self._duties.drop(self.holder)
         if self.state is RoundState.PREPARING:
@@ -296,8 +299,17 @@ class Round:
     def _transferred(self, now: float) -> None:
         if self._enough(now):
             self._withdraw(now)
-            if self._sent and not self._cohort.count(EnginePhase.TRANSFERRING):
+            if self._cohort.count(EnginePhase.TRANSFERRING):
+                return
+            if self._sent:
                 self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
+            elif self._through and not self._cohort.count(EnginePhase.BROKEN):
+                self._deadline = min(self._deadline, now + self._limits.reconnect_s)
+
+    @property
+    def _through(self) -> bool:
+        """Nobody takes anything of the trainer's any more, and what they hold can be proven without it."""
+        return bool(self.table) and not self._cohort.count(*STANDING)
 
     def _verified(self, next_epoch: Epoch, now: float) -> EpochTaken | None:
         """Commit, or drive what broke again, for which it takes an epoch. Who may not be driven again leaves."""
@@ -408,7 +420,8 @@ class Round:
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
         verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
-        enough = self._sent_once and bool(self.table) and len(verified) >= self._needed
+        across = self._sent_once and bool(self.table)
+        enough = (across or self._through) and len(verified) >= self._needed
         if not enough and not self.durable:
             self._abort(reason, now)
             return

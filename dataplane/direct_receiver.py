@@ -23,6 +23,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from . import direct_wire, worker_wire
 from .copy_engine import Lanes
 from .deadline import Deadline
 from .direct_wire import Welcome
-from .errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed, WorkerDied
 from .exports import ExportMap, MadeRegion
 from .frames import FrameListener, Frames
 from .local import open_runtime_dir
@@ -41,6 +42,9 @@ from .proof import Proof, make_proof
 from .recording import Recording
 from .transport import Address, EngineServer, Receipt, Session, Tabled
 from .workers import RETURN_S, ReplayFailed, Workers, regions_read
+
+_SAY_S: Final = 10.0
+"""For one message to a sender that may stand still."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +138,7 @@ class DirectReceiver:
                 direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
             with self._timed("held"):
                 self._exchange(connection, session, welcome, engine, server, deadline)
-            direct_wire.say(connection, direct_wire.Finished(), deadline)
+            self._say_finished(connection)
         except Exception as error:
             self._tell_sender(connection, f"{type(error).__name__}: {error}")
             raise
@@ -273,12 +277,20 @@ class DirectReceiver:
                 with self._timed("compare"):
                     agreement.proof.check(table, lanes, [each.odd for each in replayed])
         except Exception as error:
+            dead = self._dead
             self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
             listener.close()
+            if dead is not None:
+                raise WorkerDied(dead) from error
             with self._timed("return"):
                 _wait(call, self._patience_s(deadline))
             raise
         listener.close()
+
+    @property
+    def _dead(self) -> int | None:
+        """The rank of a worker that has died."""
+        return self._workers.dead
 
     def _pulse(self) -> None:
         """Called often while workers are waited for: raises `TransferFailed` where that is in vain."""
@@ -364,6 +376,13 @@ class DirectReceiver:
         self._add("copy", slowest.copy_s)
         self._add("verify", max(each.verify_s for each in replayed))
         return replayed
+
+    def _say_finished(self, connection: Frames) -> None:
+        """The version is proven, whoever hears of it: a sender that is gone takes nothing of that back."""
+        try:
+            direct_wire.say(connection, direct_wire.Finished(), Deadline(_SAY_S))
+        except DataplaneError:
+            return
 
     def _tell_sender(self, connection: Frames, reason: str, *, no_room: bool = False) -> None:
         try:

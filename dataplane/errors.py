@@ -7,6 +7,7 @@
             StaleSession         the other side speaks of another epoch
             Forged               somebody without the session's token spoke in it
             PeerLost             the other side died or stopped answering
+            WorkerDied           a process of the server has ended: all of it ends, and answers nothing meanwhile
             DeadlineExceeded     the wait ran out
             NoRoom               a member had no memory for what it moves: less at a time may do
             DigestMismatch       what arrived is not what was sent: names the tensor and both digests
@@ -62,6 +63,14 @@ class Forged(TransferFailed):
 
 class PeerLost(TransferFailed):
     """The other side died or closed the session before the end."""
+
+
+class WorkerDied(TransferFailed):
+    """The process of a worker has ended. Its server ends too, and takes seconds in which no call is answered."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        super().__init__(f"worker {rank} of the server has died")
 
 
 class DeadlineExceeded(TransferFailed):

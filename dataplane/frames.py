@@ -7,6 +7,8 @@ import os
 import select
 import socket
 import struct
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Self
 
@@ -18,6 +20,9 @@ MAX_FRAME: Final = 512 * 1024 * 1024
 """A recording of a million copies takes a fifth of it."""
 _LENGTH: Final = struct.Struct("<Q")
 _BLOCK: Final = 1024 * 1024
+_ENDING_S: Final = 0.5
+"""From a process's last connection to its end."""
+_LOOK_S: Final = 0.005
 
 
 def framed(message: bytes) -> bytes:
@@ -120,6 +125,22 @@ class Frames:
         with contextlib.suppress(OSError):  # the other end may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def dead_among(ends: Iterable[tuple[int, Frames]]) -> int | None:
+    """The number of an end whose process has ended, or is about to: it closes its connections first."""
+    until, suspects = time.monotonic() + _ENDING_S, tuple(ends)
+    try:
+        while suspects := tuple((number, frames) for number, frames in suspects if frames.waiting()):
+            for number, frames in suspects:
+                if frames.ended():
+                    return number
+            if time.monotonic() >= until:
+                return None
+            time.sleep(_LOOK_S)
+    except ValueError:  # they were closed meanwhile, by whoever called it off
+        return None
+    return None
 
 
 class FrameListener:

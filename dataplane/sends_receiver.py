@@ -20,7 +20,7 @@ from .copy_table import CopyTable
 from .deadline import Deadline
 from .direct_receiver import Agreement, DirectReceiver
 from .direct_wire import Welcome
-from .errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported
+from .errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported, WorkerDied
 from .frames import Frames
 from .manifest import Manifest
 from .plan import Plan, Reader
@@ -94,13 +94,17 @@ class SendsReceiver(DirectReceiver):
         try:
             with self._timed("held"):
                 self._exchange(connection, session, welcome, engine, server, Deadline(deadline_s))
-            sends_wire.say(connection, sends_wire.Finished(), Deadline(_SAY_S))
+            self._say_finished(connection)
         except Exception as error:
             self._tell_sender(connection, f"{type(error).__name__}: {error}")
             raise
         finally:
             self.close()
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
+
+    def require_moving(self) -> None:
+        """Raise `StandsStill` while a worker that stood still has said nothing since."""
+        self._takers.require_moving()
 
     def can_stage(self, manifest: Manifest) -> bool:
         """The workers know what they will be sent, if the trainer's layout is what it was, and have room for it.
@@ -138,7 +142,10 @@ class SendsReceiver(DirectReceiver):
             self._take(connection, known, deadline, beside=True)
         except Exception as error:
             self._tell_sender(connection, f"{type(error).__name__}: {error}")
+            dead = self._takers.dead
             self.close()
+            if dead is not None:
+                raise WorkerDied(dead) from error
             raise
         self._staged, self.mode = (session.channel, session.epoch), "beside"
         return True
@@ -251,6 +258,11 @@ class SendsReceiver(DirectReceiver):
             if self._connection is not None:
                 self._tell_sender(self._connection, str(still))
             raise
+
+    @property
+    def _dead(self) -> int | None:
+        found = super()._dead
+        return self._takers.dead if found is None else found
 
     def _patience_s(self, deadline: Deadline) -> float:
         """Not for a worker that stands still: the call ends when it goes on, and touches nothing that is served."""

@@ -19,8 +19,8 @@ import msgspec
 
 from . import sends_wire, worker_wire
 from .deadline import Deadline
-from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
-from .frames import FrameListener, Frames
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
+from .frames import FrameListener, Frames, dead_among
 from .local import open_runtime_dir
 from .schedule import Schedule
 from .sends_wire import Group
@@ -103,13 +103,18 @@ class Takers:
         return bool(self._still)
 
     def require_alive(self) -> None:
-        """Raise `TransferFailed` when a worker has died.
+        """Raise `WorkerDied` when a worker has.
 
         Its server ends too, but takes seconds for it, in which it would have to be paused.
         """
         dead = [rank for rank, frames in self._threads.items() if frames.ended()]
         if dead:
-            raise TransferFailed(f"worker {dead[0]} of the server has died")
+            raise WorkerDied(dead[0])
+
+    @property
+    def dead(self) -> int | None:
+        """The rank of a worker whose process has ended; None where that is not known of any."""
+        return dead_among(self._threads.items())
 
     def require_moving(self) -> None:
         """Raise `StandsStill` when a worker that stood still has said nothing since."""

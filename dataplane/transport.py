@@ -324,6 +324,10 @@ class Stager(Receiver, Protocol):
         """How the last version was taken, for people."""
         ...
 
+    def require_moving(self) -> None:
+        """Raise `TransferFailed` while a worker that stood still has said nothing since."""
+        ...
+
     def can_stage(self, manifest: Manifest) -> bool:
         """There is a plan for it, and room."""
         ...

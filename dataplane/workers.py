@@ -18,7 +18,7 @@ from .deadline import Deadline
 from .direct_wire import Exporting
 from .errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, TransferFailed
 from .exports import MadeRegion
-from .frames import FrameListener, Frames
+from .frames import FrameListener, Frames, dead_among
 from .host import host_identity
 from .manifest import TensorSpec
 from .plan import Plan, Reader
@@ -251,6 +251,11 @@ class Workers:
             wrote = any(not isinstance(reply, wire.Failed) or reply.touched for reply in replies)
             raise ReplayFailed(reasons, wrote)
         return replayed
+
+    @property
+    def dead(self) -> int | None:
+        """The rank of one whose process has ended; None where that is not known of any."""
+        return dead_among((worker.hello.rank, worker.frames) for worker in self._workers)
 
     def let_go(self, message: wire.Done | wire.Failed) -> None:
         """Let the workers return. Who is gone needs no telling, and the server's answer says so."""

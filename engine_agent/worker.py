@@ -52,6 +52,7 @@ from .events import (
 )
 from .settings import Proof
 from .sglang import CALL_S, SGLangServer
+from .vitals import Vitals
 
 VERIFY_S: Final = 240.0
 """Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
@@ -118,6 +119,7 @@ class Worker:
         self._returning: tuple[Returning, str] | None = None
         """Who took the last version, and of which launch: its server may still have to return from the call."""
         self._remark = ""
+        self._vitals = Vitals()
         self.copied: Manifest | None = None
         """Of the last version that was copied straight into the parameters and is served."""
         self._copied: Manifest | None = None
@@ -133,6 +135,7 @@ class Worker:
         except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
             if isinstance(error, NotRecordable):
                 self._server.unrecordable(str(error))
+            self._vitals.learn(error, identity)
             result = Broken(str(error) or type(error).__name__, self._touched(operation))
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)
@@ -184,6 +187,7 @@ class Worker:
         return isinstance(operation, Receive) and (self._server.touched or (active is not None and active.touched))
 
     def _perform(self, operation: Operation) -> Result:
+        self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | Release) else None)
         match operation:
             case Validate(command, folder, serving):
                 self._believe(command, serving)
@@ -320,7 +324,8 @@ class Worker:
         before = receiver.devices if isinstance(receiver, Sized) else ()
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
-        except Exception:
+        except Exception as error:
+            self._vitals.learn(error, self._launch)
             self._end_update_quietly()
             raise
         finally:
@@ -377,6 +382,8 @@ class Worker:
 
     def _end_update_quietly(self) -> None:
         """After a failure: the session must not stay open, but what is reported is the failure, not this."""
+        if not self._vitals.answers(self._launch, self._active):
+            return
         try:
             self._server.end_update()
         except ServerError as error:

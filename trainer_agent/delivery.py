@@ -189,6 +189,7 @@ class _Lane:
         self.peers = peers
         self._sender, self._session, self._slots = sender, session, slots
         self._deadline, self._turn, self._sources = deadline, turn, sources
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"weightbus-{kind}", daemon=True)
 
     def start(self) -> None:
@@ -208,8 +209,20 @@ class _Lane:
                 self._sender.withdraw(peer.engine, engines[peer.engine])
 
     def interrupt(self) -> None:
-        """Close the sender from outside, which ends any wait inside it."""
-        self._sender.close()
+        """Close the sender from outside, which ends any wait inside it. Never raises."""
+        self._close()
+
+    def _close(self) -> None:
+        """The lane and whoever interrupts it come here at the same moment, and a sender is not made for that.
+
+        What goes wrong is that the lane was in the middle of a call: it closes the sender again when it is out of it.
+        """
+        with self._closing:
+            try:
+                self._sender.close()
+            except Exception as error:  # noqa: BLE001  the leader has to give the round up, the lane to end
+                reason = f"{type(error).__name__}: {error}"
+                _log.info("sender_not_closed", transport=self.kind, epoch=self._session.epoch, reason=reason)
 
     def _run(self) -> None:
         reason = ""
@@ -226,7 +239,7 @@ class _Lane:
             differing = tuple(self._sender.differing) if isinstance(self._sender, Dividing) else ()
             if reason:
                 failed = {peer.engine: failed.get(peer.engine, reason) for peer in self.peers}
-            self._sender.close()
+            self._close()
             with self._turn:
                 self.failed, self.spared, self.differing, self.over = failed, spared, differing, True
                 self._turn.notify_all()

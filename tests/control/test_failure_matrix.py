@@ -25,7 +25,7 @@ from .world import World as QuietWorld
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS.parent / "control" / "PROTOCOL.md"
-ROWS = ("1a", "1b", "1c", "1d", "1e", "1f", "1g", "2", "3", "4", "5", "6", "7a", "7b", "7c", *map(str, range(8, 29)))
+ROWS = ("1a", "1b", "1c", "1d", "1e", "1f", "1g", "2", "3", "4", "5", "6", "7a", "7b", "7c", *map(str, range(8, 31)))
 """All there are. A fault that is thought of later gets the next number."""
 
 

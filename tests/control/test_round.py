@@ -552,6 +552,70 @@ def test_trainer_that_dies_after_its_last_byte_is_not_needed() -> None:
     assert world.ready == ("e0", "e1")
 
 
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "stands still"])
+def test_a_trainers_last_word_is_not_waited_for_when_all_have_proven_what_they_hold(dies: bool) -> None:
+    """Engines stand still for nothing else then: they serve what they hold after `reconnect_s`, not after its lease."""
+    world, _, _, trainer = fleet()
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    if dies:
+        trainer.die()
+    assert world.ready == ()
+    world.advance(world.limits.reconnect_s + 0.5)
+    assert world.committed == 1
+    assert world.ready == ("e0", "e1")
+    safe(world)
+
+
+def test_a_trainer_that_says_its_last_word_too_late_is_told_how_the_round_ended() -> None:
+    """It lives, and was slow: the word changes nothing any more, and the next version is taken."""
+    world, _, _, trainer = fleet()
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    trainer.stop_before, trainer.deaf = None, False
+    world.advance(world.limits.reconnect_s + 0.5)
+    trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=Epoch(1)))
+    world.settle()
+    assert world.committed == 1
+    assert trainer.got(RoundDone)[-1].outcome is Outcome.COMMITTED
+    assert set(outcomes(world, trainer, 2).values()) == {Outcome.COMMITTED}
+
+
+def test_what_is_proven_is_committed_when_the_trainer_is_lost_and_nobody_takes_anything_any_more() -> None:
+    """One engine broke meanwhile: it would have been sent everything again, and is left out."""
+    world, _, e1, trainer = fleet()
+    e1.fail(Transfer, Step.TRANSFER, EngineHealth.CLEAN, "connection reset")
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    world.advance(world.limits.reconnect_s + 0.5)
+    assert world.committed is None, "it may still come back, and send everything again"
+    world.advance(world.limits.silence_s)
+    assert world.committed == 1
+    assert world.ready == ("e0",)
+    assert e1.generating
+    safe(world)
+
+
+def test_while_somebody_still_takes_weights_a_lost_trainer_ends_the_round() -> None:
+    """The other one has proven them, and waits for the next complete version."""
+    world, _, e1, trainer = fleet()
+    e1.answers = lambda message: [] if isinstance(message, Transfer) else Engine.answers(e1, message)  # type: ignore[method-assign]
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    world.advance(world.limits.reconnect_s + 0.5)
+    assert world.committed is None
+    world.advance(world.limits.silence_s)
+    assert world.committed is None
+    assert world.machine.channels[CHANNEL].round is None
+    safe(world)
+
+
 # -- the coordinator fails -------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import PeerLost
-from weightbus.dataplane.frames import MAX_FRAME, FrameListener, Frames
+from weightbus.dataplane.frames import MAX_FRAME, FrameListener, Frames, dead_among
 
 
 def test_a_large_message_arrives_whole() -> None:
@@ -53,9 +53,11 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
     listener = FrameListener(tmp_path / "s")
     connect = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); time.sleep(60)"
     child = subprocess.Popen([sys.executable, "-c", connect, os.fspath(listener.path)])
+    left, right = (Frames(end) for end in socket.socketpair())
     try:
         frames = listener.accept(Deadline(30.0), "the child")
         assert not frames.ended()
+        assert dead_among([(0, left), (1, frames)]) is None
         child.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert frames.ended(), "nobody has waited for it yet"
@@ -63,5 +65,10 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
         child.kill()
         child.wait()
     assert frames.ended()
+    assert dead_among([(0, left), (1, frames)]) == 1
+    right.close()
+    assert dead_among([(0, left)]) is None, "it has hung up, and lives"
     frames.close()
+    assert dead_among([(1, frames)]) is None, "of no use any more"
+    left.close()
     listener.close()

@@ -65,7 +65,7 @@ class Fleet:
         self._programs = programs
         self.keys = folder / "keys"
         provision(self.keys, [Member(AgentId("trainer"), Role.TRAINER, CHANNELS)])
-        self._bus, self._status = free_port(), free_port()
+        self._bus, self.status_port = free_port(), free_port()
         self.engines: dict[str, Engine] = {}
         self._running: dict[str, Program] = {}
         self.http = httpx.Client(timeout=60.0, trust_env=False)
@@ -96,7 +96,7 @@ class Fleet:
             [
                 *_weightbus("coordinator"),
                 f"--router-port={self._bus}",
-                f"--http-port={self._status}",
+                f"--http-port={self.status_port}",
                 f"--journal={self.folder / 'journal.sqlite'}",
                 f"--keys={self.keys}",
             ],
@@ -105,6 +105,12 @@ class Fleet:
 
     def start_engine(self, name: str, tp: int, *flags: str) -> None:
         """Start one server, with more `flags`, and its sidecar; returns at once."""
+        self.add_engine(name, tp, *flags)
+        self.start_server(name)
+        self.start_sidecar(name)
+
+    def add_engine(self, name: str, tp: int, *flags: str) -> None:
+        """One whose server, with more `flags`, and sidecar are started later."""
         port, side = free_port(), free_port()
         server = ("-m", "weightbus.engine_agent.cpu_server", f"--model-path={self.folder / 'seed0'}", f"--port={port}")
         options = ("--skip-tokenizer-init", "--log-level=info", f"--custom-weight-loader={LOADER}")
@@ -124,8 +130,6 @@ class Fleet:
         )
         self.engines[name] = Engine(name, url, f"http://127.0.0.1:{side}", argv, sidecar)
         provision(self.keys, [Member(AgentId(name), Role.ENGINE, CHANNELS)])
-        self.start_server(name)
-        self.start_sidecar(name)
 
     def start_server(self, name: str) -> None:
         """Start the server of an engine, or start it again."""
@@ -274,7 +278,7 @@ class Fleet:
 
     def get(self, path: str) -> httpx.Response:
         """Ask the coordinator's HTTP port."""
-        return self.http.get(f"http://127.0.0.1:{self._status}{path}")
+        return self.http.get(f"http://127.0.0.1:{self.status_port}{path}")
 
     def channel(self) -> dict[str, Any]:
         """The channel as the status document shows it."""

@@ -22,7 +22,7 @@ import torch
 
 from weightbus.dataplane import sends, sends_receiver, sends_wire, takers
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import DataplaneError, TransferFailed
+from weightbus.dataplane.errors import DataplaneError, TransferFailed, WorkerDied
 from weightbus.dataplane.sealed_frames import SealedFrames
 from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.takers import StandsStill
@@ -217,6 +217,42 @@ def test_a_stopped_worker_costs_the_others_one_attempt(
     assert theirs.result(WAIT_S).checked
 
 
+class Dying(Remote):
+    """Its process of HTTP outlives its worker, and answers nothing, as SGLang's does for seconds."""
+
+    def __init__(self, *arguments: Any, **job: Any) -> None:
+        super().__init__(*arguments, **job)
+        self.ended = threading.Event()
+
+    def load_direct(self, path: str, deadline_s: float) -> None:
+        try:
+            super().load_direct(path, deadline_s)
+        except TransferFailed:
+            self.ended.wait(WAIT_S)
+            raise
+
+
+@pytest.mark.parametrize("point", ["moving", "flip"])
+def test_a_worker_that_died_is_known_before_its_server_has_ended(
+    world: SendsWorld, ends: Ends, tmp_path: Path, request: pytest.FixtureRequest, point: str
+) -> None:
+    """Nobody waits for what the server answers: the others would wait with it."""
+    sidecar = SendsReceiver(world.runtime)
+    request.addfinalizer(sidecar.shutdown)
+    victim = Dying(ends, tmp_path, point=point, signal=int(signal.SIGKILL), at=1)
+    request.addfinalizer(victim.ended.set)
+    world.trainer.step(1)
+    session = world.trainer.session(1)
+    world.trainer.describe()
+    address = world.offer(session, [Peer("e", 1), Peer("v", 1)])
+    ours = world.receive(session, "e", address)
+    theirs = world.pool.submit(sidecar.receive, session, address, "v", 0, victim, WAIT_S)  # type: ignore[arg-type]
+    served(world)
+    with pytest.raises(WorkerDied, match="worker 0 of the server has died"):
+        theirs.result(PROMPT_S / 3)
+    assert ours.exception(WAIT_S) is None or point == "moving"
+
+
 def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) -> None:
     """At once, from the leader: such a member's own messages would go on, and its next wait be for a deadline."""
     sender = world.trainer.sends
@@ -242,6 +278,28 @@ def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) 
     assert told.reason.startswith("the group broke: v: ")
     assert set(sender.failed) == {"e", "v"}
     lives.close()
+
+
+@pytest.mark.parametrize("stage", [False, True], ids=["in place", "beside"])
+def test_a_trainer_that_is_gone_when_all_is_proven_takes_nothing_back(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch, *, stage: bool
+) -> None:
+    """The engine has the version and says so, though it cannot tell the trainer."""
+    world.round(stage=True)
+    exchange = SendsReceiver._exchange
+
+    def and_then_the_trainer_dies(receiver: SendsReceiver, connection: Any, *rest: Any) -> None:
+        exchange(receiver, connection, *rest)
+        connection.close()
+
+    monkeypatch.setattr(SendsReceiver, "_exchange", and_then_the_trainer_dies)
+    world.trainer.step(4)
+    session = world.trainer.session(2)
+    world.trainer.describe()
+    taken = world.receive(session, "e", world.offer(session), stage=stage)
+    served(world)
+    assert taken.result(PROMPT_S).checked
+    assert holds(world.server, world.trainer.values)
 
 
 class Killed(BaseException):

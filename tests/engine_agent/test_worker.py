@@ -19,8 +19,9 @@ from weightbus.control.provision import Member, provision
 from weightbus.control.seals import seal_offer, seal_publication, seal_table
 from weightbus.control.telemetry import Meters, Side
 from weightbus.control.trust import TRUST_FILE, TrustList
-from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed
+from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed, WorkerDied
 from weightbus.dataplane.manifest import DigestTable
+from weightbus.dataplane.takers import StandsStill
 from weightbus.dataplane.transport import Receipt, Session, Tabled
 from weightbus.engine_agent.dialects import dialect_of
 from weightbus.engine_agent.errors import ServerError
@@ -351,6 +352,71 @@ def test_an_operation_that_was_called_off_before_it_began_asks_nothing() -> None
     assert isinstance(result, Broken)
     assert "called off" in result.reason
     assert asked == ["label"], "one harmless question, and nothing after it"
+
+
+@pytest.mark.parametrize("kind", [TransportKind.SENDS, TransportKind.DIRECT])
+def test_a_server_of_which_a_worker_has_died_is_asked_nothing_more(
+    monkeypatch: pytest.MonkeyPatch, kind: TransportKind
+) -> None:
+    """It takes seconds to end, in which it answers no call; its next launch is another one."""
+    made = Returns(monkeypatch, session=True)
+    monkeypatch.setattr(made.receiver, "receive", lambda *_: (_ for _ in ()).throw(WorkerDied(1)))
+    receive = Receive(msgspec.structs.replace(TRANSFER, offer=Offer(transport=kind, address="/run/x")), "")
+    result, calls = made.did(receive, "two")
+    assert isinstance(result, Broken)
+    assert result.touched
+    assert not calls
+    for operation in (PauseServer("retract", 60.0), RELEASE, Label(7, 5.0)):
+        assert made.did(operation, "two") == (Broken("worker 1 of the server has died"), [])
+    assert made.did(RELEASE, "three")[1] == ["take_rest_back", "resume"]
+
+
+class Still(Early):
+    """A worker of its server stands still, or goes on."""
+
+    mode, stands = "", True
+
+    def require_moving(self) -> None:
+        if self.stands:
+            raise StandsStill(1)
+
+    def receive(self, *_: object) -> Receipt:
+        self.require_moving()
+        return super().receive()
+
+    def can_stage(self, *_: object) -> bool:
+        return False
+
+    def stage(self, *_: object) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def shutdown(self) -> None:
+        self.close()
+
+
+def test_a_server_of_which_a_worker_stands_still_is_asked_nothing_before_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No call of it would be answered in time, and the other engines wait for this one."""
+    made = Returns(monkeypatch, session=True)
+    still = Still(made.calls)
+    monkeypatch.setattr(made.worker, "_make", lambda _kind: still)
+    offer = Offer(transport=TransportKind.SENDS, address="/run/x")
+    receive = Receive(msgspec.structs.replace(TRANSFER, offer=offer), "")
+    found, calls = made.did(receive, "two")
+    assert isinstance(found, Broken)
+    assert calls == []
+    for operation in (PauseServer("retract", 60.0), RELEASE):
+        found, calls = made.did(operation, "two")
+        assert isinstance(found, Broken)
+        assert "worker 1 of the server stands still" in found.reason
+        assert calls == []
+    still.stands = False
+    assert made.did(PauseServer("retract", 60.0), "two") == (Finished(), ["pause"])
+    assert made.did(RELEASE, "two")[1] == ["close", "take_rest_back", "resume"]
 
 
 class Placed:

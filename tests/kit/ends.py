@@ -15,12 +15,12 @@ from .waiting import readable
 
 
 class Ends:
-    """Of one program of this folder, such as direct_ends.py."""
+    """Of one program, of this folder (direct_ends.py) or by its path."""
 
     def __init__(self, program: str) -> None:
         # Unbuffered: a line that was read ahead would be waited for in vain.
         self._template = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name(program))],
+            [sys.executable, str(Path(__file__).parent / program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

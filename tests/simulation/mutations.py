@@ -178,7 +178,7 @@ MUTATIONS: Final = (
         """        if True:
             self._transfer_over()
 """,
-        (ROUND, "self._sent_once and bool(self.table) and", "self._sent_once and"),
+        (ROUND, "across = self._sent_once and bool(self.table)", "across = self._sent_once"),
     ),
     _m(
         "takes-whatever-table-an-engine-has-proven",

@@ -26,6 +26,43 @@ def pool() -> Iterator[BucketPool]:
     pool.close()
 
 
+class SlowToClose(FakeSender):
+    """Two that close it at a time would be in each other's way, as those that hold sockets are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._closing = False
+
+    def close(self) -> None:
+        if self._closing:
+            raise OSError("closed by somebody else at the same time")
+        self._closing = True
+        time.sleep(0.05)
+        self._closing = False
+        super().close()
+
+
+class BrokenByClosing(FakeSender):
+    """Closed while a call of its own is under way, it cannot go through with it."""
+
+    def close(self) -> None:
+        super().close()
+        if self.calls.count("close") == 1:
+            raise OSError("in the middle of a call")
+
+
+@pytest.mark.parametrize("sender", [SlowToClose(), BrokenByClosing()], ids=["slow", "broken"])
+def test_a_delivery_that_is_stopped_ends_and_says_so(pool: BucketPool, sender: FakeSender) -> None:
+    """The leader, which has to give the round up next, and the lane let go of the sender at the same moment."""
+    delivery = Delivery(
+        make_session(1, 10, make_manifest()), {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.slots, 60.0
+    )
+    assert delivery.open()
+    assert delivery.stop(5.0) == ()
+    assert delivery.over
+    assert sender.calls.count("close") == 2
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_receivers_are_waited_for_once_they_can_come(pool: BucketPool, told: bool) -> None:
     """Nobody is given up for not having come while the offer is still on its way to the coordinator."""

@@ -1,0 +1,78 @@
+"""A slice of `make deaths`: ranks, workers and sidecars of real servers are killed and stopped, once in every phase."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from tests.chaos.failpoints import found
+
+from . import deaths
+from .deaths import Cell, Deaths, Watch, cells
+from .strikes import POINTS
+
+STRUCK = (
+    Cell("sends", "rank", "forming", "killed", "two"),
+    Cell("sends", "leader", "begun", "killed", "one"),
+    Cell("sends", "sidecar", "half", "stopped", "two"),
+    Cell("sends", "worker", "received", "stopped", "two"),
+    Cell("sends", "sidecar", "flipped", "killed", "one"),
+    Cell("sends", "leader", "resume", "killed", "one"),
+    Cell("distributed", "leader", "half", "killed", "two"),
+    Cell("distributed", "sidecar", "received", "killed", "one"),
+    Cell("sends", "worker", "half", "killed", "two"),
+)
+"""The last one costs a server, which is not started again here."""
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deaths]:
+    """A coordinator, engines of one and two workers, and two Megatron ranks."""
+    with deaths.deployment(tmp_path_factory.mktemp("d")) as made:
+        yield made
+
+
+@pytest.mark.real
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cell", STRUCK, ids=str)
+def test_who_is_struck_stops_nobody_else(deployment: Deaths, cell: Cell) -> None:
+    """The others serve within the limit, one version or the other, whole; the victim comes back verified."""
+    deployment.carry_out(cell, returns=cell is not STRUCK[-1])
+
+
+def test_the_slice_leaves_nothing_out() -> None:
+    """Every phase, every victim, both signals, both transports and both engines; all of it cells of the matrix."""
+    for names, wanted in zip(
+        zip(*STRUCK, strict=True), map(set, zip(*cells((), (), (), ()), strict=True)), strict=True
+    ):
+        assert set(names) == wanted
+    either = {each._replace(engine="") for each in cells((), (), (), ())}
+    assert {each._replace(engine="") for each in STRUCK} <= either
+
+
+def test_every_place_is_in_the_code_and_every_hold_has_one() -> None:
+    """A method that was renamed would take its place with it; and each program stops at its own places only."""
+    for place in itertools.chain.from_iterable(point.places for point in POINTS.values()):
+        kind, method = found(place)
+        assert callable(getattr(kind, method))
+    for victims in deaths.HOLDS.values():
+        for holds in victims.values():
+            assert len(holds) == len(deaths.PHASES)
+            for program, point in map(str.split, holds):
+                assert POINTS[point].program == program.partition("-")[0]
+
+
+def test_a_break_in_being_ready_counts_from_its_end() -> None:
+    """Ready before the blow, not ready for a while, ready again: served from then on; never again: not at all."""
+    watch = Watch(SimpleNamespace(status_port=1))  # type: ignore[arg-type]
+    nobody, both, one = frozenset[str](), frozenset({"a", "b"}), frozenset({"a"})
+    watch.seen = [(0.0, nobody), (1.0, both), (2.1, both), (2.2, nobody), (2.3, one), (2.4, one)]
+    assert watch.ready_since("a", 2.0) == 2.3
+    assert watch.ready_since("b", 2.0) == float("inf")
+    assert watch.ready_since("b", 0.5) == float("inf")
+    watch.seen.append((2.5, both))
+    assert watch.ready_since("b", 2.0) == 2.5
+    assert watch.ready_since("a", 2.3) == 2.3
