@@ -154,7 +154,8 @@ class EngineAgent:
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
         self._saved = SavedVersions(settings, self._worker)
         self._giving = Giving(self._server, self._events.put, self._records.read)
-        self._rehearsing = Rehearsing(settings, self._server, lambda: self._view, self._events.put, self._worker.foresee)
+        look, foresee = (lambda: self._view), self._worker.foresee
+        self._rehearsing = Rehearsing(settings, self._server, look, self._events.put, foresee)
         self._bus: BusClient | None = None
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
