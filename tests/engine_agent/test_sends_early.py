@@ -114,7 +114,7 @@ def test_a_rank_that_cannot_join_ends_the_attempt(world: SendsWorld, monkeypatch
         take = standing.Standing.take
 
         def lost(self: standing.Standing, name: str) -> Any:
-            if self is world.trainer.sending[1]._standing:
+            if self is world.trainer.sending[1]._session.kept.standing:
                 self.call_off()
             return take(self, name)
 

@@ -147,7 +147,7 @@ def test_who_lost_the_group_after_all_costs_one_attempt(
     take, left = standing.Standing.take, [1]
 
     def lose(self: standing.Standing, name: str) -> Any:
-        if left[0] and self in ([world.trainer.sending[1]._standing] if who == "a rank" else takers()):
+        if left[0] and self in ([world.trainer.sending[1]._session.kept.standing] if who == "a rank" else takers()):
             left[0] -= 1
             self.discard()
         return take(self, name)
