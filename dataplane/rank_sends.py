@@ -192,8 +192,7 @@ class RankSends:
                 raise PeerLost("this rank has gone on")
         return wire.hear_sender(frames, deadline, "the sender to begin")
 
-    @staticmethod
-    def _mail_of(kept: _Kept, letters: Sequence[wire.Letters]) -> list[Mail]:
+    def _mail_of(self, kept: _Kept, letters: Sequence[wire.Letters]) -> list[Mail]:
         """What is sent to whom."""
         for each in letters:
             if each.messages or each.schedule not in kept.parts:

@@ -78,10 +78,8 @@ class SendsSender:
         self._keep_s = 0.0 if nixl else keep_s
         self._standing = self._formed = NOBODY
         """The group in which the last version went to everybody, and the one of this epoch."""
-        self._stands = False
-        """That one was there before all were prepared."""
-        self._early: wire.Group | None = None
-        """It may begin to form before that."""
+        self._early: tuple[wire.Group, TCPStore] | None = None
+        """One that may begin to form before it is known whether it will be used, and its store."""
         self._exposed: Exposed | None = None
         self._layout = ""
         self._epoch = 0
@@ -181,7 +179,7 @@ class SendsSender:
         """Hang up on everybody. Whoever is still in the group breaks it."""
         for end in (*self._engines.values(), *self._ranks.values()):
             self._hang_up(end, "" if end.through else "the sender closed this session")
-        self._engines, self._ranks, self._store = {}, {}, None
+        self._engines, self._ranks, self._store, self._early = {}, {}, None, None
         if self._selector is not None:
             self._selector.close()
             self._selector = None
@@ -261,9 +259,10 @@ class SendsSender:
             if isinstance(hello, wire.RankHello):
                 end.known, end.group, end.seats = frozenset(hello.known), hello.group, (hello.seat,)
             else:
+                early, _ = self._early or (None, None)
                 invited = wire.Invited(
                     epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
-                    alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=self._early,
+                    alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=early,
                 )  # fmt: skip
                 wire.say(frames, invited, deadline)
         except DataplaneError:
@@ -382,59 +381,64 @@ class SendsSender:
             offsets[name] = first + len(letters)
             letters += [(first + len(letters) + at, plan) for at, plan in enumerate(prepared.plans)]
         size = first + len(letters)
-        self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
+        stands = self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
+        group = self._group(size, 0, self._formed.name, self._store, stands=stands)
         told = [
-            (end, wire.Begin(group=self._group(size, holder), letters=self._letters(holder, end, letters)))
+            (end, wire.Begin(group=_seen_by(holder, group), letters=self._letters(holder, end, letters)))
             for holder, end in self._ranks.items()
         ]
-        told += [(end, wire.Begin(group=self._group(size, offsets[name]))) for name, end in self._engines.items()]
+        told += [(end, wire.Begin(group=_seen_by(offsets[name], group))) for name, end in self._engines.items()]
         self._began = True
         for end, begin in told:
             end.heard_at = time.monotonic()
             self._tell(end, begin)
 
-    def _choose_group(self, members: object) -> None:
+    def _choose_group(self, members: object) -> bool:
         """The group of the last version, if all who are in it have it still and no others take part; or a new one.
 
-        That one may have begun to form.
+        That one may have begun to form. Whether all have it, or wait for it already.
         """
         last, self._standing = self._standing, NOBODY
         early, self._early = self._early, None
-        engines, self._stands = frozenset(self._engines), True
+        engines = frozenset(self._engines)
         if last.name and last.members == members and all(end.group == last.name for end in self._everybody()):
             self._formed = Formed(last.name, members, engines)
         elif early is not None and all(end.forming for end in self._everybody()):
-            self._formed = Formed(early.name, members, engines)
+            group, self._store = early
+            self._formed = Formed(group.name, members, engines)
         else:
-            self._stands, self._store = False, serve_store(self._host)
+            self._store = serve_store(self._host)
             self._formed = Formed(self._name(), members, engines)
+            return False
+        return True
 
-    def _foresee(self, ranks: int, peers: Sequence[Peer]) -> wire.Group | None:
+    def _foresee(self, ranks: int, peers: Sequence[Peer]) -> tuple[wire.Group, TCPStore] | None:
         """The group of a single engine, unless it may have the last one still."""
         if self._nixl or len(peers) != 1 or self._standing.engines == frozenset({peers[0].engine}):
             return None
-        self._standing, self._stands, self._store = NOBODY, False, serve_store(self._host)
-        self._formed = Formed(f"{self._name()}-early")
-        return msgspec.structs.replace(self._group(ranks + peers[0].tp, ranks), ranks=ranks)
+        store, name = serve_store(self._host), f"{self._name()}-early"
+        return self._group(ranks + peers[0].tp, ranks, name, store, ranks=ranks), store
 
     def _let_form(self) -> None:
         """The ranks join what the engine's workers have begun to join."""
         if self._early is None or not all(end.forming for end in self._engines.values()):
             return
+        early, _ = self._early
         for rank, end in tuple(self._ranks.items()):
             if end.frames is not None and not end.forming:
                 end.forming = True
-                self._tell(end, wire.Form(group=msgspec.structs.replace(self._early, rank=rank)))
+                self._tell(end, wire.Form(group=_seen_by(rank, early)))
 
     def _name(self) -> str:
         return f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}"
 
-    def _group(self, size: int, rank: int) -> wire.Group:
+    def _group(
+        self, size: int, rank: int, name: str, store: TCPStore | None, *, ranks: int = 0, stands: bool = False
+    ) -> wire.Group:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return wire.Group(
-            store=f"tcp://{host}:{self._store.port}" if self._store else "", name=self._formed.name, size=size,
-            rank=rank, form_s=self._form_s, turn_s=self._turn_s, nixl=self._nixl, stands=self._stands,
-            keep_s=self._keep_s,
+            store=f"tcp://{host}:{store.port}" if store else "", name=name, size=size, rank=rank, form_s=self._form_s,
+            turn_s=self._turn_s, nixl=self._nixl, stands=stands, keep_s=self._keep_s, ranks=ranks,
         )  # fmt: skip
 
     def _letters(self, holder: int, end: End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
@@ -484,3 +488,7 @@ class SendsSender:
             with contextlib.suppress(DataplaneError):  # it is gone, nothing to tell
                 wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
         frames.close()
+
+
+def _seen_by(rank: int, group: wire.Group) -> wire.Group:
+    return msgspec.structs.replace(group, rank=rank)

@@ -50,8 +50,8 @@ class Standing:
         return None
 
     def begin(self, forming: Forming) -> None:
-        """A group forms that may be asked for, until it is called off. What there was is let go of."""
-        self.discard()
+        """A group forms that may be asked for until it is called off. So may the one that is kept, instead."""
+        self.call_off()
         with self._lock:
             self._forming = forming
 
@@ -68,13 +68,15 @@ class Standing:
         One that still forms is waited for. Raises `TransferFailed` where it did not.
         """
         with self._lock:
-            if self._name == name and self._group is not None and not self._group.broken:
-                return self._let_go()
+            known = self._let_go() if self._name == name and self._group is not None else None
             forming = self._forming if self._forming is not None and self._forming.name == name else None
             if forming is not None:
                 self._forming = None
         self.discard()
-        return forming.result() if forming is not None else None
+        if known is not None and known.broken:
+            known.drop()
+            return None
+        return forming.result() if forming is not None else known
 
     def discard(self) -> None:
         """Let go of it, whoever is still in it."""

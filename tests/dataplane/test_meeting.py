@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from weightbus.dataplane.broadcast_group import serve_store
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import Forged, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.meeting import _STEPS, Attendance, Meeting, new_token
+from weightbus.dataplane.meeting import Attendance, Meeting, new_token
 
 EPOCH = 7
 
@@ -143,7 +143,7 @@ def test_an_epoch_leaves_nothing_behind() -> None:
     store, token = serve_store("127.0.0.1"), new_token()
     meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
     before = store.num_keys()
-    for step in _STEPS:
+    for step in ("came", "joined", "done", "failed", "sent", "differs"):
         attendance.say(step, "x", Deadline(10))
     attendance.close("failed")
     meeting.announce("group", "g")

@@ -356,21 +356,23 @@ def test_a_session_that_is_stuck_touches_nothing_of_the_next(
     stand: Stand, other: SourceRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is given up after a while; what it does when it goes on at last is its own end."""
-    stuck, released = threading.Event(), threading.Event()
+    stuck, released, armed = threading.Event(), threading.Event(), threading.Event()
     plain = source_rank.backend_for
 
     def backend_for(device: torch.device) -> str:
-        if not stuck.is_set():
+        if armed.is_set() and not stuck.is_set():
             stuck.set()
             released.wait(60.0)
         return plain(device)
 
     monkeypatch.setattr(source_rank, "_END_S", 0.1)
     monkeypatch.setattr(source_rank, "backend_for", backend_for)
-    other.begin(Leader().begin(1), 1, TWO, stand.own(1), 60.0, filled=3)
+    serve(stand, other, 1)
+    armed.set()
+    other.begin(Leader().begin(2), 2, TWO, stand.own(2), 60.0, filled=3)
     assert stuck.wait(PROMPT_S)
-    session, address = stand.offer(1, 5)
-    other.begin(address, 1, TWO, stand.own(5), 60.0, filled=2)
+    session, address = stand.offer(3, 5)
+    other.begin(address, 3, TWO, stand.own(5), 60.0, filled=2)
     serving = threading.Thread(target=stand.serve, args=(session, 60.0))
     serving.start()
     other.wait_free(2)
@@ -381,11 +383,16 @@ def test_a_session_that_is_stuck_touches_nothing_of_the_next(
     serving.join()
     stand.check(5)
     assert other.failure == ""
-    session, address = stand.offer(2, 6)
-    other.begin(address, 2, TWO, stand.own(6), 60.0, filled=3)
+    serve(stand, other, 4)
+    assert [len(joined) for joined in stand.joined.values()] == [4, 4]
+
+
+def serve(stand: Stand, other: SourceRank, epoch: int) -> None:
+    """One version, and it is there."""
+    session, address = stand.offer(epoch, epoch + 4)
+    other.begin(address, epoch, TWO, stand.own(epoch + 4), 60.0, filled=3)
     stand.serve(session, 60.0)
-    stand.check(6)
-    assert [len(joined) for joined in stand.joined.values()] == [2, 2]
+    stand.check(epoch + 4)
 
 
 def names() -> list[str]:
@@ -417,20 +424,14 @@ def test_a_store_that_goes_while_a_group_forms_holds_nobody(other: SourceRank, m
 @pytest.mark.parametrize("who", ["the source", "the leader"])
 def test_who_begins_anew_is_in_new_groups(stand: Stand, other: SourceRank, who: str) -> None:
     """All of them are: one that was lost is not waited for in the others."""
-    session, address = stand.offer(1, 5)
-    other.begin(address, 1, TWO, stand.own(5), 60.0, filled=3)
-    stand.serve(session, 60.0)
-    stand.check(5)
+    serve(stand, other, 1)
     again = other
     if who == "the source":
         other.close()
         again = SourceRank(1, CPU)
     else:
         stand.leader = DistributedSender("127.0.0.1", CHANNEL, CPU)
-    session, address = stand.offer(2, 6)
-    again.begin(address, 2, TWO, stand.own(6), 60.0, filled=3)
-    stand.serve(session, 60.0)
-    stand.check(6)
+    serve(stand, again, 2)
     assert [joined[2:] for joined in stand.joined.values()] == [
         [f"weightbus-{CHANNEL}-2", f"weightbus-{CHANNEL}-2-source1"]
     ] * 2
@@ -441,10 +442,8 @@ def test_epochs_leave_nothing_in_the_store(stand: Stand, other: SourceRank) -> N
     """What engines and sources said is deleted when the next epoch begins, whatever it was."""
     counts: list[int] = []
     for epoch in (1, 2, 3):
-        session, address = stand.offer(epoch, epoch + 4)
+        serve(stand, other, epoch)
+        other.stop()
         assert stand.leader._store is not None
         counts.append(stand.leader._store.num_keys())
-        other.begin(address, epoch, TWO, stand.own(epoch + 4), 60.0, filled=3)
-        stand.serve(session, 60.0)
-        stand.check(epoch + 4)
     assert counts[2] == counts[1]
