@@ -53,6 +53,7 @@ def test_a_group_of_which_nobody_speaks_any_more_is_let_go_of(by: str) -> None:
     stands = kept(group)
     if by == "another name":
         assert stands.take("g2") is None
+        assert group.end == "dropped"
     elif by == "another group":
         stands.keep("g2", cast("PairGroup", Group()), 100.0)
         assert stands.name == "g2"
