@@ -356,7 +356,9 @@ def test_who_reads_slowly_is_told_to_the_end(tmp_path: Path, monkeypatch: pytest
     came, pipe = bytearray(), crowd.engines["slow"]._socket
     pipe.settimeout(WAIT_S)
     while len(came) < 16 * Crowd.TENSORS:
-        came += pipe.recv(1 << 16)
+        block = pipe.recv(1 << 16)
+        assert block, "it was let go of"
+        came += block
         time.sleep(0.15)
     crowd.say("slow", direct_wire.Finished())
     assert crowd.end() == {}

@@ -270,8 +270,12 @@ def test_a_closed_agent_asks_its_server_for_nothing(stage: Stage, monkeypatch: p
         if when == "before":
             self.close()
 
+    looked: list[str] = []
+
     def idle(self: Rehearsing) -> bool:
-        self.close()
+        looked.append(when)
+        if when == "while it looks":
+            self.close()
         return True
 
     def record(self: rehearsal.Rehearsal, *arguments: Any) -> int:
@@ -279,14 +283,13 @@ def test_a_closed_agent_asks_its_server_for_nothing(stage: Stage, monkeypatch: p
         return plain(self, *arguments)
 
     monkeypatch.setattr(Rehearsing, "__init__", begin)
-    if when == "while it looks":
-        monkeypatch.setattr(Rehearsing, "_idle", idle)
-    elif when == "just before it asks":
+    if when == "just before it asks":
         monkeypatch.undo()
         monkeypatch.setattr(Rehearsing, "__init__", begin)
         plain = rehearsal.Rehearsal.record
         monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
         monkeypatch.setattr(rehearsing, "_CPU", stage.folder / "cpuinfo")
+    monkeypatch.setattr(Rehearsing, "_idle", idle)
     called: list[str] = []
     monkeypatch.setattr(SGLangServer, "load_direct", lambda _self, path, _deadline_s: called.append(path))
 
@@ -294,4 +297,5 @@ def test_a_closed_agent_asks_its_server_for_nothing(stage: Stage, monkeypatch: p
 
     assert not stage.asked
     assert not called
+    assert bool(looked) is (when != "before")
     assert not any(each.startswith("recorded_ahead") for each in said)
