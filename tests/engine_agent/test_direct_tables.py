@@ -111,8 +111,6 @@ def test_a_table_that_follows_is_what_is_proven(world: World, copied: threading.
         under_way.end()
     assert world.trainer.sender.failed == {}
     assert world.receiver.seconds["table"] > 0
-    world.receiver.shutdown()
-    until(lambda: not any(each.name.startswith("weightbus-table") for each in threading.enumerate()))
     assert isinstance(world.trainer.sender, Tabling)
 
 
