@@ -418,9 +418,8 @@ class Exposure:
         """What `expose` has to wait for, in front of what digests."""
         self._unmarked = None
         self._await_step()
-        if self._device.type != "cuda" or not isinstance(self._source, Making):
-            return
-        if self._local is None or not self._marked or self._local.mirror.tensors:
+        makes = self._device.type == "cuda" and isinstance(self._source, Making)
+        if makes and (self._local is None or not self._marked or self._local.mirror.tensors):
             self._unmarked = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._unmarked.record(torch.cuda.current_stream(self._device))
 
