@@ -21,7 +21,7 @@ from typing import Final
 
 from . import direct_wire as wire
 from .deadline import Deadline
-from .errors import DataplaneError, PeerLost, TransferFailed
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from .exports import ExportMap
 from .frames import FrameListener, Frames
 from .local import open_runtime_dir
@@ -33,7 +33,7 @@ from .transport import JOIN_S, Address, Peer, Session, Slot, Tabled
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 _PACKET_S: Final = 10.0
-"""For one message of a peer that has begun to speak, and for a peer to read anything of what it is told."""
+"""For a peer that stands still in the middle of what it says or is told, and for the first words of one that comes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,7 @@ class Exposed:
 class _Peer:
     def __init__(self, engine: str) -> None:
         self.engine = engine
+        """Empty for somebody who has not said yet who it is."""
         self.frames: Frames | None = None
         self.finished = False
         self.asks = False
@@ -74,6 +75,8 @@ class _Peer:
         """What it is told and has no room for yet."""
         self.moved_at = 0.0
         """When it last had room."""
+        self.heard_at = 0.0
+        """When anything of what it says last came; or it did."""
 
     def push(self) -> None:
         """Tell it what it has room for now. Raises `PeerLost`."""
@@ -100,6 +103,8 @@ class DirectSender:
         self._failed: dict[str, str] = {}
         self._withdrawn: dict[str, str] = {}
         self._peers: dict[str, _Peer] = {}
+        self._guests: list[_Peer] = []
+        """Who has come and has said nothing yet."""
         self._agreed: set[str] = set()
         self._listener: FrameListener | None = None
         self._selector: selectors.BaseSelector | None = None
@@ -194,13 +199,14 @@ class DirectSender:
 
     def close(self) -> None:
         """Hang up. Exported memory stays exported: it belongs to the exporters."""
-        for peer in self._peers.values():
+        selector, self._selector = self._selector, None  # first: whoever waits in it finds out by this
+        if selector is not None:
+            selector.close()
+        guests, self._guests = self._guests, []
+        for peer in (*self._peers.values(), *guests):
             if peer.frames is not None:
                 peer.frames.close()
         self._peers = {}
-        if self._selector is not None:
-            self._selector.close()
-            self._selector = None
         with self._lock:
             wake, self._wake = self._wake, -1
         if wake >= 0:
@@ -222,47 +228,80 @@ class DirectSender:
             self._pump(min(left, _LOOK_S))
 
     def _pump(self, timeout_s: float) -> None:
+        selector = self._listening()
+        try:
+            self._drop_lost()
+            for key, events in selector.select(timeout_s):
+                if key.data is not None:
+                    if events & selectors.EVENT_WRITE:
+                        self._push(key.data)
+                    if events & selectors.EVENT_READ:
+                        self._hear(key.data)
+                elif key.fileobj is self._listener:
+                    self._admit()
+                else:
+                    self._woken()
+        except (ValueError, KeyError, RuntimeError, OSError) as error:
+            if self._selector is selector:
+                raise
+            raise TransferFailed("the sender was closed") from error
+
+    def _listening(self) -> selectors.BaseSelector:
+        """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
         if self._selector is None:
             raise TransferFailed("nothing is on offer: call offer first")
-        self._drop_lost()
-        for key, events in self._selector.select(timeout_s):
-            if key.data is not None:
-                if events & selectors.EVENT_WRITE:
-                    self._push(key.data)
-                if events & selectors.EVENT_READ:
-                    self._hear(key.data)
-            elif key.fileobj is self._listener:
-                self._admit()
-            else:
-                self._woken()
+        return self._selector
 
     def _drop_lost(self) -> None:
-        """Who was withdrawn, and who does not read."""
+        """Who was withdrawn, who does not read, and who does not go on with what it says."""
+        now = time.monotonic()
         for peer in tuple(self._peers.values()):
             if peer.engine in self._withdrawn:
                 self._drop(peer, self._withdrawn[peer.engine])
-            elif peer.unread and time.monotonic() - peer.moved_at > _PACKET_S:
+            elif peer.unread and now - peer.moved_at > _PACKET_S:
                 self._drop(peer, f"it has read nothing for {_PACKET_S:.1f} s of what it was told")
+            elif peer.frames is not None and peer.frames.halfway and now - peer.heard_at > _PACKET_S:
+                self._drop(peer, f"it has stood still for {_PACKET_S:.1f} s in the middle of what it said")
+        for guest in tuple(self._guests):
+            if now - guest.moved_at > _PACKET_S:
+                self._drop(guest, "")
 
     def _admit(self) -> None:
-        assert self._listener is not None
-        assert self._selector is not None
-        deadline = Deadline(_PACKET_S)
-        frames = self._listener.accept(deadline, "a receiver")
+        """Somebody has come. A peer that never says who it is is named at the deadline."""
+        selector, listener = self._listening(), self._listener
+        if listener is None:
+            raise TransferFailed("the sender was closed")
+        guest = _Peer("")
         try:
-            hello = wire.hear_receiver(frames, deadline)
-            reason = self._refusal(hello)
-            if reason or not isinstance(hello, wire.Hello):
-                wire.say(frames, wire.Refused(epoch=self._epoch, reason=reason), deadline)
-                return frames.close()
-            assert self._exposed is not None
-            welcome = wire.Welcome(epoch=self._epoch, layout=self._layout, exporters=self._exposed.exporters)
-            wire.say(frames, welcome, deadline)
-        except DataplaneError:  # whoever it was is gone; a peer that never comes is named at the deadline
-            return frames.close()
+            guest.frames = listener.accept(Deadline(_LOOK_S), "a receiver")
+        except DeadlineExceeded:  # it is gone again
+            return
+        guest.moved_at = time.monotonic()
+        self._guests.append(guest)
+        try:
+            selector.register(guest.frames, selectors.EVENT_READ, guest)
+        except (ValueError, KeyError, OSError):
+            guest.frames.close()
+            raise
+
+    def _greet(self, guest: _Peer, hello: wire.ToSender) -> None:
+        """Its first words. Raises `PeerLost`."""
+        reason = self._refusal(hello)
+        if reason or not isinstance(hello, wire.Hello):
+            guest.unread.append(wire.as_framed(wire.Refused(epoch=self._epoch, reason=reason)))
+            guest.push()
+            return self._drop(guest, "")
+        assert self._exposed is not None
+        welcome = wire.Welcome(epoch=self._epoch, layout=self._layout, exporters=self._exposed.exporters)
+        guest.unread.append(wire.as_framed(welcome))
+        guest.push()
         peer = self._peers[hello.engine]
-        peer.frames = frames
-        return self._register(frames, peer)
+        peer.frames, peer.unread, peer.moved_at = guest.frames, guest.unread, time.monotonic()
+        self._guests = [each for each in self._guests if each is not guest]
+        assert peer.frames is not None
+        self._listening().modify(peer.frames, selectors.EVENT_READ, peer)
+        guest.frames = None
+        return self._watch(peer)
 
     def _woken(self) -> None:
         """The digest table has come."""
@@ -300,15 +339,11 @@ class DirectSender:
 
     def _watch(self, peer: _Peer) -> None:
         """For what it says, and for room where it is to be told something."""
-        assert self._selector is not None
+        selector = self._listening()
         if peer.frames is not None:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unread else 0)
-            if self._selector.get_key(peer.frames).events != wanted:
-                self._selector.modify(peer.frames, wanted, peer)
-
-    def _register(self, frames: Frames, peer: _Peer) -> None:
-        assert self._selector is not None
-        self._selector.register(frames, selectors.EVENT_READ, peer)
+            if selector.get_key(peer.frames).events != wanted:
+                selector.modify(peer.frames, wanted, peer)
 
     def _refusal(self, hello: wire.ToSender) -> str:
         if not isinstance(hello, wire.Hello):
@@ -323,26 +358,35 @@ class DirectSender:
     def _hear(self, peer: _Peer) -> None:
         if peer.frames is None:  # dropped by an earlier event of the same batch
             return
+        peer.heard_at = time.monotonic()
         try:
-            match wire.hear_receiver(peer.frames, Deadline(_PACKET_S)):
-                case wire.GiveLayout():
-                    assert self._exposed is not None
-                    self._tell(peer, wire.as_framed(self._exposed.given))
-                case wire.Propose() as proposed:
-                    for each in proposed.plans:
-                        self._agree(each)
-                    self._tell(peer, wire.as_framed(wire.Agreed()))
-                case wire.GiveTable() if self._follows:
-                    peer.asks = True
-                    self._give_table(peer)
-                case wire.Finished():
-                    peer.finished = True
-                case wire.Failed(reason=reason):
-                    self._drop(peer, reason)
-                case message:
-                    self._drop(peer, f"it said {type(message).__name__} out of turn")
+            message = wire.pull_receiver(peer.frames)
+            if message is not None and not peer.engine:
+                self._greet(peer, message)
+            elif message is not None:
+                self._answer(peer, message)
         except DataplaneError as error:
             self._drop(peer, str(error))
+
+    def _answer(self, peer: _Peer, message: wire.ToSender) -> None:
+        """Raises `DataplaneError`."""
+        match message:
+            case wire.GiveLayout():
+                assert self._exposed is not None
+                self._tell(peer, wire.as_framed(self._exposed.given))
+            case wire.Propose() as proposed:
+                for each in proposed.plans:
+                    self._agree(each)
+                self._tell(peer, wire.as_framed(wire.Agreed()))
+            case wire.GiveTable() if self._follows:
+                peer.asks = True
+                self._give_table(peer)
+            case wire.Finished():
+                peer.finished = True
+            case wire.Failed(reason=reason):
+                self._drop(peer, reason)
+            case _:
+                self._drop(peer, f"it said {type(message).__name__} out of turn")
 
     def _agree(self, proposal: wire.Proposal) -> None:
         """Make the same plan. Raises `TransferFailed` when it is another one."""
@@ -359,15 +403,20 @@ class DirectSender:
         self._agreed.add(proposal.plan)
 
     def _drop(self, peer: _Peer, reason: str) -> None:
-        if peer.frames is not None:
-            if not peer.finished and not peer.unread:
-                self._say_goodbye(peer.frames, reason)
+        """Of somebody who has not said who it is, without a word."""
+        frames, peer.frames = peer.frames, None
+        if frames is not None:
+            if peer.engine and not peer.finished and not peer.unread:
+                self._say_goodbye(frames, reason)
             peer.unread.clear()
-            if self._selector is not None:
-                self._selector.unregister(peer.frames)
-            peer.frames.close()
-            peer.frames = None
-        if not peer.finished:  # it has the version: going away afterwards is its right
+            try:
+                if self._selector is not None:
+                    self._selector.unregister(frames)
+            finally:
+                frames.close()
+        if not peer.engine:
+            self._guests = [guest for guest in self._guests if guest is not peer]
+        elif not peer.finished:  # it has the version: going away afterwards is its right
             self._failed.setdefault(peer.engine, reason)
             self._peers.pop(peer.engine, None)
 

@@ -145,3 +145,9 @@ def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToRecei
 def hear_receiver(frames: Frames, deadline: Deadline) -> ToSender:
     """For senders. Raises `PeerLost`, `DeadlineExceeded`."""
     return decode(_TO_SENDER, frames.receive(deadline, "a receiver"))
+
+
+def pull_receiver(frames: Frames) -> ToSender | None:
+    """For senders, as `Frames.pull`. Raises `PeerLost`."""
+    found = frames.pull()
+    return None if found is None else decode(_TO_SENDER, found)

@@ -14,13 +14,15 @@ bytes go straight into the server's workers, so nothing here has checked them (`
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Final, TypeVar
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from . import torch_threads
 from .broadcast_group import BroadcastGroup, backend_for, join_store, serve_store
 from .deadline import Deadline
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
@@ -66,7 +68,7 @@ class DistributedSender:
         self._withdrawn: dict[str, str] = {}
         self._spared: frozenset[str] = frozenset()
         self._sends: dict[int, Future[None]] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._calls = torch_threads.Calls("weightbus-broadcast")
         self._forming = self._began = self._finished = False
         self._token = ""
 
@@ -137,7 +139,7 @@ class DistributedSender:
         memory = slot.memory[: session.manifest.buckets[index].nbytes]
         if memory.device.type == "cuda":
             torch.cuda.current_stream(memory.device).synchronize()  # the broadcast runs on another thread's stream
-        self._sends[index] = self._run(self._group.broadcast, memory, Deadline(deadline_s))
+        self._sends[index] = self._calls.submit(partial(self._group.broadcast, memory, Deadline(deadline_s)))
 
     def reclaim(self, index: int, deadline_s: float) -> None:
         """Wait until bucket `index` has left its slot. On failure everybody is in `failed` when this returns."""
@@ -211,8 +213,8 @@ class DistributedSender:
         assert self._store is not None
         world_size = 1 + sum(peer.tp for peer in self._peers)
         store, name = join_store(self._store), groups.names[0]
-        forming = self._run(BroadcastGroup.form, store, name, self._host, self._device, world_size, deadline)
-        self._group = self._await(forming, f"{world_size - 1} engine ranks to join {name}", deadline)
+        form = partial(BroadcastGroup.form, store, name, self._host, self._device, world_size, deadline)
+        self._group = self._await(self._calls.submit(form), f"{world_size - 1} engine ranks to join {name}", deadline)
         self._members, self._groups = self._peers, groups.names
 
     def _await_source(self, index: int, deadline: Deadline) -> None:
@@ -297,10 +299,7 @@ class DistributedSender:
         if self._group is not None:
             self._group.abort()
         self._group, self._groups, self._members = None, (), ()
-        if self._thread is not None:
-            # A broadcast that does not return even now keeps a thread of its own; the next group gets a fresh one.
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._thread = None
+        self._calls.give_up()
 
     def _end_store(self) -> None:
         """Free whoever waits in it for the group, once the agents have heard that the session is over."""
@@ -309,8 +308,3 @@ class DistributedSender:
         while meeting and deadline.left() and any(meeting.heard("failed", engine) is None for engine in self._engines):
             time.sleep(POLL_S)
         self._store, self._forming = None, False
-
-    def _run(self, function: Callable[..., _T], *arguments: object) -> Future[_T]:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "weightbus-broadcast")
-        return self._thread.submit(function, *arguments)

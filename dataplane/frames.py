@@ -35,9 +35,12 @@ class Frames:
 
     limit: int = MAX_FRAME
     """Bytes of the largest message that is taken."""
+    _length: int | None = None
+    """Of the message that is being pulled, once it is known."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._come = bytearray()
         self.pid = peer_of(sock)
 
     @classmethod
@@ -81,10 +84,50 @@ class Frames:
 
     def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
         """The next message. Raises `PeerLost`, `DeadlineExceeded`."""
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline, waiting_for))
+        return self._exactly(self._announced(self._exactly(_LENGTH.size, deadline, waiting_for)), deadline, waiting_for)
+
+    def pull(self) -> bytes | None:
+        """Take what is there of the next message; the message, once that is all of it. Raises `PeerLost`.
+
+        Whoever has begun to pull does not `receive`.
+        """
+        if self._length is None:
+            self._read(_LENGTH.size)
+            if len(self._come) < _LENGTH.size:
+                return None
+            self._length = self._announced(bytes(self._come))
+            self._come.clear()
+        self._read(self._length)
+        if len(self._come) < self._length:
+            return None
+        found, self._come, self._length = bytes(self._come), bytearray(), None
+        return found
+
+    @property
+    def halfway(self) -> bool:
+        """A part of a message was pulled, and the rest has not come."""
+        return self._length is not None or bool(self._come)
+
+    def _read(self, count: int) -> None:
+        """What is there of so many bytes, and no more than a block."""
+        if len(self._come) == count:
+            return
+        try:
+            self._socket.settimeout(0.0)
+            block = self._socket.recv(min(count - len(self._come), _BLOCK))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise PeerLost(f"the connection broke: {error}") from error
+        if not block:
+            raise PeerLost("the other end closed the connection")
+        self._come += block
+
+    def _announced(self, head: bytes) -> int:
+        length = int(_LENGTH.unpack(head)[0])
         if length > self.limit:
             raise PeerLost(f"a message of {length} bytes is announced, at most {self.limit} are taken")
-        return self._exactly(int(length), deadline, waiting_for)
+        return length
 
     def _exactly(self, count: int, deadline: Deadline, waiting_for: str) -> bytes:
         """Memory is taken as bytes come, and not for what is only announced."""

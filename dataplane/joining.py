@@ -7,20 +7,18 @@ fails. Whoever is told in the end to use it has it, or waits for the rest of it.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Final
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from . import torch_threads
 from .deadline import Deadline
 from .errors import DeadlineExceeded, PeerLost, TransferFailed
 from .nixl_group import NixlGroup
 from .pair_group import NOBODY, PairGroup
+from .rendezvous import reach_store
 from .sealed_frames import address_towards, host_and_port
 from .sends_wire import Group
 
@@ -38,14 +36,8 @@ def join(
 ) -> PairGroup | NixlGroup:
     """The group, formed under its own deadline. Raises `TransferFailed`."""
     deadline = Deadline(where.form_s)
-    host, port = host_and_port(where.store)
-    _knock(host, port, deadline)
-    try:
-        left = timedelta(seconds=deadline.check("the group's store"))
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
-    except RuntimeError as error:
-        raise DeadlineExceeded("the group's store", where.form_s) from error
-    mine = address_towards(host, port)
+    store = reach_store(where.store, deadline)
+    mine = address_towards(*host_and_port(where.store))
     if where.nixl:
         return NixlGroup.form(
             store, where.name, mine, device, where.rank, where.size, deadline, to=to, from_=from_, memory=memory
@@ -109,13 +101,3 @@ class Forming:
         except Exception as error:  # noqa: BLE001  it is raised where the group is asked for
             self._error = TransferFailed(f"{type(error).__name__}: {error}")
         self._over.set()
-
-
-def _knock(host: str, port: int, deadline: Deadline) -> None:
-    """Torch would try to reach a store that has ended for twice its deadline, and cannot be called off meanwhile."""
-    try:
-        socket.create_connection((host, port), deadline.check("the group's store")).close()
-    except TimeoutError as error:
-        raise DeadlineExceeded("the group's store", deadline.seconds) from error
-    except OSError as error:
-        raise PeerLost(f"the group's store at {host}:{port} does not answer: {error}") from error

@@ -13,7 +13,8 @@ Sources that do not lead say the same under the name that `source_name` gives th
     <epoch>/sent/S        source    so many of its buckets have been taken by everybody
     <epoch>/differs/S     source    tensors that it found changed between the digest and the transfer
 
-Keys of an epoch are deleted when the next one begins. A store that stops answering is a sender that died.
+Keys of an epoch are deleted when the next one begins: whoever finds another epoch there has missed the end of his own.
+A store that stops answering is a sender that died.
 
 Whoever reaches its port can read and write a store. So every value but the bare epoch carries a MAC over its key and
 itself, by a token that is new in every epoch and travels on the authenticated bus, never here: what a stranger writes
@@ -29,15 +30,15 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from typing import Final, TypeVar
-from urllib.parse import urlsplit
 
-# torch.distributed has these names only where it was built with it, and type checkers do not see them there.
-from torch._C._distributed_c10d import Store, TCPStore
+# torch.distributed has this name only where it was built with it, and type checkers do not see it there.
+from torch._C._distributed_c10d import Store
 
+from . import torch_threads
 from .deadline import Deadline
 from .errors import Forged, PeerLost, StaleSession, TransferFailed
+from .rendezvous import reach_store
 
 POLL_S: Final = 0.02
 _EPOCH: Final = "weightbus/epoch"
@@ -138,10 +139,7 @@ class Attendance:
     """
 
     def __init__(self, address: str, epoch: int, engine: str, token: str) -> None:
-        url = urlsplit(address)
-        if url.scheme != "tcp" or not url.hostname or not url.port:
-            raise TransferFailed(f"{address!r} is not the address of a distributed offer, expected tcp://host:port")
-        self._where = (url.hostname, url.port)
+        self._address = address
         self._epoch = epoch
         self._engine = engine
         self._token = token
@@ -150,14 +148,23 @@ class Attendance:
         self._error: TransferFailed | None = None
         self._announced: dict[str, str] = {}
         self._said: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name="weightbus-meeting", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Connect, in the background."""
-        self._thread.start()
+        self._thread = torch_threads.start(self._run, "weightbus-meeting")
+
+    def cancel(self, reason: str) -> None:
+        """From any thread: whoever waits here, or will, is told at once that it is over."""
+        with self._news:
+            self._error = self._error or PeerLost(reason)
+            self._news.notify_all()
 
     def check(self) -> None:
-        """Raise what is known against going on: `StaleSession`, or `PeerLost` when the sender died or gave up."""
+        """Raise what is known against going on: `StaleSession`, or `PeerLost` when the sender died or gave up.
+
+        `TransferFailed` for an address that is none.
+        """
         if self._error is not None:
             raise self._error
         if "over" in self._announced:
@@ -182,7 +189,8 @@ class Attendance:
         if last:
             self._outbox.put(("failed", last[:_MAX_REASON]))
         self._outbox.put(None)
-        self._thread.join(_GOODBYE_S)
+        if self._thread is not None:
+            self._thread.join(_GOODBYE_S)
 
     def _wait(self, done: Callable[[], bool], what: str, deadline: Deadline) -> None:
         with self._news:
@@ -191,32 +199,35 @@ class Attendance:
                 self._news.wait(deadline.check(what))
 
     def _run(self) -> None:
+        found: TransferFailed | None = None
         try:
-            sealed = _Sealed(self._connect(), self._epoch, self._token)
-            while self._talk(sealed):
+            store = reach_store(self._address, Deadline(_CONNECT_S))
+            self._require_epoch(store)
+            sealed = _Sealed(store, self._epoch, self._token)
+            while self._talk(store, sealed):
                 pass
         except TransferFailed as error:
-            self._error = error
+            found = error
         except RuntimeError as error:  # every way in which a store breaks
-            self._error = PeerLost(f"the sender's store at {self._where[0]}:{self._where[1]} is gone: {error}")
+            found = PeerLost(f"the sender's store at {self._address} is gone: {error}")
         with self._news:
+            self._error = self._error or found
             self._news.notify_all()
 
-    def _connect(self) -> Store:
-        timeout = timedelta(seconds=_CONNECT_S)
-        store = TCPStore(*self._where, is_master=False, wait_for_workers=False, timeout=timeout)
+    def _require_epoch(self, store: Store) -> None:
         found = bytes(store.get(_EPOCH)).decode("ascii", "replace")
         if found != str(self._epoch):
             raise StaleSession(int(found) if found.isdecimal() else -1, self._epoch)
-        return store
 
-    def _talk(self, sealed: _Sealed) -> bool:
+    def _talk(self, store: Store, sealed: _Sealed) -> bool:
         try:
             message = self._outbox.get(timeout=POLL_S)
         except queue.Empty:
             for what in ("group", "over"):
                 if what not in self._announced and (value := sealed.hear(what)) is not None:
                     self._announced[what] = value
+            if "over" not in self._announced:
+                self._require_epoch(store)
         else:
             if message is None:
                 return False

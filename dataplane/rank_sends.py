@@ -42,21 +42,66 @@ class _Bound(NamedTuple):
     outbox: Outbox
 
 
+class _Kept:
+    """What one epoch leaves to the next. Of one thread at a time."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, tuple[Messages, CopyTable]] = {}
+        """By digest of the schedule."""
+        self.bound: _Bound | None = None
+        self.standing = Standing()
+
+    def unbind(self) -> None:
+        if self.bound is not None:
+            self.bound.outbox.close()
+            self.bound = None
+
+    def let_go(self) -> None:
+        self.standing.discard()
+        self.unbind()
+        self.parts = {}
+
+
+class _Session:
+    """One epoch. Its thread touches nothing that another session has."""
+
+    def __init__(self, kept: _Kept) -> None:
+        self.kept = kept
+        self.stop = threading.Event()
+        self.failure = ""
+        self.thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """Of the two below."""
+        self._over = self._stuck = False
+
+    def leave(self) -> _Kept:
+        """For the next session. One that is stuck has its own for itself, and lets go of it in the end."""
+        with self._lock:
+            self._stuck = not self._over
+        return _Kept() if self._stuck else self.kept
+
+    def end(self) -> None:
+        """The thread's last word."""
+        with self._lock:
+            self._over = True
+        if self._stuck:
+            self.kept.let_go()
+
+
 class RankSends:
     """Used from one thread."""
 
     def __init__(self, channel: str, rank: int) -> None:
         self._channel = channel
         self._rank = rank
-        self._parts: dict[str, tuple[Messages, CopyTable]] = {}
-        """By digest of the schedule."""
-        self._bound: _Bound | None = None
-        """Of the last epoch."""
-        self._standing = Standing()
-        self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
-        self.failure = ""
+        self._session = _Session(_Kept())
+        """The last one."""
+        self._session.end()
+
+    @property
+    def failure(self) -> str:
         """Of the last epoch; for people."""
+        return self._session.failure
 
     def begin(self, address: Address, epoch: int, regions: tuple[torch.Tensor, ...], deadline_s: float) -> None:
         """Take part in `epoch`, behind the caller's back. What came before is broken off.
@@ -66,36 +111,28 @@ class RankSends:
         self.stop()
         if regions and regions[0].device.type == "cuda":
             torch.cuda.synchronize(regions[0].device)  # a training step may have written on any stream
-        self._stop = threading.Event()
-        self.failure = ""
-        arguments = (address, epoch, regions, Deadline(deadline_s), self._stop)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="weightbus-rank-sends", daemon=True)
-        self._thread.start()
+        session = self._session = _Session(self._session.leave())
+        arguments = (session, address, epoch, regions, Deadline(deadline_s))
+        session.thread = threading.Thread(target=self._run, args=arguments, name="weightbus-rank-sends", daemon=True)
+        session.thread.start()
 
     def stop(self) -> None:
         """Break off what runs. The memory is not read any more when this returns, but by a thread that is stuck."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_END_S)
-            self._thread = None
+        self._session.stop.set()
+        if self._session.thread is not None:
+            self._session.thread.join(_END_S)
 
     def close(self) -> None:
         """Let go of everything."""
         self.stop()
-        self._standing.discard()
-        self._unbind()
-        self._parts = {}
+        self._session.leave().let_go()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(
-        self,
-        address: Address,
-        epoch: int,
-        regions: tuple[torch.Tensor, ...],
-        deadline: Deadline,
-        stop: threading.Event,
+        self, session: _Session, address: Address, epoch: int, regions: tuple[torch.Tensor, ...], deadline: Deadline
     ) -> None:
+        kept, stop = session.kept, session.stop
         frames: SealedFrames | None = None
         binding: Binding[Outbox] | None = None
         no_room = False
@@ -103,17 +140,17 @@ class RankSends:
             frames = SealedFrames.reach(address.address, address.token, deadline)
             device = regions[0].device if regions else torch.device("cpu")
             hello = wire.RankHello(
-                channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(self._parts),
-                groups=self._standing.names, seat=seat_here(device_name(device)),
+                channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(kept.parts),
+                groups=kept.standing.names, seat=seat_here(device_name(device)),
             )  # fmt: skip
             wire.say(frames, hello, deadline)
-            begin = self._begun(frames, device, deadline, stop)
-            where, mail = begin.group, self._mail_of(begin.letters)
-            bound = binding = Binding(lambda: self._outbox_of(mail, begin.letters, regions))
+            begin = self._begun(frames, session, device, deadline)
+            where, mail = begin.group, self._mail_of(kept, begin.letters)
+            bound = binding = Binding(lambda: _outbox_of(kept, mail, begin.letters, regions))
             memory = bound.result().memory if where.nixl else ()  # which the group has to know
             to = frozenset(each.peer for each in mail if len(each.messages))
             passage = Passage(
-                where, where.rank, device, to=to, memory=memory, standing=self._standing, others=begin.others
+                where, where.rank, device, to=to, memory=memory, standing=kept.standing, others=begin.others
             )
             seconds = passage.run(
                 lambda group: bound.result().send(group, where.turn_s),
@@ -123,29 +160,28 @@ class RankSends:
             )
             wire.say(frames, wire.Through(seconds=seconds, nbytes=bound.result().nbytes), Deadline(_PACKET_S))
         except DataplaneError as error:
-            self.failure = str(error) or type(error).__name__
+            session.failure = str(error) or type(error).__name__
             no_room = isinstance(error, NoRoom)
         except Exception as error:  # noqa: BLE001  the leader hears of it, and the training loop must go on
-            self.failure = f"{type(error).__name__}: {error}"
+            session.failure = f"{type(error).__name__}: {error}"
             no_room = isinstance(error, torch.OutOfMemoryError)
         finally:
             if binding is not None:
                 binding.settle()
             if frames is not None:
-                if self.failure:
-                    self._standing.call_off()
-                    _tell(frames, f"rank {self._rank}: {self.failure}", no_room=no_room)
+                if session.failure:
+                    kept.standing.call_off()
+                    _tell(frames, f"rank {self._rank}: {session.failure}", no_room=no_room)
                     frames.close()
                 else:
                     _linger(frames, deadline, stop)
+            session.end()
 
-    def _begun(
-        self, frames: SealedFrames, device: torch.device, deadline: Deadline, stop: threading.Event
-    ) -> wire.Begin:
-        message = self._next(frames, deadline, stop)
+    def _begun(self, frames: SealedFrames, session: _Session, device: torch.device, deadline: Deadline) -> wire.Begin:
+        message = self._next(frames, deadline, session.stop)
         if isinstance(message, wire.Form):
-            self._standing.begin(Forming(message.group, device))
-            message = self._next(frames, deadline, stop)
+            session.kept.standing.begin(Forming(message.group, device))
+            message = self._next(frames, deadline, session.stop)
         if not isinstance(message, wire.Begin):
             raise PeerLost(f"the sender did not begin: {_reason(message)}")
         return message
@@ -158,32 +194,28 @@ class RankSends:
                 raise PeerLost("this rank has gone on")
         return wire.hear_sender(frames, deadline, "the sender to begin")
 
-    def _mail_of(self, letters: Sequence[wire.Letters]) -> list[Mail]:
+    def _mail_of(self, kept: _Kept, letters: Sequence[wire.Letters]) -> list[Mail]:
         """What is sent to whom."""
         for each in letters:
-            if each.messages or each.schedule not in self._parts:
-                self._parts[each.schedule] = Messages.decode(each.messages), CopyTable.decode(each.pack)
-        self._parts = {each.schedule: self._parts[each.schedule] for each in letters}
-        return [Mail(each.peer, *self._parts[each.schedule]) for each in letters]
+            if each.messages or each.schedule not in kept.parts:
+                kept.parts[each.schedule] = Messages.decode(each.messages), CopyTable.decode(each.pack)
+        kept.parts = {each.schedule: kept.parts[each.schedule] for each in letters}
+        return [Mail(each.peer, *kept.parts[each.schedule]) for each in letters]
 
-    def _outbox_of(
-        self, mail: Sequence[Mail], letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]
-    ) -> Outbox:
-        """The outbox of this mail; the one of the last epoch if nothing is new."""
-        addressed = tuple((each.peer, each.schedule) for each in letters)
-        known = self._bound
-        if known is not None and known.addressed == addressed and known.regions is regions:
-            return known.outbox
-        self._unbind()
-        device = regions[0].device if regions else torch.device("cpu")
-        made = Outbox(mail, regions, engine_for(device))
-        self._bound = _Bound(addressed, regions, made)
-        return made
 
-    def _unbind(self) -> None:
-        if self._bound is not None:
-            self._bound.outbox.close()
-            self._bound = None
+def _outbox_of(
+    kept: _Kept, mail: Sequence[Mail], letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]
+) -> Outbox:
+    """The outbox of this mail; the one of the last epoch if nothing is new."""
+    addressed = tuple((each.peer, each.schedule) for each in letters)
+    known = kept.bound
+    if known is not None and known.addressed == addressed and known.regions is regions:
+        return known.outbox
+    kept.unbind()
+    device = regions[0].device if regions else torch.device("cpu")
+    made = Outbox(mail, regions, engine_for(device))
+    kept.bound = _Bound(addressed, regions, made)
+    return made
 
 
 def _beat(frames: SealedFrames) -> None:

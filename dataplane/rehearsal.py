@@ -58,6 +58,7 @@ class Rehearsal:
         loader soon is not waited for: when it does, its workers find nobody and return.
         """
         deadline = Deadline(deadline_s)
+        self._wait()
         open_runtime_dir(self._runtime_dir)
         listener = self._listener = FrameListener(self._runtime_dir / f"{engine}-{os.getpid()}-r.sock")
         caller = ThreadPoolExecutor(1, "weightbus-rehearsal")
@@ -102,7 +103,10 @@ class Rehearsal:
             self._listener.close()
 
     def _wait(self) -> None:
-        """While workers are waited for. A server that is busy lets its requests end before it calls any loader."""
+        """Before the server is called, and while workers are waited for.
+
+        A server that is busy lets its requests end before it calls any loader.
+        """
         if self._closed:
             raise TransferFailed("nobody wants a recording any more")
         self._coming.check("the server to call our loader: it has requests")

@@ -29,6 +29,7 @@ class SealedFrames(Frames):
 
     def __init__(self, sock: socket.socket, token: str, *, listening: bool) -> None:
         self._socket = sock
+        self._come = bytearray()
         self.pid = 0
         self._token = token.encode("ascii")
         self._key = b""
@@ -84,7 +85,14 @@ class SealedFrames(Frames):
 
     def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
         """The next message. Raises `PeerLost`, `DeadlineExceeded`, `Forged`."""
-        found = super().receive(deadline, waiting_for)
+        return self._opened(super().receive(deadline, waiting_for))
+
+    def pull(self) -> bytes | None:
+        """What is there of the next message; see `Frames`. Raises `PeerLost`, `Forged`."""
+        found = super().pull()
+        return None if found is None else self._opened(found)
+
+    def _opened(self, found: bytes) -> bytes:
         mac, message = found[:_MAC_BYTES], found[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(message, self._heard, by_listener=not self._listening)):
             raise Forged("a connection to the sender")

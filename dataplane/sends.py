@@ -79,10 +79,8 @@ class SendsSender:
         self._stood = Stood()
         self._formed = NOBODY
         """The group of this epoch."""
-        self._stands = False
-        """That one was there before all were prepared."""
-        self._early: wire.Group | None = None
-        """It may begin to form before that."""
+        self._early: tuple[wire.Group, TCPStore] | None = None
+        """One that may begin to form before it is known whether it will be used, and its store."""
         self._exposed: Exposed | None = None
         self._layout = ""
         self._epoch = 0
@@ -183,7 +181,7 @@ class SendsSender:
         """Hang up on everybody. Whoever is still in the group breaks it."""
         for end in (*self._engines.values(), *self._ranks.values()):
             self._hang_up(end, "" if end.through else "the sender closed this session")
-        self._engines, self._ranks, self._store = {}, {}, None
+        self._engines, self._ranks, self._store, self._early = {}, {}, None, None
         if self._selector is not None:
             self._selector.close()
             self._selector = None
@@ -263,9 +261,10 @@ class SendsSender:
             if isinstance(hello, wire.RankHello):
                 end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
             else:
+                early, _ = self._early or (None, None)
                 invited = wire.Invited(
                     epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
-                    alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=self._early,
+                    alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=early,
                 )  # fmt: skip
                 wire.say(frames, invited, deadline)
         except DataplaneError:
@@ -384,65 +383,67 @@ class SendsSender:
             offsets[name] = first + len(letters)
             letters += [(first + len(letters) + at, plan) for at, plan in enumerate(prepared.plans)]
         size = first + len(letters)
-        self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
+        stands = self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
+        group = self._group(size, 0, self._formed.name, self._store, stands=stands)
         told = [
-            (end, wire.Begin(group=self._group(size, holder), letters=mail, others=self._stood.names))
+            (end, wire.Begin(group=_seen_by(holder, group), letters=mail, others=self._stood.names))
             for holder, end in self._ranks.items()
             for mail in [self._letters(holder, end, letters)]
         ]
-        told += [(end, wire.Begin(group=self._group(size, offsets[name]))) for name, end in self._engines.items()]
+        told += [(end, wire.Begin(group=_seen_by(offsets[name], group))) for name, end in self._engines.items()]
         self._began = True
         for end, begin in told:
             end.heard_at = time.monotonic()
             self._tell(end, begin)
 
-    def _choose_group(self, members: object) -> None:
+    def _choose_group(self, members: object) -> bool:
         """One of the last version, if all who are in it have it still and no others take part; or a new one.
 
-        That one may have begun to form.
+        That one may have begun to form. Whether all have it, or wait for it already.
         """
         early, self._early = self._early, None
-        engines, self._stands = frozenset(self._engines), True
+        engines = frozenset(self._engines)
         stood = self._stood.take(members, engines, lambda name: all(name in end.groups for end in self._everybody()))
         if stood is not None:
             self._formed = stood
         elif early is not None and all(end.forming for end in self._everybody()):
-            self._formed = Formed(early.name, members, engines)
+            group, self._store = early
+            self._formed = Formed(group.name, members, engines)
         else:
-            self._stands, self._store = False, serve_store(self._host)
+            self._store = serve_store(self._host)
             self._formed = Formed(self._name(), members, engines)
+            return False
+        return True
 
-    def _foresee(self, ranks: int, peers: Sequence[Peer]) -> wire.Group | None:
+    def _foresee(self, ranks: int, peers: Sequence[Peer]) -> tuple[wire.Group, TCPStore] | None:
         """The group of a single engine, unless it may have the last one still."""
         if self._nixl or len(peers) != 1 or self._stood.holds(frozenset({peers[0].engine})):
             return None
-        self._stands, self._store = False, serve_store(self._host)
-        self._formed = Formed(f"{self._name()}-early")
-        return msgspec.structs.replace(self._group(ranks + peers[0].tp, ranks), ranks=ranks)
+        store, name = serve_store(self._host), f"{self._name()}-early"
+        return self._group(ranks + peers[0].tp, ranks, name, store, ranks=ranks), store
 
     def _let_form(self) -> None:
         """The ranks join what the engine's workers have begun to join."""
         if self._early is None or not all(end.forming for end in self._engines.values()):
             return
+        early, _ = self._early
         for rank, end in tuple(self._ranks.items()):
             if end.frames is not None and not end.forming:
                 end.forming = True
-                self._tell(end, wire.Form(group=msgspec.structs.replace(self._early, rank=rank)))
+                self._tell(end, wire.Form(group=_seen_by(rank, early)))
 
     def _name(self) -> str:
         return f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}"
 
-    def _group(self, size: int, rank: int) -> wire.Group:
+    def _group(
+        self, size: int, rank: int, name: str, store: TCPStore | None, *, ranks: int = 0, stands: bool = False
+    ) -> wire.Group:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return wire.Group(
-            store=f"tcp://{host}:{self._store.port}" if self._store else "", name=self._formed.name, size=size,
-            rank=rank, form_s=self._form_s, turn_s=self._turn_s, nixl=self._nixl, stands=self._stands,
-            keep_s=self._kept_s(),
+            store=f"tcp://{host}:{store.port}" if store else "", name=name, size=size, rank=rank, form_s=self._form_s,
+            turn_s=self._turn_s, nixl=self._nixl, stands=stands, ranks=ranks,
+            keep_s=self._keep_s if self._stood.room else 0.0,
         )  # fmt: skip
-
-    def _kept_s(self) -> float:
-        """How long the group of this epoch may be used again."""
-        return self._keep_s if self._stood.room else 0.0
 
     def _letters(self, holder: int, end: End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
         found: list[wire.Letters] = []
@@ -491,3 +492,7 @@ class SendsSender:
             with contextlib.suppress(DataplaneError):  # it is gone, nothing to tell
                 wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
         frames.close()
+
+
+def _seen_by(rank: int, group: wire.Group) -> wire.Group:
+    return msgspec.structs.replace(group, rank=rank)

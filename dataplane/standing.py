@@ -56,7 +56,7 @@ class Standing:
         return None
 
     def begin(self, forming: Forming) -> None:
-        """A group forms that may be asked for, until it is called off."""
+        """A group forms that may be asked for until it is called off. So may those that are kept, instead."""
         self.call_off()
         with self._lock:
             self._forming = forming

@@ -12,13 +12,18 @@ import atexit
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
-from typing import Final
+from concurrent.futures import Future
+from functools import partial
+from typing import Final, TypeVar
 
 from .promptness import without_slack
 
 PATIENCE_S: Final = 10.0
 """For all of them together; NCCL's abort and a wait of gloo's that was broken off take less."""
+
+_T = TypeVar("_T")
 
 _started: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
@@ -34,6 +39,57 @@ def start(target: Callable[[], None], name: str) -> threading.Thread:
     _started.add(thread)
     thread.start()
     return thread
+
+
+class Calls:
+    """Calls that cannot be broken off: one after the other, on a thread that is there while there are any."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is the thread's."""
+        self._name = name
+        self._line = _Line()
+
+    def submit(self, function: Callable[[], _T]) -> Future[_T]:
+        """Have it called, after those before it."""
+        future: Future[_T] = Future()
+        line = self._line
+        with line.lock:
+            line.waiting.append(partial(_call, function, future))
+            idle, line.served = not line.served, True
+        if idle:
+            start(partial(_serve, line), self._name)
+        return future
+
+    def give_up(self) -> None:
+        """What has not begun is not done. What does not return keeps its thread; the next call gets another one."""
+        line, self._line = self._line, _Line()
+        with line.lock:
+            line.waiting.clear()
+
+
+class _Line:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.waiting: deque[Callable[[], None]] = deque()
+        self.served = False
+        """A thread looks at it."""
+
+
+def _serve(line: _Line) -> None:
+    while True:
+        with line.lock:
+            if not line.waiting:
+                line.served = False
+                return
+            call = line.waiting.popleft()
+        call()
+
+
+def _call(function: Callable[[], _T], future: Future[_T]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # noqa: BLE001  it is raised where the answer is asked for
+        future.set_exception(error)
 
 
 def _wait_for_all() -> None:

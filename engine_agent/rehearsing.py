@@ -63,6 +63,8 @@ class Rehearsing:
         self._path = settings.state_dir / f"{settings.name}.manifest"
         self._kept = ""
         """Digest of the manifest that the file has."""
+        self._lock = threading.Lock()
+        """Of what `close` looks at and sets."""
         self._rehearsal: Rehearsal | None = None
         self._over = not settings.record_ahead
         self._closed = False
@@ -96,9 +98,10 @@ class Rehearsing:
 
     def close(self) -> None:
         """Let the server go on."""
-        self._closed = True
-        if self._rehearsal is not None:
-            self._rehearsal.close()
+        with self._lock:
+            self._closed, rehearsal = True, self._rehearsal
+        if rehearsal is not None:
+            rehearsal.close()
 
     def _record(self) -> None:
         facts, server = self._server.facts, self._server
@@ -114,9 +117,9 @@ class Rehearsing:
         if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
-        rehearsal = self._rehearsal = Rehearsal(
-            self._settings.runtime_dir or default_runtime_dir(), sent="sends" in ways
-        )
+        rehearsal = Rehearsal(self._settings.runtime_dir or default_runtime_dir(), sent="sends" in ways)
+        if not self._let_close(rehearsal):
+            return None
         try:
             models = rehearsal.record(tensors, self._settings.name, server, _RECORD_S)
         finally:
@@ -126,6 +129,12 @@ class Rehearsing:
         seconds, unproven = round(time.monotonic() - began, 3), rehearsal.unproven
         _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=seconds, unproven=unproven)
         return None
+
+    def _let_close(self, rehearsal: Rehearsal) -> bool:
+        """What `close` ends from now on; not, if it came while files were read and the server was asked."""
+        with self._lock:
+            self._rehearsal = rehearsal
+            return not self._closed
 
     def _idle(self) -> bool:
         if not self._server.idle(_ASK_S):

@@ -154,8 +154,7 @@ class EngineAgent:
         self._watch = Watch(self._server, self._events.put, settings.poll_s)
         self._saved = SavedVersions(settings, self._worker)
         self._giving = Giving(self._server, self._events.put, self._records.read)
-        look, foresee = (lambda: self._view), self._worker.foresee
-        self._rehearsing = Rehearsing(settings, self._server, look, self._events.put, foresee)
+        self._rehearsal = Rehearsing(settings, self._server, lambda: self._view, self._events.put, self._worker.foresee)
         self._bus: BusClient | None = None
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
@@ -227,8 +226,8 @@ class EngineAgent:
                 raise EngineAgentError(f"no SGLang server at {self.settings.server} for {waited}: start it first")
 
     def _rehearse(self) -> None:
-        self._operations.put(self._rehearsing.carry_out)
-        while not self._rehearsing.over:  # nobody waits for this engine yet
+        self._operations.put(self._rehearsal.carry_out)
+        while not self._rehearsal.over:  # nobody waits for this engine yet
             self._step(self._next())
 
     def _connect(self) -> None:
@@ -373,7 +372,7 @@ class EngineAgent:
         self._watch.stop()
         self._operations.put(None)
         self._worker.cancel()
-        self._rehearsing.close()
+        self._rehearsal.close()
         if self._bus is not None:
             self._bus.close()
         self._speaker.stop()
@@ -397,7 +396,7 @@ class EngineAgent:
             except queue.Empty:
                 if done:
                     self._worker.look_ahead(*done)
-                    self._rehearsing.remember(self._worker.copied)
+                    self._rehearsal.remember(self._worker.copied)
                 done = None
                 continue
             done = None

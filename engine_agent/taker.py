@@ -67,7 +67,11 @@ class Taker:
         self._closed = False
         self._binding: Binding[Inbox] | None = None
         self._frames = Frames.connect(expect.socket, Deadline(_CONNECT_S))
-        wire.say(self._frames, wire.Expecting(rank=rank, schedule=self.schedule), Deadline(_SAY_S))
+        try:
+            wire.say(self._frames, wire.Expecting(rank=rank, schedule=self.schedule), Deadline(_SAY_S))
+        except DataplaneError:
+            self._frames.close()
+            raise
         self._bind(beside=False)  # the scheduler stands in our loader, and the others are being asked
         self._thread = threading.Thread(target=self._run, name="weightbus-taker", daemon=True)
         self._thread.start()

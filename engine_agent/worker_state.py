@@ -156,8 +156,8 @@ class WorkerState:
             raise TransferFailed("a schedule came before its plan")
         self._hang_up()
         targets = [*(bytes_of(tensor) for tensor in self._held.tensors), self._buffer]
-        forming, self._forming = self._forming, None
-        self._taker = Taker(message, rank, targets, self._held.device, forming)
+        self._taker = Taker(message, rank, targets, self._held.device, self._forming)
+        self._forming = None  # whose it is now; if there is no thread, `call_off` finds it still
         self._taker.standing.set()
 
     def form(self, message: wire.Form) -> None:

@@ -242,8 +242,6 @@ class Exposure:
         What is sent is not looked at part by part: it waits for all that is made.
         """
         if self._own is not None:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
             self._sends.begin(address, epoch, self._own.regions, deadline_s)
 
     def make(self, *, digests: bool, parts: bool = False) -> None:
@@ -312,6 +310,7 @@ class Exposure:
             return None
         share = self._bound(division)
         if not self._begun:
+            self._await_step()
             self._begin(share)
         lanes, odd = share.result()
         self._begun, self._behind = False, None
@@ -411,22 +410,23 @@ class Exposure:
         return self._share
 
     def _begin(self, share: ShareDigest) -> None:
-        """Have a device read this rank's share behind what makes it."""
-        if self._device.type == "cuda" and not isinstance(self._source, Making):
-            torch.cuda.synchronize(self._device)  # a training step may write on any stream
+        """Have a device read this rank's share behind what makes it; what is not made has been written."""
         share.begin()
         self._begun = True
 
     def _note_unmarked(self) -> None:
         """What `expose` has to wait for, in front of what digests."""
         self._unmarked = None
-        if self._device.type != "cuda":
-            return
-        if not isinstance(self._source, Making):
-            torch.cuda.synchronize(self._device)  # a training step may write on any stream
-        elif self._local is None or not self._marked or self._local.mirror.tensors:
+        self._await_step()
+        makes = self._device.type == "cuda" and isinstance(self._source, Making)
+        if makes and (self._local is None or not self._marked or self._local.mirror.tensors):
             self._unmarked = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._unmarked.record(torch.cuda.current_stream(self._device))
+
+    def _await_step(self) -> None:
+        """A training step may write on any stream what is exposed as it is."""
+        if self._device.type == "cuda" and not isinstance(self._source, Making):
+            torch.cuda.synchronize(self._device)
 
     def _share_of(self, division: Division) -> Share:
         """Without what the source sums up anyhow."""

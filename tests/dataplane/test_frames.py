@@ -16,7 +16,9 @@ import pytest
 
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import PeerLost
-from weightbus.dataplane.frames import MAX_FRAME, FrameListener, Frames, dead_among
+from weightbus.dataplane.frames import MAX_FRAME, FrameListener, Frames, dead_among, framed
+
+from ..kit.waiting import until
 
 
 def test_a_large_message_arrives_whole() -> None:
@@ -72,3 +74,38 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
     assert dead_among([(1, frames)]) is None, "of no use any more"
     left.close()
     listener.close()
+
+
+def test_messages_are_pulled_as_they_come() -> None:
+    """Whole ones only, in their order, of any size; nothing is waited for."""
+    end, other = socket.socketpair()
+    frames, messages = Frames(end), [b"", b"x", bytes(range(256)) * 20_000, b"last"]
+    stream, found = b"".join(framed(each) for each in messages), []
+    assert frames.pull() is None
+    assert not frames.halfway
+    other.sendall(stream[:3])
+    assert frames.pull() is None
+    assert frames.halfway
+    other.sendall(stream[3:8])
+    assert frames.pull() == b""
+    assert not frames.halfway
+    sender = threading.Thread(target=other.sendall, args=(stream[8:],))
+    sender.start()
+    until(lambda: (one := frames.pull()) is not None and (found.append(one) or len(found) == 3))
+    sender.join()
+    assert found == messages[1:]
+    other.close()
+    with pytest.raises(PeerLost):
+        frames.pull()
+    frames.close()
+
+
+def test_what_is_too_large_is_not_pulled() -> None:
+    """It is known by its length, before any of it has come."""
+    end, other = socket.socketpair()
+    other.sendall(struct.pack("<Q", MAX_FRAME + 1))
+    frames = Frames(end)
+    with pytest.raises(PeerLost, match="at most"):
+        frames.pull()
+    frames.close()
+    other.close()

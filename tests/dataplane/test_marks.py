@@ -60,6 +60,15 @@ def test_a_row_is_of_the_stage_by_which_all_that_it_reads_is_made(table: CopyTab
     assert not stages_of(table, {}).any()
 
 
+def test_a_row_that_is_read_backwards_is_of_the_stage_of_its_end() -> None:
+    """Tables come over the wire: torch has no such views, and whoever says so reads nothing before it is made."""
+    flat, wide = np.zeros(1, np.int64), np.ones((1, 3), np.int64)
+    grid, step = wide * (1, 1, 3), wide * (0, 0, -8)
+    table = CopyTable(flat, flat, flat + 16, flat, flat, flat, flat + 1, grid, step, wide)
+
+    assert stages_of(table, {0: MadeRegion(0, 0, (4, 10), 0)}).tolist() == [2]
+
+
 def test_stages_say_whose_parts_they_need() -> None:
     """Each row the parts of the holder that it reads, and nothing of the others."""
     column = np.array([0, 1, 1, 2], np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.broadcast_group import serve_store
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import Forged, PeerLost, StaleSession
+from weightbus.dataplane.errors import Forged, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.meeting import Attendance, Meeting, new_token
 
 EPOCH = 7
@@ -104,5 +105,58 @@ def test_another_epoch_is_stale(found: str) -> None:
     stranger_at(store).set("weightbus/epoch", found)
     attendance = attend(store, token)
     with pytest.raises((StaleSession, PeerLost)):
+        attendance.group(Deadline(10))
+    attendance.close()
+
+
+def test_another_epoch_that_begins_ends_this_one() -> None:
+    """Whoever waits finds it, though nobody has told him that his own is over."""
+    store, token = serve_store("127.0.0.1"), new_token()
+    meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
+    attendance.say("came", "", Deadline(10))
+    meeting.clear(["e0"])
+    Meeting(store, EPOCH + 1, new_token())
+    with pytest.raises(StaleSession, match=f"of epoch {EPOCH + 1}"):
+        attendance.group(Deadline(10))
+    attendance.close()
+
+
+@pytest.mark.parametrize("when", ["before", "while it waits"])
+def test_a_wait_can_be_called_off(when: str) -> None:
+    """From another thread, at once; the sender is still told why."""
+    store, token = serve_store("127.0.0.1"), new_token()
+    meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
+    timer = threading.Timer(0.0 if when == "before" else 0.2, attendance.cancel, ("gone on",))
+    timer.start()
+    if when == "before":
+        timer.join()
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="gone on"):
+        attendance.group(Deadline(60))
+    assert time.monotonic() - began < 10
+    attendance.close("gone on")
+    assert meeting.heard("failed", "e0") == "gone on"
+
+
+def test_an_epoch_leaves_nothing_behind() -> None:
+    """Whatever was said by whomever: a store serves thousands of them."""
+    store, token = serve_store("127.0.0.1"), new_token()
+    meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
+    before = store.num_keys()
+    for step in ("came", "joined", "done", "failed", "sent", "differs"):
+        attendance.say(step, "x", Deadline(10))
+    attendance.close("failed")
+    meeting.announce("group", "g")
+    meeting.announce("over", "x")
+    assert store.num_keys() > before
+    meeting.clear(["e0"])
+    assert store.num_keys() == before
+
+
+def test_an_address_that_is_none_is_said() -> None:
+    """To whoever waits, and before anybody is looked for."""
+    attendance = Attendance("udp://127.0.0.1:1", EPOCH, "e0", new_token())
+    attendance.begin()
+    with pytest.raises(TransferFailed, match="expected tcp://"):
         attendance.group(Deadline(10))
     attendance.close()

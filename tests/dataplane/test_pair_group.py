@@ -44,14 +44,16 @@ def test_messages_arrive_both_ways() -> None:
     assert (found[0].tolist(), found[1].tolist()) == ([2] * 8, [1] * 8)
 
 
-@pytest.mark.parametrize("neighbour_is_gone", [False, True])
-def test_who_gives_up_frees_the_others(*, neighbour_is_gone: bool) -> None:
+@pytest.mark.parametrize("gone", ["nobody", "the rank before it", "the rank after it"])
+def test_who_gives_up_frees_the_others(gone: str) -> None:
     """Long before the deadline of a rank that waits for a message, which nobody will send any more.
 
-    Also where the rank that comes after the one that gives up is why it does: that one has ended.
+    Also where another rank is why it gives up: that one has ended.
     """
-    waits, gives_up, *more = formed(3 if neighbour_is_gone else 2)
-    more.clear()
+    groups = formed(2 if gone == "nobody" else 3)
+    gives_up = groups[1]
+    waits = groups[2 if gone == "the rank before it" else 0]
+    groups.clear()
     waiting = threading.Event()
 
     def wait() -> float:

@@ -131,3 +131,20 @@ def test_ipv6_and_what_is_no_address() -> None:
     for wrong in ("/run/socket", "tcp://host", "http://h:1", "tcp://h:99999999"):
         with pytest.raises(TransferFailed, match="expected tcp"):
             host_and_port(wrong)
+
+
+def test_what_is_pulled_is_looked_at_as_what_is_received(ends: Pair) -> None:
+    """In order, and only from who knows the token."""
+    ours, theirs = ends
+    for message in (b"", b"one", bytes(3_000_000)):
+        with ThreadPoolExecutor(1) as pool:
+            saying = pool.submit(theirs.send, message, Deadline(WAIT_S))
+            while (found := ours.pull()) is None:
+                ours.speaks(WAIT_S)
+            saying.result(WAIT_S)
+        assert found == message
+    theirs._sent += 1
+    theirs.send(b"said in another place", Deadline(WAIT_S))
+    with pytest.raises(Forged):
+        while ours.pull() is None:
+            ours.speaks(WAIT_S)

@@ -12,12 +12,14 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.dataplane import source_rank
+from weightbus.dataplane import rendezvous, source_rank
+from weightbus.dataplane.broadcast_group import join_store, serve_store
 from weightbus.dataplane.distributed import DistributedSender
 from weightbus.dataplane.errors import TransferFailed, Unsupported
 from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.meeting import Meeting, new_token, source_name
 from weightbus.dataplane.source_rank import SourceRank
-from weightbus.dataplane.sources import Sources
+from weightbus.dataplane.sources import Groups, Sources
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Address, Peer, Receipt, Session
 
@@ -297,3 +299,151 @@ def test_groups_that_do_not_form_hold_nobody(stand: Stand, other: SourceRank) ->
     assert not any(engine.receiver.touched for engine in stand.engines)
     assert time.monotonic() - began < PROMPT_S
     other.close()
+
+
+class Leader:
+    """As much of one as a source hears: a store, and the words of one epoch after the other."""
+
+    def __init__(self) -> None:
+        self.store = serve_store("127.0.0.1")
+        self.meeting: Meeting | None = None
+
+    def begin(self, epoch: int) -> Address:
+        """What was said before is forgotten."""
+        if self.meeting is not None:
+            self.meeting.clear([source_name(1)])
+        token = new_token()
+        self.meeting = Meeting(join_store(self.store), epoch, token)
+        return Address(f"tcp://127.0.0.1:{self.store.port}", "g", "gloo", 2, token)
+
+    def await_source(self) -> Meeting:
+        """Until it has come to this epoch."""
+        meeting = self.meeting
+        assert meeting is not None
+        until("the source to come", lambda: meeting.heard("came", source_name(1)) is not None)
+        return meeting
+
+
+def test_a_rank_that_goes_on_waits_for_nobody(other: SourceRank) -> None:
+    """Not for a leader that says nothing more, which its last session would have heard until the deadline."""
+    leader = Leader()
+    for epoch in (1, 2):
+        other.begin(leader.begin(epoch), epoch, Sources((0, 1)), [torch.zeros(8)], 600.0, filled=1)
+        leader.await_source()
+    began = time.monotonic()
+    other.stop()
+    assert time.monotonic() - began < source_rank._END_S / 2
+    assert other.failure == "this rank has gone on"
+
+
+def test_an_end_that_was_said_and_deleted_is_heard(other: SourceRank) -> None:
+    """The leader begins its next epoch between two looks: a source finds that one, and ends what it was in."""
+    leader = Leader()
+    for epoch in range(1, 9):
+        other.begin(leader.begin(epoch), epoch, Sources((0, 1)), [torch.zeros(8)], 600.0)
+        leader.await_source().announce("over", "an engine did not come")
+        leader.begin(epoch + 1)
+        began = time.monotonic()
+        other.wait_free(1)
+        assert time.monotonic() - began < PROMPT_S
+        assert other.failure in {
+            "the sender gave up: an engine did not come",
+            f"the peer speaks of epoch {epoch + 1}, this session is of epoch {epoch}",
+        }
+
+
+def test_a_session_that_is_stuck_touches_nothing_of_the_next(
+    stand: Stand, other: SourceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up after a while; what it does when it goes on at last is its own end."""
+    stuck, released, armed = threading.Event(), threading.Event(), threading.Event()
+    plain = source_rank.backend_for
+
+    def backend_for(device: torch.device) -> str:
+        if armed.is_set() and not stuck.is_set():
+            stuck.set()
+            released.wait(60.0)
+        return plain(device)
+
+    monkeypatch.setattr(source_rank, "_END_S", 0.1)
+    monkeypatch.setattr(source_rank, "backend_for", backend_for)
+    serve(stand, other, 1)
+    armed.set()
+    other.begin(Leader().begin(2), 2, TWO, stand.own(2), 60.0, filled=3)
+    assert stuck.wait(PROMPT_S)
+    session, address = stand.offer(3, 5)
+    other.begin(address, 3, TWO, stand.own(5), 60.0, filled=2)
+    serving = threading.Thread(target=stand.serve, args=(session, 60.0))
+    serving.start()
+    other.wait_free(2)
+    released.set()
+    until("the old session to end", lambda: names().count("weightbus-source-rank") == 1)
+    other.filled(3)
+    other.wait_free(3)
+    serving.join()
+    stand.check(5)
+    assert other.failure == ""
+    serve(stand, other, 4)
+    assert [len(joined) for joined in stand.joined.values()] == [4, 4]
+
+
+def serve(stand: Stand, other: SourceRank, epoch: int) -> None:
+    """One version, and it is there."""
+    session, address = stand.offer(epoch, epoch + 4)
+    other.begin(address, epoch, TWO, stand.own(epoch + 4), 60.0, filled=3)
+    stand.serve(session, 60.0)
+    stand.check(epoch + 4)
+
+
+def names() -> list[str]:
+    """Of the threads that there are."""
+    return [each.name for each in threading.enumerate()]
+
+
+def test_a_store_that_goes_while_a_group_forms_holds_nobody(other: SourceRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the session, and not the process when it ends: torch would look for that store for ten minutes."""
+    leader = Leader()
+    address = leader.begin(1)
+
+    def too_late(*arguments: Any) -> Any:
+        leader.meeting = None
+        del leader.store
+        until("the store to end", lambda: other._session is None or other._session._meeting._error is not None)
+        return rendezvous.reach_store(*arguments)
+
+    monkeypatch.setattr(source_rank, "reach_store", too_late)
+    other.begin(address, 1, Sources((0, 1)), [torch.zeros(8)], 600.0, filled=1)
+    leader.await_source().announce("group", Groups(("g", "g-source1"), (0, 1)).encode())
+    began = time.monotonic()
+    other.wait_free(1)
+    until("nobody to look for it", lambda: "weightbus-source" not in names())
+    assert time.monotonic() - began < PROMPT_S
+    assert other.failure
+
+
+@pytest.mark.parametrize("who", ["the source", "the leader"])
+def test_who_begins_anew_is_in_new_groups(stand: Stand, other: SourceRank, who: str) -> None:
+    """All of them are: one that was lost is not waited for in the others."""
+    serve(stand, other, 1)
+    again = other
+    if who == "the source":
+        other.close()
+        again = SourceRank(1, CPU)
+    else:
+        stand.leader = DistributedSender("127.0.0.1", CHANNEL, CPU)
+    serve(stand, again, 2)
+    assert [joined[2:] for joined in stand.joined.values()] == [
+        [f"weightbus-{CHANNEL}-2", f"weightbus-{CHANNEL}-2-source1"]
+    ] * 2
+    again.close()
+
+
+def test_epochs_leave_nothing_in_the_store(stand: Stand, other: SourceRank) -> None:
+    """What engines and sources said is deleted when the next epoch begins, whatever it was."""
+    counts: list[int] = []
+    for epoch in (1, 2, 3):
+        serve(stand, other, epoch)
+        other.stop()
+        assert stand.leader._store is not None
+        counts.append(stand.leader._store.num_keys())
+    assert counts[2] == counts[1]

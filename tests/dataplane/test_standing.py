@@ -8,6 +8,7 @@ from typing import cast
 import pytest
 
 from weightbus.dataplane import standing
+from weightbus.dataplane.joining import Forming
 from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.standing import Standing
 
@@ -53,8 +54,8 @@ def test_a_group_of_which_nobody_speaks_any_more_is_let_go_of(by: str) -> None:
     stands = kept(group)
     if by == "another name":
         assert stands.take("g2") is None
-    else:
-        stands.discard()
+        assert group.end == "dropped"
+    stands.discard()
     assert group.end == "dropped"
     assert stands.names == ()
 
@@ -104,3 +105,28 @@ def test_an_idle_group_is_not_spoken_of_and_then_let_go_of(monkeypatch: pytest.M
         time.sleep(0.01)
     assert group.end == "dropped"
     assert stands.take("g1") is None
+
+
+def test_a_group_that_forms_leaves_the_kept_one_alone() -> None:
+    """Until it is known which of them is used: the other one is let go of then."""
+
+    class Forms:
+        name = "early"
+
+        def __init__(self) -> None:
+            self.discarded = False
+
+        def discard(self) -> None:
+            self.discarded = True
+
+        def result(self) -> Group:
+            return other
+
+    for used in ("g1", "early"):
+        group, other, forms = Group(), Group(), Forms()
+        stands = kept(group)
+        stands.begin(cast("Forming", forms))
+        assert stands.name == "g1"
+        assert cast("Group", stands.take(used)) is (group if used == "g1" else other)
+        assert group.end == ("" if used == "g1" else "dropped")
+        assert forms.discarded is (used == "g1")

@@ -5,6 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
+import time
+
+import pytest
+
+from weightbus.dataplane.torch_threads import Calls
 
 PROGRAM = textwrap.dedent(
     """
@@ -33,3 +39,46 @@ def test_the_interpreter_waits_for_threads_that_are_in_torch() -> None:
     """A thread that came back too late would end the program with SIGABRT: "terminate called without ..."."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "came back\n"), done.stderr
+
+
+STUCK = textwrap.dedent(
+    """
+    import threading
+    from weightbus.dataplane import torch_threads
+
+    torch_threads.PATIENCE_S = 0.5
+    calls = torch_threads.Calls("stuck")
+    calls.submit(lambda: None).result()
+    calls.submit(threading.Event().wait)
+    print("over", flush=True)
+    """
+)
+
+
+def test_a_call_that_does_not_return_keeps_no_program() -> None:
+    """Nor does one that has returned: its thread is there only while there are calls."""
+    done = subprocess.run([sys.executable, "-c", STUCK], check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+
+
+def test_calls_are_made_one_after_the_other() -> None:
+    """In the order in which they were asked for; what they raise is raised where the answer is asked for."""
+    calls, order = Calls("in order"), []
+    answers = [calls.submit(lambda at=at: (time.sleep(0.01), order.append(at), at)[2]) for at in range(5)]
+    wrong = calls.submit(lambda: 1 // 0)
+    assert [answer.result(10) for answer in answers] == order == list(range(5))
+    with pytest.raises(ZeroDivisionError):
+        wrong.result(10)
+    for _ in range(100):
+        assert calls.submit(threading.current_thread).result(10).name == "in order"
+
+
+def test_a_call_that_was_given_up_holds_no_other() -> None:
+    """What waited behind it is not made at all, what comes later is, by another thread."""
+    calls, released = Calls("given up"), threading.Event()
+    held, behind = calls.submit(lambda: released.wait(60)), calls.submit(lambda: 1)
+    calls.give_up()
+    assert calls.submit(lambda: 2).result(10) == 2
+    released.set()
+    assert held.result(10)
+    assert not behind.done()

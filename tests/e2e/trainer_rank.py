@@ -39,7 +39,7 @@ from megatron.core import parallel_state
 from weightbus.dataplane import sends
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.pair_group import PairGroup
-from weightbus.dataplane.source_rank import SourceRank
+from weightbus.dataplane.source_rank import SourceSession
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo import checkpoint, model
 from weightbus.trainer_agent.megatron import MegatronSource
@@ -100,20 +100,20 @@ def held(turn: int) -> Iterator[None]:
 @contextlib.contextmanager
 def source_held(place: int, folder: Path) -> Iterator[None]:
     """The second stage waits before it broadcasts bucket `place` of its own, for good."""
-    plain = SourceRank._broadcast
+    plain = SourceSession._broadcast
     places = itertools.count()
 
-    def broadcast(rank: SourceRank, memory: torch.Tensor, deadline: Deadline) -> None:
+    def broadcast(session: SourceSession, memory: torch.Tensor, deadline: Deadline) -> None:
         if next(places) == place:
             (folder / "source-held").touch()
             threading.Event().wait()
-        plain(rank, memory, deadline)
+        plain(session, memory, deadline)
 
-    SourceRank._broadcast = broadcast  # type: ignore[method-assign]
+    SourceSession._broadcast = broadcast  # type: ignore[method-assign]
     try:
         yield
     finally:
-        SourceRank._broadcast = plain  # type: ignore[method-assign]
+        SourceSession._broadcast = plain  # type: ignore[method-assign]
 
 
 def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) -> object:

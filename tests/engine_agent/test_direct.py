@@ -437,13 +437,18 @@ def test_messages_do_not_grow_with_tensors(tmp_path: Path, monkeypatch: pytest.M
     more = tuple(TensorSpec(f"more{number}", "bfloat16", (8, 4)) for number in range(100))
     counts: dict[int, tuple[int, int]] = {}
     sent: list[int] = []
-    send = Frames.send
+    send, push = Frames.send, Frames.push
 
     def counted(frames: Frames, message: bytes, deadline: Deadline) -> None:
         sent.append(len(message))
         send(frames, message, deadline)
 
+    def pushed(frames: Frames, framed: memoryview) -> memoryview:
+        sent.append(len(framed))
+        return push(frames, framed)
+
     monkeypatch.setattr(Frames, "send", counted)
+    monkeypatch.setattr(Frames, "push", pushed)
     for specs, shard in ((SPECS, Shard), (SPECS + more, Larger)):
         world = World(tmp_path / f"{len(specs)}", 2, monkeypatch, specs, shard)
         world.round()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from weightbus.dataplane import direct, direct_wire
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import DirectSender, Exposed
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, ManifestError, PeerLost, TransferFailed
-from weightbus.dataplane.frames import Frames
+from weightbus.dataplane.frames import Frames, framed
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.transport import Address, Peer, Receipt, Session, Tabled, Tabling
@@ -207,13 +208,17 @@ class Crowd:
 
     TENSORS = 40_000
 
-    def __init__(self, folder: Path, *engines: str) -> None:
+    def __init__(self, folder: Path, *engines: str, whole: bool = False) -> None:
+        """With `whole` the session has its table from the beginning."""
         manifest = Manifest.of("toy", [TensorSpec(f"t{at}", "bfloat16", (1,)) for at in range(self.TENSORS)])
         pieces = Pieces.of(manifest.tensors, [], 0)
         self.tabled = Tabled(DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * self.TENSORS)), b"signed")
-        self.sender = DirectSender(folder / "r", "c", lambda: Exposed(pieces, (), ()))
+        exposed = Exposed(pieces, (), ())
+        vars(exposed).update(given=direct_wire.Layout(pieces=bytes(1 << 20), exports=()))
+        self.sender = DirectSender(folder / "r", "c", lambda: exposed)
         peers = [Peer(engine, 1) for engine in engines]
-        address = self.sender.offer(Session("c", 1, 1, manifest, None), peers).address
+        session = Session("c", 1, 1, manifest, self.tabled.table if whole else None)
+        address = self.address = self.sender.offer(session, peers).address
         self._serving = threading.Thread(target=self._serve)
         self._serving.start()
         self.engines = {engine: self._connect(engine, address) for engine in engines}
@@ -284,6 +289,186 @@ def test_who_never_reads_its_table_is_dropped(tmp_path: Path, monkeypatch: pytes
 
     assert list(failed) == ["slow"]
     assert ("has read nothing for 0.5 s" in failed["slow"]) is (how == "reads nothing")
+
+
+@pytest.mark.parametrize("how", ["half a message", "half a length", "no message", "half a greeting", "a stranger"])
+def test_who_stands_still_while_it_speaks_holds_nobody(tmp_path: Path, how: str) -> None:
+    """Stopped in the middle of a recording of megabytes, say, or before it has said who it is."""
+    crowd = Crowd(tmp_path, "slow", "fast")
+    message = framed(b"x" * 5_000_000)
+    if how.startswith("half a") and how != "half a greeting":
+        silent = crowd.engines["slow"]
+        silent._socket.sendall(message[: 4 if how == "half a length" else 1000])
+    else:
+        silent = Frames.connect(crowd.address, Deadline(WAIT_S))
+        silent._socket.sendall({"no message": b"", "half a greeting": message[:1000]}.get(how, framed(b"nonsense")))
+    crowd.say("fast", direct_wire.GiveTable())
+    crowd.sender.tabled(crowd.tabled)
+    began = time.monotonic()
+
+    assert isinstance(crowd.hear("fast"), direct_wire.Table)
+    crowd.say("fast", direct_wire.Finished())
+    until(lambda: crowd.sender._peers["fast"].finished)
+
+    assert time.monotonic() - began < direct._PACKET_S / 2
+    crowd.engines["slow"].close()
+    assert list(crowd.end()) == ["slow"]
+    silent.close()
+
+
+@pytest.mark.parametrize("who", ["a peer", "a guest"])
+def test_who_stands_still_while_it_speaks_is_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """Within the time for a message: a peer has failed then, alone; of somebody unknown nobody speaks."""
+    monkeypatch.setattr(direct, "_PACKET_S", 0.5)
+    crowd = Crowd(tmp_path, "slow", "fast")
+    silent = crowd.engines["slow"] if who == "a peer" else Frames.connect(crowd.address, Deadline(WAIT_S))
+    silent._socket.sendall(framed(b"x" * 1000)[:100])
+    until(silent.waiting, "the end of it")
+    for engine in crowd.engines if who == "a guest" else ["fast"]:
+        crowd.say(engine, direct_wire.Finished())
+    failed = crowd.end()
+    assert list(failed) == ([] if who == "a guest" else ["slow"])
+    assert all("stood still for 0.5 s in the middle of what it said" in reason for reason in failed.values())
+    silent.close()
+
+
+def test_who_speaks_slowly_is_heard_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is for standing still, not for a message: a loaded host takes long over a large one."""
+    monkeypatch.setattr(direct, "_PACKET_S", 0.5)
+    crowd = Crowd(tmp_path, "slow")
+    message = direct_wire.as_framed(direct_wire.Failed(reason="x" * 100))  # said by either side
+    for at in range(0, len(message), 10):
+        crowd.engines["slow"]._socket.sendall(message[at : at + 10])
+        time.sleep(0.1)
+    assert crowd.end() == {"slow": "x" * 100}
+
+
+def test_who_reads_slowly_is_told_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it reads anything."""
+    monkeypatch.setattr(direct, "_PACKET_S", 0.5)
+    crowd = Crowd(tmp_path, "slow")
+    crowd.sender.tabled(crowd.tabled)
+    crowd.say("slow", direct_wire.GiveTable())
+    came, pipe = bytearray(), crowd.engines["slow"]._socket
+    pipe.settimeout(WAIT_S)
+    while len(came) < 16 * Crowd.TENSORS:
+        block = pipe.recv(1 << 16)
+        assert block, "it was let go of"
+        came += block
+        time.sleep(0.15)
+    crowd.say("slow", direct_wire.Finished())
+    assert crowd.end() == {}
+
+
+def test_who_does_not_read_its_layout_holds_nobody(tmp_path: Path) -> None:
+    """It is larger than any socket takes at once."""
+    crowd = Crowd(tmp_path, "slow", "fast")
+    crowd.say("slow", direct_wire.GiveLayout())
+    until(lambda: crowd.sender._peers["slow"].unread, "the layout to be too much")
+    began = time.monotonic()
+    crowd.say("fast", direct_wire.GiveLayout())
+    assert isinstance(crowd.hear("fast"), direct_wire.Layout)
+    assert time.monotonic() - began < direct._PACKET_S / 2
+    assert isinstance(crowd.hear("slow"), direct_wire.Layout)
+    for engine in crowd.engines:
+        crowd.say(engine, direct_wire.Finished())
+    assert crowd.end() == {}
+
+
+def test_nothing_is_said_in_the_middle_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is let go of while a table is on its way hears the end of the connection, and who is not told why."""
+    said: list[str] = []
+    goodbye = DirectSender._say_goodbye
+    monkeypatch.setattr(
+        DirectSender, "_say_goodbye", lambda self, frames, reason: (said.append(reason), goodbye(self, frames, reason))
+    )
+    crowd = Crowd(tmp_path, "slow", "idle")
+    crowd.sender.tabled(crowd.tabled)
+    crowd.say("slow", direct_wire.GiveTable())
+    until(lambda: crowd.sender._peers["slow"].unread, "the table to be too much")
+    for engine in crowd.engines:
+        crowd.sender.withdraw(engine, f"no {engine}")
+    assert crowd.end() == {"slow": "no slow", "idle": "no idle"}
+    assert said == ["no idle"]
+
+
+def test_a_table_is_asked_for_only_where_it_follows(tmp_path: Path) -> None:
+    """Whoever asks for one in a session that has its table would wait for it in vain."""
+    crowd = Crowd(tmp_path, "e", whole=True)
+    crowd.say("e", direct_wire.GiveTable())
+    assert crowd.hear("e") == direct_wire.Failed(reason="it said GiveTable out of turn")
+    assert crowd.end() == {"e": "it said GiveTable out of turn"}
+
+
+def test_who_asks_once_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the table comes at the moment in which it asks: both wake the sender."""
+    pump, paused, go_on = DirectSender._pump, threading.Event(), threading.Event()
+
+    def gated(self: DirectSender, timeout_s: float) -> None:
+        if paused.is_set():
+            go_on.wait(WAIT_S)
+        pump(self, timeout_s)
+
+    monkeypatch.setattr(DirectSender, "_pump", gated)
+    monkeypatch.setattr(Crowd, "TENSORS", 10)
+    crowd = Crowd(tmp_path, "e")
+    paused.set()
+    time.sleep(2 * direct._LOOK_S)  # until it waits there; a look that is still under way may see the first of both
+    crowd.say("e", direct_wire.GiveTable())
+    crowd.sender.tabled(crowd.tabled)
+    go_on.set()
+    assert isinstance(crowd.hear("e"), direct_wire.Table)
+    assert not crowd.engines["e"].speaks(0.5)
+    crowd.say("e", direct_wire.Finished())
+    assert crowd.end() == {}
+
+
+def test_an_offer_leaves_no_descriptor_behind(tmp_path: Path) -> None:
+    """A trainer makes thousands of them; who came, and who said nothing, is let go of as well."""
+
+    def once() -> None:
+        crowd = Crowd(tmp_path, "e")
+        silent = Frames.connect(crowd.address, Deadline(WAIT_S))
+        until(lambda: crowd.sender._guests)
+        crowd.say("e", direct_wire.Finished())
+        assert crowd.end() == {}
+        silent.close()
+
+    once()
+    gc.collect()
+    before = descriptors()
+    for _ in range(3):
+        once()
+    gc.collect()
+    assert descriptors() == before
+
+
+def descriptors() -> int:
+    """That this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_sender_that_is_closed_while_it_waits_says_so(tmp_path: Path) -> None:
+    """From another thread, at any moment: whoever waits has a transfer that failed, and no error of ours."""
+    for _ in range(20):
+        crowd = Crowd(tmp_path, "e")
+        crowd.say("e", direct_wire.Finished())
+        crowd._serving.join(PROMPT_S)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(pump, crowd.sender)
+            for _ in range(5):
+                Frames.connect(crowd.address, Deadline(PROMPT_S)).close()
+            crowd.sender.close()
+            assert isinstance(waiting.exception(PROMPT_S), TransferFailed)
+        assert crowd.end() == {}
+
+
+def pump(sender: DirectSender) -> None:
+    """Until that raises."""
+    while True:
+        sender._pump(0.001)
 
 
 @pytest.mark.parametrize("how", ["withdrawn", "closed", "never"])

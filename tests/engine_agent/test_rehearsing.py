@@ -256,3 +256,46 @@ def test_a_server_without_our_loader_is_not_asked(stage: Stage) -> None:
 
     assert said == []
     assert stage.asked == []
+
+
+@pytest.mark.parametrize("when", ["before", "while it looks", "just before it asks"])
+def test_a_closed_agent_asks_its_server_for_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """New requests would wait for a recording that nobody wants, and the agent's end for the server."""
+    lives: list[Rehearsing] = []
+    made, plain = Rehearsing.__init__, rehearsal.Rehearsal.record
+
+    def begin(self: Rehearsing, *arguments: Any) -> None:
+        made(self, *arguments)
+        lives.append(self)
+        if when == "before":
+            self.close()
+
+    looked: list[str] = []
+
+    def idle(self: Rehearsing) -> bool:
+        looked.append(when)
+        if when == "while it looks":
+            self.close()
+        return True
+
+    def record(self: rehearsal.Rehearsal, *arguments: Any) -> int:
+        lives[0].close()
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Rehearsing, "__init__", begin)
+    if when == "just before it asks":
+        monkeypatch.undo()
+        monkeypatch.setattr(Rehearsing, "__init__", begin)
+        plain = rehearsal.Rehearsal.record
+        monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
+        monkeypatch.setattr(rehearsing, "_CPU", stage.folder / "cpuinfo")
+    monkeypatch.setattr(Rehearsing, "_idle", idle)
+    called: list[str] = []
+    monkeypatch.setattr(SGLangServer, "load_direct", lambda _self, path, _deadline_s: called.append(path))
+
+    _, said = stage.carry_out()
+
+    assert not stage.asked
+    assert not called
+    assert bool(looked) is (when != "before")
+    assert not any(each.startswith("recorded_ahead") for each in said)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from weightbus.dataplane import direct_receiver, standing
-from weightbus.dataplane.errors import DataplaneError, TransferFailed
+from weightbus.dataplane.errors import DataplaneError, PeerLost, TransferFailed
 from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.transport import Peer
-from weightbus.engine_agent import worker_loader
+from weightbus.engine_agent import taker, worker_loader
 
 from ..kit.toy_direct import WAIT_S, Server, holds
 from ..kit.toy_sends import SendsWorld
@@ -114,7 +114,7 @@ def test_a_rank_that_cannot_join_ends_the_attempt(world: SendsWorld, monkeypatch
         take = standing.Standing.take
 
         def lost(self: standing.Standing, *which: Any) -> Any:
-            if self is world.trainer.sending[1]._standing:
+            if self is world.trainer.sending[1]._session.kept.standing:
                 self.call_off()
             return take(self, *which)
 
@@ -163,3 +163,27 @@ def test_several_engines_wait_until_all_are_prepared(
     theirs.result(WAIT_S)
     assert len(set(formed)) == 1
     assert not formed[0].endswith("-early")
+
+
+def test_a_worker_that_cannot_reach_its_sidecar_keeps_no_group(
+    world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has formed by then is let go of at the end of the exchange: a communicator would stay in the server."""
+    dropped: list[object] = []
+    drop = PairGroup.drop
+    monkeypatch.setattr(PairGroup, "drop", lambda group: (dropped.append(group), drop(group))[1])
+    with monkeypatch.context() as patched:
+
+        class Unreachable:
+            @staticmethod
+            def connect(*_: object) -> object:
+                until(lambda: len(formed) >= MEMBERS, "the group to form", WAIT_S)
+                raise PeerLost("nobody listens")
+
+        patched.setattr(taker, "Frames", Unreachable)
+        assert "nobody listens" in str(attempt(world))
+    for rank in world.trainer.sending:
+        rank.stop()
+    until(lambda: len(dropped) >= MEMBERS, "everybody to let go of it", 10.0)
+    world.round()
+    assert holds(world.server, world.trainer.values)

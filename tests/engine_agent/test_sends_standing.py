@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane import sends, standing
-from weightbus.dataplane.errors import DataplaneError
+from weightbus.dataplane import direct_receiver, rank_sends, sends, standing
+from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.transport import Peer
@@ -18,6 +19,7 @@ from weightbus.engine_agent import worker_loader
 
 from ..kit.toy_direct import WAIT_S, Server, holds
 from ..kit.toy_sends import SendingTrainer, SendsWorld, formed_groups
+from ..kit.waiting import until
 
 
 @pytest.fixture
@@ -138,7 +140,7 @@ def test_who_lost_the_group_after_all_costs_one_attempt(
     take, left = standing.Standing.take, [1]
 
     def lose(self: standing.Standing, *which: Any) -> Any:
-        if left[0] and self in ([world.trainer.sending[1]._standing] if who == "a rank" else takers()):
+        if left[0] and self in ([world.trainer.sending[1]._session.kept.standing] if who == "a rank" else takers()):
             left[0] -= 1
             self.discard()
         return take(self, *which)
@@ -161,3 +163,90 @@ def test_who_lost_the_group_after_all_costs_one_attempt(
     a_round(world)
     a_round(world)
     assert (len(formed), len(set(formed))) == (2 * MEMBERS, 2)
+
+
+def test_a_rank_that_is_stuck_touches_nothing_of_its_next_epoch(
+    world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given up after a while; what it does when it goes on at last is its own end."""
+    stuck, released, mail_of = threading.Event(), threading.Event(), RankSends._mail_of
+
+    def slow(*arguments: Any) -> Any:
+        if threading.current_thread() is rank._session.thread and not stuck.is_set():
+            stuck.set()
+            released.wait(WAIT_S)
+        return mail_of(*arguments)
+
+    rank = world.trainer.sending[1]
+    monkeypatch.setattr(rank_sends, "_END_S", 0.1)
+    monkeypatch.setattr(RankSends, "_mail_of", slow)
+    world.epoch += 1
+    session = world.trainer.session(world.epoch)
+    taken = world.receive(session, "e", world.offer(session))
+    world.trainer.sends.ready(WAIT_S)
+    assert stuck.wait(WAIT_S)
+    old = rank._session.thread
+    world.trainer.sends.close()
+    assert isinstance(taken.exception(WAIT_S), DataplaneError)
+    a_round(world)
+    groups = len(set(formed))
+    released.set()
+    assert old is not None
+    old.join(WAIT_S)
+    assert rank.failure == ""
+    a_round(world)
+    assert rank.failure == ""
+    assert len(set(formed)) == groups
+
+
+def test_a_joiner_that_does_not_come_costs_the_fleet_no_group(world: SendsWorld, formed: list[str]) -> None:
+    """What begins to form for it alone is not used: the next version goes over the group of the last one."""
+    a_round(world)
+    a_round(world)
+    world.epoch += 1
+    address = world.trainer.sends.offer(world.trainer.session(world.epoch), [Peer("joiner", 2)])
+    world.trainer.summon(address, world.epoch)
+    with pytest.raises(TransferFailed, match="joiner did not come"):
+        world.trainer.sends.ready(WAIT_S, 1.0)
+    world.trainer.sends.close()
+    a_round(world)
+    assert (len(formed), len(set(formed))) == (MEMBERS, 1)
+
+
+@pytest.mark.parametrize("how", ["comes", "dies while it prepares"])
+def test_a_joiner_that_comes_has_a_group_with_the_ranks(
+    world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, how: str
+) -> None:
+    """Its own, which begins to form early. If that comes to nothing, the fleet's is there still."""
+    a_round(world)
+    a_round(world)
+    server, sidecar = Server(1, monkeypatch), SendsReceiver(world.runtime)
+    request.addfinalizer(sidecar.shutdown)
+    if how != "comes":
+
+        def fail(*_: object) -> object:
+            until(lambda: len(formed) == MEMBERS + 3, "the group to form", WAIT_S)
+            raise TransferFailed("no plan")
+
+        plan = direct_receiver.make_plan
+        monkeypatch.setattr(direct_receiver, "make_plan", fail)
+    world.epoch += 1
+    session = world.trainer.session(world.epoch)
+    address = world.trainer.sends.offer(session, [Peer("joiner", 1)])
+    world.trainer.summon(address, world.epoch)
+    taken = world.pool.submit(sidecar.receive, session, address, "joiner", 0, server, WAIT_S)  # type: ignore[arg-type]
+    if how == "comes":
+        world.trainer.sends.ready(WAIT_S)
+        world.trainer.sends.finish(WAIT_S)
+        taken.result(WAIT_S)
+        assert world.trainer.sends.failed == {}
+        assert holds(server, world.trainer.values)
+        assert formed[-1].endswith("-early")
+        return
+    with pytest.raises(TransferFailed, match="no plan"):
+        world.trainer.sends.ready(WAIT_S)
+    world.trainer.sends.close()
+    assert isinstance(taken.exception(WAIT_S), DataplaneError)
+    monkeypatch.setattr(direct_receiver, "make_plan", plan)
+    a_round(world)
+    assert len(set(formed)) == 2

@@ -105,7 +105,7 @@ def rank(job: dict[str, Any]) -> None:
     made.describe()
     doomed(job)
     made.sending[1].begin(Address(job["address"], token=job["token"]), job["epoch"], made.memories[1].regions, WAIT_S)
-    thread = made.sending[1]._thread
+    thread = made.sending[1]._session.thread
     assert thread is not None
     thread.join()
 

@@ -20,6 +20,8 @@ import torch
 from weightbus.control import messages as m
 from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.ids import AgentId, Digest
+from weightbus.dataplane.staging import BucketPool
+from weightbus.dataplane.transport import Peer, Tabled
 from weightbus.trainer_agent import open_table
 from weightbus.trainer_agent.archive import Archive, Policy
 from weightbus.trainer_agent.delivery import Delivery
@@ -30,8 +32,9 @@ from weightbus.trainer_agent.source import AssemblyFailed
 from weightbus.trainer_agent.staging import Staging
 from weightbus.trainer_agent.whereabouts import topology_of
 
+from ..dataplane.loopback import CHANNEL, make_manifest, make_session
 from ..kit.fake_bus import silence
-from ..kit.fake_sender import FakeSender
+from ..kit.fake_sender import FakeSender, FakeTablingSender
 from .test_made_ahead import DIRECT, Coordinator, Rig
 
 WAIT_S = 30.0
@@ -332,3 +335,19 @@ def test_the_coordinator_is_told_who_would_leave_tables_open(switched_off: bool,
     settings = TrainerSettings(channel="c", open_tables=not switched_off)
     told = topology_of(settings, (DIRECT,), (), runtime_dir=tmp_path, refusals={})
     assert told.awaits_tables is not switched_off
+
+
+def test_a_table_that_is_given_twice_counts_once() -> None:
+    """With the announcement and with the report: engines that have it already are not failed for it."""
+    sender, session = FakeTablingSender(), make_session(1, 10, make_manifest())
+    tabled = Tabled(session.known)
+    begun = msgspec.structs.replace(session, table=None)
+    pool, kind = BucketPool("cpu", 1, session.manifest.largest_bucket, CHANNEL), m.TransportKind.DIRECT
+    delivery = Delivery(begun, {kind: sender}, {kind: [Peer("e0", 1)]}, pool.slots, 60.0)
+    delivery.open()
+    delivery.tabled(tabled)
+    delivery.tabled(tabled)
+    delivery.stop()
+    pool.close()
+    assert sender.gave == {1: [tabled]}
+    assert not any(call.startswith("withdraw") for call in sender.calls)

@@ -12,6 +12,7 @@ import pytest
 
 from weightbus.control.messages import Outcome, Receiver, Topology, TransportKind
 from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.source_rank import SourceRank
 from weightbus.dataplane.sources import Sources
 from weightbus.trainer_agent import leader
 from weightbus.trainer_agent.errors import PublishFailed, WeightsChanged
@@ -71,6 +72,26 @@ def test_every_stage_sends_its_own_and_nothing_is_gathered(pipeline: Pipeline, s
     for rank, source in enumerate(pipeline.sources):
         own = [index for index in range(report.buckets) if source.assembled.count(index)]
         assert source.assembled == own * passes * 3, f"rank {rank} reads its own, as often as it must"
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_slot_is_written_again_when_its_bucket_was_taken(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """By each stage for itself: a leader that has given the round up holds no stage back."""
+    waits: dict[SourceRank, list[int]] = {}
+    wait_free = SourceRank.wait_free
+
+    def noting(part: SourceRank, taken: int) -> None:
+        waits.setdefault(part, []).append(taken)
+        wait_free(part, taken)
+
+    monkeypatch.setattr(SourceRank, "wait_free", noting)
+    pipeline.engine("e0", transport=TransportKind.DISTRIBUTED)
+    pipeline.connect(slots=slots, **BROADCAST)
+    pipeline.publish(1)
+    assert len(waits) == STAGES - 1
+    assert all(asked == [place + 1 - slots for place in range(len(asked))] for asked in waits.values()), waits
 
 
 @pytest.mark.parametrize("other", [TransportKind.LOCAL, TransportKind.DISK])

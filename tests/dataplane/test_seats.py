@@ -1,0 +1,40 @@
+"""Who is left out of a group over NCCL, and whose fault that is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.seats import crowded
+
+
+def test_everybody_on_a_gpu_of_his_own_is_in() -> None:
+    """As is who has none: there it is gloo's."""
+    assert crowded({0: "a", 1: "b"}, {"e": ("c", "d"), "f": ("", "")}) == {}
+
+
+def test_the_first_engine_on_a_gpu_has_it() -> None:
+    """The second one could be in a group of its own, and its other GPUs are nobody's."""
+    found = crowded({0: "a"}, {"e": ("b",), "f": ("c", "b"), "g": ("c",)})
+    assert {name: each.spared for name, each in found.items()} == {"f": True}
+    assert "a worker of f and a worker of e are on GPU b" in found["f"].reason
+
+
+def test_an_engine_on_a_rank_of_the_trainer_is_in_no_group() -> None:
+    """However often the version is sent."""
+    found = crowded({0: "a"}, {"e": ("b", "a")})
+    assert not found["e"].spared
+    assert "rank 0 of the trainer" in found["e"].reason
+
+
+def test_two_workers_of_one_engine_are_seen() -> None:
+    """It is in no group either, and keeps nobody else from its GPU."""
+    found = crowded({}, {"e": ("a", "a"), "f": ("a",)})
+    assert {name: each.spared for name, each in found.items()} == {"e": False}
+    assert "another of its workers" in found["e"].reason
+
+
+def test_two_ranks_on_a_gpu_end_it_for_all() -> None:
+    """They are in every group."""
+    with pytest.raises(TransferFailed, match="rank 0 of the trainer and rank 1 are on GPU a"):
+        crowded({0: "a", 1: "a"}, {"e": ("b",)})
