@@ -170,7 +170,7 @@ class SendsSender:
         deadline = Deadline(deadline_s)
         self._wait(deadline, lambda end: not end.through, "had not moved everything", silent_s=wire.SILENT_S)
         self._wait(deadline, lambda end: bool(end.workers) and not end.finished, "had not finished")
-        if not self._failed and self._kept_s():
+        if not self._failed and self._keep_s and self._stood.room:
             self._stood.keep(self._formed)
 
     def withdraw(self, engine: str, reason: str) -> None:
