@@ -134,8 +134,6 @@ class DirectReceiver:
         connection = self._connection = self._connect(address, deadline)
         try:
             welcome = self._shake_hands(connection, session, engine, deadline)
-            if not self._knows(welcome.layout):
-                direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
             with self._timed("held"):
                 self._exchange(connection, session, welcome, engine, server, deadline)
             self._say_finished(connection)
@@ -188,10 +186,14 @@ class DirectReceiver:
         return self._layout is not None and self._layout.digest == layout
 
     def _hear_layout(self, connection: Frames, layout: str, manifest: Manifest, deadline: Deadline) -> None:
-        """Unless it is known. Raises `PeerLost`, `ManifestError`."""
+        """Unless it is known. Raises `PeerLost`, `ManifestError`.
+
+        It is asked for when it is read: a large one that nobody reads holds up the sender.
+        """
         if self._knows(layout):
             return
         with self._timed("layout"):
+            direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
             reply = direct_wire.hear_sender(connection, deadline, "the trainer's layout")
             if not isinstance(reply, direct_wire.Layout):
                 raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
@@ -315,7 +317,7 @@ class DirectReceiver:
     ) -> Agreement:
         """Recordings and plans for this round; those of the last one if nothing changed. New ones were proposed.
 
-        A layout that was asked for is heard while the workers record.
+        A layout that is new is heard while the workers record.
         """
         with self._timed("record"):
             without = self._workers.ask_to_record(manifest.digest(), manifest.tensors, self._recordings, deadline)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
@@ -34,7 +33,7 @@ from .plan import Plan, distances, make_plan
 from .recording import Recording
 from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
 from .seats import crowded
-from .sends_ends import NOBODY, End, Formed, Stood
+from .sends_ends import NOBODY, End, Formed, Stood, seen_by
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
 FORM_S: Final = 15.0
@@ -83,7 +82,9 @@ class SendsSender:
         """One that may begin to form before it is known whether it will be used, and its store."""
         self._exposed: Exposed | None = None
         self._layout = ""
-        self._epoch = 0
+        self._epoch = self._version = 0
+        self._fell = False
+        """Somebody of the group did not come to its end."""
         self._token = ""
         self._pair_bytes = 0
         self._ceiling: int | None = None
@@ -136,7 +137,7 @@ class SendsSender:
         self._engines = {peer.engine: End(peer.engine, peer.tp) for peer in peers}
         self._ranks = {export.holder: End(f"rank {export.holder}") for export in exposed.exports}
         self._token = new_token()
-        self._stood.turn_to(session.version)
+        self._version, self._fell = session.version, False
         self._early = self._foresee(ranks, peers)
         self._doorman = Doorman(self._host, self._token)
         self._selector = selectors.DefaultSelector()
@@ -170,7 +171,7 @@ class SendsSender:
         deadline = Deadline(deadline_s)
         self._wait(deadline, lambda end: not end.through, "had not moved everything", silent_s=wire.SILENT_S)
         self._wait(deadline, lambda end: bool(end.workers) and not end.finished, "had not finished")
-        if not self._failed and self._keep_s and self._stood.room:
+        if not self._fell and self._keep_s and self._stood.room:
             self._stood.keep(self._formed)
 
     def withdraw(self, engine: str, reason: str) -> None:
@@ -383,14 +384,15 @@ class SendsSender:
             offsets[name] = first + len(letters)
             letters += [(first + len(letters) + at, plan) for at, plan in enumerate(prepared.plans)]
         size = first + len(letters)
+        self._stood.turn_to(self._version)
         stands = self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
         group = self._group(size, 0, self._formed.name, self._store, stands=stands)
         told = [
-            (end, wire.Begin(group=_seen_by(holder, group), letters=mail, others=self._stood.names))
+            (end, wire.Begin(group=seen_by(holder, group), letters=mail, others=self._stood.names))
             for holder, end in self._ranks.items()
             for mail in [self._letters(holder, end, letters)]
         ]
-        told += [(end, wire.Begin(group=_seen_by(offsets[name], group))) for name, end in self._engines.items()]
+        told += [(end, wire.Begin(group=seen_by(offsets[name], group))) for name, end in self._engines.items()]
         self._began = True
         for end, begin in told:
             end.heard_at = time.monotonic()
@@ -430,7 +432,7 @@ class SendsSender:
         for rank, end in tuple(self._ranks.items()):
             if end.frames is not None and not end.forming:
                 end.forming = True
-                self._tell(end, wire.Form(group=_seen_by(rank, early)))
+                self._tell(end, wire.Form(group=seen_by(rank, early)))
 
     def _name(self) -> str:
         return f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}"
@@ -466,6 +468,7 @@ class SendsSender:
 
     def _drop(self, end: End, reason: str) -> None:
         """It is out. While the group moves, so is everybody who is not through."""
+        self._fell |= self._began and not (end.finished if end.workers else end.through)
         self._out(end, reason)
         if self._began and not end.through:
             self._store = None
@@ -492,7 +495,3 @@ class SendsSender:
             with contextlib.suppress(DataplaneError):  # it is gone, nothing to tell
                 wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
         frames.close()
-
-
-def _seen_by(rank: int, group: wire.Group) -> wire.Group:
-    return msgspec.structs.replace(group, rank=rank)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import msgspec
+
 from . import sends_wire as wire
 from .frames import Frames
 
@@ -83,3 +85,8 @@ class End:
         self.through = self.finished = False
         self.heard_at = 0.0
         """While the group forms and moves."""
+
+
+def seen_by(rank: int, group: wire.Group) -> wire.Group:
+    """The group, as its member of that rank is told of it."""
+    return msgspec.structs.replace(group, rank=rank)

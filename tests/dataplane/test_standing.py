@@ -126,7 +126,7 @@ def test_a_group_that_forms_leaves_the_kept_one_alone() -> None:
         group, other, forms = Group(), Group(), Forms()
         stands = kept(group)
         stands.begin(cast("Forming", forms))
-        assert stands.name == "g1"
+        assert stands.names == ("g1",)
         assert cast("Group", stands.take(used)) is (group if used == "g1" else other)
         assert group.end == ("" if used == "g1" else "dropped")
         assert forms.discarded is (used == "g1")

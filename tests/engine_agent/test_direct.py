@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import direct, direct_receiver, worker_wire
+from weightbus.dataplane import direct, direct_receiver, direct_wire, worker_wire
 from weightbus.dataplane.copy_engines import BRANCHES
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import Exposed
@@ -30,6 +30,7 @@ from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.plan import Plan
 from weightbus.dataplane.proof import Proof
 from weightbus.dataplane.transport import Peer, Receipt
+from weightbus.dataplane.workers import Workers
 from weightbus.engine_agent import worker_loader, worker_state
 from weightbus.engine_agent.model_tensors import ModelTensors
 from weightbus.engine_agent.recorder import NamedTensors
@@ -486,6 +487,26 @@ def test_a_round_says_where_its_time_went(world: World) -> None:
     assert steady.keys() == first.keys() - {"layout", "plan", "agree"}
     steps = ("gather", "record", "adopt", "replay", "compare")
     assert sum(steady[step] for step in steps) <= steady["held"] + 1e-6
+
+
+def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may let its workers in late, and a sender that nobody reads from gives up, or keeps others waiting."""
+    done: list[str] = []
+    say, gather = direct_wire.say, Workers.gather
+
+    def said(frames: Any, message: Any, deadline: Any) -> None:
+        done.append(type(message).__name__)
+        say(frames, message, deadline)
+
+    def gathered(*arguments: Any) -> bool:
+        found = gather(*arguments)
+        done.append("workers came")
+        return found
+
+    monkeypatch.setattr(direct_wire, "say", said)
+    monkeypatch.setattr(Workers, "gather", gathered)
+    world.round()
+    assert done.index("workers came") < done.index("GiveLayout") < done.index("Propose")
 
 
 def test_the_server_returns_while_it_is_proven(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

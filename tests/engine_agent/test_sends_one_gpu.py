@@ -124,12 +124,22 @@ def test_who_takes_turns_has_a_group_of_its_own_that_stays(crowd: Crowd, formed:
     assert (len(formed), len(set(formed))) == (2 * MEMBERS, 2)
     assert holds(crowd.world.server, crowd.world.trainer.values)
     assert holds(crowd.server, crowd.world.trainer.values)
-    standings = [rank._standing for rank in crowd.world.trainer.sending]
+    standings = [rank._session.kept.standing for rank in crowd.world.trainer.sending]
     for version, groups in ((5, 2), (6, 1)):
         turns(crowd, version, "e")
         until(lambda: {len(each.names) for each in standings} == {groups}, f"{groups} groups to stay", WAIT_S)  # noqa: B023
     turns(crowd, 7, "e", "f")
     assert len(set(formed)) == 3
+
+
+def test_who_is_spared_costs_nobody_a_group(crowd: Crowd, formed: list[str]) -> None:
+    """Where agents cannot say their GPUs, every version begins with both; the first one's group stays nevertheless."""
+    crowd.on(e="gpu-0", f="gpu-0")
+    for version in (1, 2, 3):
+        assert crowd.round("e", "f", version=version)["e"].exception() is None
+        assert crowd.world.trainer.sends.spared == {"f"}
+        turns(crowd, version, "f")
+        assert len(set(formed)) == 2
 
 
 @pytest.mark.parametrize("what", ["it begins anew", "it lost the group after all"])
@@ -144,7 +154,7 @@ def test_who_needs_a_new_group_costs_the_others_in_turn_nothing(
         crowd.receiver = SendsReceiver(crowd.world.runtime)
     else:
         take, lost = standing.Standing.take, formed[-1]
-        ranks = [rank._standing for rank in crowd.world.trainer.sending]
+        ranks = [rank._session.kept.standing for rank in crowd.world.trainer.sending]
 
         def lose(self: standing.Standing, *which: Any) -> Any:
             if lost in self.names and self not in ranks:

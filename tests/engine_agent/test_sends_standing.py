@@ -213,6 +213,20 @@ def test_a_joiner_that_does_not_come_costs_the_fleet_no_group(world: SendsWorld,
     assert (len(formed), len(set(formed))) == (MEMBERS, 1)
 
 
+def test_an_engine_that_is_never_there_costs_the_others_no_group(world: SendsWorld, formed: list[str]) -> None:
+    """It is invited to every version, and was never in the group."""
+    for _ in range(3):
+        world.epoch += 1
+        world.trainer.step(world.epoch)
+        session = world.trainer.session(world.epoch)
+        taken = world.receive(session, "e", world.offer(session, [Peer("e", 2), Peer("dead", 1)]), stage=True)
+        world.trainer.sends.ready(WAIT_S, 1.0)
+        world.trainer.sends.finish(WAIT_S)
+        taken.result(WAIT_S)
+        assert set(world.trainer.sends.failed) == {"dead"}
+    assert (len(formed), len(set(formed))) == (MEMBERS, 1)
+
+
 @pytest.mark.parametrize("how", ["comes", "dies while it prepares"])
 def test_a_joiner_that_comes_has_a_group_with_the_ranks(
     world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, how: str
