@@ -31,9 +31,10 @@ class Attendance:
         members: Membership,
         *,
         out: Outbox,
+        stride: int,
     ) -> None:
         self._boot, self._limits, self._routing = boot, limits, routing
-        self._channels, self._members, self._out = channels, members, out
+        self._channels, self._members, self._out, self._stride = channels, members, out, stride
 
     # -- who comes --------------------------------------------------------------------------------------------------
 
@@ -53,7 +54,9 @@ class Attendance:
             self._out.evict(before.peer, "came back on another connection")
         agent = self._members.join(message, peer, now, event.principal)
         if message.channel not in self._channels:
-            self._channels[message.channel] = Channel(message.channel, self._limits, self._routing, Restored())
+            self._channels[message.channel] = Channel(
+                message.channel, self._limits, self._routing, Restored(), stride=self._stride
+            )
         channel = self._channels[message.channel]
         self._out.send(
             peer,

@@ -98,13 +98,22 @@ class Coordinator:
     """The machine. Drive it from one thread; carry out every effect in order before the next event."""
 
     def __init__(
-        self, limits: Limits, boot: int, routing: Routing, restored: Mapping[ChannelId, Restored] | None = None
+        self,
+        limits: Limits,
+        boot: int,
+        routing: Routing,
+        restored: Mapping[ChannelId, Restored] | None = None,
+        *,
+        stride: int = 1,
     ) -> None:
+        """`stride` is by how much this start has raised the epochs of `restored`."""
         self.boot = boot
         self.limits = limits
         self.members = Membership(limits)
         self.blobs = Blobs(limits.blob_bytes)
-        self.channels = {name: Channel(name, limits, routing, known) for name, known in (restored or {}).items()}
+        self.channels = {
+            name: Channel(name, limits, routing, known, stride=stride) for name, known in (restored or {}).items()
+        }
         self.stopping = False
         self._waiting: deque[_Work] = deque()
         self._stirred: dict[ChannelId, Channel] = {}
@@ -112,7 +121,7 @@ class Coordinator:
         self._out = Outbox(limits.answers)
         self.replies = self._out.replies
         self._pen = Pen(self._out, limits.probe_s)
-        self._attendance = Attendance(boot, limits, routing, self.channels, self.members, out=self._out)
+        self._attendance = Attendance(boot, limits, routing, self.channels, self.members, out=self._out, stride=stride)
 
     # -- the door ---------------------------------------------------------------------------------------------------
 

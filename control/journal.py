@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sqlite3
 import stat
 import time
@@ -33,6 +34,17 @@ SCHEMA: Final = 2
 EVENTS: Final = 10_000
 """Audit rows kept."""
 _BUSY_S: Final = 2.0
+STRIDES: Final = (2**16, 2**20)
+
+
+def stride() -> int:
+    """By so much a start raises the epochs: so far, and so much by chance, that two starts from one copy do not meet.
+
+    An earlier life that a copy does not know of began at the same epoch, and gave out a few above its own stride.
+    """
+    least, most = STRIDES
+    return least + secrets.randbelow(most - least)
+
 
 _TABLES: Final = """
 CREATE TABLE meta (
@@ -99,8 +111,13 @@ class Journal(Protocol):
     def boot(self) -> int:
         """How often a coordinator was started on this journal.
 
-        Every start also raises each channel's epoch by one, durably: whatever an earlier life said is below it.
+        Every start also raises each channel's epoch, by `stride`, durably: whatever an earlier life said is below it.
         """
+        ...
+
+    @property
+    def stride(self) -> int:
+        """By how much this start has raised the epochs."""
         ...
 
     def confirm(self) -> None:
@@ -126,14 +143,15 @@ class Journal(Protocol):
 class SqliteJournal:
     """The journal of one coordinator."""
 
-    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """Open or create the file, check it, and count this boot, durably.
+    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time, *, by: int = 0) -> None:
+        """Open or create the file, check it, and count this boot, durably; `by` is its stride, 0 for any.
 
         Raises `JournalCorrupt` for a file that cannot be trusted, `JournalError` for one that cannot be used.
         """
         self._path = path
         self._wall_clock = wall_clock
         self.boot = 0
+        self.stride = by or stride()
         _look(path)
         found = "a file that holds no journal" if path.exists() else "no file"
         _keep_private(path)
@@ -158,7 +176,7 @@ class SqliteJournal:
                 self._adopt_schema()
                 self._db.execute("UPDATE meta SET boot = boot + 1")
                 # What was said before the restart is stale by comparison, whoever still says it.
-                self._db.execute("UPDATE channel SET epoch = epoch + 1")
+                self._db.execute("UPDATE channel SET epoch = epoch + ?", (self.stride,))
             (self.boot,) = self._db.execute("SELECT boot FROM meta").fetchone()
         except JournalUnwritable as error:
             raise JournalError(self._path, error.problem, error.advice) from error

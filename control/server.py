@@ -77,7 +77,7 @@ class Server:
         observe: Callable[[AnyObservation], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.machine = Coordinator(limits, journal.boot, Router(), journal.restore())
+        self.machine = Coordinator(limits, journal.boot, Router(), journal.restore(), stride=journal.stride)
         self._bus = bus
         self._journal = journal
         self._observe = observe

@@ -31,7 +31,10 @@ from .story import STORY
 class Standing:
     """How one channel stands."""
 
-    def __init__(self, name: ChannelId, limits: Limits, routing: Routing, restored: Restored) -> None:
+    def __init__(
+        self, name: ChannelId, limits: Limits, routing: Routing, restored: Restored, *, stride: int = 1
+    ) -> None:
+        """`stride`: by so much an epoch is taken above what another life of the coordinator may have given out."""
         self.name = name
         self.epoch: Epoch = restored.epoch
         self.window = Window(restored.committed)
@@ -41,6 +44,7 @@ class Standing:
         self.publisher: Publisher | None = None
         self.out: list[Out] = []
         self.story: deque[object] = deque(maxlen=STORY)
+        self._stride = stride
         self._limits = limits
         self._duties = Duties(limits.retry_s, limits.retry_max_s)
         self._answers = Answers(restored.answers)
@@ -130,7 +134,7 @@ class Standing:
         """
         if self.lease is None or self.round is not None:
             return self.epoch
-        return max(Epoch(self.lease.epoch - 1), min(engine.seen, self.epoch))
+        return self.epoch if engine.seen >= self.lease.epoch else Epoch(self.lease.epoch - 1)
 
     def _takes_part(self, name: AgentId) -> bool:
         return self.phase(name) not in (None, *SETTLED)

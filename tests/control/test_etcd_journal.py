@@ -60,7 +60,7 @@ class Candidates:
         found = self.stand()
         if isinstance(found, Leader):
             raise RuntimeError(f"somebody leads: {found}")  # noqa: TRY004
-        return EtcdJournal(self.etcd(), self.prefix, found, **options)  # type: ignore[arg-type]
+        return EtcdJournal(self.etcd(), self.prefix, found, **{"by": 1, **options})  # type: ignore[arg-type]
 
     def close(self) -> None:
         for term in self.terms:
@@ -98,7 +98,7 @@ def test_a_deposed_leader_changes_nothing(candidates: Candidates) -> None:
     journal._term._over.set()  # it does not renew its lease any more, and its clock stands still
     journal._term._until = float("inf")
     wait(lambda: isinstance(candidates.stand("c1"), Term))
-    successor = EtcdJournal(candidates.etcd(), candidates.prefix, candidates.terms[-1])
+    successor = EtcdJournal(candidates.etcd(), candidates.prefix, candidates.terms[-1], by=1)
     successor.write(taken(2))
     for record in (taken(9), commit(1, 1), closed("p")):
         with pytest.raises(Deposed, match="another coordinator was elected"):

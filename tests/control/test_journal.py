@@ -32,7 +32,7 @@ class TestSqliteJournal(JournalContract):
 
     @pytest.fixture
     def opens(self, tmp_path: Path) -> Callable[..., Journal]:
-        return lambda **options: SqliteJournal(tmp_path / "j", **options)
+        return lambda **options: SqliteJournal(tmp_path / "j", **{"by": 1, **options})
 
 
 @pytest.mark.parametrize("found", [None, 0o644])
@@ -67,7 +67,7 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "j")], env=environ, check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL
-    journal = SqliteJournal(tmp_path / "j")
+    journal = SqliteJournal(tmp_path / "j", by=1)
     assert (journal.boot, journal.restore()[Channel("policy")].epoch) == (2, 8)
     journal.close()
 
@@ -157,7 +157,7 @@ def test_a_journal_of_the_first_release_is_read(tmp_path: Path) -> None:
     """As it was written on the day on which the schema was made; what it held is held, one epoch further on."""
     with contextlib.closing(sqlite3.connect(tmp_path / "journal")) as database:
         database.executescript(Path(__file__).with_name("golden").joinpath("journal.sql").read_text("utf-8"))
-    with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 1.0)) as journal:
+    with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 1.0, by=1)) as journal:
         known = journal.restore()[Channel("policy")]
         for record in RECORDS[3:]:
             journal.write(record)

@@ -72,7 +72,7 @@ def hunt(mutation: Mutation, seeds: int = SEEDS) -> Hunt:
     """Run storms over the bug until one finds it."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         plant(mutation, Path(folder))
-        command = [sys.executable, "-m", "tests.simulation", "--first", "--seeds", str(seeds)]
+        command = [*_simulation(mutation), "--seeds", str(seeds)]
         env = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
@@ -83,11 +83,17 @@ def hunt(mutation: Mutation, seeds: int = SEEDS) -> Hunt:
     return Hunt(mutation, int(found[1]) if found else None, found[2] if found else "")
 
 
+def _simulation(mutation: Mutation) -> list[str]:
+    """The storms that find the bug."""
+    command = [sys.executable, "-m", "tests.simulation", "--first"]
+    return [*command, "--setbacks"] if mutation.setbacks else command
+
+
 def tell(mutation: Mutation) -> None:
     """Show how the simulation finds the bug."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         plant(mutation, Path(folder))
-        command = [sys.executable, "-m", "tests.simulation", "--first", "--tell", "--seeds", str(SEEDS)]
+        command = [*_simulation(mutation), "--tell", "--seeds", str(SEEDS)]
         subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": folder}, check=False)
 
 

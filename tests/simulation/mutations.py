@@ -20,6 +20,8 @@ class Mutation(msgspec.Struct, frozen=True):
     planted: str
     also: tuple[tuple[str, str, str], ...] = ()
     """Further changes that the bug consists of: path, found, planted."""
+    setbacks: bool = False
+    """Found in the storms in which the journal is set back."""
 
     @property
     def changes(self) -> tuple[tuple[str, str, str], ...]:
@@ -29,6 +31,10 @@ class Mutation(msgspec.Struct, frozen=True):
 
 def _m(name: str, path: str, found: str, planted: str, *also: tuple[str, str, str]) -> Mutation:
     return Mutation(name, path, found, planted, also)
+
+
+def _set_back(name: str, path: str, found: str, planted: str, *also: tuple[str, str, str]) -> Mutation:
+    return Mutation(name, path, found, planted, also, setbacks=True)
 
 
 SERVER, COORDINATOR, CHANNEL = "control/server.py", "control/coordinator.py", "control/channel.py"
@@ -82,7 +88,7 @@ MUTATIONS: Final = (
     _m(
         "a-boot-raises-no-epoch",
         JOURNAL,
-        'self._db.execute("UPDATE channel SET epoch = epoch + 1")',
+        'self._db.execute("UPDATE channel SET epoch = epoch + ?", (self.stride,))',
         "pass",
     ),
     _m(
@@ -136,8 +142,8 @@ MUTATIONS: Final = (
     _m(
         "epoch-not-raised-by-a-grant",
         CHANNEL,
-        "self._tenure.ask(agent, message, Epoch(self.epoch + 1))",
-        "self._tenure.ask(agent, message, Epoch(max(self.epoch, 1)))",
+        "self._tenure.ask(agent, message, Epoch(self.epoch + (1 if self.epoch else self._stride)))",
+        "self._tenure.ask(agent, message, Epoch(self.epoch or self._stride))",
     ),
     _m(
         "version-not-monotonic",
@@ -239,8 +245,8 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-that-never-said-so",
         "control/engines.py",
-        "    if not engine.serving and phase in",
-        "    if False and phase in",
+        "    if not engine.serving or engine.strange:",
+        "    if engine.strange:",
     ),
     _m(
         "lists-engines-in-mid-transfer",
@@ -436,5 +442,49 @@ MUTATIONS: Final = (
         SESSION,
         "            each.resend_at = now + each.backoff_s\n",
         "            each.resend_at = each.asked.expires_at = now + 1e9\n",
+    ),
+    _set_back("a-start-raises-epochs-by-one", JOURNAL, "STRIDES: Final = (2**16, 2**20)", "STRIDES: Final = (1, 2)"),
+    _set_back(
+        "a-channel-begins-at-the-first-epoch",
+        CHANNEL,
+        "Epoch(self.epoch + (1 if self.epoch else self._stride))",
+        "Epoch(self.epoch + 1)",
+    ),
+    _set_back("raises-epochs-to-what-was-seen", CHANNEL, "min(epoch + self._stride, ", "min(epoch, "),
+    _set_back(
+        "raises-no-epoch-by-a-heartbeat",
+        CHANNEL,
+        "        if epoch <= self.epoch or now < self._raise_at:\n",
+        "        if True:\n",
+    ),
+    _set_back(
+        "does-not-settle-who-was-deaf",
+        CHANNEL,
+        "        if engine.alive and unheard and not",
+        "        if False and not",
+    ),
+    _set_back(
+        "waits-for-who-is-deaf",
+        CHANNEL,
+        "        if deaf and member is not None and self.round:\n",
+        "        if False:\n",
+    ),
+    _set_back(
+        "begins-a-round-that-nobody-hears",
+        STANDING,
+        "        if reason := self._all_deaf_to(message.epoch):\n",
+        '        if reason := "":\n',
+    ),
+    _set_back(
+        "settles-who-is-deaf-below-what-it-has-seen",
+        STANDING,
+        "self.epoch if engine.seen >= self.lease.epoch else Epoch(self.lease.epoch - 1)",
+        "Epoch(self.lease.epoch - 1)",
+    ),
+    _set_back(
+        "takes-what-an-engine-serves-for-what-it-held",
+        "control/engines.py",
+        "        self.strange = version != (self.held.version if self.held else None)\n",
+        "        self.strange = False\n",
     ),
 )

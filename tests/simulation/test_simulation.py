@@ -39,6 +39,13 @@ def test_no_seed_of_the_slice_breaks_a_promise() -> None:
     assert tally.messages > 100 * SLICE
 
 
+def test_no_journal_that_is_set_back_breaks_a_promise() -> None:
+    """Older copies of the journal, or none: versions are lost then, and no epoch is given out twice."""
+    found = run_chunk(range(SLICE), setbacks=True)
+    assert [(ended.seed, ended.violation) for ended in found if ended.violation] == []
+    assert sum(ended.committed > 0 for ended in found) > SLICE / 2
+
+
 class Nonsense:
     """Chooses routes as nobody would."""
 
@@ -78,7 +85,8 @@ def test_the_same_seed_takes_the_same_course_in_any_process() -> None:
 def test_seeds_make_all_kinds_of_faults() -> None:
     """The scenarios of a few hundred seeds leave no kind of fault, and no moment of a round, untried."""
     faults = [fault for seed in range(400) for fault in draw(seed).faults]
-    assert {fault.kind for fault in faults} == {*KINDS, "data-cut", "stall", "power", "wrong-table", "table-lost"}
+    seldom = {"data-cut", "stall", "power", "wrong-table", "table-lost", "setback"}
+    assert {fault.kind for fault in faults} == {*KINDS, *seldom}
     assert any(draw(seed).sealed for seed in range(20))
     assert any(draw(seed).open_tables for seed in range(20))
     assert any(draw(seed).sqlite for seed in range(8)), "the course of none that is compared has the real journal"
