@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from .campaign import campaign, cores, first, report, run_chunk
+from .invariants import INVARIANTS
 from .scenario import draw
 from .story import tell
 
@@ -18,6 +19,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=cores(), help="processes")
     parser.add_argument("--seed", type=int, help="tell the whole story of this one")
     parser.add_argument("--first", action="store_true", help="stop at the first seed that finds something")
+    parser.add_argument("--breaks", choices=INVARIANTS, default="", help="with --first: only by this invariant")
     parser.add_argument("--tell", action="store_true", help="with --first: its story")
     parser.add_argument(
         "--setbacks", action="store_true", help="in all of them the journal is set back to older copies"
@@ -32,7 +34,7 @@ def main() -> int:
             print(ended.seed, ended.trace)
         return 0
     if given.first:
-        return first(given.start, given.seeds, setbacks=given.setbacks, telling=given.tell)
+        return first(given.start, given.seeds, setbacks=given.setbacks, breaks=given.breaks, telling=given.tell)
     return report(campaign(given.start, given.seeds, given.jobs, setbacks=given.setbacks), setbacks=given.setbacks)
 
 

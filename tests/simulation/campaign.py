@@ -100,13 +100,13 @@ def campaign(start: int, count: int, jobs: int, *, setbacks: bool = False) -> Ta
     return tally
 
 
-def first(start: int, count: int, *, setbacks: bool = False, telling: bool) -> int:
-    """Run seeds one by one until one finds something."""
+def first(start: int, count: int, *, setbacks: bool = False, breaks: str = "", telling: bool) -> int:
+    """Run seeds one by one until one finds something; with `breaks`, until that invariant falls."""
     with _few_collections() as collect:
         for seed in range(start, start + count):
             scenario = draw(seed, setbacks=setbacks)
             ended = simulate(scenario)
-            if ended.violation:
+            if ended.violation and ended.violation.startswith(f"{breaks}:" if breaks else ""):
                 print(tell_shrunk(scenario, ended.violation) if telling else "", flush=True)
                 print(f"seed {seed} breaks {ended.violation.splitlines()[0]}")
                 return 1

@@ -39,6 +39,12 @@ def test_no_seed_of_the_slice_breaks_a_promise() -> None:
     assert tally.messages > 100 * SLICE
 
 
+@pytest.mark.parametrize("seed", [3834, 25664])
+def test_who_repeats_a_report_that_does_not_arrive_is_not_taken_for_silent(seed: int) -> None:
+    """Into a cut link, for longer than the judge waits; it was a false alarm."""
+    assert simulate(draw(seed)).violation == ""
+
+
 def test_no_journal_that_is_set_back_breaks_a_promise() -> None:
     """Older copies of the journal, or none: versions are lost then, and no epoch is given out twice."""
     found = run_chunk(range(SLICE), setbacks=True)
