@@ -111,7 +111,8 @@ class Channel(Standing):
         """Answer a `Publish` whose round is over."""
         known = self._answers.get(message.request)
         done = known.done if known else None
-        if not (known and known.closed) and self._is_committed(message) and self.round is None:
+        newest = self._is_committed(message) or (done is not None and self._is_newest(done))
+        if not (known and known.closed) and newest and self.round is None:
             done = already_committed(message, self.committed_epoch, self._fleet.holders(self.committed))
             if self._tenure.held_by(agent):
                 self._end_lease("the version was committed already")

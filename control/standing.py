@@ -19,7 +19,7 @@ from .ids import Channel as ChannelId
 from .lease import Lease, Tenure
 from .limits import Limits
 from .membership import Agent
-from .messages import Code, Held, PauseMode, Publish, Sent
+from .messages import Code, Held, PauseMode, Publish, RoundDone, Sent
 from .outgoing import Out
 from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
@@ -142,6 +142,11 @@ class Standing:
     def _is_committed(self, message: Publish) -> bool:
         held = self.committed
         return held is not None and held.version == message.version and held.table == message.table
+
+    def _is_newest(self, done: RoundDone) -> bool:
+        """Whether what the round of `done` has committed is what is committed. Its table may have followed."""
+        since = [past for past in self.history if past.epoch >= done.epoch]
+        return len(since) == 1 and since[0].version == done.version
 
     def _not_newer(self, version: Version) -> Verdict:
         found = self.committed.version if self.committed else None
