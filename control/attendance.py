@@ -32,15 +32,17 @@ class Attendance:
         *,
         out: Outbox,
         stride: int,
+        keyed: bool,
     ) -> None:
         self._boot, self._limits, self._routing = boot, limits, routing
-        self._channels, self._members, self._out, self._stride = channels, members, out, stride
+        self._channels, self._members, self._out = channels, members, out
+        self._stride, self._keyed = stride, keyed
 
     # -- who comes --------------------------------------------------------------------------------------------------
 
     def may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Verdict:
         """Whether an agent is taken in; `before` is who has its name."""
-        verdict = may_join(message, event.principal, self._members.on(event.peer), before)
+        verdict = may_join(message, event.principal, self._members.on(event.peer), before, keyed=self._keyed)
         if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
             found = f"{len(self._channels)} channels are known, max_channels = {self._limits.max_channels}"
             advice = "raise it, or have one forgotten that is not needed any more: `weightbus forget-channel NAME`"

@@ -105,8 +105,9 @@ class Coordinator:
         restored: Mapping[ChannelId, Restored] | None = None,
         *,
         stride: int = 1,
+        keyed: bool = False,
     ) -> None:
-        """`stride` is by how much this start has raised the epochs of `restored`."""
+        """`stride`: by how much this start has raised the epochs of `restored`; `keyed`: nobody joins without a key."""
         self.boot = boot
         self.limits = limits
         self.members = Membership(limits)
@@ -121,7 +122,9 @@ class Coordinator:
         self._out = Outbox(limits.answers)
         self.replies = self._out.replies
         self._pen = Pen(self._out, limits.probe_s)
-        self._attendance = Attendance(boot, limits, routing, self.channels, self.members, out=self._out, stride=stride)
+        self._attendance = Attendance(
+            boot, limits, routing, self.channels, self.members, out=self._out, stride=stride, keyed=keyed
+        )
 
     # -- the door ---------------------------------------------------------------------------------------------------
 
