@@ -19,7 +19,7 @@ from weightbus.control.answers import ANSWERS, ending
 from weightbus.control.cli import main
 from weightbus.control.election import Deposed, Election, Leader, Term
 from weightbus.control.errors import ConfigurationError, JournalUnwritable
-from weightbus.control.etcd import Etcd, parse_url, put
+from weightbus.control.etcd import Etcd, EtcdUnavailable, Login, parse_url, put, read
 from weightbus.control.etcd_journal import MOST_OPERATIONS, EtcdJournal
 from weightbus.control.ids import Channel
 from weightbus.control.journal import Journal
@@ -41,13 +41,13 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdMember]:
 class Candidates:
     """Coordinators that share one prefix of the store, new for each test."""
 
-    def __init__(self, member: EtcdMember, prefix: str) -> None:
-        self.member, self.prefix = member, prefix
+    def __init__(self, member: EtcdMember, prefix: str, login: Login | None = None) -> None:
+        self.member, self.prefix, self.login = member, prefix, login
         self.terms: list[Term] = []
         self.clients: list[Etcd] = []
 
     def etcd(self) -> Etcd:
-        self.clients.append(Etcd((self.member.address,), 1.0))
+        self.clients.append(Etcd((self.member.address,), 1.0, self.login))
         return self.clients[-1]
 
     def stand(self, name: str = "c0", clock: Callable[[], float] = time.monotonic) -> Term | Leader:
@@ -74,6 +74,47 @@ def candidates(member: EtcdMember, request: pytest.FixtureRequest) -> Iterator[C
     found = Candidates(member, request.node.name)
     yield found
     found.close()
+
+
+LOGIN = Login("weightbus", "pass:word")
+
+
+@pytest.fixture(scope="module")
+def locked_member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdMember]:
+    with etcd_member(tmp_path_factory.mktemp("locked")) as running:
+        running.lock(LOGIN, "test", "tesu")
+        yield running
+
+
+@pytest.fixture
+def with_login(locked_member: EtcdMember, request: pytest.FixtureRequest) -> Iterator[Candidates]:
+    found = Candidates(locked_member, request.node.name, LOGIN)
+    yield found
+    found.close()
+
+
+class TestEtcdJournalUnderAccessControl(JournalContract):
+    """The contract, kept by an etcd that lets nobody else in."""
+
+    @pytest.fixture
+    def opens(self, with_login: Candidates) -> Callable[..., Journal]:
+        return with_login.lead
+
+    def test_who_does_not_say_who_it_is_reads_and_writes_nothing(self, locked_member: EtcdMember) -> None:
+        """Nor with another password, nor beside the keys that it was given."""
+        for login, prefix in ((None, "test-a"), (Login("weightbus", "guessed"), "test-a"), (LOGIN, "others")):
+            with contextlib.closing(Etcd((locked_member.address,), 2.0, login)) as etcd:
+                for operation in (read(f"{prefix}/leader"), put(f"{prefix}/leader", b"me")):
+                    with pytest.raises(EtcdUnavailable, match=r"etcdserver: .*(user|password|permission|auth)"):
+                        etcd.txn([], [operation])
+
+    def test_a_session_that_has_ended_is_begun_again(self, with_login: Candidates) -> None:
+        """After minutes in which nothing was asked, or when the member was restarted."""
+        etcd = with_login.etcd()
+        etcd.under(f"{with_login.prefix}/")
+        for stale in ("nobody.1", ""):
+            etcd._token = stale
+            assert etcd.under(f"{with_login.prefix}/") == ()
 
 
 def wait(what: Callable[[], bool], limit_s: float = 60.0) -> None:
