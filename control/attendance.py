@@ -113,6 +113,12 @@ class Attendance:
         if agent and channel and channel.round and channel.round.needs(agent.name):
             self._members.expect(agent.name, now)
 
+    def missed(self, channel: Channel, now: float) -> None:
+        """Engines stand still for a trainer's bytes from now on: its connection may be gone already."""
+        agent = self._members.get(channel.round.holder) if channel.round else None
+        if agent and agent.peer is None:
+            self._members.expect(agent.name, now)
+
     def distrusted(self, event: TrustLost, now: float) -> Channel | None:
         """Its key is not on the list any more."""
         agent = self._members.get(event.agent)

@@ -23,7 +23,7 @@ from .blobs import Blobs
 from .channel import Channel
 from .codec import MAX_ANSWER_BYTES
 from .deadlines import earlier
-from .effects import AnyEffect, ChannelForgotten, Probe, ReadinessChanged, RoundReadiness
+from .effects import AnyEffect, ChannelForgotten, Probe, ReadinessChanged, RoundReadiness, StateEntered
 from .errors import InvariantBroken
 from .events import (
     AnyEvent,
@@ -73,6 +73,7 @@ from .messages import (
 from .outbox import Outbox, Pen
 from .outgoing import RECORDS, Tell
 from .routes import Routing
+from .states import RoundState
 from .story import Said
 
 
@@ -228,6 +229,8 @@ class Coordinator:
             elif isinstance(out, RECORDS):
                 self._pen.write(out, channel.name)
             else:
+                if isinstance(out, StateEntered) and out.state is RoundState.OFFERING:
+                    self._attendance.missed(channel, now)
                 if not isinstance(out, ReadinessChanged | RoundReadiness):
                     channel.story.append(out)
                 self._out.observe(out)

@@ -71,9 +71,9 @@ class EtcdMember:
 
         owner, role = Login("root", "of this test"), f"of-{login.user}"
         perm = {"permType": "READWRITE", "key": text(begin), "range_end": text(end)}
-        asked: list[tuple[str, dict[str, object]]] = []
-        for each in (owner, login):
-            asked.append(("user/add", {"name": each.user, "password": each.password}))
+        asked: list[tuple[str, dict[str, object]]] = [
+            ("user/add", {"name": each.user, "password": each.password}) for each in (owner, login)
+        ]
         asked += [("role/add", {"name": "root"}), ("user/grant", {"user": "root", "role": "root"})]
         asked += [("role/add", {"name": role}), ("role/grant", {"name": role, "perm": perm})]
         asked += [("user/grant", {"user": login.user, "role": role}), ("enable", {})]
