@@ -11,7 +11,7 @@ import pytest
 from weightbus.control import channel as module
 from weightbus.control.effects import EngineAhead, EpochRaised, EpochTaken
 from weightbus.control.ids import Epoch
-from weightbus.control.messages import EngineHealth, Granted, Outcome, Prepare, Publish, Refused
+from weightbus.control.messages import Abort, EngineHealth, Granted, Outcome, Prepare, Publish, Refused
 
 from .world import CHANNEL, Engine, Trainer, World
 
@@ -142,6 +142,57 @@ def test_an_engine_that_lies_keeps_nobody_but_itself_from_a_version(monkeypatch:
     steps = [record.epoch for record in world.records if isinstance(record, EpochRaised)]
     assert all(after - first <= 100 + 4 for first, after in zip([before, *steps], steps, strict=False))
     assert len(steps) <= world.now / world.limits.heartbeat_s
+
+
+def test_an_engine_that_lies_fast_raises_no_faster() -> None:
+    """Thousands of heartbeats a second, each with a higher epoch: one raise for each that was due, of each channel."""
+    world = World()
+    liar = world.engine("e1")
+    beats = 5
+    for beat in range(200 * beats):
+        world.now = beat * world.limits.heartbeat_s / 200
+        liar.epoch = 2**53 - 1 - beat % 2
+        liar.say(liar.heartbeat())
+        world.settle()
+    steps = [record.epoch for record in world.records if isinstance(record, EpochRaised)]
+    assert len(steps) == beats
+    assert steps == [(number + 1) * module.LEAP for number in range(beats)]
+
+
+def test_an_engine_that_is_gone_keeps_no_channel_from_publishing() -> None:
+    """What it has seen was higher; nobody waits for it, and who is here hears the lease."""
+    world = World()
+    liar, honest, trainer = world.engine("e1"), world.engine("e0"), world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    liar.epoch = honest.epoch = FAR
+    world.advance(2 * world.limits.heartbeat_s)
+    liar.die()
+    honest.die()
+    world.advance(world.limits.silence_s + world.limits.heartbeat_s)
+    late = world.engine("e2")
+    trainer.stop_before, trainer.deaf = None, False
+    assert trainer.publishing is not None
+    trainer.say(trainer.publishing)
+    world.settle()
+    world.advance_until(lambda: world.committed == 1, 30.0)
+    assert late.label == 1
+
+
+def test_who_was_deaf_is_told_what_to_do_before_anything_is_published() -> None:
+    """As soon as the channel is above what it has seen: an engine that stood still goes on."""
+    world, e0, e1, _ = set_back(0, stride=1000)
+    e0.generating = False
+    e0.epoch = e1.epoch = 500
+    for engine in (e0, e1):
+        engine.held = None
+    world.advance(2 * world.limits.heartbeat_s)
+    assert e0.generating
+    assert world.ready == ("e0", "e1")
+    told = len(e0.got(Abort))
+    world.advance(5 * world.limits.heartbeat_s)
+    assert len(e0.got(Abort)) == told, "and that once"
 
 
 def test_who_comes_under_a_lease_is_not_made_deaf_to_its_round() -> None:
