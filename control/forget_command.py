@@ -7,6 +7,7 @@ that.
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,11 @@ from .journal import Journal, SqliteJournal
 from .security import state_folder
 from .settings_command import SettingsCommand
 
+_FOLLOWS = (
+    "A channel of that name begins anew: nothing is committed in it, and its epochs begin at a number that each start"
+    " draws. Where keys are used, every engine that served it refuses what is published there, until its server is launched"
+    " anew."
+)
 _LEASE_S = 5.0
 _CALL_S = 2.0
 
@@ -66,6 +72,8 @@ class ForgetCommand(SettingsCommand[ForgetSettings]):
                 if not strange:
                     journal.write(ChannelForgotten(channel=Channel(name)))
                 print(f"{'not known' if name in strange else 'kept' if strange else 'forgotten':<9} {name}")  # noqa: T201
+            if not strange:
+                print(_FOLLOWS, file=sys.stderr)  # noqa: T201
         return 1 if strange else 0
 
 
