@@ -27,8 +27,8 @@ from .settings_command import SettingsCommand
 
 _FOLLOWS = (
     "A channel of that name begins anew: nothing is committed in it, and its epochs begin at a number that each start"
-    " draws. Where keys are used, every engine that served it refuses what is published there, until its server is launched"
-    " anew."
+    " draws. Where keys are used, every engine that served it refuses what is published there, until its server is"
+    " launched anew."
 )
 _LEASE_S = 5.0
 _CALL_S = 2.0
