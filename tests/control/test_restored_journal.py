@@ -175,6 +175,7 @@ def test_an_engine_that_is_gone_keeps_no_channel_from_publishing() -> None:
     trainer.say(trainer.publishing)
     world.settle()
     assert world.committed == 1
+    assert not trainer.got(Refused)
 
 
 def test_who_was_deaf_is_told_what_to_do_before_anything_is_published() -> None:
