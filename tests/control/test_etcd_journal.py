@@ -17,6 +17,7 @@ import pytest
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, etcd_member
 from weightbus.control.answers import ANSWERS, ending
 from weightbus.control.cli import main
+from weightbus.control.effects import ChannelForgotten
 from weightbus.control.election import Deposed, Election, Leader, Term
 from weightbus.control.errors import ConfigurationError, JournalUnwritable
 from weightbus.control.etcd import Etcd, EtcdUnavailable, Login, parse_url, put, read
@@ -231,6 +232,19 @@ def test_a_channel_is_forgotten_while_nobody_leads(
     again = candidates.lead()
     assert list(again.restore()) == [POLICY]
     again.close()
+
+
+def test_a_channel_that_somebody_has_written_meanwhile_is_not_forgotten(candidates: Candidates) -> None:
+    """By a hand, or by a write that was given up: what it holds now was not looked at."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    found = {kv.name: kv for kv in candidates.etcd().under(f"{candidates.prefix}/")}
+    key = f"{candidates.prefix}/channel/{POLICY}"
+    candidates.etcd().txn([], [put(key, found[key].content)])
+    with pytest.raises(JournalUnwritable, match="was written by somebody else"):
+        journal.write(ChannelForgotten(channel=POLICY))
+    assert POLICY in journal.restore()
+    journal.close()
 
 
 def test_a_store_of_many_channels_is_led_again(candidates: Candidates) -> None:
