@@ -11,7 +11,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     channel  standing                   one channel: what it decides, how it stands
     lease                               who may publish, who does
     fleet  engines                      its engines outside a round, one of them and how old its version may be
-    round  progress                     one round: what it decides, how far it has come
+    round                               one round: how far it has come, what it decides
     cohort  member                      its engines, one of them
     orders  duties                      what a round tells them, unanswered commands
     routes  routing                     by which transport; who chooses it

@@ -422,23 +422,16 @@ class Cohort:
         if phase not in ENGINE_MOVES[left]:
             move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)  # raises
         member.phase = phase
-        self._counts[left] -= 1
-        self._counts[phase] += 1
-        if self._shows(left, phase):
+        counts = self._counts
+        counts[left] -= 1
+        counts[phase] += 1
+        # Who is prepared for a version that is durable waits for its turn, and may serve the one before meanwhile.
+        if self._publish.catch_up if phase is _PREPARED else phase not in _STILL or left not in _STILL:
             self._moved[member.name] = None
         if phase in _OUT and member.name in self._invited:
             self._out.setdefault(member.name, member.reason)
         if self._doubted and phase is not EnginePhase.TRANSFERRING:
             self._doubted.pop(member.name, None)  # it spoke for itself, or left
-
-    def _shows(self, left: EnginePhase, phase: EnginePhase) -> bool:
-        """Whether an engine may be ready in `phase` and was not in `left`, or the other way round.
-
-        Once the version is durable, as in a catch-up, who is prepared waits for its turn and may serve the one before.
-        """
-        if phase is _PREPARED:
-            return self._publish.catch_up
-        return phase not in _STILL or left not in _STILL
 
     def _note_failure(self, member: Member, reason: str) -> None:
         member.reason = reason

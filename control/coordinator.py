@@ -4,7 +4,10 @@ It knows who speaks, whether their role allows it, which channel is meant and wh
 decide the rest. No clock, no socket, no disk, no log in here: the driver is server.py.
 
 One record is written at a time. Until the driver says how that went, further events wait in line: whatever an answer
-or a command depends on is durable before it leaves.
+or a command depends on is durable before it leaves. The way of a record, and back::
+
+    Round.decide -> Channel.flush -> Coordinator._flush -> Pen.write -> Persist      the driver writes it,
+    Round        <- Channel.persisted <- Coordinator._written <- Pen.written <- Persisted    and says so
 """
 
 from __future__ import annotations

@@ -1,6 +1,12 @@
 """What is known of one channel: its committed version, its lease, its round and its engines. Pure.
 
 Nothing in here changes any of it: channel.py does.
+
+Its epochs: `epoch` is the highest ever taken, and none of its own is above that. A lease has one, and `first_epoch`, as
+which it was granted; a round that of its attempt, and each member that of the attempt that it was last asked to join;
+`committed_epoch` is the one under which the committed version was. Of an engine outside of rounds is known which it has
+`seen`, which may be above all of them, at which it answered last (`last_epoch`) and was last told what to do
+(`settled_at`).
 """
 
 from __future__ import annotations

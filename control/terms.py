@@ -67,7 +67,7 @@ class PauseMode(enum.StrEnum):
 
 
 class SlowEngines(enum.StrEnum):
-    """What a round does about engines that are slower than others. control/progress.py and round.py carry it out."""
+    """What a round does about engines that are slower than others. control/round.py carries it out."""
 
     WAIT_ALL = "wait-all"
     """Every engine is waited for, up to the deadline of each step."""

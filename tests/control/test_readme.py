@@ -36,10 +36,10 @@ def test_what_has_to_be_read_is_what_decides() -> None:
     assert read | left == _imported("coordinator")
     assert not read & left
     for names, lines in steps:
-        assert abs(sum(map(_length, names)) - lines) < 0.15 * lines, names
+        assert abs(sum(map(_length, names)) - lines) < 0.05 * lines, names
     count, total = re.search(r"read these (\d+), about ([\d,]+) lines", section).groups()  # type: ignore[union-attr]
     assert int(count) == len(read)
-    assert abs(sum(map(_length, read)) - int(total.replace(",", ""))) < 0.1 * int(total.replace(",", ""))
+    assert abs(sum(map(_length, read)) - int(total.replace(",", ""))) < 0.02 * int(total.replace(",", ""))
 
 
 def _length(module: str) -> int:
