@@ -27,6 +27,7 @@ SAVE_EVERY ?= 0
 MIXED ?=
 DEMO_ARGS ?=
 # make simulate SEEDS=100000 START=5000
+# make simulate SETBACKS=1             with the journal set back to older copies
 SEEDS ?= 1000
 START ?= 0
 # make mutants SLICE=3/8: every eighth, from the third on
@@ -117,8 +118,8 @@ fuzz: env ## Hostile input: N frames for the bus (100 million take half an hour 
 fuzz-live: env ## Attacks on a running coordinator's CURVE sockets, with N frames of garbage
 	@exec $(BIN)/python -m tests.fuzz.live $(N)
 
-simulate: env ## Storms of faults over the real machines, SEEDS of them, on all cores (START: the first seed)
-	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START)
+simulate: env ## Storms of faults over the real machines, SEEDS of them, on all cores (START: the first seed; SETBACKS=1)
+	@$(BIN)/python -m tests.simulation --seeds $(SEEDS) --start $(START) $(if $(SETBACKS),--setbacks)
 
 mutants: env ## Plants one bug after the other in a copy of the source; the simulation has to find them (SLICE=3/8)
 	@$(BIN)/python -m tests.simulation.mutants --slice $(SLICE)

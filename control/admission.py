@@ -71,8 +71,9 @@ def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -
     channel: Channel = getattr(message, "channel", agent.channel)
     if principal is agent.principal and agent.role in ALLOWED[type(message)] and channel == agent.channel:
         return YES
-    if principal and principal.name != agent.name:
-        return Verdict(Code.NOT_ALLOWED, f"the connection's key is {principal.name!r}'s, not {agent.name!r}'s")
+    if (principal or agent.principal) and (principal is None or principal.name != agent.name):
+        found = f"{principal.name!r}'s" if principal else "nobody's that is trusted"
+        return Verdict(Code.NOT_ALLOWED, f"the connection's key is {found}, not {agent.name!r}'s")
     role = principal.role if principal else agent.role
     if role not in ALLOWED[type(message)]:
         return Verdict(Code.NOT_ALLOWED, f"not for the role {role.value}")
@@ -83,15 +84,20 @@ def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -
     return YES
 
 
-def may_join(message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None) -> Verdict:
+def may_join(
+    message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None, *, keyed: bool = False
+) -> Verdict:
     """What speaks against a `Hello` by itself.
 
-    `principal` is whom the connection's key belongs to, `seated` who sits on the connection, `known` who has the name.
+    `principal` is whom the connection's key belongs to, `seated` who sits on the connection, `known` who has the name;
+    `keyed`: nobody joins without a key.
     """
     if message.protocol != PROTOCOL:
         older = "agent" if message.protocol < PROTOCOL else "coordinator"
         reason = f"found protocol {message.protocol}, expected {PROTOCOL}: upgrade the {older}"
         return Verdict(Code.PROTOCOL_MISMATCH, reason)
+    if keyed and not principal:
+        return Verdict(Code.NOT_ALLOWED, f"{message.agent!r} came without a key that is trusted")
     return Verdict(Code.NOT_ALLOWED, reason) if (reason := _objection(message, principal, seated, known)) else YES
 
 

@@ -31,15 +31,18 @@ class Attendance:
         members: Membership,
         *,
         out: Outbox,
+        stride: int,
+        keyed: bool,
     ) -> None:
         self._boot, self._limits, self._routing = boot, limits, routing
         self._channels, self._members, self._out = channels, members, out
+        self._stride, self._keyed = stride, keyed
 
     # -- who comes --------------------------------------------------------------------------------------------------
 
     def may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Verdict:
         """Whether an agent is taken in; `before` is who has its name."""
-        verdict = may_join(message, event.principal, self._members.on(event.peer), before)
+        verdict = may_join(message, event.principal, self._members.on(event.peer), before, keyed=self._keyed)
         if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
             found = f"{len(self._channels)} channels are known, max_channels = {self._limits.max_channels}"
             advice = "raise it, or have one forgotten that is not needed any more: `weightbus forget-channel NAME`"
@@ -53,7 +56,9 @@ class Attendance:
             self._out.evict(before.peer, "came back on another connection")
         agent = self._members.join(message, peer, now, event.principal)
         if message.channel not in self._channels:
-            self._channels[message.channel] = Channel(message.channel, self._limits, self._routing, Restored())
+            self._channels[message.channel] = Channel(
+                message.channel, self._limits, self._routing, Restored(), stride=self._stride
+            )
         channel = self._channels[message.channel]
         self._out.send(
             peer,
@@ -106,6 +111,12 @@ class Attendance:
         agent = self._members.disconnect(peer, now)
         channel = self._channels.get(agent.channel) if agent else None
         if agent and channel and channel.round and channel.round.needs(agent.name):
+            self._members.expect(agent.name, now)
+
+    def missed(self, channel: Channel, now: float) -> None:
+        """Engines stand still for a trainer's bytes from now on: its connection may be gone already."""
+        agent = self._members.get(channel.round.holder) if channel.round else None
+        if agent and agent.peer is None:
             self._members.expect(agent.name, now)
 
     def distrusted(self, event: TrustLost, now: float) -> Channel | None:

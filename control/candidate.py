@@ -12,7 +12,7 @@ from .bus import ServerKeys
 from .coordinator_settings import CoordinatorSettings
 from .election import Deposed, Election, Leader, Term
 from .errors import JournalUnwritable
-from .etcd import Etcd, parse_url
+from .etcd import Etcd, parse_url, read_login
 from .etcd_journal import EtcdJournal
 from .log import get_log
 from .security import keys_folder
@@ -28,6 +28,7 @@ class Candidate:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._store = parse_url(settings.store)
+        self._login = read_login(settings.store_login_file)
         self._settings = settings
         self._keys = None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
         self._log = get_log(__name__)
@@ -79,7 +80,7 @@ class Candidate:
         service.run()
 
     def _connect(self) -> Etcd:
-        return Etcd(self._store.members, self._settings.leader_s * DEADLINE)
+        return Etcd(self._store.members, self._settings.leader_s * DEADLINE, self._login)
 
     def _election(self, etcd: Etcd, ports: Ports) -> Election:
         host = f"[{self._settings.bind}]" if ":" in self._settings.bind else self._settings.bind

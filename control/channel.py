@@ -62,7 +62,7 @@ class Channel(Standing):
             return verdict
         if self.committed and message.version < self.committed.version and not message.rollback:
             return self._not_newer(message.version)
-        self.out.append(self._tenure.ask(agent, message, Epoch(self.epoch + 1)))
+        self.out.append(self._tenure.ask(agent, message, Epoch(self.epoch + (1 if self.epoch else self._stride))))
         return YES
 
     def release(self, agent: Agent, message: Release) -> Verdict:
@@ -111,7 +111,8 @@ class Channel(Standing):
         """Answer a `Publish` whose round is over."""
         known = self._answers.get(message.request)
         done = known.done if known else None
-        if not (known and known.closed) and self._is_committed(message) and self.round is None:
+        newest = self._is_committed(message) or (done is not None and self._is_newest(done))
+        if not (known and known.closed) and newest and self.round is None:
             done = already_committed(message, self.committed_epoch, self._fleet.holders(self.committed))
             if self._tenure.held_by(agent):
                 self._end_lease("the version was committed already")
@@ -195,8 +196,9 @@ class Channel(Standing):
         if message.health is None:
             return moved
         engine.lends(self.committed, lent=message.lent)
-        if (engine.health, engine.held) == (message.health, message.held):
+        if (engine.health, engine.held) == (message.health, message.held) and not engine.strange:
             return moved
+        engine.strange = False
         recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
         engine.health, engine.held = message.health, message.held
         self._fleet.touch(name)
@@ -209,13 +211,14 @@ class Channel(Standing):
         return True
 
     def _saw(self, engine: Engine, epoch: Epoch, now: float) -> bool:
-        """It says which epoch it has seen. The channel's next one is to be above that, durably, step by step."""
+        """It says which epoch it has seen. The channel's is to be far above that, durably, step by step."""
         engine.seen = epoch
         moved = self._heed(engine, now)
         if epoch <= self.epoch or now < self._raise_at:
             return moved
         self._raise_at = now + self._limits.heartbeat_s
-        self.out.append(EpochRaised(channel=self.name, epoch=min(epoch, Epoch(self.epoch + LEAP)), engine=engine.name))
+        above = Epoch(min(epoch + self._stride, self.epoch + LEAP))
+        self.out.append(EpochRaised(channel=self.name, epoch=above, engine=engine.name))
         return True
 
     def _heed(self, engine: Engine, now: float) -> bool:

@@ -26,7 +26,7 @@ from .blobs import Blobs
 from .channel import Channel
 from .codec import MAX_ANSWER_BYTES
 from .deadlines import earlier
-from .effects import AnyEffect, ChannelForgotten, Probe, ReadinessChanged, RoundReadiness
+from .effects import AnyEffect, ChannelForgotten, Probe, ReadinessChanged, RoundReadiness, StateEntered
 from .errors import InvariantBroken
 from .events import (
     AnyEvent,
@@ -76,6 +76,7 @@ from .messages import (
 from .outbox import Outbox, Pen
 from .outgoing import RECORDS, Tell
 from .routes import Routing
+from .states import RoundState
 from .story import Said
 
 
@@ -101,13 +102,23 @@ class Coordinator:
     """The machine. Drive it from one thread; carry out every effect in order before the next event."""
 
     def __init__(
-        self, limits: Limits, boot: int, routing: Routing, restored: Mapping[ChannelId, Restored] | None = None
+        self,
+        limits: Limits,
+        boot: int,
+        routing: Routing,
+        restored: Mapping[ChannelId, Restored] | None = None,
+        *,
+        stride: int = 1,
+        keyed: bool = False,
     ) -> None:
+        """`stride`: by how much this start has raised the epochs of `restored`; `keyed`: nobody joins without a key."""
         self.boot = boot
         self.limits = limits
         self.members = Membership(limits)
         self.blobs = Blobs(limits.blob_bytes)
-        self.channels = {name: Channel(name, limits, routing, known) for name, known in (restored or {}).items()}
+        self.channels = {
+            name: Channel(name, limits, routing, known, stride=stride) for name, known in (restored or {}).items()
+        }
         self.stopping = False
         self._waiting: deque[_Work] = deque()
         self._stirred: dict[ChannelId, Channel] = {}
@@ -115,7 +126,9 @@ class Coordinator:
         self._out = Outbox(limits.answers)
         self.replies = self._out.replies
         self._pen = Pen(self._out, limits.probe_s)
-        self._attendance = Attendance(boot, limits, routing, self.channels, self.members, out=self._out)
+        self._attendance = Attendance(
+            boot, limits, routing, self.channels, self.members, out=self._out, stride=stride, keyed=keyed
+        )
 
     # -- the door ---------------------------------------------------------------------------------------------------
 
@@ -219,6 +232,8 @@ class Coordinator:
             elif isinstance(out, RECORDS):
                 self._pen.write(out, channel.name)
             else:
+                if isinstance(out, StateEntered) and out.state is RoundState.OFFERING:
+                    self._attendance.missed(channel, now)
                 if not isinstance(out, ReadinessChanged | RoundReadiness):
                     channel.story.append(out)
                 self._out.observe(out)

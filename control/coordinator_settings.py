@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from . import security
+from .etcd import StoreLogin
 from .limits import Limits
 from .security import InsecureLoopback, KeysFolder, state_folder
 
@@ -47,6 +48,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     store: Annotated[
         str, Meta(description="etcd://127.0.0.1:2379[,...][/prefix]: one of several coordinators; else the journal")
     ] = ""
+    store_login_file: StoreLogin = None
     name: Annotated[str, Meta(description="what this one of several is called; empty: the host's name")] = ""
     advertise: Annotated[str, Meta(description="endpoint agents reach it at, if not bind and router_port")] = ""
     leader_s: Annotated[

@@ -35,7 +35,7 @@ class EpochTaken(Record, frozen=True):
 
 
 class EpochRaised(Record, frozen=True):
-    """Engines have seen `epoch`, which this journal did not know of: the next one is above it."""
+    """An engine has seen an epoch that this journal did not know of: `epoch`, and the next one, are far above it."""
 
     channel: Channel
     epoch: Epoch

@@ -134,4 +134,9 @@ class Election:
 
 
 def _leader(found: tuple[KeyValue, ...]) -> Leader:
-    return msgspec.json.decode(found[0].content, type=Leader) if found else Leader()
+    if not found:
+        return Leader()
+    try:
+        return msgspec.json.decode(found[0].content, type=Leader)
+    except ValueError:  # whoever wrote it has the key: nobody else leads before it is gone
+        return Leader(name="whoever wrote the leader's key, which is unreadable")

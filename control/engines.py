@@ -13,10 +13,10 @@ from typing import Final
 import msgspec
 
 from .answers import YES, Verdict
-from .ids import AgentId, Epoch, Incarnation
+from .ids import AgentId, Epoch, Incarnation, Version
 from .member import Member
 from .membership import Agent
-from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Topology, TransportKind
+from .messages import Code, EngineHealth, EngineInfo, EngineMessage, Failed, Held, Serving, Topology, TransportKind
 from .states import EnginePhase
 
 GENERATES: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT})
@@ -24,6 +24,7 @@ _SERVING: Final = EnginePhase.SERVING
 _LEFT: Final = EnginePhase.LEFT
 _CLEAN: Final = EngineHealth.CLEAN
 """Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
+_STRANGE: Final = "serves another version than it was known to hold"
 _IN_ROUND: Final[Mapping[EnginePhase | None, Verdict]] = {
     phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
 }
@@ -74,6 +75,8 @@ class Engine(msgspec.Struct, kw_only=True):
     held: Held | None
     serving: bool = False
     """It said so, and nothing since speaks against it."""
+    strange: bool = False
+    """What it said to serve is not what it was known to hold: what that is, its next heartbeat says."""
     alive: bool = True
     lost_at: float = 0.0
     reason: str = ""
@@ -137,12 +140,18 @@ class Engine(msgspec.Struct, kw_only=True):
         self.reason = member.reason
         if phase is _LEFT:
             self.health, self.serving = _CLEAN, True
+            if isinstance(message, Serving):
+                self.serves(message.version)
         else:
             if isinstance(message, Failed):
                 self.health = message.health
             if phase not in GENERATES:
                 self.serving = False
-        return health is not self.health or serving is not self.serving
+        return health is not self.health or serving is not self.serving or self.strange
+
+    def serves(self, version: Version | None) -> None:
+        """It said so; null stands for the weights of its launch."""
+        self.strange = version != (self.held.version if self.held else None)
 
 
 def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verdict:
@@ -155,6 +164,7 @@ def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verd
         return _IN_ROUND[phase]
     if not window.allows(engine.held):
         return Verdict(Code.NOT_ALLOWED, window.against(engine.held))
-    if not engine.serving:
-        return Verdict(Code.NOT_ALLOWED, engine.reason or "has not said yet that it serves")
+    if not engine.serving or engine.strange:
+        reason = _STRANGE if engine.strange else engine.reason or "has not said yet that it serves"
+        return Verdict(Code.NOT_ALLOWED, reason)
     return YES

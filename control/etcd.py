@@ -11,19 +11,26 @@ from __future__ import annotations
 import base64
 import http.client
 import math
+import stat
 import threading
 import time
 from collections.abc import Sequence
-from typing import Final, TypeVar
+from pathlib import Path
+from typing import Annotated, Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from .errors import ConfigurationError, WeightbusError
 
 CONNECT_S: Final = 1.0
 """How long one member may take to accept a connection before the next is tried."""
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+StoreLogin = Annotated[
+    Path | None,
+    Meta(description="file that holds USER:PASSWORD of the store, where etcd's access control is on; mode 0600"),
+]
 
 
 class EtcdUnavailable(WeightbusError):
@@ -50,6 +57,11 @@ def parse_url(text: str) -> StoreUrl:
     if scheme != "etcd" or not found:
         raise ConfigurationError(f"store = {text!r} is not a store; write etcd://127.0.0.1:2379")
     for member in found:
+        if "@" in member:
+            raise ConfigurationError(
+                "store names a user, and addresses are shown: write USER:PASSWORD into a file that nobody else may"
+                " read, and name that (store_login_file)"
+            )
         host = urlsplit(f"//{member}").hostname
         if host not in _LOOPBACK:
             raise ConfigurationError(
@@ -57,6 +69,32 @@ def parse_url(text: str) -> StoreUrl:
                 " Run a member beside every coordinator (members may use TLS among each other), and name 127.0.0.1"
             )
     return StoreUrl(found, prefix.strip("/") or "weightbus")
+
+
+class Login(msgspec.Struct, frozen=True):
+    """As whom etcd is spoken to, where its access control is on."""
+
+    user: str
+    password: str
+
+    def __repr__(self) -> str:
+        return f"Login({self.user})"
+
+
+def read_login(path: Path | None) -> Login | None:
+    """``USER:PASSWORD`` in a file that nobody else may read; None for no file. Raises `ConfigurationError`."""
+    if path is None:
+        return None
+    try:
+        mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigurationError(f"store_login_file = {path} cannot be read: {problem}") from problem
+    if mode & 0o077:
+        raise ConfigurationError(f"store_login_file = {path}: others may read it (mode {mode:04o}); chmod 600 {path}")
+    user, colon, password = text.partition(":")
+    if not (user and colon and password) or "\n" in text:
+        raise ConfigurationError(f"store_login_file = {path} does not hold one line USER:PASSWORD")
+    return Login(user, password)
 
 
 # -- what travels ------------------------------------------------------------------------------------------------------
@@ -104,6 +142,10 @@ class _Lease(msgspec.Struct, frozen=True):
     TTL: str = "0"
 
 
+class _Session(msgspec.Struct, frozen=True):
+    token: str = ""
+
+
 class _KeptAlive(msgspec.Struct, frozen=True):
     result: _Lease = _Lease()
 
@@ -149,9 +191,12 @@ def read(key: str) -> Json:
 class Etcd:
     """A connection to whichever member answers. Threads may share it; calls go one after the other."""
 
-    def __init__(self, members: Sequence[str], deadline_s: float) -> None:
+    def __init__(self, members: Sequence[str], deadline_s: float, login: Login | None = None) -> None:
         """`deadline_s` bounds every call, whatever the number of members."""
         self.members = tuple(members)
+        self._login = login
+        self._token = ""
+        """What a member gave for it. It ends when it is not used for minutes, and with that member."""
         self._deadline_s = deadline_s
         self._place = 0
         self._connection: http.client.HTTPConnection | None = None
@@ -208,14 +253,25 @@ class Etcd:
             self._connection.connect()
         if self._connection.sock is not None:
             self._connection.sock.settimeout(left_s)
-        self._connection.request("POST", path, data, {"Content-Type": "application/json"})
-        answer = self._connection.getresponse()
+        if self._login and not self._token:
+            asked = {"name": self._login.user, "password": self._login.password}
+            answer = self._exchange(self._connection, "/v3/auth/authenticate", msgspec.json.encode(asked))
+            self._token = msgspec.json.decode(answer, type=_Session).token
+        return self._exchange(self._connection, path, data)
+
+    def _exchange(self, connection: http.client.HTTPConnection, path: str, data: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = self._token
+        connection.request("POST", path, data, headers)
+        answer = connection.getresponse()
         content = answer.read()
         if answer.status != http.client.OK:
             raise http.client.HTTPException(f"status {answer.status}: {content[:200].decode(errors='replace')}")
         return content
 
     def _drop(self) -> None:
+        self._token = ""
         if self._connection is not None:
             self._connection.close()
             self._connection = None

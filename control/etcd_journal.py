@@ -22,6 +22,7 @@ from .election import Term
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
 from .ids import Channel, Epoch, RequestId
+from .journal import stride
 from .messages import Held, RoundDone
 
 SCHEMA: Final = 1
@@ -62,8 +63,10 @@ class _Reply(msgspec.Struct, frozen=True):
 class EtcdJournal:
     """What one term writes. Satisfies `journal.Journal`."""
 
-    def __init__(self, etcd: Etcd, prefix: str, term: Term, wall_clock: Callable[[], float] = time.time) -> None:
-        """Read everything and count this boot. Raises `JournalError`s, or `Deposed`."""
+    def __init__(
+        self, etcd: Etcd, prefix: str, term: Term, wall_clock: Callable[[], float] = time.time, *, by: int = 0
+    ) -> None:
+        """Read everything and count this boot; `by` is its stride, 0 for any. Raises `JournalError`s, or `Deposed`."""
         self._etcd = etcd
         self._prefix = prefix
         self._term = term
@@ -76,6 +79,7 @@ class EtcdJournal:
         self._answers: dict[Channel, dict[RequestId, Ending]] = {}
         self._meta = _Meta()
         self.boot = 0
+        self.stride = by or stride()
         try:
             self._read_all()
             self._meta = msgspec.structs.replace(self._meta, boot=self._meta.boot + 1)
@@ -89,7 +93,10 @@ class EtcdJournal:
 
         In several transactions where there are many channels; one that was raised in vain is only higher.
         """
-        rows = {name: msgspec.structs.replace(row, epoch=Epoch(row.epoch + 1)) for name, (row, _) in self._rows.items()}
+        by = self.stride
+        rows = {
+            name: msgspec.structs.replace(row, epoch=Epoch(row.epoch + by)) for name, (row, _) in self._rows.items()
+        }
         names = list(rows)
         for some in (names[at : at + MOST_OPERATIONS] for at in range(0, len(names), MOST_OPERATIONS)):
             operations = [put(self._key("channel", name), msgspec.json.encode(rows[name])) for name in some]

@@ -158,6 +158,7 @@ class Fleet:
             named = (duty.version, duty.table) if isinstance(duty, Commit) else None
             if committed and named == (message.version, committed.table):  # a number may stand for other weights by now
                 engine.held = committed
+            engine.serves(message.version)
             self._duties.drop(engine.name)
         elif isinstance(message, Failed):
             engine.health, engine.serving, engine.reason = message.health, False, message.reason

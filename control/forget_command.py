@@ -7,6 +7,7 @@ that.
 from __future__ import annotations
 
 import argparse
+import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
@@ -17,13 +18,18 @@ from msgspec import Meta
 from .effects import ChannelForgotten
 from .election import Election, Leader, Term
 from .errors import ConfigurationError
-from .etcd import Etcd, parse_url
+from .etcd import Etcd, StoreLogin, parse_url, read_login
 from .etcd_journal import EtcdJournal
 from .ids import Channel
 from .journal import Journal, SqliteJournal
 from .security import state_folder
 from .settings_command import SettingsCommand
 
+_FOLLOWS = (
+    "A channel of that name begins anew: nothing is committed in it, and its epochs begin at a number that each start"
+    " draws. Where keys are used, every engine that served it refuses what is published there, until its server is"
+    " launched anew."
+)
 _LEASE_S = 5.0
 _CALL_S = 2.0
 
@@ -35,6 +41,7 @@ class ForgetSettings(msgspec.Struct, frozen=True, kw_only=True):
         default_factory=lambda: state_folder() / "journal.sqlite"
     )
     store: Annotated[str, Meta(description="etcd://127.0.0.1:2379[,...][/prefix], where that is used instead")] = ""
+    store_login_file: StoreLogin = None
 
 
 class ForgetCommand(SettingsCommand[ForgetSettings]):
@@ -57,7 +64,7 @@ class ForgetCommand(SettingsCommand[ForgetSettings]):
     def do(self, given: ForgetSettings) -> int:
         """Forget them, or none. Exit code 1: one is not known (a typing error, or done)."""
         with ExitStack() as opened:
-            journal = _of_store(given.store, opened) if given.store else _of_file(given.journal)
+            journal = _of_store(given, opened) if given.store else _of_file(given.journal)
             opened.callback(journal.close)
             known = journal.restore()
             strange = [name for name in self._names if name not in known]
@@ -65,6 +72,8 @@ class ForgetCommand(SettingsCommand[ForgetSettings]):
                 if not strange:
                     journal.write(ChannelForgotten(channel=Channel(name)))
                 print(f"{'not known' if name in strange else 'kept' if strange else 'forgotten':<9} {name}")  # noqa: T201
+            if not strange:
+                print(_FOLLOWS, file=sys.stderr)  # noqa: T201
         return 1 if strange else 0
 
 
@@ -74,12 +83,12 @@ def _of_file(path: Path) -> Journal:
     return SqliteJournal(path)
 
 
-def _of_store(store: str, opened: ExitStack) -> Journal:
-    url = parse_url(store)
-    etcd = opened.enter_context(closing(Etcd(url.members, _CALL_S)))
+def _of_store(given: ForgetSettings, opened: ExitStack) -> Journal:
+    url = parse_url(given.store)
+    etcd = opened.enter_context(closing(Etcd(url.members, _CALL_S, read_login(given.store_login_file))))
     found = Election(etcd, url.prefix, Leader("forget-channel", ""), _LEASE_S).stand()
     if not isinstance(found, Term):
-        raise ConfigurationError(f"{found.name} leads at {store}: stop all its coordinators first")
+        raise ConfigurationError(f"{found.name} leads at {given.store}: stop all its coordinators first")
     opened.callback(found.resign)
     return EtcdJournal(etcd, url.prefix, found)
 

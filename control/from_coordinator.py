@@ -1,4 +1,4 @@
-"""What the coordinator says: to any agent, trainers, engine agents, and whoever listens. messages.py shows when."""
+"""What the coordinator says: to any agent, to trainers, to engine agents. messages.py shows when."""
 
 from __future__ import annotations
 

@@ -4,14 +4,15 @@ WAL with synchronous=FULL: one fsync per record, and a record is durable when `w
 else that can be asked again never come here. The file belongs on a local disk: SQLite's locks do not hold on NFS.
 
 Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (answers to rounds that are over or
-committed, the newest of each channel), `event` (append-only audit of grants, commits and ended rounds, for people; we
-read in it what was once committed, so that they need not).
+committed), `past` (what was committed), `event` (append-only audit of grants, commits and ended rounds, for people). Of
+the last three the newest of each channel are kept: none makes another one's go.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sqlite3
 import stat
 import time
@@ -21,18 +22,30 @@ from typing import Final, Protocol, cast
 
 import msgspec
 
-from .answers import ANSWERS, Ending, Past, Restored, ending, remembered
+from .answers import ANSWERS, HISTORY, Ending, Past, Restored, ending, remembered
 from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
 from .log import get_log
 from .messages import Held, RoundDone
 
-SCHEMA: Final = 2
-"""2 keeps with each answer what was asked, and an answer from the commit on. A file of 1 becomes one of 2."""
-EVENTS: Final = 10_000
-"""Audit rows kept."""
+SCHEMA: Final = 3
+"""2 keeps with each answer what was asked, and an answer from the commit on; 3 keeps what was committed apart. Files of
+older ones become files of 3."""
+EVENTS: Final = 1_000
+"""Audit rows kept, of each channel."""
 _BUSY_S: Final = 2.0
+STRIDES: Final = (2**16, 2**20)
+
+
+def stride() -> int:
+    """By so much a start raises the epochs: so far, and so much by chance, that two starts from one copy do not meet.
+
+    An earlier life that a copy does not know of began at the same epoch, and gave out a few above its own stride.
+    """
+    least, most = STRIDES
+    return least + secrets.randbelow(most - least)
+
 
 _TABLES: Final = """
 CREATE TABLE meta (
@@ -66,6 +79,18 @@ CREATE TABLE event (
     record TEXT NOT NULL
 ) STRICT;
 """
+_TABLES_3: Final = """
+CREATE TABLE past (
+    id INTEGER PRIMARY KEY,
+    channel TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    rollback INTEGER NOT NULL
+) STRICT;
+CREATE INDEX past_of_channel ON past (channel, id);
+CREATE INDEX event_of_channel ON event (channel, id);
+UPDATE meta SET schema = 3;
+"""
 
 _FROM_1: Final = """
 ALTER TABLE reply ADD COLUMN question TEXT NOT NULL DEFAULT '';
@@ -88,8 +113,6 @@ class _Commit(msgspec.Struct):
 
 
 _DECODE_COMMIT: Final = msgspec.json.Decoder(_Commit)
-_COMMITS_READ: Final = 2_000
-"""The newest ones of all channels, at a start."""
 
 
 class Journal(Protocol):
@@ -99,8 +122,13 @@ class Journal(Protocol):
     def boot(self) -> int:
         """How often a coordinator was started on this journal.
 
-        Every start also raises each channel's epoch by one, durably: whatever an earlier life said is below it.
+        Every start also raises each channel's epoch, by `stride`, durably: whatever an earlier life said is below it.
         """
+        ...
+
+    @property
+    def stride(self) -> int:
+        """By how much this start has raised the epochs."""
         ...
 
     def confirm(self) -> None:
@@ -126,14 +154,17 @@ class Journal(Protocol):
 class SqliteJournal:
     """The journal of one coordinator."""
 
-    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
-        """Open or create the file, check it, and count this boot, durably.
+    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time, *, by: int = 0) -> None:
+        """Open or create the file, check it, and count this boot, durably; `by` is its stride, 0 for any.
 
         Raises `JournalCorrupt` for a file that cannot be trusted, `JournalError` for one that cannot be used.
         """
         self._path = path
         self._wall_clock = wall_clock
         self.boot = 0
+        self.stride = by or stride()
+        self._raised: set[Channel] = set()
+        """Channels whose raising is in the audit trail, of this boot."""
         _look(path)
         found = "a file that holds no journal" if path.exists() else "no file"
         _keep_private(path)
@@ -158,7 +189,7 @@ class SqliteJournal:
                 self._adopt_schema()
                 self._db.execute("UPDATE meta SET boot = boot + 1")
                 # What was said before the restart is stale by comparison, whoever still says it.
-                self._db.execute("UPDATE channel SET epoch = epoch + 1")
+                self._db.execute("UPDATE channel SET epoch = epoch + ?", (self.stride,))
             (self.boot,) = self._db.execute("SELECT boot FROM meta").fetchone()
         except JournalUnwritable as error:
             raise JournalError(self._path, error.problem, error.advice) from error
@@ -189,10 +220,16 @@ class SqliteJournal:
     def _adopt_schema(self) -> None:
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             self._run(_TABLES)
-            self._db.execute("INSERT INTO meta VALUES (1, ?, 0, 0)", (SCHEMA,))
+            self._db.execute("INSERT INTO meta VALUES (1, 2, 0, 0)")
         (found,) = self._db.execute("SELECT schema FROM meta").fetchone()
         if found == 1:
             self._run(_FROM_1)
+            found = 2
+        if found == 2:
+            self._run(_TABLES_3)
+            for channel, known in self._audited_commits().items():
+                for past in known:
+                    self._note_past(channel, past)
             found = SCHEMA
         if found != SCHEMA:
             advice = "start the release that wrote it, or another journal"
@@ -238,10 +275,13 @@ class SqliteJournal:
                 case ChannelForgotten():
                     self._db.execute("DELETE FROM channel WHERE name = ?", (record.channel,))
                     self._db.execute("DELETE FROM reply WHERE channel = ?", (record.channel,))
+                    self._db.execute("DELETE FROM past WHERE channel = ?", (record.channel,))
                 case Probe():
                     self._db.execute("UPDATE meta SET probed = probed + 1")
-            if not isinstance(record, Probe):
+            if not (isinstance(record, Probe) or (isinstance(record, EpochRaised) and record.channel in self._raised)):
                 self._audit(record)
+        if isinstance(record, EpochRaised):
+            self._raised.add(record.channel)
         self.confirm()
 
     def restore(self) -> Mapping[Channel, Restored]:
@@ -272,14 +312,22 @@ class SqliteJournal:
         }
 
     def _history(self) -> dict[Channel, tuple[Past, ...]]:
-        """What was committed, as far as the audit trail goes back. A line that is unreadable is only history."""
+        found: dict[Channel, tuple[Past, ...]] = {}
+        for channel, version, epoch, rollback in self._db.execute(
+            "SELECT channel, version, epoch, rollback FROM past ORDER BY id"
+        ):
+            past = Past(Version(version), Epoch(epoch), bool(rollback))
+            found[Channel(channel)] = remembered(found.get(Channel(channel), ()), past)
+        return found
+
+    def _audited_commits(self) -> dict[Channel, tuple[Past, ...]]:
+        """What an older release has committed, by its audit trail. A line that is unreadable is only history."""
         found: dict[Channel, tuple[Past, ...]] = {}
         newest = self._db.execute(
             'SELECT record, channel FROM event WHERE record LIKE \'{"record":"Committed"%\''
-            ' OR record LIKE \'{"record":"ChannelForgotten"%\' ORDER BY id DESC LIMIT ?',
-            (_COMMITS_READ,),
+            ' OR record LIKE \'{"record":"ChannelForgotten"%\' ORDER BY id'
         )
-        for line, channel in reversed(newest.fetchall()):
+        for line, channel in newest:
             if line.startswith('{"record":"ChannelForgotten"'):
                 found.pop(Channel(channel), None)
                 continue
@@ -308,6 +356,19 @@ class SqliteJournal:
         if changed != 1:
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
             raise JournalCorrupt(self._path, problem, "this is a bug: keep the file and report it")
+        self._note_past(record.channel, Past(record.version, record.epoch, record.rollback))
+
+    def _note_past(self, channel: Channel, past: Past) -> None:
+        row = (channel, past.version, past.epoch, past.rollback)
+        self._db.execute("INSERT INTO past (channel, version, epoch, rollback) VALUES (?, ?, ?, ?)", row)
+        self._keep_newest("past", channel, HISTORY)
+
+    def _keep_newest(self, table: str, channel: Channel, count: int) -> None:
+        self._db.execute(
+            f"DELETE FROM {table} WHERE channel = ?1 AND id <= (SELECT id FROM {table} WHERE channel = ?1"  # noqa: S608
+            " ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+            (channel, count),
+        )
 
     def _remember(self, record: Committed | RoundClosed) -> None:
         known = ending(record)
@@ -331,11 +392,11 @@ class SqliteJournal:
 
     def _audit(self, record: EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotten) -> None:
         channel = record.done.channel if isinstance(record, RoundClosed) else record.channel
+        if isinstance(record, RoundClosed):  # the reply names them; here they would be a megabyte a round
+            record = msgspec.structs.replace(record, done=msgspec.structs.replace(record.done, engines=()))
         row = (self._wall_clock(), self.boot, channel, _ENCODE_EVENT.encode(record).decode())
-        at = self._db.execute(
-            "INSERT INTO event (written_at, boot, channel, record) VALUES (?, ?, ?, ?)", row
-        ).lastrowid
-        self._db.execute("DELETE FROM event WHERE id <= ?", ((at or 0) - EVENTS,))
+        self._db.execute("INSERT INTO event (written_at, boot, channel, record) VALUES (?, ?, ?, ?)", row)
+        self._keep_newest("event", channel, EVENTS)
 
     @contextlib.contextmanager
     def _transaction(self) -> Generator[None]:

@@ -137,7 +137,7 @@ class Membership:
 
     def expect(self, name: AgentId, now: float) -> None:
         """Others stand still for this agent, whose connection is gone: it is lost when it is not back soon."""
-        self._away[name] = now
+        self._away.setdefault(name, now)
 
     def remove(self, name: AgentId) -> Agent | None:
         """Forget the agent."""

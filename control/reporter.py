@@ -217,6 +217,11 @@ class TimedJournal:
         """As of the journal underneath."""
         return self._journal.boot
 
+    @property
+    def stride(self) -> int:
+        """As of the journal underneath."""
+        return self._journal.stride
+
     def confirm(self) -> None:
         """As the journal underneath."""
         self._journal.confirm()

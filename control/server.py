@@ -76,8 +76,12 @@ class Server:
         *,
         observe: Callable[[AnyObservation], None],
         clock: Callable[[], float] = time.monotonic,
+        keyed: bool = False,
     ) -> None:
-        self.machine = Coordinator(limits, journal.boot, Router(), journal.restore())
+        """`keyed`: who comes without a key that is trusted is refused."""
+        self.machine = Coordinator(
+            limits, journal.boot, Router(), journal.restore(), stride=journal.stride, keyed=keyed
+        )
         self._bus = bus
         self._journal = journal
         self._observe = observe

@@ -49,7 +49,7 @@ class Service:
                     reporter.count_throttled(bus.throttled)
 
             timed = TimedJournal(journal, meters)
-            self.server = Server(bus, timed, settings.limits(), observe=reporter.observe)
+            self.server = Server(bus, timed, settings.limits(), observe=reporter.observe, keyed=keys is not None)
             self.http = HttpPort(
                 settings.http_bind,
                 settings.http_port,

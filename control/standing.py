@@ -25,7 +25,7 @@ from .ids import Channel as ChannelId
 from .lease import Lease, Tenure
 from .limits import Limits
 from .membership import Agent
-from .messages import Code, Held, PauseMode, Publish, Sent
+from .messages import Code, Held, PauseMode, Publish, RoundDone, Sent
 from .outgoing import Out
 from .publisher import NOBODY, SNAPSHOT, Publisher
 from .round import Round
@@ -37,7 +37,10 @@ from .story import STORY
 class Standing:
     """How one channel stands."""
 
-    def __init__(self, name: ChannelId, limits: Limits, routing: Routing, restored: Restored) -> None:
+    def __init__(
+        self, name: ChannelId, limits: Limits, routing: Routing, restored: Restored, *, stride: int = 1
+    ) -> None:
+        """`stride`: by so much an epoch is taken above what another life of the coordinator may have given out."""
         self.name = name
         self.epoch: Epoch = restored.epoch
         self.window = Window(restored.committed)
@@ -47,6 +50,7 @@ class Standing:
         self.publisher: Publisher | None = None
         self.out: list[Out] = []
         self.story: deque[object] = deque(maxlen=STORY)
+        self._stride = stride
         self._limits = limits
         self._duties = Duties(limits.retry_s, limits.retry_max_s)
         self._answers = Answers(restored.answers)
@@ -136,7 +140,7 @@ class Standing:
         """
         if self.lease is None or self.round is not None:
             return self.epoch
-        return max(Epoch(self.lease.epoch - 1), min(engine.seen, self.epoch))
+        return self.epoch if engine.seen >= self.lease.epoch else Epoch(self.lease.epoch - 1)
 
     def _takes_part(self, name: AgentId) -> bool:
         return self.phase(name) not in (None, *SETTLED)
@@ -144,6 +148,11 @@ class Standing:
     def _is_committed(self, message: Publish) -> bool:
         held = self.committed
         return held is not None and held.version == message.version and held.table == message.table
+
+    def _is_newest(self, done: RoundDone) -> bool:
+        """Whether what the round of `done` has committed is what is committed. Its table may have followed."""
+        since = [past for past in self.history if past.epoch >= done.epoch]
+        return len(since) == 1 and since[0].version == done.version
 
     def _not_newer(self, version: Version) -> Verdict:
         found = self.committed.version if self.committed else None

@@ -120,7 +120,6 @@ PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "watch_publish_seconds", "", "time to
 FOR_LOOKING: Final = frozenset(
     {
         ENGINES_WAITING.name,
-        EPOCHS_RAISED.name,
         ENGINE_ROUNDS.name,
         TRAINER_STOOD.name,
         TRANSFER_BUCKETS.name,

@@ -87,6 +87,26 @@ class JournalContract:
         assert again.boot == journal.boot + 1
         again.close()
 
+    def test_two_starts_from_one_copy_do_not_meet(self, opens: Callable[..., Journal]) -> None:
+        """A start raises every epoch by a stride of its own, far and by chance.
+
+        So what a life gave out that this journal does not know of is not given out again.
+        """
+        journal = opens(by=1)
+        journal.write(taken(5))
+        journal.write(taken(7, "other"))
+        found = []
+        for _ in range(8):
+            before = {name: each.epoch for name, each in journal.restore().items()}
+            journal.close()
+            journal = opens(by=0)
+            assert {name: each.epoch - journal.stride for name, each in journal.restore().items()} == before
+            found.append(journal.stride)
+        journal.close()
+        assert min(found) >= 2**16, "as many as an earlier life may have given out after the copy"
+        assert max(found) < 2**20, "2^53 is far"
+        assert len(set(found)) > 6
+
     def test_every_prefix_restores(self, opens: Callable[..., Journal]) -> None:
         """Wherever the records end, what comes back is what was written so far."""
         journal = opens()

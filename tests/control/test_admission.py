@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from weightbus.control.admission import ALLOWED
+from weightbus.control.coordinator import Coordinator
 from weightbus.control.events import MessageReceived, Peer, Principal, TrustLost
 from weightbus.control.ids import AgentId, Channel, Epoch, RequestId, Version
 from weightbus.control.messages import Acquire, Code, Granted, Hello, Message, Prepared, Refused, Role, ToCoordinator
+from weightbus.control.routing import Router
 
 from .test_codec import TO_COORDINATOR
 from .world import CHANNEL, World, engine_info, one_by_one, trainer_info
@@ -164,3 +166,15 @@ def test_what_the_list_says_now_counts_and_not_what_it_said_at_the_hello(changed
     assert not_allowed(say(world, prepared, msgspec.structs.replace(principal, **changed)))
     elsewhere = msgspec.structs.replace(prepared, channel=Channel("other"))
     assert not_allowed(say(world, elsewhere, principal))
+
+
+def test_where_keys_are_used_nobody_speaks_without_one() -> None:
+    """Not at `Hello`, and not later on a connection that came with one: the machine does not lean on its sockets."""
+    world = World()
+    world.machine = Coordinator(world.limits, 1, Router(), keyed=True)
+    mine = Principal(AgentId("x"), Role.TRAINER, (CHANNEL,))
+    assert not_allowed(say(world, hello_of(Role.TRAINER), None))
+    assert not not_allowed(say(world, hello_of(Role.TRAINER), mine))
+    acquire = Acquire(request=RequestId("a"), channel=CHANNEL, version=Version(1))
+    assert not_allowed(say(world, acquire, None))
+    assert not leased(world)

@@ -255,7 +255,7 @@ def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["coordinator", "--check-config", "--journal", "x.sqlite", "--insecure-loopback"]) == 0
     shown = tomllib.loads(capsys.readouterr().out)["coordinator"]
     assert shown["journal"] == "x.sqlite"
-    assert len(shown) == 26
+    assert len(shown) == 27
 
 
 def test_wrong_setting_is_a_configuration_error(capsys: pytest.CaptureFixture[str]) -> None:

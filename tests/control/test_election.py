@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 from collections.abc import Sequence
 from typing import cast
@@ -9,7 +10,7 @@ from typing import cast
 import pytest
 
 from weightbus.control.election import Deposed, Election, Leader, Term
-from weightbus.control.etcd import Etcd, EtcdUnavailable, Json, Outcome
+from weightbus.control.etcd import Etcd, EtcdUnavailable, Json, KeyValue, Outcome
 
 DEADLINE_S = 60.0
 
@@ -47,6 +48,26 @@ class SlowStore:
         term = Election(cast("Etcd", self), "wb", Leader("c0", ""), ttl_s, lambda: self.now).stand()
         assert isinstance(term, Term)
         return term
+
+
+class ScrawledStore:
+    """An etcd in which somebody has written what is no leader."""
+
+    def __init__(self, written: bytes) -> None:
+        self._written = base64.b64encode(written).decode()
+
+    def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> Outcome:
+        del conditions, then, otherwise
+        key = base64.b64encode(b"wb/leader").decode()
+        return Outcome(succeeded=False, revision=1, found=(KeyValue(key=key, value=self._written),))
+
+
+@pytest.mark.parametrize("written", [b"me", b"\xff", b"[1]", b""])
+def test_a_leader_s_key_that_says_nothing_is_somebody_s_all_the_same(written: bytes) -> None:
+    """Standbys wait until it is gone, and say so; they do not end by it."""
+    found = Election(cast("Etcd", ScrawledStore(written)), "wb", Leader("c0", ""), 5.0).stand()
+    assert isinstance(found, Leader)
+    assert "unreadable" in found.name
 
 
 def lasts_until(term: Term, store: SlowStore, moment: float) -> None:

@@ -17,9 +17,10 @@ import pytest
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, etcd_member
 from weightbus.control.answers import ANSWERS, ending
 from weightbus.control.cli import main
+from weightbus.control.effects import ChannelForgotten
 from weightbus.control.election import Deposed, Election, Leader, Term
 from weightbus.control.errors import ConfigurationError, JournalUnwritable
-from weightbus.control.etcd import Etcd, parse_url, put
+from weightbus.control.etcd import Etcd, EtcdUnavailable, Login, parse_url, put, read
 from weightbus.control.etcd_journal import MOST_OPERATIONS, EtcdJournal
 from weightbus.control.ids import Channel
 from weightbus.control.journal import Journal
@@ -41,13 +42,13 @@ def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdMember]:
 class Candidates:
     """Coordinators that share one prefix of the store, new for each test."""
 
-    def __init__(self, member: EtcdMember, prefix: str) -> None:
-        self.member, self.prefix = member, prefix
+    def __init__(self, member: EtcdMember, prefix: str, login: Login | None = None) -> None:
+        self.member, self.prefix, self.login = member, prefix, login
         self.terms: list[Term] = []
         self.clients: list[Etcd] = []
 
     def etcd(self) -> Etcd:
-        self.clients.append(Etcd((self.member.address,), 1.0))
+        self.clients.append(Etcd((self.member.address,), 1.0, self.login))
         return self.clients[-1]
 
     def stand(self, name: str = "c0", clock: Callable[[], float] = time.monotonic) -> Term | Leader:
@@ -60,7 +61,7 @@ class Candidates:
         found = self.stand()
         if isinstance(found, Leader):
             raise RuntimeError(f"somebody leads: {found}")  # noqa: TRY004
-        return EtcdJournal(self.etcd(), self.prefix, found, **options)  # type: ignore[arg-type]
+        return EtcdJournal(self.etcd(), self.prefix, found, **{"by": 1, **options})  # type: ignore[arg-type]
 
     def close(self) -> None:
         for term in self.terms:
@@ -74,6 +75,47 @@ def candidates(member: EtcdMember, request: pytest.FixtureRequest) -> Iterator[C
     found = Candidates(member, request.node.name)
     yield found
     found.close()
+
+
+LOGIN = Login("weightbus", "pass:word")
+
+
+@pytest.fixture(scope="module")
+def locked_member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdMember]:
+    with etcd_member(tmp_path_factory.mktemp("locked")) as running:
+        running.lock(LOGIN, "test", "tesu")
+        yield running
+
+
+@pytest.fixture
+def with_login(locked_member: EtcdMember, request: pytest.FixtureRequest) -> Iterator[Candidates]:
+    found = Candidates(locked_member, request.node.name, LOGIN)
+    yield found
+    found.close()
+
+
+class TestEtcdJournalUnderAccessControl(JournalContract):
+    """The contract, kept by an etcd that lets nobody else in."""
+
+    @pytest.fixture
+    def opens(self, with_login: Candidates) -> Callable[..., Journal]:
+        return with_login.lead
+
+    def test_who_does_not_say_who_it_is_reads_and_writes_nothing(self, locked_member: EtcdMember) -> None:
+        """Nor with another password, nor beside the keys that it was given."""
+        for login, prefix in ((None, "test-a"), (Login("weightbus", "guessed"), "test-a"), (LOGIN, "others")):
+            with contextlib.closing(Etcd((locked_member.address,), 2.0, login)) as etcd:
+                for operation in (read(f"{prefix}/leader"), put(f"{prefix}/leader", b"me")):
+                    with pytest.raises(EtcdUnavailable, match=r"etcdserver: .*(user|password|permission|auth)"):
+                        etcd.txn([], [operation])
+
+    def test_a_session_that_has_ended_is_begun_again(self, with_login: Candidates) -> None:
+        """After minutes in which nothing was asked, or when the member was restarted."""
+        etcd = with_login.etcd()
+        etcd.under(f"{with_login.prefix}/")
+        for stale in ("nobody.1", ""):
+            etcd._token = stale
+            assert etcd.under(f"{with_login.prefix}/") == ()
 
 
 def wait(what: Callable[[], bool], limit_s: float = 60.0) -> None:
@@ -98,7 +140,7 @@ def test_a_deposed_leader_changes_nothing(candidates: Candidates) -> None:
     journal._term._over.set()  # it does not renew its lease any more, and its clock stands still
     journal._term._until = float("inf")
     wait(lambda: isinstance(candidates.stand("c1"), Term))
-    successor = EtcdJournal(candidates.etcd(), candidates.prefix, candidates.terms[-1])
+    successor = EtcdJournal(candidates.etcd(), candidates.prefix, candidates.terms[-1], by=1)
     successor.write(taken(2))
     for record in (taken(9), commit(1, 1), closed("p")):
         with pytest.raises(Deposed, match="another coordinator was elected"):
@@ -190,6 +232,19 @@ def test_a_channel_is_forgotten_while_nobody_leads(
     again = candidates.lead()
     assert list(again.restore()) == [POLICY]
     again.close()
+
+
+def test_a_channel_that_somebody_has_written_meanwhile_is_not_forgotten(candidates: Candidates) -> None:
+    """By a hand, or by a write that was given up: what it holds now was not looked at."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    found = {kv.name: kv for kv in candidates.etcd().under(f"{candidates.prefix}/")}
+    key = f"{candidates.prefix}/channel/{POLICY}"
+    candidates.etcd().txn([], [put(key, found[key].content)])
+    with pytest.raises(JournalUnwritable, match="was written by somebody else"):
+        journal.write(ChannelForgotten(channel=POLICY))
+    assert POLICY in journal.restore()
+    journal.close()
 
 
 def test_a_store_of_many_channels_is_led_again(candidates: Candidates) -> None:

@@ -39,6 +39,7 @@ def storm(*faults: Fault, **changes: object) -> World:
     )
     calm = Scenario(
         seed=7,
+        strides=(1, 2),
         engines=engines,
         trainers=("t0",),
         buckets=BUCKETS,

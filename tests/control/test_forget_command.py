@@ -27,7 +27,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_named_is_forgotten_and_the_rest_kept(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Versions, answers and history: who uses the name again begins anew. The audit trail says so."""
     assert main(["forget-channel", "policy", "--journal", str(path)]) == 0
-    assert capsys.readouterr().out == "forgotten policy\n"
+    said = capsys.readouterr()
+    assert said.out == "forgotten policy\n"
+    assert "every engine that served it refuses what is published there" in said.err
     journal = SqliteJournal(path)
     assert list(journal.restore()) == ["run-1"]
     assert list(journal.restore()[Channel("run-1")].answers) == ["r"]

@@ -18,13 +18,14 @@ import msgspec
 import pytest
 import structlog
 
-from weightbus.control.answers import ANSWERS
+from weightbus.control.answers import ANSWERS, HISTORY
+from weightbus.control.effects import EpochRaised
 from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
-from weightbus.control.ids import Channel, Digest, RequestId, Version
-from weightbus.control.journal import SCHEMA, Journal, SqliteJournal
-from weightbus.control.messages import Held
+from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.journal import EVENTS, SCHEMA, Journal, SqliteJournal
+from weightbus.control.messages import EngineReport, Held, Outcome
 
-from .journal_contract import RECORDS, JournalContract, closed, taken
+from .journal_contract import POLICY, RECORDS, JournalContract, closed, commit, taken
 
 
 class TestSqliteJournal(JournalContract):
@@ -32,7 +33,7 @@ class TestSqliteJournal(JournalContract):
 
     @pytest.fixture
     def opens(self, tmp_path: Path) -> Callable[..., Journal]:
-        return lambda **options: SqliteJournal(tmp_path / "j", **options)
+        return lambda **options: SqliteJournal(tmp_path / "j", **{"by": 1, **options})
 
 
 @pytest.mark.parametrize("found", [None, 0o644])
@@ -67,7 +68,7 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "j")], env=environ, check=False, timeout=300)
     assert ended.returncode == -signal.SIGKILL
-    journal = SqliteJournal(tmp_path / "j")
+    journal = SqliteJournal(tmp_path / "j", by=1)
     assert (journal.boot, journal.restore()[Channel("policy")].epoch) == (2, 8)
     journal.close()
 
@@ -157,7 +158,7 @@ def test_a_journal_of_the_first_release_is_read(tmp_path: Path) -> None:
     """As it was written on the day on which the schema was made; what it held is held, one epoch further on."""
     with contextlib.closing(sqlite3.connect(tmp_path / "journal")) as database:
         database.executescript(Path(__file__).with_name("golden").joinpath("journal.sql").read_text("utf-8"))
-    with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 1.0)) as journal:
+    with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 1.0, by=1)) as journal:
         known = journal.restore()[Channel("policy")]
         for record in RECORDS[3:]:
             journal.write(record)
@@ -291,3 +292,53 @@ def test_audit_tells_the_story(tmp_path: Path) -> None:
         "EpochRaised",
     ]
     journal.close()
+
+
+def test_no_channel_and_no_key_makes_another_one_s_past_go(tmp_path: Path) -> None:
+    """Neither thousands of commits nor of grants, nor an engine that says higher and higher epochs."""
+    with contextlib.closing(SqliteJournal(tmp_path / "j", by=1)) as journal:
+        journal._db.execute("PRAGMA synchronous = OFF")  # nobody cuts the power here
+        for version in (1, 2, 3):
+            journal.write(taken(version))
+            journal.write(commit(version, version, request=f"p{version}"))
+        loud = Channel("loud")
+        for number in range(1, 2 * EVENTS):
+            journal.write(msgspec.structs.replace(taken(number), channel=loud))
+            journal.write(msgspec.structs.replace(commit(number, number), channel=loud, request=RequestId("l")))
+        for number in range(EVENTS):
+            journal.write(EpochRaised(channel=POLICY, epoch=Epoch(10 + number), engine=AgentId("liar")))
+        rows = [row["record"] for row in journal.audit() if row["channel"] == POLICY]
+        assert rows == ["EpochTaken", "Committed"] * 3 + ["EpochRaised"], "the first of a boot tells"
+        assert len(journal.audit()) == EVENTS + len(rows)
+        for number in range(2 * EVENTS):  # and its own trainer, which acquires and releases
+            journal.write(taken(9_000 + number))
+    with contextlib.closing(SqliteJournal(tmp_path / "j", by=1)) as journal:
+        found = journal.restore()
+        assert [past.version for past in found[POLICY].history] == [1, 2, 3]
+        assert len(found[loud].history) == HISTORY
+
+
+def test_the_audit_of_a_round_does_not_grow_with_its_engines(tmp_path: Path) -> None:
+    """How each of thousands fared is in the answer, of which a few are kept."""
+    report = EngineReport(engine=AgentId("e0"), outcome=Outcome.COMMITTED, transport="direct", version=Version(1))
+    many = closed("p")
+    done = msgspec.structs.replace(many.done, engines=(report,) * 2048)
+    with contextlib.closing(SqliteJournal(tmp_path / "j")) as journal:
+        journal.write(taken(1))
+        journal.write(msgspec.structs.replace(many, done=done))
+        (size,) = journal._db.execute("SELECT max(length(record)) FROM event").fetchone()
+        assert size < 1000
+        assert len(journal.restore()[POLICY].answers[RequestId("p")].done.engines) == 2048
+
+
+def test_a_journal_of_the_second_schema_keeps_what_was_committed(tmp_path: Path) -> None:
+    """It stands in its audit trail only, and is read there once."""
+    with contextlib.closing(SqliteJournal(tmp_path / "j")) as journal:
+        for record in RECORDS:
+            journal.write(record)
+        known = journal.restore()
+        for statement in ("DROP TABLE past", "DROP INDEX event_of_channel", "UPDATE meta SET schema = 2"):
+            journal._db.execute(statement)
+    for _ in range(2):
+        with contextlib.closing(SqliteJournal(tmp_path / "j")) as journal:
+            assert journal.restore()[POLICY].history == known[POLICY].history != ()

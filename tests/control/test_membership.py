@@ -13,6 +13,7 @@ from weightbus.control.messages import (
     PROTOCOL,
     Bye,
     Code,
+    EngineHealth,
     GetStatus,
     Heartbeat,
     Hello,
@@ -22,9 +23,12 @@ from weightbus.control.messages import (
     Role,
     Sent,
     Status,
+    Step,
     Topology,
+    Transfer,
     Welcome,
 )
+from weightbus.control.states import RoundState
 
 from .world import CHANNEL, LIMITS, World, engine_info, trainer_info
 
@@ -168,6 +172,29 @@ def test_a_trainer_that_engines_stand_still_for_has_to_come_back_soon() -> None:
     world.advance_until(lambda: world.ready == ("e0",) or world.machine.channels[CHANNEL].round is None)
     assert world.now - began < world.limits.reconnect_s + 2
     assert world.machine.channels[CHANNEL].lease is None
+
+
+def test_a_trainer_that_was_gone_before_its_bytes_were_needed_again_is_not_waited_for_longer() -> None:
+    """Its connection broke when it had sent all; then an engine has to be driven again, and stands still for it."""
+    world = World()
+    e0, e1, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
+    e0.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+    held: list[Message] = []
+    e1.script[Transfer] = held.append  # type: ignore[assignment]  # answers nothing yet
+    trainer.acquire(1)
+    world.settle()
+    trainer.alive = False
+    world.handle(PeerLost(peer=trainer.peer))
+    world.advance(2.0)
+    for answer in e1.answers(held[0]):
+        e1.say(answer)
+    world.settle()
+    round_ = world.machine.channels[CHANNEL].round
+    assert round_
+    assert round_.state is RoundState.OFFERING
+    began = world.now
+    world.advance_until(lambda: world.machine.channels[CHANNEL].lease is None, 30.0)
+    assert world.now - began < world.limits.reconnect_s + 1
 
 
 def test_bye_is_immediate_and_silent() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from weightbus.control import codec
-from weightbus.control.effects import Committed
+from weightbus.control.effects import Committed, Persist, RoundClosed
 from weightbus.control.ids import AgentId, Digest, Epoch, RequestId, Version
 from weightbus.control.limits import Limits
 from weightbus.control.member import Member
@@ -373,3 +373,27 @@ def test_who_comes_back_says_again_what_it_knows() -> None:
     world.settle()
     trainer.info = msgspec.structs.replace(trainer.info, transports=(DIRECT,))
     assert not granted(world, trainer).may_leave_open
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_asked_again_after_a_restart_the_announcement_is_answered_with_who_holds_the_version(*, later: bool) -> None:
+    """As one that named its table is. Once another version is committed, with nobody: nobody is asked what it holds."""
+    world, _, _, trainer = fleet()
+    world.crash_on = lambda effect: isinstance(effect, Persist) and isinstance(effect.record, RoundClosed)
+    trainer.acquire(1)
+    world.settle()
+    assert world.crashed
+    asked = trainer.publishing
+    assert asked
+    world.crash_on = lambda _effect: False
+    trainer.deaf = later
+    world.restart()
+    if later:
+        other = world.trainer("other", awaits_tables=True)
+        assert world.publish(other, 2).outcome is Outcome.COMMITTED
+        trainer.deaf = False
+        trainer.say(asked)
+        world.settle()
+    assert trainer.done
+    assert trainer.done.outcome is Outcome.COMMITTED
+    assert [each.engine for each in trainer.done.engines] == ([] if later else ["e0", "e1"])

@@ -11,14 +11,14 @@ import pytest
 from weightbus.control import channel as module
 from weightbus.control.effects import EngineAhead, EpochRaised, EpochTaken
 from weightbus.control.ids import Epoch
-from weightbus.control.messages import EngineHealth, Granted, Outcome, Prepare, Publish, Refused
+from weightbus.control.messages import Abort, EngineHealth, Granted, Outcome, Prepare, Publish, Refused
 
 from .world import CHANNEL, Engine, Trainer, World
 
 FAR = 10_000
 
 
-def set_back(kept: int) -> tuple[World, Engine, Engine, Trainer]:
+def set_back(kept: int, stride: int = 1) -> tuple[World, Engine, Engine, Trainer]:
     """After twenty rounds, with the first `kept` records of the journal only."""
     world = World()
     e0, e1, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
@@ -26,6 +26,7 @@ def set_back(kept: int) -> tuple[World, Engine, Engine, Trainer]:
         assert world.publish(trainer, version).outcome is Outcome.COMMITTED
     del world.records[kept:]
     world.epochs.clear()
+    world.stride = stride
     world.restart()
     return world, e0, e1, trainer
 
@@ -50,8 +51,42 @@ def test_versions_are_committed_again_as_soon_as_engines_were_heard(kept: int) -
     assert max(e0.epoch, e1.epoch) > seen
     assert sorted(world.ready) == ["e0", "e1"]
     (noted,) = [each for each in world.observed if isinstance(each, EngineAhead)]
-    assert noted.epoch == seen
-    assert seen in epochs(world)
+    assert noted.epoch > seen
+    assert noted.epoch in epochs(world)
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_no_epoch_of_the_life_that_is_forgotten_is_given_out_again(kept: int) -> None:
+    """Neither by the first grant nor by what engines say, nor is anybody settled at one.
+
+    So a late message of that life is older than all that is said in this one.
+    """
+    world, e0, e1, trainer = set_back(kept, stride=1000)
+    e1.epoch, e0.epoch = Epoch(19), Epoch(17)  # and 20 was granted, of which they did not hear
+    trainer.stop_before = Publish
+    trainer.acquire(21)
+    world.settle()
+    assert trainer.got(Granted)[-1].epoch >= 1000
+
+    world, e0, e1, trainer = set_back(kept, stride=1000)
+    e1.epoch, e0.epoch = Epoch(5000), Epoch(4990)  # and 5001 was granted, of which they did not hear
+    world.advance(2 * world.limits.heartbeat_s)
+    world.settle()
+    assert min(e0.epoch, e1.epoch) > 5500, "both were settled far above"
+    assert world.publish(trainer, 21).outcome is Outcome.COMMITTED
+    assert min(each for each in epochs(world)[kept // 3 :]) > 20
+
+
+def test_who_is_deaf_to_a_lease_is_settled_above_what_it_has_seen() -> None:
+    """It hears nothing at the epoch before the lease, and one that it has seen may have been another's."""
+    world, e0, _, trainer = set_back(3, stride=1000)
+    trainer.stop_before = Publish
+    trainer.acquire(21)
+    world.settle()
+    lease = trainer.got(Granted)[-1].epoch
+    e0.epoch = Epoch(lease + 50)
+    world.advance(2 * world.limits.heartbeat_s)
+    assert e0.epoch >= lease + 1000
 
 
 def test_a_round_that_began_before_they_were_heard_says_why_it_came_to_nothing() -> None:
@@ -109,6 +144,55 @@ def test_an_engine_that_lies_keeps_nobody_but_itself_from_a_version(monkeypatch:
     assert len(steps) <= world.now / world.limits.heartbeat_s
 
 
+def test_an_engine_that_lies_fast_raises_no_faster() -> None:
+    """Thousands of heartbeats a second, each with a higher epoch: one raise for each that was due, of each channel."""
+    world = World()
+    liar = world.engine("e1")
+    beats = 5
+    for beat in range(200 * beats):
+        world.now = beat * world.limits.heartbeat_s / 200
+        liar.epoch = 2**53 - 1 - beat % 2
+        liar.say(liar.heartbeat())
+        world.settle()
+    steps = [record.epoch for record in world.records if isinstance(record, EpochRaised)]
+    assert len(steps) == beats
+    assert steps == [(number + 1) * module.LEAP for number in range(beats)]
+
+
+def test_an_engine_that_is_gone_keeps_no_channel_from_publishing() -> None:
+    """What it has seen was higher; nobody waits for it."""
+    world = World()
+    gone, trainer = world.engine("e1"), world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    gone.epoch = FAR
+    world.advance(2 * world.limits.heartbeat_s)
+    gone.die()
+    world.advance(world.limits.silence_s + world.limits.heartbeat_s)
+    trainer.stop_before, trainer.deaf = None, False
+    assert trainer.publishing is not None
+    trainer.say(trainer.publishing)
+    world.settle()
+    assert world.committed == 1
+    assert not trainer.got(Refused)
+
+
+def test_who_was_deaf_is_told_what_to_do_before_anything_is_published() -> None:
+    """As soon as the channel is above what it has seen: an engine that stood still goes on."""
+    world, e0, e1, _ = set_back(0, stride=1000)
+    e0.generating = False
+    e0.epoch = e1.epoch = 500
+    for engine in (e0, e1):
+        engine.held = None
+    world.advance(2 * world.limits.heartbeat_s)
+    assert e0.generating
+    assert world.ready == ("e0", "e1")
+    told = len(e0.got(Abort))
+    world.advance(5 * world.limits.heartbeat_s)
+    assert len(e0.got(Abort)) == told, "and that once"
+
+
 def test_who_comes_under_a_lease_is_not_made_deaf_to_its_round() -> None:
     """It is told to go on at an epoch below the lease's, whatever another engine has raised the channel's to."""
     world = World()
@@ -119,7 +203,7 @@ def test_who_comes_under_a_lease_is_not_made_deaf_to_its_round() -> None:
     world.settle()
     liar.epoch = FAR
     world.advance(2 * world.limits.heartbeat_s)
-    assert world.machine.channels[CHANNEL].epoch == FAR
+    assert world.machine.channels[CHANNEL].epoch > FAR
     late = world.engine("e0")
     lease = trainer.got(Granted)[-1].epoch
     assert late.epoch < lease

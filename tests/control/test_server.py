@@ -78,7 +78,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     closing: list[Callable[[], object]] = []
 
     def begin(bus: MemoryBus | RouterBus, observed: list[AnyObservation] | None = None) -> Running:
-        journal = SqliteJournal(tmp_path / "journal")
+        journal = SqliteJournal(tmp_path / "journal", by=1)
         server = Server(bus, journal, LIMITS, observe=(observed if observed is not None else []).append)
         running = Running(server)
 
@@ -248,6 +248,7 @@ class FailingJournal:
     """A journal on a disk that is full until told otherwise."""
 
     boot = 1
+    stride = 1
 
     def __init__(self) -> None:
         self.full = True
@@ -345,7 +346,7 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
     bus = MemoryBus()
     sent: list[tuple[Peer, Message]] = []
     bus.send = lambda peer, message, _blob=None: (sent.append((peer, message)), Delivery.SENT)[1]  # type: ignore[method-assign,assignment]
-    journal = SqliteJournal(tmp_path / "journal")
+    journal = SqliteJournal(tmp_path / "journal", by=1)
     server = Server(bus, journal, LIMITS, observe=lambda _what: None)
     one, two = Peer(b"one"), Peer(b"two")
     asked = [Release(request=RequestId(f"k{number}"), channel=CHANNEL, epoch=Epoch(1)) for number in range(2)]
@@ -366,7 +367,7 @@ def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> No
     bus, now = MemoryBus(), [0.0]
     poll = bus.poll
     bus.poll = lambda _timeout_s, gather_s=0.0: (gathered.append(gather_s), poll(0.0))[1]  # type: ignore[method-assign]
-    journal = SqliteJournal(tmp_path / "journal")
+    journal = SqliteJournal(tmp_path / "journal", by=1)
     server = Server(bus, journal, LIMITS, observe=lambda _what: None, clock=lambda: now[0])
     link = bus.link()
     link.open()

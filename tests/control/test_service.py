@@ -276,6 +276,7 @@ def test_a_coordinator_that_trusts_nobody_is_not_ready(tmp_path: Path) -> None:
     locked = msgspec.structs.replace(settings(tmp_path), insecure_loopback=False, keys=keys)
     with contextlib.closing(Service(locked)) as service:
         assert service.readiness().ready
+        assert service.server.machine._attendance._keyed, "the machine knows that nobody joins without a key"
         trust = keys / TRUST_FILE
         good = trust.read_bytes()
         trust.write_text("nonsense")

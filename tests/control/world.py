@@ -501,6 +501,8 @@ class World:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits = limits
+        self.stride = 1
+        """By how much the next start raises the epochs."""
         self.now = 0.0
         self.records: list[AnyRecord] = []
         self.boots = 0
@@ -524,9 +526,9 @@ class World:
         self.boots += 1
         known: dict[Channel, Restored] = {}
         for name, each in replay(self.records).items():  # a boot raises every epoch, durably
-            self.epochs[name] = Epoch(max(each.epoch, self.epochs.get(name, 0)) + 1)
+            self.epochs[name] = Epoch(max(each.epoch, self.epochs.get(name, 0)) + self.stride)
             known[name] = msgspec.structs.replace(each, epoch=self.epochs[name])
-        self.machine = Coordinator(self.limits, self.boots, Router(), known)
+        self.machine = Coordinator(self.limits, self.boots, Router(), known, stride=self.stride)
         self.crashed = False
 
     def restart(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import shutil
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from weightbus.control.etcd import Etcd, EtcdUnavailable
+from weightbus.control.etcd import Etcd, EtcdUnavailable, Login
 
 from .leashed import leashed
 from .ports import free_port
@@ -61,6 +62,24 @@ class EtcdMember:
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
             until(partial(stands_still, self._process.pid), "a process that was stopped")
+
+    def lock(self, login: Login, begin: str, end: str) -> None:
+        """Turn access control on: `login` may read and write keys from `begin` to before `end`, and nobody else may."""
+
+        def text(key: str) -> str:
+            return base64.b64encode(key.encode()).decode()
+
+        owner, role = Login("root", "of this test"), f"of-{login.user}"
+        perm = {"permType": "READWRITE", "key": text(begin), "range_end": text(end)}
+        asked: list[tuple[str, dict[str, object]]] = [
+            ("user/add", {"name": each.user, "password": each.password}) for each in (owner, login)
+        ]
+        asked += [("role/add", {"name": "root"}), ("user/grant", {"user": "root", "role": "root"})]
+        asked += [("role/add", {"name": role}), ("role/grant", {"name": role, "perm": perm})]
+        asked += [("user/grant", {"user": login.user, "role": role}), ("enable", {})]
+        with contextlib.closing(Etcd((self.address,), 10.0)) as etcd:
+            for path, body in asked:
+                etcd._call(f"/v3/auth/{path}", body, dict[str, object])
 
     def kill(self) -> None:
         """End it at once."""

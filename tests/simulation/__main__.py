@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from .campaign import campaign, cores, first, report, run_chunk
+from .invariants import INVARIANTS
 from .scenario import draw
 from .story import tell
 
@@ -18,19 +19,23 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=cores(), help="processes")
     parser.add_argument("--seed", type=int, help="tell the whole story of this one")
     parser.add_argument("--first", action="store_true", help="stop at the first seed that finds something")
+    parser.add_argument("--breaks", choices=INVARIANTS, default="", help="with --first: only by this invariant")
     parser.add_argument("--tell", action="store_true", help="with --first: its story")
+    parser.add_argument(
+        "--setbacks", action="store_true", help="in all of them the journal is set back to older copies"
+    )
     parser.add_argument("--trace", type=int, nargs=2, metavar=("FROM", "TO"), help="print the trace hash of each")
     given = parser.parse_args()
     if given.seed is not None:
-        print(tell(draw(given.seed), lines=sys.maxsize))
+        print(tell(draw(given.seed, setbacks=given.setbacks), lines=sys.maxsize))
         return 0
     if given.trace:
-        for ended in run_chunk(range(*given.trace), tracing=True):
+        for ended in run_chunk(range(*given.trace), setbacks=given.setbacks, tracing=True):
             print(ended.seed, ended.trace)
         return 0
     if given.first:
-        return first(given.start, given.seeds, telling=given.tell)
-    return report(campaign(given.start, given.seeds, given.jobs))
+        return first(given.start, given.seeds, setbacks=given.setbacks, breaks=given.breaks, telling=given.tell)
+    return report(campaign(given.start, given.seeds, given.jobs, setbacks=given.setbacks), setbacks=given.setbacks)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -45,12 +46,12 @@ class Tally(msgspec.Struct):
         return f"seeds={self.seeds} faults={self.faults} messages={self.messages} violations={len(self.failed)}"
 
 
-def run_chunk(seeds: range, *, tracing: bool = False) -> list[Ended]:
+def run_chunk(seeds: range, *, setbacks: bool = False, tracing: bool = False) -> list[Ended]:
     """Run some seeds in this process; `tracing` makes their hashes."""
     results = []
     with _few_collections() as collect:
         for seed in seeds:
-            results.append(simulate(draw(seed), tracing=tracing))
+            results.append(simulate(draw(seed, setbacks=setbacks), tracing=tracing))
             collect()
     return results
 
@@ -83,11 +84,11 @@ def chunks(start: int, count: int) -> Iterator[range]:
         yield range(first, min(first + CHUNK, start + count))
 
 
-def campaign(start: int, count: int, jobs: int) -> Tally:
+def campaign(start: int, count: int, jobs: int, *, setbacks: bool = False) -> Tally:
     """Run `count` seeds from `start` on, with progress on stderr."""
     tally, began, told = Tally(), time.monotonic(), time.monotonic()
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for results in pool.imap_unordered(run_chunk, chunks(start, count)):
+        for results in pool.imap_unordered(partial(run_chunk, setbacks=setbacks), chunks(start, count)):
             for ended in results:
                 tally.add(ended)
                 if ended.violation and len(tally.failed) <= STORIES:
@@ -99,23 +100,24 @@ def campaign(start: int, count: int, jobs: int) -> Tally:
     return tally
 
 
-def first(start: int, count: int, *, telling: bool) -> int:
-    """Run seeds one by one until one finds something."""
+def first(start: int, count: int, *, setbacks: bool = False, breaks: str = "", telling: bool) -> int:
+    """Run seeds one by one until one finds something; with `breaks`, until that invariant falls."""
     with _few_collections() as collect:
         for seed in range(start, start + count):
-            ended = simulate(draw(seed))
-            if ended.violation:
-                print(tell_shrunk(draw(seed), ended.violation) if telling else "", flush=True)
+            scenario = draw(seed, setbacks=setbacks)
+            ended = simulate(scenario)
+            if ended.violation and ended.violation.startswith(f"{breaks}:" if breaks else ""):
+                print(tell_shrunk(scenario, ended.violation) if telling else "", flush=True)
                 print(f"seed {seed} breaks {ended.violation.splitlines()[0]}")
                 return 1
             collect()
     return 0
 
 
-def report(tally: Tally) -> int:
+def report(tally: Tally, *, setbacks: bool = False) -> int:
     """Tell the stories of what failed; the last line is for machines."""
     for ended in sorted(tally.failed, key=lambda each: each.seed)[:STORIES]:
-        print(tell_shrunk(draw(ended.seed), ended.violation))
+        print(tell_shrunk(draw(ended.seed, setbacks=setbacks), ended.violation))
     if len(tally.failed) > STORIES:
         print("more failing seeds:", *sorted(each.seed for each in tally.failed))
     print(tally)

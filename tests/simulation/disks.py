@@ -29,6 +29,7 @@ from weightbus.engine_agent.errors import StateUnreadable
 from weightbus.engine_agent.events import Record
 
 from .filesystem import Files, SimOs, SimPath
+from .invariants import Memory
 from .process import Hung, Killed
 from .sqlite_disk import SqliteDisk
 
@@ -50,6 +51,11 @@ class JournalDisk:
         self.replies: dict[RequestId, Ending] = {}
         self.ghost: AnyRecord | None = None
         """Refused, and yet it may be on the disk."""
+        self.stride = 1
+        """By how much the newest start raised the epochs."""
+        self._strides = world.rng("strides")
+        self._copies: list[tuple[dict[Channel, Restored], dict[RequestId, Ending], int, Memory]] = []
+        """The file after every record, where it may be set back; and what the judge knew then of the disk."""
         self._in_flight: AnyRecord | None = None
         """Its writing was cut short in the middle."""
         self.sqlite = SqliteDisk(world.rng("sqlite"), self.wall) if world.scenario.sqlite else None
@@ -75,6 +81,19 @@ class JournalDisk:
             case Probe():
                 return
         self.world.judge.durable(record)
+        if self.world.scenario.may_be_set_back:
+            self._copies.append((dict(self.channels), dict(self.replies), self.boots, self.world.judge.memory()))
+
+    def set_back(self, count: int) -> None:
+        """Somebody puts a copy in its place that is `count` records old, or begins it anew (0). Nobody writes to it."""
+        kept = len(self._copies) - count if count else 0
+        del self._copies[max(0, kept) :]
+        fresh: dict[Channel, Restored] = {}
+        channels, replies, boots, memory = self._copies[-1] if self._copies else (fresh, {}, 0, Memory())
+        self.channels, self.replies, self.boots, self.ghost = dict(channels), dict(replies), boots, None
+        self.world.judge.set_back(memory)
+        found = ", ".join(f"epoch={each.epoch} committed={each.committed}" for each in channels.values())
+        self.world.loop.note("journal", f"** is set back to an older copy: {found or 'nothing'}")
 
     def _remember(self, record: Committed | RoundClosed) -> None:
         self.replies.pop(record.request, None)
@@ -108,11 +127,12 @@ class JournalDisk:
         """Count a boot, and raise every epoch. What the real journal finds must be what was written to it."""
         cut, self._in_flight = self._in_flight, None
         if self.sqlite is None:
+            self._next_stride()
             self._count_boot()
             return
         try:
-            journal = self.sqlite.open()
-            found = journal.restore()
+            real = self.sqlite.open(self._next_stride())
+            found = real.restore()
         except JournalError as error:
             self.world.judge.broken("journal-survives", str(error))
             raise Killed("its journal cannot be used") from error
@@ -123,8 +143,8 @@ class JournalDisk:
             self.boots, self.channels, self.replies = self.boots - 1, known, replies
             self.keep(cut)
             self._count_boot()
-        if (found, journal.boot) != (self.restore(), self.boots):
-            what = f"{process.name} finds boot {journal.boot}, {found}; written was boot {self.boots}, {self.restore()}"
+        if (found, real.boot) != (self.restore(), self.boots):
+            what = f"{process.name} finds boot {real.boot}, {found}; written was boot {self.boots}, {self.restore()}"
             self.world.judge.broken("journal-survives", what)
 
     @contextmanager
@@ -138,10 +158,15 @@ class JournalDisk:
                 yield
             self._in_flight = None
 
+    def _next_stride(self) -> int:
+        self.stride = self._strides.randrange(*self.world.scenario.strides)
+        return self.stride
+
     def _count_boot(self) -> None:
         self.boots += 1
         self.channels = {
-            name: msgspec.structs.replace(known, epoch=Epoch(known.epoch + 1)) for name, known in self.channels.items()
+            name: msgspec.structs.replace(known, epoch=Epoch(known.epoch + self.stride))
+            for name, known in self.channels.items()
         }
 
     def restore(self) -> Mapping[Channel, Restored]:
@@ -163,7 +188,7 @@ class SimJournal:
         disk.settle_after_crash()
         process.passes("persist", "before")
         disk.begin_life(process)
-        self.boot = disk.boots
+        self.boot, self.stride = disk.boots, disk.stride
         process.passes("persist", "after")
 
     def confirm(self) -> None:

@@ -16,6 +16,7 @@ from weightbus.control.effects import (
     AnyRecord,
     Committed,
     EngineAhead,
+    EpochRaised,
     EpochTaken,
     ReadinessChanged,
     RoundReadiness,
@@ -54,8 +55,9 @@ INVARIANTS: Final = {
     "true-labels": "a server that generates is labelled with the version of its buckets",
     "fresh-caches": "after a round with flush on, nothing is answered from the cache of other weights",
     "fenced-bytes": "bytes of an epoch never land on a server after bytes of a newer epoch",
-    "one-holder": "an epoch is granted to one trainer, epochs only grow, and only the newest commits",
-    "known-epochs": "no agent has seen an epoch that is not on disk",
+    "one-holder": "an epoch is granted to one trainer and once, whatever became of the journal; on one journal epochs"
+    " only grow, and only the newest commits",
+    "known-epochs": "no agent has seen an epoch that is not on disk, unless that was set back",
     "durable-before-said": "a Commit or a committed RoundDone leaves only when its version is on disk",
     "journal-survives": "what the journal called durable is found after every crash, and nothing that nobody wrote",
     "record-survives": "a sidecar finds its record whole after any crash: the last one, or the one being written",
@@ -94,25 +96,52 @@ class Violation(Exception):
         super().__init__(f"{invariant}: {what}")
 
 
+class Memory(msgspec.Struct):
+    """What the disk's records say. A journal that is set back to a copy forgets what came after that."""
+
+    taken: int = 0
+    """The epoch that was taken last."""
+    raised: int = 0
+    """That to which engines raised it last."""
+    tables: dict[int, str] = {}
+    committed: Held | None = None
+    replaced: Held | None = None
+    """What was committed before."""
+    allowed: list[Held] = []
+    """Versions before the committed one that engines may still serve."""
+    requests: dict[str | None, int] = {}
+    """What was committed under which key."""
+    ever: set[tuple[int, str]] = set()
+    """Versions that were committed, with their tables."""
+
+    def copy(self) -> Memory:
+        """As it is now."""
+        return Memory(
+            self.taken,
+            self.raised,
+            dict(self.tables),
+            self.committed,
+            self.replaced,
+            list(self.allowed),
+            dict(self.requests),
+            set(self.ever),
+        )
+
+
 class Judge:
     """Watches a world. The first violation ends it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.violation: Violation | None = None
+        self._disk = Memory()
         self._holders: dict[int, str] = {}
-        self._highest = 0
-        self._tables: dict[int, str] = {}
-        self._committed: Held | None = None
-        self._replaced: Held | None = None
-        """What was committed before."""
+        """Of every epoch that was ever taken, also in lives that the journal does not know of."""
+        self._lost: set[tuple[int, str]] = set()
+        """What was committed in such lives."""
+        self._is_set_back = False
         self._rolling: str | None = None
         """The publication that was committed last, until its round is over: some may still wait for their turn."""
-        self._allowed: list[Held] = []
-        """Versions before the committed one that engines may still serve."""
-        self._committed_requests: dict[str | None, int] = {}
-        self._ever: set[tuple[int, str]] = set()
-        """Versions that were committed, with their tables."""
         self._held: set[str] = set()
         """Tags that a server held as a whole."""
         self._ghosts: list[Committed] = []
@@ -158,39 +187,52 @@ class Judge:
 
     def durable(self, record: AnyRecord) -> None:
         """The disk holds `record`."""
+        disk = self._disk
         if isinstance(record, EpochTaken):
-            if record.epoch <= self._highest:
-                self.broken("one-holder", f"{record.holder} takes epoch {record.epoch} after {self._highest}")
-            self._highest = max(self._highest, record.epoch)
+            if record.epoch <= disk.taken or record.epoch in self._holders:
+                self.broken("one-holder", f"{record.holder} takes epoch {record.epoch} after {disk.taken}")
+            disk.taken = max(disk.taken, record.epoch)
             self._holders.setdefault(record.epoch, record.holder)
+        elif isinstance(record, EpochRaised):
+            disk.raised = record.epoch
         elif isinstance(record, Committed):
             self._durable_commit(record)
 
+    def memory(self) -> Memory:
+        """What is known of the disk, to be given to `set_back` together with a copy of that."""
+        return self._disk.copy()
+
+    def set_back(self, memory: Memory) -> None:
+        """The disk holds an older copy: what was committed since is lost, and no epoch may be taken again."""
+        self._lost |= self._disk.ever - memory.ever
+        self._disk, self._is_set_back = memory.copy(), True
+        self._rolling = None
+
     def _durable_commit(self, record: Committed) -> None:
-        before = self._committed
-        rollback = record.rollback
+        disk = self._disk
+        before, rollback = disk.committed, record.rollback
         if before is not None and record.version < before.version and not rollback:
             self.broken("never-back", f"the disk goes from {before.version} to {record.version}")
         if rollback:
-            self._tables.clear()
-        known = self._tables.setdefault(record.version, record.table)
+            disk.tables.clear()
+        known = disk.tables.setdefault(record.version, record.table)
         if known != record.table:
             self.broken("one-table", f"version {record.version} has two tables")
         highest = self._world.journal.channels[record.channel].epoch
-        if record.epoch != highest:
+        if record.epoch != highest and (record.epoch, highest) != (disk.taken, disk.raised):
             what = f"version {record.version} is committed under epoch {record.epoch}; {highest} was taken since"
             self.broken("one-holder", what)
         if len(record.engines) < self._world.scenario.min_engines:
             self.broken("enough-engines", f"version {record.version} is committed with {len(record.engines)} engines")
         if record.engines and self._world.tag_of(record.table) not in self._held:
             self.broken("commit-verified", f"version {record.version} is committed, and no server ever held it")
-        self._ever.add((record.version, record.table))
-        self._committed_requests[record.request] = record.version
-        self._replaced, self._rolling = self._committed, record.request
+        disk.ever.add((record.version, record.table))
+        disk.requests[record.request] = record.version
+        disk.replaced, self._rolling = before, record.request
         lag = self._world.scenario.max_lag
-        known_before = [] if rollback or before is None else [*self._allowed, before]
-        self._allowed = [each for each in known_before if 0 < record.version - each.version <= lag]
-        self._committed = Held(version=record.version, manifest=record.manifest, table=record.table)
+        known_before = [] if rollback or before is None else [*disk.allowed, before]
+        disk.allowed = [each for each in known_before if 0 < record.version - each.version <= lag]
+        disk.committed = Held(version=record.version, manifest=record.manifest, table=record.table)
 
     def resurrected(self, record: AnyRecord) -> None:
         """A write that was refused turns out to have reached the disk: what was said of it may be wrong."""
@@ -247,10 +289,10 @@ class Judge:
         ours = self._world.table_published(agent, message.epoch)
         request = self._world.request_published(agent, message.epoch)
         if message.outcome is Outcome.COMMITTED:
-            if ours is not None and (message.version, ours) not in self._ever:
-                found = self._tables.get(message.version)
+            if ours is not None and (message.version, ours) not in self._disk.ever | self._lost:
+                found = self._disk.tables.get(message.version)
                 self.broken("nothing-lost", f"{agent} is told that {message.version} is committed; on disk: {found}")
-        elif request in self._committed_requests and not self._ghosts:
+        elif request in self._disk.requests and not self._ghosts:
             self.broken("nothing-lost", f"{agent} is told that {message.version} came to nothing; it is on disk")
 
     def believes_table(self, engine: str, table: str, believed: bool) -> bool:
@@ -262,8 +304,8 @@ class Judge:
 
     def publication_over(self, trainer: str, version: int, table: str, ending: Ending) -> None:
         """A trainer learnt how its publication ended."""
-        durable = (version, table) in self._ever
-        if ending is Ending.COMMITTED and not durable:
+        durable = (version, table) in self._disk.ever
+        if ending is Ending.COMMITTED and not durable and (version, table) not in self._lost:
             self.broken("nothing-lost", f"{trainer} takes its version {version} for committed; it never was")
         if ending is Ending.ABORTED and durable and not self._ghosts:
             self.broken("nothing-lost", f"{trainer} takes its version {version} for aborted; it was committed")
@@ -292,7 +334,7 @@ class Judge:
 
     def observed(self, what: AnyObservation) -> None:
         """The coordinator noted something."""
-        if isinstance(what, EngineAhead):
+        if isinstance(what, EngineAhead) and not self._is_set_back:
             self.broken("known-epochs", f"{what.engine} has seen {what.epoch}, on disk is {what.known}")
         if isinstance(what, ReadinessChanged):
             self._listed(what.engine, ready=what.ready)
@@ -325,11 +367,12 @@ class Judge:
 
     def _against(self, name: str) -> str:
         """What speaks against an engine: nothing, what it did by itself and takes time to learn, or ``wrong``."""
-        server, held, agent = self._world.server(name), self._committed, self._world.engines[name]
+        server, held, agent = self._world.server(name), self._disk.committed, self._world.engines[name]
         tags, running = server.tags, agent.alive and not agent.frozen
         if running and held and server.generates and tags == (self._world.tag_of(held.table),):
             return "its agent says nothing" if self._world.network.unheard(name) else ""
-        before = [*self._allowed, self._replaced] if self._rolling is not None else self._allowed
+        disk = self._disk
+        before = [*disk.allowed, disk.replaced] if self._rolling is not None else disk.allowed
         wanted = {self._world.tag_of(each.table) if each else LAUNCH for each in (*before, held)}
         if len(tags) == 1 and tags[0] in wanted:
             if not running or self._world.network.unheard(name):

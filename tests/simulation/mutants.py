@@ -40,10 +40,9 @@ class Hunt(msgspec.Struct, frozen=True):
     mutation: Mutation
     seed: int | None
     """The first one that finds it; null when none does."""
-    invariant: str
 
     def __str__(self) -> str:
-        found = f"seed {self.seed}: {self.invariant}" if self.seed is not None else "NOT FOUND"
+        found = f"seed {self.seed}: {self.mutation.breaks}" if self.seed is not None else "NOT FOUND"
         return f"{self.mutation.name:<56} {found}"
 
 
@@ -69,25 +68,31 @@ def plant(mutation: Mutation, folder: Path) -> None:
 
 
 def hunt(mutation: Mutation, seeds: int = SEEDS) -> Hunt:
-    """Run storms over the bug until one finds it."""
+    """Run storms over the bug until one finds it, by the invariant that it is known to break."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         plant(mutation, Path(folder))
-        command = [sys.executable, "-m", "tests.simulation", "--first", "--seeds", str(seeds)]
+        command = [*_simulation(mutation), "--seeds", str(seeds)]
         env = {**os.environ, "PYTHONPATH": folder}
         done = subprocess.run(
             command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-    found = re.search(r"^seed (\d+) breaks ([a-z-]+)", done.stdout, re.MULTILINE)
+    found = re.search(rf"^seed (\d+) breaks {mutation.breaks}:", done.stdout, re.MULTILINE)
     if found is None and done.returncode:
         raise Misplanted(f"{mutation.name}: the simulation itself failed\n{done.stderr[-2000:]}")
-    return Hunt(mutation, int(found[1]) if found else None, found[2] if found else "")
+    return Hunt(mutation, int(found[1]) if found else None)
+
+
+def _simulation(mutation: Mutation) -> list[str]:
+    """The storms that find the bug."""
+    command = [sys.executable, "-m", "tests.simulation", "--first", "--breaks", mutation.breaks]
+    return [*command, "--setbacks"] if mutation.setbacks else command
 
 
 def tell(mutation: Mutation) -> None:
     """Show how the simulation finds the bug."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         plant(mutation, Path(folder))
-        command = [sys.executable, "-m", "tests.simulation", "--first", "--tell", "--seeds", str(SEEDS)]
+        command = [*_simulation(mutation), "--tell", "--seeds", str(SEEDS)]
         subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": folder}, check=False)
 
 

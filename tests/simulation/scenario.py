@@ -6,6 +6,7 @@ import random
 
 import msgspec
 
+from weightbus.control.journal import STRIDES
 from weightbus.control.messages import SlowEngines, TransportKind
 
 from .network import Weather
@@ -91,9 +92,17 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     digest_s: float = 0.5
     """How long they digest at most."""
 
+    strides: tuple[int, int] = STRIDES
+    """By how much a start raises the epochs, at least, and less than."""
 
-def draw(seed: int) -> Scenario:
-    """The scenario of `seed`."""
+    @property
+    def may_be_set_back(self) -> bool:
+        """Whether an older copy of the journal is put in its place."""
+        return any(fault.kind == "setback" for fault in self.faults)
+
+
+def draw(seed: int, *, setbacks: bool = False) -> Scenario:
+    """The scenario of `seed`; `setbacks`: one in which the journal is set back, as it is else in a few."""
     rng = random.Random(f"weightbus-{seed}")
     engines = tuple(_engine(rng, f"e{index}") for index in range(rng.choice((1, 2, 2, 3, 3, 4))))
     trainers = ("t0", "t1") if rng.random() < 0.5 else ("t0",)
@@ -130,7 +139,27 @@ def draw(seed: int) -> Scenario:
         calm_from=calm_from,
     )
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
-    return _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
+    drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
+    return _with_setbacks(drawn, certainly=setbacks)
+
+
+def _with_setbacks(drawn: Scenario, *, certainly: bool) -> Scenario:
+    """A journal that is set back to an older copy while the coordinator is down. By its own dice.
+
+    What engines have loaded since stays above what the journal calls committed, so that they believe no seal that
+    follows an older version: seals and set-backs do not meet.
+    """
+    rng = random.Random(f"weightbus-setback-{drawn.seed}")
+    if rng.random() >= 0.05 and not certainly:
+        return drawn
+    faults = [*drawn.faults]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        at = rng.uniform(3.0, max(4.0, drawn.calm_from - 3.0))
+        lasts, moment = rng.choice((0.05, 0.5, 3.0)), rng.choice(("", *MOMENTS))
+        back = 0 if rng.random() < 0.2 else rng.choice((1, 1, 2, 3, 5, 8, 13))
+        faults.append(Fault(at=at, kind="setback", who="coordinator", lasts=lasts, count=back, moment=moment))
+    faults.sort(key=lambda fault: fault.at)
+    return msgspec.structs.replace(drawn, sealed=False, sqlite=False, faults=tuple(faults))
 
 
 def _with_unheard_answers(drawn: Scenario) -> Scenario:

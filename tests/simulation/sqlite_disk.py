@@ -46,10 +46,10 @@ class SqliteDisk:
         self._salt = b""
         self._syncs = True
 
-    def open(self) -> real.SqliteJournal:
+    def open(self, stride: int) -> real.SqliteJournal:
         """A new life. Raises what the journal raises."""
         before = self._size()
-        journal = self._journal = _Journal(self._path, self._wall)
+        journal = self._journal = _Journal(self._path, self._wall, by=stride)
         (level,) = journal._db.execute("PRAGMA synchronous").fetchone()
         self._syncs = level >= _FULL
         if self._salt != self._header():  # recovered, and begun anew: that is synced at any level

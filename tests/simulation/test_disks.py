@@ -109,7 +109,7 @@ def test_the_real_journal_loses_only_what_was_being_written(disk: SqliteDisk) ->
     """SQLite's own recovery: records that were written are there after a power cut, a half-written one is or is not."""
     boots, seen = 0, set()
     for _ in range(30):
-        journal = disk.open()
+        journal = disk.open(1)
         boots += 1
         assert journal.boot == boots
         known = journal.restore()
@@ -119,7 +119,7 @@ def test_the_real_journal_loses_only_what_was_being_written(disk: SqliteDisk) ->
         with pytest.raises(KeyboardInterrupt), disk.writing(taken(epoch + 20)):
             raise KeyboardInterrupt
         disk.lose_power()
-        journal = disk.open()
+        journal = disk.open(1)
         boots += 1
         seen.add(journal.restore()[CHANNEL].epoch - 1 - epoch)
         disk.crash()
@@ -130,7 +130,7 @@ def test_a_journal_that_does_not_sync_loses_records(disk: SqliteDisk) -> None:
     """With SQLite's `synchronous` below FULL a power cut takes records that `write` has returned for."""
     lost = 0
     for _ in range(20):
-        journal = disk.open()
+        journal = disk.open(1)
         known = journal.restore()
         epoch = known[CHANNEL].epoch if known else 0
         disk._syncs = False  # what SqliteDisk makes of another setting
@@ -138,7 +138,7 @@ def test_a_journal_that_does_not_sync_loses_records(disk: SqliteDisk) -> None:
             pass
         disk.crash()
         disk.lose_power()
-        found = disk.open().restore()
+        found = disk.open(1).restore()
         lost += not found or found[CHANNEL].epoch != epoch + 11
         disk.crash()
     assert lost
@@ -146,7 +146,7 @@ def test_a_journal_that_does_not_sync_loses_records(disk: SqliteDisk) -> None:
 
 def test_nothing_of_a_world_stays_in_memory(disk: SqliteDisk) -> None:
     """Its files go with it."""
-    disk.open()
+    disk.open(1)
     folder = disk._folder.name
     disk.discard()
     assert not os.path.exists(folder)  # noqa: PTH110

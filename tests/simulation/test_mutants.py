@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from .invariants import INVARIANTS
 from .mutants import Misplanted, hunt, plant, planted
 from .mutations import MUTATIONS, Mutation
 
@@ -47,6 +48,14 @@ def test_names_are_unique_and_enough() -> None:
     names = [each.name for each in MUTATIONS]
     assert len(set(names)) == len(names) >= 20
     assert set(QUICK) <= set(names)
+
+
+def test_only_the_invariant_counts_that_a_bug_is_known_to_break() -> None:
+    """A false alarm, seldom as it may be, is not taken for the eyes of the judge."""
+    assert {each.breaks for each in MUTATIONS} <= set(INVARIANTS)
+    loud = next(each for each in MUTATIONS if each.name == "ack-before-fsync")
+    assert hunt(loud, seeds=3).seed is not None
+    assert hunt(msgspec.structs.replace(loud, breaks="memory-bounded"), seeds=3).seed is None
 
 
 def test_the_bugs_of_the_day_are_found() -> None:

@@ -39,6 +39,19 @@ def test_no_seed_of_the_slice_breaks_a_promise() -> None:
     assert tally.messages > 100 * SLICE
 
 
+@pytest.mark.parametrize("seed", [3834, 25664])
+def test_who_repeats_a_report_that_does_not_arrive_is_not_taken_for_silent(seed: int) -> None:
+    """Into a cut link, for longer than the judge waits; it was a false alarm."""
+    assert simulate(draw(seed)).violation == ""
+
+
+def test_no_journal_that_is_set_back_breaks_a_promise() -> None:
+    """Older copies of the journal, or none: versions are lost then, and no epoch is given out twice."""
+    found = run_chunk(range(SLICE), setbacks=True)
+    assert [(ended.seed, ended.violation) for ended in found if ended.violation] == []
+    assert sum(ended.committed > 0 for ended in found) > SLICE / 2
+
+
 class Nonsense:
     """Chooses routes as nobody would."""
 
@@ -78,7 +91,8 @@ def test_the_same_seed_takes_the_same_course_in_any_process() -> None:
 def test_seeds_make_all_kinds_of_faults() -> None:
     """The scenarios of a few hundred seeds leave no kind of fault, and no moment of a round, untried."""
     faults = [fault for seed in range(400) for fault in draw(seed).faults]
-    assert {fault.kind for fault in faults} == {*KINDS, "data-cut", "stall", "power", "wrong-table", "table-lost"}
+    seldom = {"data-cut", "stall", "power", "wrong-table", "table-lost", "setback"}
+    assert {fault.kind for fault in faults} == {*KINDS, *seldom}
     assert any(draw(seed).sealed for seed in range(20))
     assert any(draw(seed).open_tables for seed in range(20))
     assert any(draw(seed).sqlite for seed in range(8)), "the course of none that is compared has the real journal"

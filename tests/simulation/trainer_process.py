@@ -101,9 +101,10 @@ class TrainerProcess(Process):
 
     @property
     def says_nothing(self) -> bool:
-        """It publishes, and waits for the coordinator to say something."""
-        machine = self._machine
-        return self.busy and machine is not None and machine.state is p.State.WAITING
+        """It publishes, and waits for the coordinator to say something, to which it has nothing more to say itself."""
+        machine, client = self._machine, self.client
+        waits = self.busy and machine is not None and machine.state is p.State.WAITING
+        return waits and client is not None and not client._session.pending
 
     # -- one publication: drive.Drive.run
 

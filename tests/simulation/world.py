@@ -427,6 +427,10 @@ class World:
             case "kill":
                 self._restart_s[who] = lasts
                 self._process(who).die("SIGKILL")
+            case "setback":
+                self._restart_s[who] = lasts
+                self._process(who).die("SIGKILL")
+                self.journal.set_back(fault.count)
             case "power":
                 self._restart_s[who] = lasts
                 self._process(who).lose_power()
