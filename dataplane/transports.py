@@ -38,13 +38,15 @@ def sender(
     expose: Callable[[], Exposed] | None = None,
     describe: Callable[[], Exposed] | None = None,
     nixl: bool = False,
+    keep_groups_s: float = 900.0,
 ) -> Sender:
     """The trainer's half of transport `kind`; nothing is opened before `offer`.
 
     `host` is the address under which engines reach this machine (distributed, sends), `checkpoint_dir` a folder that
     both sides see, `hf_config_dir` where config.json and the tokenizer of every checkpoint are copied from (disk),
-    `expose` says what can be read in place (direct), `describe` what the ranks send out of (sends),
-    and `nixl` whether over NIXL. Raises `Unsupported` when the kind is unknown or lacks what it needs.
+    `expose` says what can be read in place (direct), `describe` what the ranks send out of (sends), `nixl` whether over
+    NIXL, and `keep_groups_s` how long a group of theirs stays when nobody uses it. Raises `Unsupported` when the kind
+    is unknown or lacks what it needs.
     """
     match kind:
         case "direct":
@@ -60,7 +62,7 @@ def sender(
                 raise Unsupported(
                     "this trainer's source cannot send out of its memory: choose the distributed transport"
                 )
-            return SendsSender(host, channel, torch.device(device), describe, nixl=nixl)
+            return SendsSender(host, channel, torch.device(device), describe, nixl=nixl, keep_s=keep_groups_s)
         case "distributed":
             from .distributed import DistributedSender  # noqa: PLC0415  costs the import of torch.distributed
 

@@ -404,6 +404,7 @@ def _sender_maker(
             expose=expose,
             describe=describe,
             nixl=settings.sends_over is SendsOver.NIXL,
+            keep_groups_s=settings.keep_groups_s,
         )
 
     return make

@@ -102,6 +102,10 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     sends_over: Annotated[
         SendsOver, Meta(description="collective: gloo or NCCL; nixl: RDMA by NIXL, which servers must have too (sends)")
     ] = SendsOver.COLLECTIVE
+    keep_groups_s: Annotated[
+        float,
+        Meta(description="how long a group that nobody uses stays, with its memory (sends); 0: never", ge=0, le=86400),
+    ] = 900.0
     runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, on this host and ours alone")] = None
     checkpoint_dir: Annotated[Path | None, Meta(description="folder for checkpoints, seen by engines (disk)")] = None
     hf_config_dir: Annotated[Path | None, Meta(description="config and tokenizer files to put beside them")] = None

@@ -10,6 +10,7 @@ import pytest
 
 from weightbus.dataplane import transports
 from weightbus.dataplane.errors import TransferFailed, Unsupported
+from weightbus.dataplane.sends import SendsSender
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Address, Peer, Receipt
 
@@ -65,6 +66,16 @@ def test_unknown_kinds_are_refused() -> None:
         transports.receiver("pigeon")
     with pytest.raises(Unsupported, match="checkpoint_dir"):
         transports.sender("disk", channel="c")
+
+
+@pytest.mark.parametrize("keep_s", [0.0, 60.0])
+def test_groups_of_sends_stay_as_long_as_they_may(keep_s: float) -> None:
+    """They hold memory of the trainer's GPU, which may need it."""
+    made = transports.sender(
+        "sends", channel="c", describe=lambda: pytest.fail("nothing is offered"), keep_groups_s=keep_s
+    )
+    assert isinstance(made, SendsSender)
+    assert made._keep_s == keep_s
 
 
 def test_a_group_that_does_not_form_holds_no_server(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def nccl(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     if found.get("survivors_serving_s"):
         yield Goal(f"{name}: survivors serve after, s", found["survivors_serving_s"], 5.0)
     if (figure := ratio(found, "joiner_s", "normal_round_s")) is not None:
-        yield Goal(f"{name}: a joiner is routable, in rounds", figure, 2.0)
+        yield Goal(f"{name}: a joiner is routable, in rounds (2 layers over sockets)", figure, 2.0)
 
 
 def joiner(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
