@@ -245,6 +245,35 @@ def test_a_file_of_the_same_size_is_another_one(tmp_path: Path, how: str) -> Non
     assert checkpoint.expected(made).shapes == {"new.weight": (2, 3)}
 
 
+@pytest.mark.parametrize("files", [True, False], ids=["from headers", "from the table"])
+def test_what_all_share_nobody_can_change(tmp_path: Path, files: bool) -> None:
+    """It is the answer to the next one who asks."""
+    made = tiny_model.write(tmp_path / "m")
+    if not files:
+        (made / "model.safetensors").unlink()
+    found = checkpoint.expected(made)
+    for mapping in (found.shapes, found.dtypes):
+        with pytest.raises(TypeError):
+            mapping["x"] = ()  # type: ignore[index]
+    assert checkpoint.expected(made) is found
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": ["a.safetensors"]}', '{"weight_map": {"a": 1}}', "\xff"]
+)
+def test_an_index_that_names_no_files_is_refused_with_advice(tmp_path: Path, index: str) -> None:
+    """It is a checkpoint that is half copied, or another file of that name."""
+    made = tiny_model.write(tmp_path / "m")
+    file = made / "model.safetensors.index.json"
+    file.write_bytes(index.encode("latin-1"))
+    with pytest.raises(
+        UnfitManifest, match=r"index\.json does not say in which files .*Put the checkpoint's own index"
+    ):
+        checkpoint.expected(made)
+    file.unlink()
+    assert checkpoint.expected(made).shapes
+
+
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 INT4 = {
     "quant_method": "compressed-tensors",
