@@ -9,10 +9,12 @@ from typing import ClassVar, cast
 
 import pytest
 
-from weightbus.dataplane import sends, standing
+from weightbus.dataplane import standing
 from weightbus.dataplane.joining import Forming
 from weightbus.dataplane.pair_group import PairGroup
+from weightbus.dataplane.sends import FORM_S
 from weightbus.dataplane.standing import Standing
+from weightbus.dataplane.transport import JOIN_S
 
 
 class Group:
@@ -153,7 +155,7 @@ def test_a_group_in_use_is_not_let_go_of(clocks: list[Clock]) -> None:
 def test_whoever_said_that_it_has_a_group_has_it_for_a_while(clocks: list[Clock]) -> None:
     """Everybody has to come and to prepare between that and its use."""
     kept(Group(), 100.0)
-    assert clocks[0].interval >= 100.0 + sends.JOIN_S + sends.FORM_S
+    assert clocks[0].interval >= 100.0 + JOIN_S + FORM_S
 
 
 def test_what_forms_under_another_name_is_not_taken() -> None:
