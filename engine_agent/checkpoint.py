@@ -5,11 +5,11 @@ Llama models a table over config.json, for servers launched with random or other
 small JSON files are read, never weights.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeAlias
 
 import msgspec
@@ -45,10 +45,10 @@ _Stamp: TypeAlias = tuple[str, int, int, int, int] | None
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """The tensors that a complete set for the server has."""
+    """The tensors that a complete set for the server has. All who ask share one, which nobody can change."""
 
-    shapes: dict[str, Shape]
-    dtypes: dict[str, str]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, str]
     """By tensor, as the checkpoint stores it; empty when only config.json was there."""
     dtype: str
     """Of the model as a whole, from config.json."""
@@ -78,6 +78,11 @@ class _Config(msgspec.Struct, frozen=True):
     text_config: dict[str, object] | None = None
 
 
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+
 def expected(folder: Path) -> Expected:
     """Read `folder`, unless its files are as they were. Raises `UnfitManifest` when they do not tell what is served."""
     return _expected(folder, tuple([_stamp(path) for path in (folder / _CONFIG, folder / _INDEX, *_files(folder))]))
@@ -94,14 +99,15 @@ def _expected(folder: Path, stamps: tuple[_Stamp, ...]) -> Expected:
     if stored:
         shapes = {name: shape for name, (shape, _) in stored.items()}
         dtypes = {name: kind for name, (_, kind) in stored.items()}
-        return Expected(shapes, dtypes, dtype, tied, quantisation)
+        return Expected(MappingProxyType(shapes), MappingProxyType(dtypes), dtype, tied, quantisation)
     if quantisation is not None:
         raise UnfitManifest(
             f"{folder} is a quantised checkpoint without its safetensors files, and only they say which tensors are"
             " quantised: put them there"
         )
     if config.architectures and config.architectures[0] in _DENSE:
-        return Expected(_dense(config, config.architectures[0]), {}, dtype, tied)
+        shapes = _dense(config, config.architectures[0])
+        return Expected(MappingProxyType(shapes), MappingProxyType({}), dtype, tied)
     known = ", ".join(sorted(_DENSE))
     raise UnfitManifest(
         f"nothing says which tensors {config.architectures or 'the served model'} has: put its safetensors files into "
@@ -147,11 +153,22 @@ def _headers(folder: Path) -> dict[str, tuple[Shape, str]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The shards that the index names, or else every safetensors file. A missing shard makes the set useless."""
+    """The shards that the index names, or else every safetensors file. A missing shard makes the set useless.
+
+    Raises `UnfitManifest` for an index that names none.
+    """
     index = folder / _INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
-    shards: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+    try:
+        shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except OSError as error:
+        raise UnfitManifest(f"cannot read {index} ({error.strerror}): let the agent read it") from error
+    except ValueError as error:
+        raise UnfitManifest(
+            f"{index} does not say in which files the tensors are: {error}. Put the checkpoint's own index there, or"
+            " take it away where all safetensors files of the folder are to count"
+        ) from error
     paths = [folder / name for name in sorted(set(shards.values()))]
     return paths if all(path.exists() for path in paths) else []
 

@@ -87,6 +87,20 @@ def test_the_second_one_reads_through_the_host_where_it_can() -> None:
     assert granted.routes == {"a": SENDS, "b": LOCAL}, "the trainer's digests depend on it"
 
 
+def test_every_gpu_of_the_first_one_is_taken() -> None:
+    """Not only that of its first worker."""
+    world, trainer = fleet({"a": ("gpu-0", "gpu-1"), "b": ("gpu-1",)}, (SENDS, LOCAL, DISK), host="h0")
+    world.publish(trainer, 1)
+    assert waves(trainer) == [[("a", SENDS), ("b", LOCAL)]]
+
+
+def test_the_second_one_takes_its_turn_where_nothing_else_can_serve_it() -> None:
+    """It is on another host than the trainer: what needs no group does not reach it."""
+    world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",)}, (SENDS, LOCAL, DISK))
+    world.publish(trainer, 1)
+    assert waves(trainer) == [[("a", SENDS)], [("b", SENDS)]]
+
+
 def test_people_see_who_is_in_the_way() -> None:
     """In the plan, with what would help."""
     world, _ = fleet({"a": ("gpu-0",), "b": ("gpu-0",)}, (SENDS, LOCAL, DISK), host="h0")

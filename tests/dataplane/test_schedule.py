@@ -307,6 +307,32 @@ def test_a_cast_travels_in_the_narrower_dtype(held: str, stored: str) -> None:
     assert made.messages.nbytes.sum() == 2 * 128 * 256 * 2
 
 
+@pytest.mark.parametrize(("held", "stored"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_cast_is_not_straight_however_large(held: str, stored: str) -> None:
+    """What travels is not what one of the ends stores: that one packs it, or unpacks it."""
+    pieces, exports, recording = model(2, held, stored)
+
+    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_of(1), 1)
+
+    packed, unpacked = (2, 0) if held == "float32" else (0, 2)
+    assert (len(made.pack), len(made.unpack)) == (packed, unpacked)
+    assert (made.messages.source == NOWHERE).tolist() == [packed > 0] * 2
+    assert (made.messages.target == NOWHERE).tolist() == [unpacked > 0] * 2
+
+
+def test_turns_of_every_rank_begin_with_the_first() -> None:
+    """And follow one another: two ranks of eight matrices each, several of them in a turn."""
+    pieces, exports, recording = model(16)
+    halves = Pieces.join([pieces.take(np.arange(rank, 16, 2)) for rank in range(2)])
+    halves = replace(halves, holder=np.repeat(np.arange(2), 8))
+    maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(2)]
+
+    messages = schedule(make_plan(halves, maps, recording, SENT_TO), 16, 4 * 128 * 256 * 2).messages
+
+    for rank in range(2):
+        assert messages.turn[messages.holder == rank].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_small_rows_share_a_message() -> None:
     """A thousand norms are one message and not a thousand."""
     tensors = tuple(TensorSpec(f"n{index}", "bfloat16", (64,)) for index in range(1000))

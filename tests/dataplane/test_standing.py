@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import ClassVar, cast
 
 import pytest
 
 from weightbus.dataplane import standing
 from weightbus.dataplane.joining import Forming
 from weightbus.dataplane.pair_group import PairGroup
+from weightbus.dataplane.sends import FORM_S
 from weightbus.dataplane.standing import Standing
+from weightbus.dataplane.transport import JOIN_S
 
 
 class Group:
@@ -105,6 +109,71 @@ def test_an_idle_group_is_not_spoken_of_and_then_let_go_of(monkeypatch: pytest.M
         time.sleep(0.01)
     assert group.end == "dropped"
     assert stands.take("g1") is None
+
+
+class Clock:
+    """Stands for `threading.Timer`: its time comes when a test says so, unless it was cancelled."""
+
+    made: ClassVar[list[Clock]] = []
+
+    def __init__(self, interval: float, function: Callable[..., None], args: Sequence[object]) -> None:
+        self.interval, self._function, self._args = interval, function, args
+        self.cancelled = False
+        self.made.append(self)
+
+    def start(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def come(self) -> None:
+        if not self.cancelled:
+            self._function(*self._args)
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Clock]:
+    """Of the groups that are kept from now on, in order."""
+    monkeypatch.setattr(Clock, "made", [])
+    monkeypatch.setattr(threading, "Timer", Clock)
+    return Clock.made
+
+
+def test_a_group_in_use_is_not_let_go_of(clocks: list[Clock]) -> None:
+    """However long ago it was kept for the first time: its time begins when it is kept again."""
+    group = Group()
+    stands = kept(group)
+    assert stands.take("g1") is not None
+    stands.keep("g1", cast("PairGroup", group), 100.0)
+    clocks[0].come()
+    assert (stands.names, group.end) == (("g1",), "")
+    clocks[1].come()
+    assert (stands.names, group.end) == ((), "dropped")
+
+
+def test_whoever_said_that_it_has_a_group_has_it_for_a_while(clocks: list[Clock]) -> None:
+    """Everybody has to come and to prepare between that and its use."""
+    kept(Group(), 100.0)
+    assert clocks[0].interval >= 100.0 + JOIN_S + FORM_S
+
+
+def test_what_forms_under_another_name_is_not_taken() -> None:
+    """It is another epoch's, and is called off."""
+
+    class Forms:
+        name, discarded = "of another epoch", False
+
+        def discard(self) -> None:
+            self.discarded = True
+
+        def result(self) -> Group:
+            return Group()
+
+    stands, forms = Standing(), Forms()
+    stands.begin(cast("Forming", forms))
+    assert stands.take("g1") is None
+    assert forms.discarded
 
 
 def test_a_group_that_forms_leaves_the_kept_one_alone() -> None:

@@ -178,6 +178,18 @@ def test_memory_that_was_replaced_is_opened_anew(world: World) -> None:
     assert holds(world.server, world.trainer.values)
 
 
+def test_tensors_that_lie_otherwise_are_planned_anew(world: World) -> None:
+    """Where the trainer has them now, and not where the first layout had them."""
+    world.round()
+    for shard in world.trainer.shards:
+        shard["up"] = torch.empty_like(shard["up"].t().contiguous()).t()
+    world.trainer.step(2)
+
+    world.round()
+
+    assert holds(world.server, world.trainer.values)
+
+
 def test_a_trainer_that_began_anew_is_opened_anew(world: World) -> None:
     """Same process number, address and generation, as containers have them: only the connection tells them apart."""
     world.round()

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import isclose
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ from weightbus.dataplane.errors import DigestMismatch, PeerLost, StaleSession, T
 from weightbus.dataplane.inbox import Inbox
 from weightbus.dataplane.nixl_group import _MODULES
 from weightbus.dataplane.outbox import Outbox
-from weightbus.dataplane.plan import make_plan
+from weightbus.dataplane.plan import Plan, make_plan
 from weightbus.dataplane.promptness import INTERVAL_S
 from weightbus.dataplane.sealed_frames import host_and_port
 from weightbus.dataplane.sends_receiver import SendsReceiver
@@ -246,6 +248,29 @@ def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: py
     world.round()
     assert len(made) == world.server.tp
     assert holds(world.server, world.trainer.values)
+
+
+def test_tensors_that_lie_otherwise_are_planned_anew(world: SendsWorld) -> None:
+    """What was planned from the same recording, for the same worker, was from where they lay before."""
+    world.round()
+    for shard in world.trainer.shards:
+        shard["up"] = torch.empty_like(shard["up"].t().contiguous()).t()
+    world.trainer.step(2)
+    world.round()
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_trainer_that_plans_otherwise_sends_nothing(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides must have made the same plan before a byte moves."""
+
+    def otherwise(*arguments: Any) -> Plan:
+        plan = make_plan(*arguments)
+        return replace(plan, copies=plan.copies.take(np.arange(len(plan.copies) - 1)))
+
+    monkeypatch.setattr(sends, "make_plan", otherwise)
+    with pytest.raises(TransferFailed, match="both sides must run one version"):
+        world.round()
+    assert not world.receiver.touched
 
 
 def test_who_does_not_come_is_left_out_and_the_others_begin(world: SendsWorld) -> None:

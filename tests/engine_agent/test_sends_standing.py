@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from weightbus.dataplane import direct_receiver, rank_sends, sends, standing
-from weightbus.dataplane.errors import DataplaneError, TransferFailed
+from weightbus.dataplane.errors import DataplaneError, DigestMismatch, TransferFailed
 from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.transport import Peer
@@ -56,6 +57,32 @@ def test_rounds_of_the_same_members_form_one_group(world: SendsWorld, formed: li
     for groups in (1, 2, 3):  # the one that was kept is used once more
         a_round(world)
         assert (len(formed), len(set(formed))) == (groups * MEMBERS, groups)
+
+
+def test_an_engine_that_has_a_group_needs_no_store(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None begins to form for it that nobody would use."""
+    stores: list[str] = []
+    serve = sends.serve_store
+    monkeypatch.setattr(sends, "serve_store", lambda host: (stores.append(host), serve(host))[1])
+    for _ in range(3):
+        a_round(world)
+    assert len(stores) == 1
+
+
+def test_a_version_that_is_not_proven_leaves_no_group(world: SendsWorld, formed: list[str]) -> None:
+    """Everything had moved, and what arrived was not the version: whatever spoilt it may be in the group."""
+    a_round(world)
+    a_round(world)
+    world.epoch += 1
+    session = world.trainer.session(world.epoch)
+    world.trainer.shards[0]["up"].view(torch.uint8)[1, 3].bitwise_xor_(4)
+    taken = world.receive(session, "e", world.offer(session), stage=True)
+    world.trainer.sends.ready(WAIT_S)
+    world.trainer.sends.finish(WAIT_S)
+    assert isinstance(taken.exception(WAIT_S), DigestMismatch)
+    assert world.trainer.sends._stood.names == ()
+    a_round(world)
+    assert (len(formed), len(set(formed))) == (2 * MEMBERS, 2)
 
 
 @pytest.mark.parametrize("what", ["a rank", "a sidecar", "the workers", "the leader", "the schedule"])

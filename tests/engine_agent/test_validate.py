@@ -1,6 +1,7 @@
 """What SGLang would die of or swallow is refused first, with everything that is wrong in one message."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,56 @@ def test_files_are_read_again_when_they_are_others(tmp_path: Path, monkeypatch: 
     (made / "config.json").write_text("{")
     with pytest.raises(UnfitManifest, match=r"is not a model's config"):
         checkpoint.expected(made)
+
+
+@pytest.mark.parametrize("how", ["written again", "put in its place"])
+def test_a_file_of_the_same_size_is_another_one(tmp_path: Path, how: str) -> None:
+    """By its time, or as another file with the same time, which a copied checkpoint has."""
+    made = tiny_model.write(tmp_path / "m", tied=False)
+    file = made / "model.safetensors"
+    save_file({"old.weight": torch.zeros(2, 3)}, file)
+    assert checkpoint.expected(made).shapes == {"old.weight": (2, 3)}
+    before, other = file.stat(), tmp_path / "other"
+    save_file({"new.weight": torch.zeros(2, 3)}, other)
+    if how == "written again":
+        file.write_bytes(other.read_bytes())
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
+    else:
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+        other.replace(file)
+    after = file.stat()
+    same = [getattr(before, name) == getattr(after, name) for name in ("st_ino", "st_size", "st_mtime_ns")]
+    assert same == [how == "written again", True, how != "written again"]
+    assert checkpoint.expected(made).shapes == {"new.weight": (2, 3)}
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["from headers", "from the table"])
+def test_what_all_share_nobody_can_change(tmp_path: Path, files: bool) -> None:
+    """It is the answer to the next one who asks."""
+    made = tiny_model.write(tmp_path / "m")
+    if not files:
+        (made / "model.safetensors").unlink()
+    found = checkpoint.expected(made)
+    for mapping in (found.shapes, found.dtypes):
+        with pytest.raises(TypeError):
+            mapping["x"] = ()  # type: ignore[index]
+    assert checkpoint.expected(made) is found
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": ["a.safetensors"]}', '{"weight_map": {"a": 1}}', "\xff"]
+)
+def test_an_index_that_names_no_files_is_refused_with_advice(tmp_path: Path, index: str) -> None:
+    """It is a checkpoint that is half copied, or another file of that name."""
+    made = tiny_model.write(tmp_path / "m")
+    file = made / "model.safetensors.index.json"
+    file.write_bytes(index.encode("latin-1"))
+    with pytest.raises(
+        UnfitManifest, match=r"index\.json does not say in which files .*Put the checkpoint's own index"
+    ):
+        checkpoint.expected(made)
+    file.unlink()
+    assert checkpoint.expected(made).shapes
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -10,6 +12,9 @@ from rich.console import Console
 from weightbus.control import settings
 
 from .settings import SECTION, SimulateSettings
+
+_QUICK: Final = 128
+"""So many engines are calculated without a word: time grows with their number."""
 
 
 class SimulateFleetCommand:
@@ -36,6 +41,9 @@ class SimulateFleetCommand:
 
         given = resolved.value
         fleet = fleet_of(given)
+        engines = sum(group.count for group in fleet.engines)
+        if engines > _QUICK:
+            print(f"{engines} engines, one by one for each change: this may take minutes", file=sys.stderr)  # noqa: T201
         report = report_of(Forecast(Tensors.parse(config_of(given.model), given.dtype)), fleet, given.changes)
         if given.json:
             print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())  # noqa: T201

@@ -7,7 +7,7 @@ the trainer's own GPUs, on further GPUs of its hosts, or on hosts of its own.
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,11 @@ from msgspec import Meta
 from weightbus.control.errors import ConfigurationError
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
-Rate = Annotated[float, Meta(gt=0)]
+Rate = Annotated[float, Meta(gt=0, le=1e6)]
+"""In GB/s. Infinity is none: a link that costs nothing has no share in any answer."""
+MOST_ENGINES: Final = 4096
+MOST_GPUS: Final = 1 << 16
+"""Of trainer and engines. Engines are calculated one by one, for each change again."""
 
 
 class FleetError(ConfigurationError):
@@ -145,6 +149,7 @@ def place(fleet: Fleet) -> Ground:
     trainer.check()
     if not fleet.engines:
         raise FleetError("a fleet without engines has no round to predict: give at least one group")
+    _bound(fleet)
     host = [gpu // trainer.gpus_per_host for gpu in range(trainer.gpus)]
     hosts = host[-1] + 1
     groups: list[Placed] = []
@@ -169,6 +174,17 @@ def place(fleet: Fleet) -> Ground:
         of_each = tuple(tuple(gpus[at : at + engines.tp]) for at in range(0, engines.workers, engines.tp))
         groups.append(Placed(engines, way, of_each))
     return Ground(trainer, tuple(host), tuple(groups))
+
+
+def _bound(fleet: Fleet) -> None:
+    engines = sum(group.count for group in fleet.engines)
+    gpus = fleet.trainer.gpus + sum(group.workers for group in fleet.engines)
+    for found, most, what in ((engines, MOST_ENGINES, "engines"), (gpus, MOST_GPUS, "GPUs of trainer and engines")):
+        if found > most:
+            raise FleetError(
+                f"{found} {what} are more than the {most} that are calculated one by one in a time worth waiting for:"
+                " ask for fewer, and see how the round grows with them"
+            )
 
 
 def _way(engines: Engines, trainer: Trainer, hosts: set[int]) -> Way:

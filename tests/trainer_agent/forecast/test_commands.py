@@ -119,6 +119,11 @@ def test_a_fleet_may_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_pa
         ("--fleet /nowhere.toml", "/nowhere.toml cannot be read"),
         ("--fleet /nowhere.toml --gpus 4", "both describe the fleet"),
         ("--gpus 0", "gpus = "),
+        ("--nic inf", "nic = "),
+        ("--nvlink nan", "nvlink = "),
+        ("--engines 4097", "4097 engines are more than the 4096 that are calculated one by one"),
+        ("--engines 100000", "100000 engines are more than the 4096"),
+        ("--gpus 65536", "65537 GPUs of trainer and engines are more than the 65536"),
         ("--dtype int3", "dtype 'int3' is none that is known: give one of float64, "),
     ],
 )
@@ -127,6 +132,24 @@ def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], flags: st
     message = refused(capsys, "--model", MODEL, *flags.split())
     assert said in message
     assert "Traceback" not in message
+
+
+def test_a_file_is_bounded_as_flags_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """All groups together; and a rate is a number in either."""
+    file = tmp_path / "fleet.toml"
+    file.write_text("[[engines]]\ncount = 2048\n[[engines]]\ncount = 2049\n")
+    assert "4097 engines are more than the 4096" in refused(capsys, "--model", MODEL, "--fleet", str(file))
+    file.write_text("[links]\nnic = inf\n")
+    assert "$.links.nic" in refused(capsys, "--model", MODEL, "--fleet", str(file))
+
+
+def test_what_takes_long_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the document, which stays what it is."""
+    for engines, said in (("128", ""), ("129", "129 engines, one by one for each change: this may take minutes\n")):
+        assert main(["simulate-fleet", "--json", "--model", MODEL, "--engines", engines, "--changes", "0"]) == 0
+        shown = capsys.readouterr()
+        assert shown.err == said
+        assert json.loads(shown.out)["fleet"]["engines"][0]["count"] == int(engines)
 
 
 def test_files_that_describe_nothing_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

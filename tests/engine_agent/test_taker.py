@@ -1,0 +1,137 @@
+"""What a worker has taken beside its weights is put into place once, if nobody called it off. No group."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from weightbus.dataplane import worker_wire as wire
+from weightbus.dataplane.copy_table import AXES, CopyTable
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.frames import FrameListener
+from weightbus.dataplane.inbox import Inbox
+from weightbus.dataplane.schedule import Messages
+from weightbus.dataplane.sends_wire import Group
+from weightbus.engine_agent import taker
+from weightbus.engine_agent.taker import Taker
+
+WAIT_S = 20.0
+GROUP = Group(store="tcp://127.0.0.1:9", name="g", size=2, rank=1, form_s=1.0, turn_s=1.0)
+SENT = 7
+"""What every byte of a version is."""
+
+
+class Passage:
+    """Stands for a group over which everything comes, or nothing."""
+
+    reason = ""
+    seen: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def run(self, _move: object, _called_off: object, _beat: object, ready: Callable[[], Inbox]) -> float:
+        self.seen()
+        if self.reason:
+            raise TransferFailed(self.reason)
+        for each in ready().memory:
+            each.fill_(SENT)
+        return 0.5
+
+
+class Sidecar:
+    """Speaks with the thread of a worker whose one parameter has 64 bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        column = [np.array([value], np.int64) for value in (0, 0, 64, -1, 0, 0, 0)]
+        unpack = CopyTable.of_numbers(np.empty((0, 7 + 3 * AXES), np.int64))
+        self.parameter = torch.zeros(64, dtype=torch.uint8)
+        self._listener = FrameListener(folder / "w.sock")
+        expect = wire.Expect(
+            schedule="s", messages=Messages(*column).encode(), unpack=unpack.encode(), socket=str(folder / "w.sock")
+        )
+        self.taker = Taker(expect, 0, [self.parameter], torch.device("cpu"))
+        self._frames = self._listener.accept(Deadline(WAIT_S), "the worker's thread")
+        assert isinstance(self.hear(), wire.Expecting)
+
+    def hear(self) -> wire.ToSidecar:
+        return wire.hear_worker(self._frames, Deadline(WAIT_S), "the worker's thread")
+
+    def say(self, message: wire.ToWorker) -> None:
+        wire.say(self._frames, message, Deadline(WAIT_S))
+
+    def take(self) -> wire.ToSidecar:
+        """Have it take a version beside its weights."""
+        self.say(wire.Take(group=GROUP, beside=True))
+        return self.hear()
+
+    def close(self) -> None:
+        self._frames.close()
+        self._listener.close()
+        self.taker.close()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sidecar]:
+    monkeypatch.setattr(taker, "Passage", Passage)
+    monkeypatch.setattr(taker, "_SOON_S", 0.0)
+    made = Sidecar(tmp_path)
+    yield made
+    made.close()
+
+
+def test_what_was_taken_is_put_into_place_once(sidecar: Sidecar) -> None:
+    """Not before the scheduler is told to, and not again."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    assert not sidecar.parameter.any()
+    sidecar.taker.flip()
+    assert (sidecar.parameter == SENT).all()
+    with pytest.raises(TransferFailed, match="nothing was taken"):
+        sidecar.taker.flip()
+
+
+def test_a_version_that_was_called_off_is_not_put_into_place(sidecar: Sidecar) -> None:
+    """Another worker lost it after this one had all of its own."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.say(wire.Failed(reason="another worker has died"))
+    sidecar.say(wire.Weigh())
+    assert isinstance(sidecar.hear(), wire.Room)  # so it has heard what was said before
+    with pytest.raises(TransferFailed, match="nothing was taken"):
+        sidecar.taker.flip()
+    assert not sidecar.parameter.any()
+
+
+def test_a_version_that_fails_leaves_its_memory_to_the_scheduler(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was taken before it cannot be put into place any more; the next one is taken again."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    with monkeypatch.context() as patched:
+        patched.setattr(Passage, "reason", "a rank has died")
+        failed = sidecar.take()
+    assert isinstance(failed, wire.Failed)
+    assert (failed.reason, failed.touched) == ("TransferFailed: a rank has died", False)
+    assert sidecar.taker._inbox is not None
+    assert sidecar.taker._inbox.memory == ()
+    with pytest.raises(TransferFailed, match="nothing was taken"):
+        sidecar.taker.flip()
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.taker.flip()
+    assert (sidecar.parameter == SENT).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the slack of a thread is Linux's")
+def test_it_is_woken_in_time(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 us more for each of its waits is more than a message takes."""
+    found: list[Any] = []
+    monkeypatch.setattr(Passage, "seen", staticmethod(lambda: found.append(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))))
+    assert isinstance(sidecar.take(), wire.Taken)
+    assert found == [1]
