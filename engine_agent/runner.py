@@ -422,7 +422,9 @@ class EngineAgent:
                 self._events.put(_Stop(error))
 
     def _receiver(self, kind: str) -> Receiver:
-        return transports.receiver(kind, runtime_dir=self.settings.runtime_dir, beside=self.settings.beside)
+        return transports.receiver(
+            kind, runtime_dir=self.settings.runtime_dir, beside=self.settings.beside, ahead=self._rehearsal.ahead
+        )
 
     # -- what is said of the engine -----------------------------------------------------------------------------------
 
