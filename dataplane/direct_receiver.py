@@ -134,9 +134,11 @@ class DirectReceiver:
         self.seconds = {}
         self._coming = None
         deadline = Deadline(deadline_s)
-        connection = self._connection = self._connect(address, deadline)
+        with self._timed("meet"):
+            connection = self._connection = self._connect(address, deadline)
         try:
-            welcome = self._shake_hands(connection, session, engine, deadline)
+            with self._timed("meet"):
+                welcome = self._shake_hands(connection, session, engine, deadline)
             with self._timed("held"):
                 self._exchange(connection, session, welcome, engine, server, deadline)
             self._say_finished(connection)

@@ -211,7 +211,8 @@ class SendsReceiver(DirectReceiver):
             sends_wire.say(connection, sends_wire.Forms(), deadline)
         known = super()._prepared(connection, manifest, layout, model, deadline)
         self._seats = self._workers.seats
-        self._expect(known, deadline)
+        with self._timed("expect"):
+            self._expect(known, deadline)
         return known
 
     def _ask_table(self, connection: Frames, session: Session, deadline: Deadline) -> None:

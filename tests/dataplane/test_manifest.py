@@ -13,9 +13,8 @@ from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.manifest import ITEM_BYTES, BucketSpec, Manifest, TensorSpec
 
 NAMES: Final = st.from_regex("[ab_7][ab._7-]{0,3}", fullmatch=True)
-TENSORS: Final = st.builds(
-    TensorSpec, NAMES, st.sampled_from(["float32", "bfloat16", "int8"]), st.lists(st.integers(1, 5), max_size=3).map(tuple)
-)  # fmt: skip
+SHAPES: Final = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+TENSORS: Final = st.builds(TensorSpec, NAMES, st.sampled_from(["float32", "bfloat16", "int8"]), SHAPES)
 
 
 def manifests() -> st.SearchStrategy[Manifest]:
