@@ -494,7 +494,7 @@ MUTATIONS: Final = (
         "trainer-believes-the-end-of-an-earlier-round",
         "no-needless-wait",
         PUBLICATION,
-        "event.version != self.version or event.epoch < self.lease:",
+        "event.version != self.version or event.epoch != self.lease:",
         "event.version != self.version:",
     ),
     _m(
