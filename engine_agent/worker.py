@@ -129,8 +129,7 @@ class Worker:
         """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
         self._number, self._launch = number, identity
         self._server.expect(identity)
-        step = type(operation).__name__.lower()
-        started = time.monotonic()
+        step, started = type(operation).__name__.lower(), time.monotonic()
         try:
             with resting():
                 result = self._perform(operation)
