@@ -130,6 +130,7 @@ class Lines(Generic[L]):
         except _CLOSED as error:
             if not self._closed:
                 raise
+            self.close()  # of what came meanwhile
             raise TransferFailed("the sender was closed") from error
 
     def close(self) -> None:

@@ -255,7 +255,9 @@ class SendsSender:
             self._admit(frames, hello)
 
     def _admit(self, frames: Frames, hello: wire.ToSender) -> None:
-        lines = self._on_offer()
+        lines = self._lines
+        if lines is None:  # closed meanwhile
+            return frames.close()
         end, reason = self._known(hello)
         if end is None:
             lines.take(stranger := End(""), frames)
