@@ -83,6 +83,22 @@ def test_at_most_so_many_stand_still(most: int, waves: int) -> None:
     assert not [each for each in rolling.world.observed if isinstance(each, Redriven)], "nobody is sent anything twice"
 
 
+def test_turns_stay_what_they_are_when_an_engine_goes() -> None:
+    """Those who have one together may be a group: no other turn than its own and the last one changes, both ways."""
+    rolling = Rolling(6, 2)
+    rolling.outcomes(1)
+    rolling.engines[0].die()
+    rolling.world.advance_until(lambda: "e0" not in rolling.world.ready)
+    rolling.outcomes(2)
+    rolling.engines[0].live()
+    rolling.world.settle()
+    rolling.outcomes(3)
+    waves = rolling.waves()
+    assert waves[:3] == [["e0", "e1"], ["e2", "e3"], ["e4", "e5"]]
+    assert waves[3:6] == [["e5", "e1"], ["e2", "e3"], ["e4"]]
+    assert waves[6:] == [["e5", "e1"], ["e2", "e3"], ["e4", "e0"]]
+
+
 def test_who_waits_is_routed_to() -> None:
     """With what was committed before, until its own turn: nobody ceases to be ready more than once in a round."""
     rolling = Rolling(3, 1)
