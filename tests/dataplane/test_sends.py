@@ -6,7 +6,10 @@ import contextlib
 import socket
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -18,10 +21,12 @@ from weightbus.dataplane.errors import PeerLost, TransferFailed
 from weightbus.dataplane.exports import ExportMap
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
+from weightbus.dataplane.plan import Plan, make_plan
 from weightbus.dataplane.sealed_frames import SealedFrames, host_and_port
 from weightbus.dataplane.sends import SendsSender
 from weightbus.dataplane.transport import Peer, Session
 
+from ..kit.toy_sends import SendsWorld
 from ..kit.waiting import until
 
 WAIT_S = 30.0
@@ -34,13 +39,15 @@ LARGE = 32 << 20
 class Crowd:
     """A leader with a layout that no socket takes at once, and members that do as a test has them do."""
 
-    def __init__(self, *engines: str, ranks: int = 0) -> None:
-        manifest = Manifest.of("toy", [TensorSpec("t", "bfloat16", (1,))])
+    def __init__(self, *engines: str, ranks: int = 0, exposed: Exposed | None = None) -> None:
+        """With `exposed` it is of that."""
+        tensors = exposed.pieces.tensors if exposed else [TensorSpec("t", "bfloat16", (1,))]
+        manifest = Manifest.of("toy", tensors)
         exports = tuple([ExportMap(rank, "h", (), ()) for rank in range(ranks)])
-        exposed = Exposed(Pieces.of(manifest.tensors, [], 0), exports, ())
+        exposed = exposed or Exposed(Pieces.of(manifest.tensors, [], 0), exports, ())
         vars(exposed).update(given=direct_wire.Layout(pieces=bytes(LARGE), exports=()))
         self.sender = SendsSender("127.0.0.1", "c", torch.device("cpu"), lambda: exposed)
-        session = Session("c", 1, 1, manifest, DigestTable(manifest.digest(), 1, "mix64x2", bytes(16)))
+        session = Session("c", 1, 1, manifest, DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * len(tensors))))
         self.address = self.sender.offer(session, [Peer(engine, 1) for engine in engines])
         self._serving = threading.Thread(target=self._serve)
         self._serving.start()
@@ -97,7 +104,7 @@ class Crowd:
             self.sender.finish(WAIT_S)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def toy_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody plans here, and every rank has much to send."""
     monkeypatch.setattr(SendsSender, "_check", lambda *_: None)
@@ -153,6 +160,7 @@ def test_who_comes_and_says_nothing_holds_nobody(*, knows: bool) -> None:
     crowd.close()
 
 
+@pytest.mark.usefixtures("toy_plans")
 @pytest.mark.parametrize("how", ["reads nothing", "stops while it speaks"])
 def test_who_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """After the time for a message, while nobody has begun: the others take the version."""
@@ -173,6 +181,7 @@ def test_who_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how
     assert said in failed["slow"]
 
 
+@pytest.mark.usefixtures("toy_plans")
 def test_who_does_not_read_how_to_begin_holds_nobody_from_beginning() -> None:
     """What the trainer's ranks are told grows with the model, and they are told first."""
     crowd = Crowd("e", ranks=2)
@@ -186,6 +195,7 @@ def test_who_does_not_read_how_to_begin_holds_nobody_from_beginning() -> None:
     assert crowd.end() == {}
 
 
+@pytest.mark.usefixtures("toy_plans")
 def test_who_never_reads_how_to_begin_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """In time: the others have begun, and would wait for it in the group."""
     monkeypatch.setattr(lines, "PACKET_S", 0.5)
@@ -197,6 +207,20 @@ def test_who_never_reads_how_to_begin_ends_the_attempt(monkeypatch: pytest.Monke
     assert isinstance(told, wire.Failed)
     assert told.reason.startswith("the group broke: rank 0: it has read nothing for 0.5 s")
     assert set(crowd.end()) == {"e"}
+
+
+def test_ranks_join_what_the_engine_has_begun_to_join() -> None:
+    """Not before: of an engine that does not come to it they would wait for a group that nobody forms."""
+    crowd = Crowd("e", ranks=2)
+    until(lambda: all(end.frames is not None for end in crowd.sender._ranks.values()), "the ranks to be known")
+    served_at_once(crowd, "e")
+    assert not any(crowd.members[f"rank {rank}"].waiting() for rank in range(2))
+    crowd.say("e", wire.Forms())
+    for rank in range(2):
+        told = crowd.hear(f"rank {rank}")
+        assert isinstance(told, wire.Form)
+        assert told.group.rank == rank
+    crowd.close()
 
 
 def test_nothing_is_said_in_the_middle_of_something_else() -> None:
@@ -233,3 +257,41 @@ def test_a_leader_that_is_closed_while_it_waits_says_so() -> None:
         waiting.join(WAIT_S)
         assert [type(failure) for failure in failures] == [TransferFailed]
         crowd.close()
+
+
+def placed(exposed: Exposed, host: str) -> Exposed:
+    """The same, with the second rank on another host."""
+    here, there = exposed.exports
+    return replace(exposed, exports=(here, msgspec.structs.replace(there, host=host)))
+
+
+@pytest.mark.parametrize("differ", ["rank", "place", "recording"])
+def test_workers_that_differ_in_one_thing_have_plans_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differ: str
+) -> None:
+    """One made for a like worker is taken for another only where it is the same: else the engine would be refused."""
+    world = SendsWorld(tmp_path / "r", 2, monkeypatch)
+    world.round()
+    known = world.receiver._agreements[0]
+    one, two = (world.receiver._recordings[digest] for digest in known.recordings)
+    exposed = world.trainer.describe()
+    if differ == "place":
+        exposed = placed(exposed, "elsewhere")
+    reader = known.readers[0]
+    others = {
+        "rank": (one, msgspec.structs.replace(reader, rank=1)),
+        "place": (one, msgspec.structs.replace(reader, host="elsewhere")),
+        "recording": (two, reader),
+    }
+    proposals, plans = list[direct_wire.Proposal](), list[Plan]()
+    for recording, who in ((one, reader), others[differ]):
+        plan = make_plan(exposed.pieces, exposed.exports, recording, who)
+        plans.append(replace(plan, reader=reader))
+        proposals.append(direct_wire.Proposal(reader=who, recording=recording.encode(), plan=plan.digest()))
+    world.close()
+    assert plans[0].digest() != plans[1].digest(), "they are alike"
+
+    crowd = Crowd("e", exposed=exposed)
+    crowd.say("e", wire.Propose(plans=tuple(proposals)))
+    assert crowd.hear("e") == wire.Agreed()
+    crowd.close()
