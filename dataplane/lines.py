@@ -49,7 +49,7 @@ L = TypeVar("L", bound=Line)
 
 
 class Lines(Generic[L]):
-    """Of one session. Used from one thread; `close` from any."""
+    """Of one session. Used from one thread; `end` from any, and then `let_go` and `close`."""
 
     def __init__(self, heard: Callable[[L, bytes], None], lost: Callable[[L, str], None]) -> None:
         """`heard` is given every message, `lost` whoever has to be let go of, with the reason; it does that.
@@ -68,7 +68,7 @@ class Lines(Generic[L]):
     def take(self, line: L, frames: Frames) -> None:
         """It is connected. Raises `TransferFailed` when this is closed; the connection is, too, then."""
         line.frames, line.moved_at = frames, time.monotonic()
-        line.unread.clear()
+        line.unread = deque()
         self._taken[line] = None
         try:
             self._selector.register(frames, selectors.EVENT_READ, line)
@@ -106,7 +106,7 @@ class Lines(Generic[L]):
                 for part in frames.wrapped(last):
                     if frames.push(part):
                         break
-        line.unread.clear()
+        line.unread = deque()
         with contextlib.suppress(*_CLOSED):
             self._selector.unregister(frames)
         frames.close()
@@ -133,9 +133,13 @@ class Lines(Generic[L]):
             self.close()  # of what came meanwhile
             raise TransferFailed("the sender was closed") from error
 
-    def close(self) -> None:
-        """Hang up on everybody who was not let go of. Whoever pumps finds out by this."""
+    def end(self) -> None:
+        """Whoever pumps finds out by this. From now on connections are let go of, and nothing else."""
         self._closed = True
+
+    def close(self) -> None:
+        """Hang up on everybody who was not let go of. Whoever pumps finds out by this, too."""
+        self.end()
         self._selector.close()
         for line in tuple(self._taken):
             self.let_go(line)
@@ -144,6 +148,8 @@ class Lines(Generic[L]):
         try:
             go_on(line)
         except DataplaneError as error:
+            if self._closed:
+                raise TransferFailed("the sender was closed") from error
             self._lost(line, str(error))
 
     def _pull(self, line: L) -> None:
@@ -161,14 +167,15 @@ class Lines(Generic[L]):
         frames = line.frames
         if frames is None:
             return
-        while line.unread:
-            left = frames.push(line.unread[0])
-            if len(left) < len(line.unread[0]):
+        unread = line.unread  # another thread that lets go of it puts an empty one there
+        while unread:
+            left = frames.push(unread[0])
+            if len(left) < len(unread[0]):
                 line.moved_at = time.monotonic()
             if left:
-                line.unread[0] = left
+                unread[0] = left
                 break
-            line.unread.popleft()
+            unread.popleft()
         if self._selector.get_key(frames).events != _wanted(line):
             self._selector.modify(frames, _wanted(line), line)
 

@@ -180,6 +180,8 @@ class SendsSender:
 
     def close(self) -> None:
         """Hang up on everybody. Whoever is still in the group breaks it."""
+        if self._lines is not None:
+            self._lines.end()
         for end in (*self._engines.values(), *self._ranks.values()):
             self._hang_up(end, "" if end.through else "the sender closed this session")
         self._engines, self._ranks, self._store, self._early, self._given = {}, {}, None, None, None

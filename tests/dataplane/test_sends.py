@@ -295,3 +295,32 @@ def test_workers_that_differ_in_one_thing_have_plans_of_their_own(
     crowd.say("e", wire.Propose(plans=tuple(proposals)))
     assert crowd.hear("e") == wire.Agreed()
     crowd.close()
+
+
+def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was about to say is gone under its hands: whom it spoke to did not fail, nor did we."""
+    push, failures = SealedFrames.push, list[BaseException]()
+
+    def closed_meanwhile(frames: SealedFrames, part: memoryview) -> memoryview:
+        left = push(frames, part)
+        monkeypatch.setattr(SealedFrames, "push", push)
+        closing = threading.Thread(target=crowd.sender.close)
+        closing.start()
+        closing.join(WAIT_S)
+        return left
+
+    def serve(self: Crowd) -> None:
+        try:
+            self.sender.ready(WAIT_S)
+        except BaseException as error:  # noqa: BLE001  it is looked at
+            failures.append(error)
+
+    monkeypatch.setattr(Crowd, "_serve", serve)
+    crowd = Crowd("e")
+    monkeypatch.setattr(SealedFrames, "push", closed_meanwhile)
+    crowd.say("e", wire.Propose(plans=()))
+    crowd._serving.join(WAIT_S)
+    assert [type(failure) for failure in failures] == [TransferFailed]
+    assert str(failures[0]) == "the sender was closed"
+    assert crowd.sender.failed == {}
+    crowd.close()
