@@ -116,6 +116,8 @@ class Lines(Generic[L]):
 
         Raises `TransferFailed` when this is closed meanwhile.
         """
+        if self._closed:
+            raise TransferFailed("the sender was closed")
         try:
             self._lose_the_late()
             for key, events in self._selector.select(timeout_s):

@@ -24,6 +24,7 @@ from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.plan import Plan, make_plan
 from weightbus.dataplane.sealed_frames import SealedFrames, host_and_port
 from weightbus.dataplane.sends import SendsSender
+from weightbus.dataplane.sends_ends import End
 from weightbus.dataplane.transport import Peer, Session
 
 from ..kit.toy_sends import SendsWorld
@@ -299,14 +300,19 @@ def test_workers_that_differ_in_one_thing_have_plans_of_their_own(
 
 def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it was about to say is gone under its hands: whom it spoke to did not fail, nor did we."""
-    push, failures = SealedFrames.push, list[BaseException]()
+    push, close, failures = SealedFrames.push, lines.Lines.close, list[BaseException]()
+    found = threading.Event()
+
+    def close_later(of: lines.Lines[End]) -> None:
+        found.wait(WAIT_S)
+        close(of)
 
     def closed_meanwhile(frames: SealedFrames, part: memoryview) -> memoryview:
         left = push(frames, part)
         monkeypatch.setattr(SealedFrames, "push", push)
-        closing = threading.Thread(target=crowd.sender.close)
+        end = crowd.sender._engines["e"]
         closing.start()
-        closing.join(WAIT_S)
+        until(lambda: end.frames is None, "the engine to be let go of")
         return left
 
     def serve(self: Crowd) -> None:
@@ -314,12 +320,16 @@ def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.Monk
             self.sender.ready(WAIT_S)
         except BaseException as error:  # noqa: BLE001  it is looked at
             failures.append(error)
+        found.set()
 
+    monkeypatch.setattr(lines.Lines, "close", close_later)
     monkeypatch.setattr(Crowd, "_serve", serve)
     crowd = Crowd("e")
+    closing = threading.Thread(target=crowd.sender.close)
     monkeypatch.setattr(SealedFrames, "push", closed_meanwhile)
     crowd.say("e", wire.Propose(plans=()))
-    crowd._serving.join(WAIT_S)
+    for each in (crowd._serving, closing):
+        each.join(WAIT_S)
     assert [type(failure) for failure in failures] == [TransferFailed]
     assert str(failures[0]) == "the sender was closed"
     assert crowd.sender.failed == {}
