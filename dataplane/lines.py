@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import selectors
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -58,7 +59,7 @@ class Lines(Generic[L]):
         """
         self._heard, self._lost = heard, lost
         self._taken: dict[L, None] = {}
-        self._closed = False
+        self._ended = threading.Event()
         self._selector = selectors.DefaultSelector()
 
     def watch(self, what: Watched | int, ready: Callable[[], None]) -> None:
@@ -116,7 +117,7 @@ class Lines(Generic[L]):
 
         Raises `TransferFailed` when this is closed meanwhile.
         """
-        if self._closed:
+        if self._ended.is_set():
             raise TransferFailed("the sender was closed")
         try:
             self._lose_the_late()
@@ -130,14 +131,14 @@ class Lines(Generic[L]):
                 if events & selectors.EVENT_READ:
                     self._guarded(line, self._pull)
         except _CLOSED as error:
-            if not self._closed:
+            if not self._ended.is_set():
                 raise
             self.close()  # of what came meanwhile
             raise TransferFailed("the sender was closed") from error
 
     def end(self) -> None:
         """Whoever pumps finds out by this. From now on connections are let go of, and nothing else."""
-        self._closed = True
+        self._ended.set()
 
     def close(self) -> None:
         """Hang up on everybody who was not let go of. Whoever pumps finds out by this, too."""
@@ -150,7 +151,7 @@ class Lines(Generic[L]):
         try:
             go_on(line)
         except DataplaneError as error:
-            if self._closed:
+            if self._ended.is_set():
                 raise TransferFailed("the sender was closed") from error
             self._lost(line, str(error))
 
