@@ -74,6 +74,8 @@ class DirectSender:
         self._expose = expose
         self._exposed: Exposed | None = None
         self._layout = ""
+        self._given: bytes | None = None
+        """The layout, as it is said; memory that all who are told share."""
         self._epoch = 0
         self._failed: dict[str, str] = {}
         self._withdrawn: dict[str, str] = {}
@@ -175,7 +177,7 @@ class DirectSender:
         lines, self._lines = self._lines, None
         if lines is not None:
             lines.close()
-        self._peers = {}
+        self._peers, self._given = {}, None
         with self._lock:
             wake, self._wake = self._wake, -1
         if wake >= 0:
@@ -195,6 +197,7 @@ class DirectSender:
                     self._drop(peer, f"{reproach} within {deadline_s:.1f} s")
                 return
             self._pump(min(left, _LOOK_S))
+        self._on_offer()
 
     def _pump(self, timeout_s: float) -> None:
         lines = self._on_offer()
@@ -270,8 +273,7 @@ class DirectSender:
         """Raises `DataplaneError`."""
         match message:
             case wire.GiveLayout():
-                assert self._exposed is not None
-                self._on_offer().tell(peer, wire.encoded(self._exposed.given))
+                self._on_offer().tell(peer, self._layout_to_give())
             case wire.Propose() as proposed:
                 for each in proposed.plans:
                     self._agree(each)
@@ -285,6 +287,12 @@ class DirectSender:
                 self._drop(peer, reason)
             case _:
                 self._drop(peer, f"it said {type(message).__name__} out of turn")
+
+    def _layout_to_give(self) -> bytes:
+        if self._given is None:
+            assert self._exposed is not None
+            self._given = wire.encoded(self._exposed.given)
+        return self._given
 
     def _agree(self, proposal: wire.Proposal) -> None:
         """Make the same plan. Raises `TransferFailed` when it is another one."""

@@ -1,7 +1,8 @@
 """Connections that one thread reads and writes as far as they go: whoever stands still keeps nobody else waiting.
 
 What somebody says comes in parts, and is given on when a message is whole; what it is told waits for room, in a queue
-of its own. Whoever stands still in the middle of either is lost after `PACKET_S`, alone.
+of its own. Whoever stands still in the middle of either is lost after `PACKET_S`, alone. What it did while nobody
+pumped counts: a leader that plans for seconds, or was stopped, is away itself.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
 
-from .errors import DataplaneError, TransferFailed
+from .errors import DataplaneError, PeerLost, TransferFailed
 from .frames import Frames
 
 PACKET_S: Final = 10.0
 """For a peer that stands still in the middle of what it says or is told, and for the first words of one that comes."""
+MOST_UNREAD: Final = 32
+"""Parts of messages that wait for room: whoever asks on and reads nothing is lost before they fill the memory."""
 _CLOSED: Final = (ValueError, LookupError, RuntimeError, OSError)
 """What a selector or a queue raises that another thread closes meanwhile."""
 
@@ -87,10 +90,15 @@ class Lines(Generic[L]):
             self._selector.modify(line.frames, _wanted(line), line)
 
     def tell(self, line: L, message: bytes) -> None:
-        """At once as far as it has room, and as it reads. Nobody, if it is gone already. Raises `PeerLost`."""
+        """At once as far as it has room, and as it reads. Nobody, if it is gone already.
+
+        Raises `PeerLost`, also for one that has `MOST_UNREAD` to read.
+        """
         frames = line.frames
         if frames is None:
             return
+        if len(line.unread) >= MOST_UNREAD:
+            raise PeerLost("it goes on to ask, and does not read what it is told")
         if not line.unread:
             line.moved_at = time.monotonic()
         line.unread.extend(frames.wrapped(message))
@@ -135,6 +143,21 @@ class Lines(Generic[L]):
                 raise
             self.close()  # of what came meanwhile
             raise TransferFailed("the sender was closed") from error
+
+    def silent(self, line: L, seconds: float) -> bool:
+        """For so long it has said nothing, and read nothing of what it is told; nor is there anything to pull."""
+        if time.monotonic() - max(line.heard_at, line.moved_at) <= seconds:
+            return False
+        frames = line.frames
+        try:
+            return frames is None or not frames.waiting()
+        except _CLOSED:  # by another thread: `pump` says it
+            return False
+
+    @property
+    def ended(self) -> bool:
+        """Nobody is heard of any more."""
+        return self._ended.is_set()
 
     def end(self) -> None:
         """Whoever pumps finds out by this. From now on connections are let go of, and nothing else."""
@@ -183,14 +206,20 @@ class Lines(Generic[L]):
             self._selector.modify(frames, _wanted(line), line)
 
     def _lose_the_late(self) -> None:
-        now = time.monotonic()
         for line in tuple(self._taken):
-            if line.unread and now - line.moved_at > PACKET_S:
-                self._lost(line, f"it has read nothing for {PACKET_S:.1f} s of what it was told")
-            elif line.frames is not None and line.frames.halfway and now - line.heard_at > PACKET_S:
+            if line.unread and _late(line):
+                self._guarded(line, self._push)  # there may be room since nobody looked
+                if line.unread and _late(line):
+                    self._lost(line, f"it has read nothing for {PACKET_S:.1f} s of what it was told")
+            elif line.frames is not None and line.frames.halfway and self.silent(line, PACKET_S):
                 self._lost(line, f"it has stood still for {PACKET_S:.1f} s in the middle of what it said")
-            elif not line.name and now - line.moved_at > PACKET_S:
+            elif not line.name and _late(line) and (line.heard_at or self.silent(line, PACKET_S)):
                 self._lost(line, f"it has not said within {PACKET_S:.1f} s who it is")
+
+
+def _late(line: Line) -> bool:
+    """With what it has to read, or to say first."""
+    return time.monotonic() - line.moved_at > PACKET_S
 
 
 def _wanted(line: Line) -> int:

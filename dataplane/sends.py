@@ -154,7 +154,7 @@ class SendsSender:
         self._wait(deadline, lambda end: bool(end.workers) and end.prepared is None, "was not prepared")
         if not self._nixl:
             self._leave_out_the_crowded()
-        self._require_some()
+        self._require_all_ranks()
         self._begin()
         self._wait(deadline, lambda end: bool(end.unread), "had not read how to begin")
 
@@ -211,7 +211,7 @@ class SendsSender:
         self, deadline: Deadline, pending: Callable[[End], bool], reproach: str, silent_s: float = math.inf
     ) -> None:
         while late := [end for end in self._everybody() if pending(end)]:
-            still = [end for end in late if time.monotonic() - end.heard_at > silent_s]
+            still = [end for end in late if silent_s < math.inf and self._on_offer().silent(end, silent_s)]
             if still:
                 self._drop(still[0], f"{still[0].name} stands still: nothing was heard of it for {silent_s:.1f} s")
                 continue
@@ -221,6 +221,7 @@ class SendsSender:
                     self._drop(end, f"{end.name} {reproach} within {deadline.seconds:.1f} s")
                 return
             self._pump(min(left, _LOOK_S))
+        self._on_offer()
 
     def _everybody(self) -> list[End]:
         return [*self._engines.values(), *self._ranks.values()]
@@ -234,9 +235,12 @@ class SendsSender:
 
     def _on_offer(self) -> Lines[End]:
         """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
-        if self._lines is None:
+        lines = self._lines
+        if lines is None:
             raise TransferFailed("nothing is on offer: call offer first")
-        return self._lines
+        if lines.ended:
+            raise TransferFailed("the sender was closed")
+        return lines
 
     def _require_some(self) -> None:
         if not self._engines:
@@ -247,7 +251,7 @@ class SendsSender:
         assert self._exposed is not None
         missing = [export.holder for export in self._exposed.exports if export.holder not in self._ranks]
         if missing:
-            raise PeerLost(f"ranks {missing} of the trainer did not come to send")
+            raise PeerLost(f"ranks {missing} of the trainer did not come to send, or are gone again")
         self._require_some()
 
     # -- who comes ----------------------------------------------------------------------------------------------------
@@ -464,8 +468,9 @@ class SendsSender:
         return tuple(found)
 
     def _tell(self, end: End, message: wire.Begin | wire.Form) -> None:
+        lines = self._on_offer()
         try:
-            self._on_offer().tell(end, wire.encoded(message))
+            lines.tell(end, wire.encoded(message))
         except DataplaneError as error:
             self._drop(end, f"{end.name}: {error}")
 

@@ -21,7 +21,7 @@ from weightbus.dataplane.errors import PeerLost, TransferFailed
 from weightbus.dataplane.exports import ExportMap
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.plan import Plan, make_plan
+from weightbus.dataplane.plan import Plan, Reader, make_plan
 from weightbus.dataplane.sealed_frames import SealedFrames, host_and_port
 from weightbus.dataplane.sends import SendsSender
 from weightbus.dataplane.sends_ends import End
@@ -50,6 +50,8 @@ class Crowd:
         self.sender = SendsSender("127.0.0.1", "c", torch.device("cpu"), lambda: exposed)
         session = Session("c", 1, 1, manifest, DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * len(tensors))))
         self.address = self.sender.offer(session, [Peer(engine, 1) for engine in engines])
+        self.failures: list[str] = []
+        """What the leader raised."""
         self._serving = threading.Thread(target=self._serve)
         self._serving.start()
         self.members = {engine: self.reach() for engine in engines}
@@ -100,9 +102,11 @@ class Crowd:
         self._serving.join(WAIT_S)
 
     def _serve(self) -> None:
-        with contextlib.suppress(TransferFailed):
+        try:
             self.sender.ready(WAIT_S)
             self.sender.finish(WAIT_S)
+        except TransferFailed as error:
+            self.failures.append(str(error))
 
 
 @pytest.fixture
@@ -180,6 +184,126 @@ def test_who_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how
     said = "read nothing for 0.5 s of what" if how == "reads nothing" else "stood still for 0.5 s in the middle of what"
     assert failed["slow"].startswith("slow: it has ")
     assert said in failed["slow"]
+
+
+@pytest.mark.parametrize("how", ["speaks", "reads"])
+def test_who_goes_on_while_the_leader_plans_has_not_stood_still(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Plans of a large model take seconds, in which the leader neither hears nor tells anybody."""
+    crowd, came = Crowd("slow", "fast"), list[wire.ToReceiver]()
+    rest = b""
+    if how == "speaks":
+        rest = crowd.begin("slow", wire.Failed(reason="x" * 2000), 1000)
+        until(lambda: bool(crowd.sender._engines["slow"].heard_at), "a half to be heard")
+    else:
+        crowd.say("slow", wire.GiveLayout())
+        until(lambda: bool(crowd.sender._engines["slow"].unread), "the layout to be too much")
+    reading = threading.Thread(target=lambda: came.append(crowd.hear("slow")))
+
+    def plan(*_: object) -> None:
+        crowd.members["slow"]._socket.sendall(rest)
+        if how == "reads":
+            reading.start()
+        time.sleep(1.0)
+        monkeypatch.setattr(lines, "PACKET_S", 0.5)
+
+    monkeypatch.setattr(SendsSender, "_agree", plan)
+    proposal = direct_wire.Proposal(reader=Reader(0, "h", "d"), recording=b"", plan="p")
+    crowd.say("fast", wire.Propose(plans=(proposal,)))
+    assert crowd.hear("fast") == wire.Agreed()
+    if how == "reads":
+        reading.join(WAIT_S)
+        assert [type(message) for message in came] == [wire.Layout]
+        crowd.say("slow", wire.Failed(reason="x" * 2000))
+    crowd.say("fast", wire.Failed(reason="enough"))
+    assert crowd.end() == {"slow": "x" * 2000, "fast": "enough"}
+
+
+@pytest.mark.usefixtures("toy_plans")
+def test_who_has_spoken_while_the_leader_was_away_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that was stopped, or waited for its own host, has heard nobody: that is nobody's fault."""
+    finish = SendsSender.finish
+
+    def late(sender: SendsSender, deadline_s: float) -> None:
+        time.sleep(1.0)
+        crowd.pass_through("rank 0", "e")
+        monkeypatch.setattr(wire, "SILENT_S", 0.5)
+        finish(sender, deadline_s)
+
+    monkeypatch.setattr(SendsSender, "finish", late)
+    crowd = Crowd("e", ranks=1)
+    crowd.prepare("e")
+    for member in ("e", "rank 0"):
+        assert isinstance(crowd.hear(member), wire.Begin)
+    assert crowd.end() == {}
+
+
+@pytest.mark.usefixtures("toy_plans")
+def test_who_has_just_read_how_to_begin_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that took: it has not been asked to say anything before."""
+    monkeypatch.setattr(wire, "SILENT_S", 1.0)
+    crowd = Crowd("e", ranks=1)
+    crowd.prepare("e")
+    assert isinstance(crowd.hear("e"), wire.Begin)
+    crowd.pass_through("e")
+    time.sleep(1.5)
+    assert isinstance(crowd.hear("rank 0"), wire.Begin)
+    time.sleep(0.3)
+    crowd.pass_through("rank 0")
+    assert crowd.end() == {}
+    assert crowd.sender._stood.names, "the group fell"
+
+
+def test_who_asks_and_does_not_read_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before what it is to be told fills the leader's memory; a layout is there once for all who ask."""
+    tell, told = lines.Lines.tell, list[bytes]()
+    monkeypatch.setattr(lines.Lines, "tell", lambda of, line, message: (told.append(message), tell(of, line, message)))
+    crowd = Crowd("greedy", "fast")
+    with contextlib.suppress(PeerLost):
+        for _ in range(1000):
+            crowd.say("greedy", wire.GiveLayout())
+    served_at_once(crowd, "fast")
+    crowd.say("fast", wire.Failed(reason="enough"))
+    failed = crowd.end()
+    assert failed == {"greedy": "greedy: it goes on to ask, and does not read what it is told", "fast": "enough"}
+    assert len({id(message) for message in told if len(message) >= LARGE}) == 1
+
+
+@pytest.mark.usefixtures("toy_plans")
+def test_nobody_begins_without_a_rank_that_has_gone_again() -> None:
+    """All would wait for it in the group."""
+    crowd = Crowd("e", ranks=2)
+    until(lambda: all(end.frames is not None for end in crowd.sender._ranks.values()), "the ranks to be known")
+    served_at_once(crowd, "e")
+    crowd.members["rank 1"].close()
+    until(lambda: 1 not in crowd.sender._ranks, "the rank to be missed")
+    crowd.prepare("e")
+    crowd._serving.join(PROMPT_S)
+    assert not crowd._serving.is_alive()
+    assert crowd.failures == ["ranks [1] of the trainer did not come to send, or are gone again"]
+    crowd.sender.close()
+    assert crowd.hear("e") == wire.Failed(reason="the sender closed this session")
+    crowd.close()
+
+
+@pytest.mark.usefixtures("toy_plans")
+def test_nothing_has_ended_well_that_was_closed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever still moves had not said that it was through; so the group is not one to be used again."""
+    pump, begun = lines.Lines.pump, threading.Event()
+
+    def closed_then(of: lines.Lines[End], timeout_s: float) -> None:
+        pump(of, timeout_s)
+        if begun.is_set():
+            crowd.sender.close()
+
+    monkeypatch.setattr(lines.Lines, "pump", closed_then)
+    crowd = Crowd("e")
+    crowd.prepare("e")
+    assert isinstance(crowd.hear("e"), wire.Begin)
+    begun.set()
+    crowd._serving.join(WAIT_S)
+    assert crowd.failures == ["nothing is on offer: call offer first"]
+    assert crowd.sender._stood.names == ()
+    crowd.close()
 
 
 @pytest.mark.usefixtures("toy_plans")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
 import threading
@@ -380,6 +381,19 @@ def test_who_does_not_read_its_layout_holds_nobody(tmp_path: Path) -> None:
     for engine in crowd.engines:
         crowd.say(engine, direct_wire.Finished())
     assert crowd.end() == {}
+
+
+def test_who_asks_and_does_not_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before what it is to be told fills the trainer's memory; a layout is there once for all who ask."""
+    tell, told = lines.Lines.tell, list[bytes]()
+    monkeypatch.setattr(lines.Lines, "tell", lambda of, line, message: (told.append(message), tell(of, line, message)))
+    crowd = Crowd(tmp_path, "greedy", "fast")
+    with contextlib.suppress(PeerLost):
+        for _ in range(1000):
+            crowd.say("greedy", direct_wire.GiveLayout())
+    crowd.say("fast", direct_wire.Finished())
+    assert crowd.end() == {"greedy": "it goes on to ask, and does not read what it is told"}
+    assert len({id(message) for message in told if len(message) >= 1 << 20}) == 1
 
 
 def test_nothing_is_said_in_the_middle_of_something_else(tmp_path: Path) -> None:
