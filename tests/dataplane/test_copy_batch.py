@@ -350,7 +350,7 @@ def test_stages_of_one_stream_are_asked_once(monkeypatch: pytest.MonkeyPatch) ->
     """However many there are: it is asked while a paused server waits, in every look at what is to be copied next."""
     streams, asked = Streams(monkeypatch), list[str]()
     streams.main.query = lambda: asked.append("main") or True
-    kernel = CudaCopies(CPU, CopyTable.empty(), [], [])
+    kernel = CudaCopies(CPU, CopyTable.empty(), [], [], tiles=[])
     here = torch.zeros(2 * MB, dtype=torch.uint8)
     runs = copy_runs(rows(MB), column(here.data_ptr()), column(here.data_ptr() + MB))
     batch = CopyBatch(runs, 1, cast("Any", FakeBatches()))
