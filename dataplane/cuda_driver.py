@@ -20,6 +20,10 @@ _BUFFER_ID: Final = 7
 """CU_POINTER_ATTRIBUTE_BUFFER_ID: never given to another allocation of the process."""
 _IS_LEGACY_IPC_CAPABLE: Final = 10
 """CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: false for memory that was mapped by its owner."""
+_INVALID: Final = 1
+"""CUDA_ERROR_INVALID_VALUE: of attributes of pointers that the driver does not know."""
+_MEMORY_TYPE: Final = 2
+"""CU_POINTER_ATTRIBUTE_MEMORY_TYPE: there for all memory."""
 _MAPPED: Final = 13
 """CU_POINTER_ATTRIBUTE_MAPPED: false for addresses that are reserved and have no memory."""
 
@@ -66,9 +70,17 @@ class Driver:
 
     def mapped(self, pointer: int) -> bool:
         """Whether there is memory at `pointer`: torch_memory_saver takes it away and keeps the addresses."""
-        found = ctypes.c_int(1)
-        code = self._library.cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(_MAPPED), ctypes.c_uint64(pointer))
-        return bool(code) or bool(found.value)  # an older driver that cannot tell is no reason to refuse
+        code, found = self._attribute(_MAPPED, pointer)
+        if not code:
+            return bool(found)
+        # A newer driver knows nothing of such addresses; an older one that cannot tell is no reason to refuse.
+        return code != _INVALID or self._attribute(_MEMORY_TYPE, pointer)[0] != _INVALID
+
+    def _attribute(self, attribute: int, pointer: int) -> tuple[int, int]:
+        """The driver's code, and what it found."""
+        found, where = ctypes.c_int(0), ctypes.c_uint64(pointer)
+        code = self._library.cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(attribute), where)
+        return int(code), found.value
 
     def ipc_handle(self, allocation: Allocation) -> bytes:
         """How another process of this host opens it. Raises `NotExportable`."""

@@ -39,7 +39,7 @@ def test_slots_are_plain_where_segments_are_expandable() -> None:
 
 
 def test_addresses_without_memory_are_told_from_memory() -> None:
-    """As torch_memory_saver leaves them: reserved, and nothing behind them."""
+    """As torch_memory_saver leaves them: reserved, and nothing behind them. Drivers differ in what they answer."""
     memory = torch.ones(1 << 22, dtype=torch.uint8, device="cuda")
     driver, library = Driver(), ctypes.CDLL("libcuda.so.1")
     assert driver.mapped(memory.data_ptr())
@@ -50,8 +50,6 @@ def test_addresses_without_memory_are_told_from_memory() -> None:
     )
     assert code == 0
     try:
-        mapped, found = ctypes.c_int(13), ctypes.c_int(-1)  # CU_POINTER_ATTRIBUTE_MAPPED
-        code = library.cuPointerGetAttribute(ctypes.byref(found), mapped, reserved)
-        assert not driver.mapped(reserved.value), f"the driver answers {code}, {found.value}"
+        assert not driver.mapped(reserved.value), driver._attribute(13, reserved.value)
     finally:
         library.cuMemAddressFree(reserved, size)
