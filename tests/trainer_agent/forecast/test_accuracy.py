@@ -61,7 +61,7 @@ def model_of(name: str) -> Mapping[str, object]:
 
 BESIDE = {"crosswise": 1.6, "colocated-48": 1.3}
 """In place of `FACTOR` for SGLang's own way, which has work for the host with each tensor: compilers of another program
-had cores of it while `crosswise` was measured, and hosts differ (2.3 s of `colocated-48` on one were 3.3 on another)."""
+had cores of it while `crosswise` was measured, and hosts differ (2.3 s of `colocated-48` were 3.3 on another)."""
 
 
 def near(predicted: float, measured: float, factor: float) -> None:
