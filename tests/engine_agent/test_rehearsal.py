@@ -281,6 +281,23 @@ def test_draft_models_are_recorded_too(tmp_path: Path, monkeypatch: pytest.Monke
         world.close()
 
 
+@pytest.mark.parametrize("drafts", [(), (Shard,)], ids=["one model", "and a draft"])
+def test_nothing_is_planned_while_the_server_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: tuple[type[Shard], ...]
+) -> None:
+    """A plan needs no worker."""
+    world = World(tmp_path / "r", 1, monkeypatch, drafts=drafts)
+    returned, plain = threading.Event(), world.server.load_direct
+    monkeypatch.setattr(world.server, "load_direct", lambda *given: (plain(*given), returned.set())[0])
+    seen: list[bool] = []
+    monkeypatch.setattr(rehearsal, "_plan_once", lambda _: seen.append(returned.is_set()))
+    try:
+        rehearse(world)
+        assert seen == [True]
+    finally:
+        world.close()
+
+
 def test_a_model_that_takes_long_to_record_keeps_no_other_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
