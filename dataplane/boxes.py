@@ -118,7 +118,7 @@ def widen(column: Column, axes: int, fill: int) -> Column:
     rows, known = column.shape
     if known >= axes:
         return column
-    wide = np.full((rows, axes), fill, np.int64)  # np.pad costs as much as some thousand rows
+    wide = np.full((rows, axes), fill, np.int64)
     wide[:, :known] = column
     return wide
 
