@@ -1,5 +1,7 @@
 """Has the server's loader recorded before the coordinator hears of this engine: its first round need not do it then.
 
+Transports are imported then, too, whether or not anything is recorded.
+
 What is recorded with is what the served checkpoint's files say, or the manifest of the last version that was copied
 here in an earlier life of the agent. A version of other tensors is recorded in its round. Nothing here can fail the
 agent: whatever speaks against it is a line in the log.
@@ -18,11 +20,11 @@ from pathlib import Path
 from typing import Final
 
 from weightbus.control.log import get_log
+from weightbus.dataplane import transports
 from weightbus.dataplane.ahead import Ahead
 from weightbus.dataplane.errors import DataplaneError, ManifestError
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.rehearsal import Rehearsal
-from weightbus.dataplane.transports import default_runtime_dir
 
 from . import checkpoint, validate
 from .checkpoint import Expected
@@ -80,6 +82,7 @@ class Rehearsing:
     def carry_out(self) -> None:
         """Never raises."""
         try:
+            transports.load(kind.value for kind in self._settings.transports)
             if not self._over:
                 self._record()
         except (EngineAgentError, DataplaneError, OSError, ValueError) as error:
@@ -120,7 +123,7 @@ class Rehearsing:
         if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
-        folder = self._settings.runtime_dir or default_runtime_dir()
+        folder = self._settings.runtime_dir or transports.default_runtime_dir()
         rehearsal = Rehearsal(folder, sent="sends" in ways, ahead=self.ahead)
         if not self._let_close(rehearsal):
             return None

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.dataplane import rehearsal
+from weightbus.dataplane import rehearsal, transports
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.engine_agent import rehearsing
@@ -88,6 +88,18 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def specs_of(folder: Path) -> list[TensorSpec]:
     return [TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in read(folder).items()]
+
+
+@pytest.mark.parametrize("record_ahead", [True, False])
+def test_transports_are_imported_before_anybody_waits(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, *, record_ahead: bool
+) -> None:
+    """All that may be used, recorded or not."""
+    loaded: list[str] = []
+    monkeypatch.setattr(transports, "load", loaded.extend)
+    stage.record_ahead = record_ahead
+    stage.carry_out()
+    assert sorted(loaded) == sorted(transports.KINDS)
 
 
 def test_the_checkpoints_files_say_what_is_recorded(stage: Stage) -> None:
