@@ -13,6 +13,7 @@ waited for by those behind it, and by the recording, which is soon given up; the
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -60,7 +61,8 @@ class Rehearsing:
     ) -> None:
         """`view` is what is known of the engine now; `post` wakes whoever waits for `over`.
 
-        `foresee` is told the manifest of the last version that was copied here, if it may come again.
+        `foresee` is told the manifest of the last version that was copied here, if it may come again, or else the one
+        that the checkpoint suggests.
         """
         self._settings, self._server, self._view, self._post, self._foresee = settings, server, view, post, foresee
         self._path = settings.state_dir / f"{settings.name}.manifest"
@@ -118,7 +120,7 @@ class Rehearsing:
         expected = checkpoint.expected(self._settings.model_path or Path(facts.model_path))
         if objection := _objection(facts, server.dialect, expected, lent=server.lent):
             return _log.info("not_recorded_ahead", reason=objection)
-        tensors = self._remembered(facts, expected, ways[0]) or tensors_of(facts, expected)
+        tensors = self._remembered(facts, expected, ways[0]) or self._guessed(facts, expected)
         server.expect(facts.identity)
         if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
@@ -159,6 +161,16 @@ class Rehearsing:
         self._kept = manifest.digest()
         self._foresee(manifest)
         return manifest.tensors
+
+    def _guessed(self, facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
+        """The checkpoint's. A trainer that names them in this order, in buckets of the usual size, has that manifest.
+
+        Raises `UnfitManifest` where a dtype is not known.
+        """
+        tensors = tensors_of(facts, expected)
+        with contextlib.suppress(ManifestError):
+            self._foresee(Manifest.of(next(iter(facts.architectures), ""), tensors))
+        return tensors
 
 
 def tensors_of(facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
