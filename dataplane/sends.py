@@ -138,7 +138,7 @@ class SendsSender:
         self._ranks = {export.holder: End(f"rank {export.holder}") for export in exposed.exports}
         self._token = new_token()
         self._version, self._fell = session.version, False
-        self._early = self._foresee(ranks, peers)
+        self._early = None
         self._doorman = Doorman(self._host, self._token)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._doorman, selectors.EVENT_READ, None)
@@ -262,10 +262,9 @@ class SendsSender:
             if isinstance(hello, wire.RankHello):
                 end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
             else:
-                early, _ = self._early or (None, None)
                 invited = wire.Invited(
                     epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
-                    alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=early,
+                    alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=self._foresee(hello),
                 )  # fmt: skip
                 wire.say(frames, invited, deadline)
         except DataplaneError:
@@ -418,12 +417,17 @@ class SendsSender:
             return False
         return True
 
-    def _foresee(self, ranks: int, peers: Sequence[Peer]) -> tuple[wire.Group, TCPStore] | None:
-        """The group of a single engine, unless it may have the last one still."""
-        if self._nixl or len(peers) != 1 or self._stood.holds(frozenset({peers[0].engine})):
+    def _foresee(self, hello: wire.ToSender) -> wire.Group | None:
+        """The group of a single engine, unless it has the last one still: its sidecar may have begun anew since."""
+        if not isinstance(hello, wire.Hello) or self._nixl or len(self._engines) != 1:
             return None
+        if hello.group in self._stood.names:
+            return None
+        ranks, workers = len(self._ranks), self._engines[hello.engine].workers
         store, name = serve_store(self._host), f"{self._name()}-early"
-        return self._group(ranks + peers[0].tp, ranks, name, store, ranks=ranks), store
+        group = self._group(ranks + workers, ranks, name, store, ranks=ranks)
+        self._early = group, store
+        return group
 
     def _let_form(self) -> None:
         """The ranks join what the engine's workers have begun to join."""
