@@ -7,6 +7,7 @@ out for another order too: none of it is worked out again while a server stands 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Final
 
 from .errors import ManifestError
@@ -37,6 +38,8 @@ class Ahead:
         """What the workers with these recordings report. Raises `NotRecordable`."""
         tensors = recordings[0].tensors
         for known, proof in self._kept:
+            if len(known) == len(recordings) and all(map(is_, known, recordings)):
+                return proof
             try:
                 places = places_in(tensors, known[0].tensors)
             except ManifestError:

@@ -101,7 +101,10 @@ class Boxes:
     @property
     def sizes(self) -> Column:
         """(boxes,): elements of each."""
-        sizes: Column = np.prod(self.extents, axis=1, dtype=np.int64)
+        extents = self.extents
+        sizes = np.ones(len(self), np.int64)
+        for axis in range(extents.shape[1]):
+            sizes *= extents[:, axis]
         return sizes
 
     def at(self, index: int) -> Box:
@@ -110,7 +113,14 @@ class Boxes:
 
     def take(self, rows: Column) -> Boxes:
         """The boxes of these rows, in their order."""
+        if all_in_order(rows, len(self)):
+            return self
         return Boxes(self.space[rows], self.start[rows], self.stop[rows])
+
+
+def all_in_order(rows: Column, count: int) -> bool:
+    """`rows` are all of `count` rows as they stand: what is taken is what there is."""
+    return len(rows) == count and np.array_equal(rows, np.arange(count))
 
 
 def widen(column: Column, axes: int, fill: int) -> Column:
@@ -118,7 +128,7 @@ def widen(column: Column, axes: int, fill: int) -> Column:
     rows, known = column.shape
     if known >= axes:
         return column
-    wide = np.full((rows, axes), fill, np.int64)  # np.pad costs as much as some thousand rows
+    wide = np.full((rows, axes), fill, np.int64)
     wide[:, :known] = column
     return wide
 
@@ -126,17 +136,14 @@ def widen(column: Column, axes: int, fill: int) -> Column:
 def intersect(a: Boxes, b: Boxes) -> tuple[Column, Column, Boxes]:
     """All pairs of a box of `a` and a box of `b` that overlap: rows of `a`, rows of `b`, and what both hold.
 
-    Ordered by row of `a`, then of `b`. Takes time in the number of pairs, and not of all products: in each space boxes
-    are sorted along the axis that `b` is cut along most, and only neighbours on it are compared.
+    Ordered by row of `a`, then of `b`. Takes time in the number of pairs, and not of all products: where a space has
+    one box of `b`, that is looked up; in each other one boxes are sorted along the axis that `b` is cut along most, and
+    only neighbours on it are compared.
     """
     axes = max(a.start.shape[1], b.start.shape[1])
     a = Boxes(a.space, widen(a.start, axes, 0), widen(a.stop, axes, 1))
     b = Boxes(b.space, widen(b.start, axes, 0), widen(b.stop, axes, 1))
-    found = [(rows, others) for rows, others in _candidates(a, b) if len(rows)]
-    rows = np.concatenate([pair[0] for pair in found]) if found else np.empty(0, np.int64)
-    others = np.concatenate([pair[1] for pair in found]) if found else np.empty(0, np.int64)
-    order = np.lexsort((others, rows))
-    rows, others = rows[order], others[order]
+    rows, others = _ordered([(rows, others) for rows, others in _pairs(a, b) if len(rows)], len(b))
     common = Boxes(a.space[rows], np.maximum(a.start[rows], b.start[others]), np.minimum(a.stop[rows], b.stop[others]))
     return rows, others, common
 
@@ -155,10 +162,46 @@ def volumes(boxes: Boxes, spaces: int) -> Column:
     return total
 
 
-def _candidates(a: Boxes, b: Boxes) -> Iterator[tuple[Column, Column]]:
-    """Overlapping pairs, a bounded number of comparisons at a time."""
+def _pairs(a: Boxes, b: Boxes) -> Iterator[tuple[Column, Column]]:
+    """Overlapping pairs."""
     if not len(a) or not len(b):
         return
+    spaces = int(max(a.space.max(), b.space.max())) + 1
+    count = np.bincount(b.space, minlength=spaces)[a.space]
+    place = np.zeros(spaces, np.int64)
+    place[b.space] = np.arange(len(b))
+    rows = np.flatnonzero(count == 1)
+    others = place[a.space[rows]]
+    overlap = _overlap(a, rows, b, others)
+    yield rows[overlap], others[overlap]
+    crowded = np.flatnonzero(count > 1)
+    if len(crowded):
+        for some, found in _candidates(a.take(crowded), b):
+            yield crowded[some], found
+
+
+def _ordered(pairs: Sequence[tuple[Column, Column]], count: int) -> tuple[Column, Column]:
+    """All pairs by their first row, then by the second, which is less than `count`."""
+    rows = np.concatenate([pair[0] for pair in pairs]) if pairs else np.empty(0, np.int64)
+    others = np.concatenate([pair[1] for pair in pairs]) if pairs else np.empty(0, np.int64)
+    key = rows * count + others
+    if (key[1:] > key[:-1]).all():
+        return rows, others
+    order = np.argsort(key, kind="stable")
+    return rows[order], others[order]
+
+
+def _overlap(a: Boxes, rows: Column, b: Boxes, others: Column) -> npt.NDArray[np.bool_]:
+    """(pairs,) bool: which of these pairs have something in common."""
+    apart = (a.start[rows] >= b.stop[others]) | (b.start[others] >= a.stop[rows])
+    found = np.ones(len(rows), bool)
+    for axis in range(apart.shape[1]):
+        found &= ~apart[:, axis]
+    return found
+
+
+def _candidates(a: Boxes, b: Boxes) -> Iterator[tuple[Column, Column]]:
+    """Overlapping pairs, a bounded number of comparisons at a time."""
     axis_of = _cut_axis(b, int(max(a.space.max(), b.space.max())) + 1)
     span = int(max(a.stop.max(), b.stop.max())) + 1
     a_from, a_to = (_key(a, column, axis_of, span) for column in (a.start, a.stop))
@@ -177,7 +220,7 @@ def _candidates(a: Boxes, b: Boxes) -> Iterator[tuple[Column, Column]]:
             ends[at:until] - count[at:until] - (ends[at] - count[at]), count[at:until]
         )
         others = order[first[rows] + within]
-        overlap = np.all((a.start[rows] < b.stop[others]) & (b.start[others] < a.stop[rows]), axis=1)
+        overlap = _overlap(a, rows, b, others)
         yield rows[overlap], others[overlap]
         at = until
 

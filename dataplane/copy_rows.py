@@ -80,14 +80,16 @@ def _folded(table: CopyTable) -> CopyTable:
     """Join rows that are equal but for their places, where those ascend in equal steps and an axis is free."""
     if len(table) < 2:
         return table
-    form = side_by_side(
-        table.source, table.target, table.source_dtype, table.target_dtype, table.run, table.grid, table.source_step,
-        table.target_step,
-    )  # fmt: skip
-    order = order_of(side_by_side(form, table.target_at, table.source_at))
-    table, form = table.take(order), form[order]
+    flat = (table.source, table.target, table.source_dtype, table.target_dtype, table.run)
+    wide = (table.grid, table.source_step, table.target_step)
+    columns = (*flat, *(each[:, axis] for each in wide for axis in range(AXES)))
+    varying = [column for column in columns if (column != column[0]).any()]
+    order = order_of(side_by_side(*varying, table.target_at, table.source_at))
+    table = table.take(order)
     step = np.diff(side_by_side(table.source_at, table.target_at), axis=0)
-    same_form = (form[1:] == form[:-1]).all(axis=1) & (table.grid[1:, 0] == 1)
+    same_form = table.grid[1:, 0] == 1
+    for column in varying:
+        same_form &= column[order[1:]] == column[order[:-1]]
     joins = same_form & (step > 0).all(axis=1)
     # Row i + 2 goes on where the step to row i + 1 was: a row that begins a series has no step before it.
     joins[1:] &= ~joins[:-1] | (step[1:] == step[:-1]).all(axis=1)

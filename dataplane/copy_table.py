@@ -22,7 +22,7 @@ from typing import Final
 
 import numpy as np
 
-from .boxes import Column
+from .boxes import Column, all_in_order
 from .errors import ManifestError
 from .manifest import ITEM_BYTES
 from .pieces import DTYPES
@@ -65,8 +65,10 @@ class CopyTable:
     @property
     def elements(self) -> Column:
         """(rows,): elements that each row copies."""
-        runs: Column = np.prod(self.grid, axis=1, dtype=np.int64)
-        return self.run * runs
+        found = self.run.copy()
+        for axis in range(AXES):
+            found *= self.grid[:, axis]
+        return found
 
     @property
     def target_bytes(self) -> Column:
@@ -81,6 +83,8 @@ class CopyTable:
 
     def take(self, rows: Column) -> CopyTable:
         """The rows named, in their order."""
+        if all_in_order(rows, len(self)):
+            return self
         return CopyTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @classmethod

@@ -26,12 +26,14 @@ from .plan import Reader
 from .wire_message import WireMessage, decode
 
 
-class Hello(WireMessage, frozen=True, tag=True):
+class Hello(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Receiver, first."""
 
     channel: str
     epoch: int
     engine: str
+    group: str = ""
+    """Of what is sent: the group that all of its workers still have."""
 
 
 class Exporting(WireMessage, frozen=True, tag=True, omit_defaults=True):

@@ -11,6 +11,8 @@ of the generation that the reader opened. What the regions hold may be read betw
 from __future__ import annotations
 
 import hashlib
+from itertools import chain
+from operator import attrgetter
 from typing import Final
 
 import msgspec
@@ -90,10 +92,7 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
             raise ManifestError(f"not a map of exported memory: {error}") from error
         if any(region.nbytes < 1 for region in found.regions):
             raise ManifestError("an exported region has no bytes")
-        if any(
-            not 0 <= place.region < len(found.regions) or not 0 <= place.offset < found.regions[place.region].nbytes
-            for place in found.places
-        ):
+        if not _inside(found):
             raise ManifestError("an exported tensor lies outside of its region")
         if found.parts is not None:
             _check_parts(found, found.parts)
@@ -105,8 +104,19 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     def columns(self) -> tuple[Column, Column]:
         """(places,), (places,): region and byte offset of each local tensor."""
-        region = np.array([place.region for place in self.places], np.int64)
-        return region, np.array([place.offset for place in self.places], np.int64)
+        both = np.fromiter(chain.from_iterable(map(_PLACE, self.places)), np.int64, 2 * len(self.places))
+        return both[::2].copy(), both[1::2].copy()
+
+
+def _inside(export: ExportMap) -> bool:
+    """Every place is one of a region that there is."""
+    try:
+        region, offset = export.columns()
+        sizes = np.array([each.nbytes for each in export.regions], np.int64)
+    except OverflowError:  # no memory is so large
+        return False
+    known = (region >= 0) & (region < len(sizes))
+    return bool(known.all() and (offset >= 0).all() and (offset < sizes[region]).all())
 
 
 def _check_parts(export: ExportMap, parts: Parts) -> None:
@@ -121,6 +131,7 @@ def _check_parts(export: ExportMap, parts: Parts) -> None:
         raise ManifestError(f"parts that end at {made.ends}, with marks at {marks[0]}, are none of {nbytes} bytes")
 
 
+_PLACE: Final = attrgetter("region", "offset")
 MOST_PARTS: Final = 64
 MARK_BYTES: Final = 8
 """Of the mark of a part."""

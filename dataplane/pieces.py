@@ -21,13 +21,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from .boxes import Box, Boxes, Column, widen
+from .boxes import Box, Boxes, Column, all_in_order, widen
 from .errors import ManifestError
 from .manifest import ITEM_BYTES, TensorSpec
 
@@ -36,6 +37,7 @@ DTYPES: Final = tuple(ITEM_BYTES)
 _NUMBERS: Final = {name: number for number, name in enumerate(DTYPES)}
 
 _MAX_AXES: Final = 8
+_MOST_KEY: Final = 1 << 62
 
 
 class View(msgspec.Struct, frozen=True):
@@ -117,6 +119,8 @@ class Pieces:
 
     def take(self, rows: Column) -> Pieces:
         """The pieces of these rows, in their order."""
+        if all_in_order(rows, len(self)):
+            return self
         return replace(
             self,
             boxes=self.boxes.take(rows),
@@ -162,14 +166,13 @@ class Pieces:
     def encode(self) -> bytes:
         """What travels between ranks: the same bytes for the same pieces, on every machine. Tensors go by digest."""
         numbers = self.numbers().astype("<i8").tobytes()
-        return _ENCODER.encode(_Wire(_digest(self.tensors), self.boxes.start.shape[1], numbers))
+        return _ENCODER.encode(_Wire(_about(self.tensors).digest, self.boxes.start.shape[1], numbers))
 
     @classmethod
     def decode(cls, blobs: Sequence[bytes], tensors: Sequence[TensorSpec]) -> Pieces:
         """What several holders encoded, all together. Raises `ManifestError` unless it describes these tensors."""
         described = tuple(tensors)
-        digest = _digest(described)
-        pieces = cls.join([_decode(blob, described, digest) for blob in blobs])
+        pieces = cls.join([_decode(blob, described) for blob in blobs])
         pieces.check()
         return pieces
 
@@ -180,7 +183,10 @@ class Pieces:
         if not known.all():
             raise ManifestError(f"piece {int(np.argmin(known))} names a tensor, dtype or place that there is not")
         inside = (self.boxes.start >= 0) & (self.boxes.start < self.boxes.stop)
-        inside &= self.boxes.stop <= self._shapes()[self.boxes.space]
+        shapes = widen(_about(self.tensors).shapes, inside.shape[1], 1)
+        if shapes.shape[1] > inside.shape[1] and len(self):
+            raise ManifestError(f"pieces of {inside.shape[1]} axes, of tensors that have up to {shapes.shape[1]}")
+        inside &= self.boxes.stop <= shapes[self.boxes.space, : inside.shape[1]]
         if not inside.all():
             odd = self.boxes.at(int(np.argmin(inside.all(axis=1))))
             raise ManifestError(f"a piece {odd.start}..{odd.stop} is empty or lies outside of its tensor")
@@ -195,11 +201,6 @@ class Pieces:
         ends = (self.boxes.start, self.boxes.stop, self.stride)
         return side_by_side(self.boxes.space, self.holder, self.storage, self.dtype, self.offset, self.shift, *ends)
 
-    def _shapes(self) -> Column:
-        axes = self.boxes.start.shape[1]
-        shapes = [spec.shape + (1,) * (axes - len(spec.shape)) for spec in self.tensors]
-        return np.array(shapes, np.int64).reshape(len(shapes), axes)
-
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: bytes
@@ -209,6 +210,52 @@ class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
 _DECODER: Final[msgspec.msgpack.Decoder[_Wire]] = msgspec.msgpack.Decoder(_Wire)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensors:
+    """What follows from served tensors alone; a planner asks for it again and again."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.sha256(_ENCODER.encode(self.tensors)).digest()
+
+    @cached_property
+    def dtypes(self) -> Column:
+        """(tensors,)."""
+        return _fixed(np.array([_NUMBERS[spec.dtype] for spec in self.tensors], np.int64))
+
+    @cached_property
+    def shapes(self) -> Column:
+        """(tensors, axes of the one with most): 1 where a tensor has no such axis."""
+        shapes = [spec.shape for spec in self.tensors]
+        axes = np.fromiter(map(len, shapes), np.int64, len(shapes))
+        row = np.repeat(np.arange(len(shapes)), axes)
+        extents = np.ones((len(shapes), int(axes.max(initial=0))), np.int64)
+        extents[row, np.arange(len(row)) - (np.cumsum(axes) - axes)[row]] = list(chain.from_iterable(shapes))
+        return _fixed(extents)
+
+
+_known: tuple[_Tensors, ...] = ()
+_MOST_KNOWN: Final = 4
+
+
+def _about(tensors: tuple[TensorSpec, ...]) -> _Tensors:
+    """Worked out once for the last few tuples of tensors: a layout's pieces, plans and proofs share one."""
+    global _known  # noqa: PLW0603 - replaced as a whole: threads may ask at a time
+    for each in _known:
+        if each.tensors is tensors:
+            return each
+    made = _Tensors(tensors)
+    _known = (*_known[1 - _MOST_KNOWN :], made)
+    return made
+
+
+def _fixed(column: Column) -> Column:
+    column.flags.writeable = False
+    return column
 
 
 def whole(spec: TensorSpec, dtype: str, storage: int) -> Piece:
@@ -242,17 +289,12 @@ def packed_strides(extents: Column) -> Column:
 
 def served_dtypes(pieces: Pieces) -> Column:
     """(pieces,): the dtype in which each piece's tensor is served."""
-    numbers = [_NUMBERS[spec.dtype] for spec in pieces.tensors]
-    return np.array(numbers, np.int64)[pieces.boxes.space]
+    return _about(pieces.tensors).dtypes[pieces.boxes.space]
 
 
 def served_strides(pieces: Pieces) -> Column:
     """(pieces, axes): elements between neighbours along each axis of each piece's tensor, packed."""
-    shapes = [spec.shape for spec in pieces.tensors]
-    axes = np.fromiter(map(len, shapes), np.int64, len(shapes))
-    row = np.repeat(np.arange(len(shapes)), axes)
-    extents = np.ones((len(shapes), pieces.boxes.start.shape[1]), np.int64)
-    extents[row, np.arange(len(row)) - (np.cumsum(axes) - axes)[row]] = list(chain.from_iterable(shapes))
+    extents = widen(_about(pieces.tensors).shapes, pieces.boxes.start.shape[1], 1)
     return packed_strides(extents)[pieces.boxes.space]
 
 
@@ -263,15 +305,37 @@ def side_by_side(*columns: Column) -> Column:
 
 def order_of(table: Column) -> Column:
     """The order in which the rows of a table ascend, earlier columns first; equal rows stay in order."""
-    varying = [column for column in table.T[::-1] if len(column) and column.min() != column.max()]
-    return np.lexsort(varying) if varying else np.arange(len(table))
+    keys = _keys(table)
+    if len(keys) == 1:
+        return np.argsort(keys[0], kind="stable")
+    return np.lexsort(keys[::-1]) if keys else np.arange(len(table))
 
 
-def _digest(tensors: Sequence[TensorSpec]) -> bytes:
-    return hashlib.sha256(_ENCODER.encode(tensors)).digest()
+def _keys(table: Column) -> list[Column]:
+    """Columns by which rows ascend as by all columns of the table: those that follow one another share a number."""
+    if not len(table):
+        return []
+    columns = np.ascontiguousarray(table.T)
+    least = columns.min(axis=1)
+    spans: list[int] = [int(most) - int(low) + 1 for most, low in zip(columns.max(axis=1), least, strict=True)]
+    found: list[Column] = []
+    room = 0
+    for column, low, span in zip(columns, least, spans, strict=True):
+        if span == 1:
+            continue
+        if room >= span:
+            found[-1] = found[-1] * span + (column - low)
+            room //= span
+        elif span <= _MOST_KEY:
+            found.append(column - low)
+            room = _MOST_KEY // span
+        else:
+            found.append(column)
+            room = 0
+    return found
 
 
-def _decode(blob: bytes, tensors: tuple[TensorSpec, ...], digest: bytes) -> Pieces:
+def _decode(blob: bytes, tensors: tuple[TensorSpec, ...]) -> Pieces:
     try:
         wire = _DECODER.decode(blob)
     except (ValueError, RecursionError) as error:
@@ -279,7 +343,7 @@ def _decode(blob: bytes, tensors: tuple[TensorSpec, ...], digest: bytes) -> Piec
     axes, width = wire.axes, 6 + 3 * wire.axes
     if not 1 <= axes <= _MAX_AXES or len(wire.numbers) % (8 * width):
         raise ManifestError(f"not a table of pieces: {len(wire.numbers)} bytes for {axes} axes")
-    if wire.tensors != digest:
+    if wire.tensors != _about(tensors).digest:
         raise ManifestError("the pieces are of other tensors than these: give every rank the same model and config")
     table = np.frombuffer(wire.numbers, "<i8").astype(np.int64).reshape(-1, width)
     start, stop, stride = (table[:, 6 + axes * part : 6 + axes * (part + 1)] for part in range(3))

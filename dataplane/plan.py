@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import msgspec
@@ -68,7 +69,11 @@ class Plan:
     staging_bytes: int
 
     def digest(self) -> str:
-        """SHA-256, hexadecimal: the name of exactly these copies."""
+        """SHA-256, hexadecimal: the name of exactly these copies. Computed once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
         parts = (self.recording.encode(), msgspec.msgpack.encode((self.reader, self.sources, self.staged)))
         rows = (self.copies.encode(), self.staging.encode())
         return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (*parts, *rows))).hexdigest()

@@ -165,7 +165,7 @@ class Recording:
         )
 
     def same(self, other: Recording) -> bool:
-        """Whether both say the same of the same tensors. Their digests say so too, and take ten times as long."""
+        """Whether both say the same of the same tensors. Their digests say so too, once they are made."""
         mine, others = [
             (each.rank, each.targets, each.loaded, each.unread, each.dropped, each.constants, each.unwritten,
              each.rewritten)

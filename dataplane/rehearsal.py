@@ -20,7 +20,7 @@ import numpy as np
 from . import worker_wire
 from .ahead import Ahead
 from .deadline import Deadline
-from .errors import NotRecordable, TransferFailed
+from .errors import DataplaneError, NotRecordable, TransferFailed
 from .exports import ExportMap, Place, Region
 from .frames import FrameListener
 from .local import open_runtime_dir
@@ -72,6 +72,7 @@ class Rehearsal:
         call = caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
         self._coming = Deadline(_COMING_S)
         models = 0
+        first: list[Recording] = []
         try:
             for model in itertools.count() if server.drafts else (0,):
                 if not self._workers.gather(listener, call, server.tp, model == 0, deadline, self._wait):
@@ -79,7 +80,9 @@ class Rehearsal:
                 self._coming = deadline  # the server has let us in
                 asked = self._workers.ask_to_record(_LAYOUT, tuple(tensors), {}, deadline)
                 made = self._workers.recorded(asked, tuple(tensors), deadline)
-                self._prove([made[digest] for digest in self._workers.recordings], deadline)
+                recordings = [made[digest] for digest in self._workers.recordings]
+                self._prove(recordings, deadline)
+                first = first or recordings
                 self._workers.let_go(worker_wire.Done())
                 self._workers.close()
                 models += 1
@@ -92,6 +95,8 @@ class Rehearsal:
             self.pending = not _returned(call, min(deadline.left(), RETURN_S) if came else 0.0)
             caller.shutdown(wait=False)
         call.result(0)
+        if not self.unproven:
+            self._plan(first[0])
         return models
 
     def _prove(self, recordings: Sequence[Recording], deadline: Deadline) -> None:
@@ -101,8 +106,14 @@ class Rehearsal:
             proof = make_proof(recordings)
             self._workers.prove(proof.ranks, needed, deadline, sent=self._sent)
             self._ahead.keep(recordings, proof)
-            _plan_once(recordings[0])
         except (NotRecordable, TransferFailed) as error:
+            self.unproven = str(error)
+
+    def _plan(self, recording: Recording) -> None:
+        """The server is back: it stands still for nothing that needs no worker."""
+        try:
+            _plan_once(recording)
+        except DataplaneError as error:
             self.unproven = str(error)
 
     def close(self) -> None:

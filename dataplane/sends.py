@@ -137,7 +137,7 @@ class SendsSender:
         self._ranks = {export.holder: End(f"rank {export.holder}") for export in exposed.exports}
         self._token = new_token()
         self._version, self._fell = session.version, False
-        self._early = self._foresee(ranks, peers)
+        self._early = None
         self._doorman = Doorman(self._host, self._token)
         self._lines = Lines(self._heard, lambda end, reason: self._drop(end, f"{end.name}: {reason}"))
         self._lines.watch(self._doorman, self._admit_all)
@@ -272,10 +272,9 @@ class SendsSender:
         if isinstance(hello, wire.RankHello):
             end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
         else:
-            early, _ = self._early or (None, None)
             invited = wire.Invited(
                 epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
-                alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=early,
+                alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=self._foresee(hello),
             )  # fmt: skip
             try:
                 lines.tell(end, wire.encoded(invited))
@@ -426,22 +425,25 @@ class SendsSender:
             return False
         return True
 
-    def _foresee(self, ranks: int, peers: Sequence[Peer]) -> tuple[wire.Group, TCPStore] | None:
-        """The group of a single engine, unless it may have the last one still."""
-        if self._nixl or len(peers) != 1 or self._stood.holds(frozenset({peers[0].engine})):
+    def _foresee(self, hello: wire.ToSender) -> wire.Group | None:
+        """The group of a single engine, unless it has the last one still: its sidecar may have begun anew since."""
+        alone = isinstance(hello, wire.Hello) and len(self._engines) == 1 and hello.group not in self._stood.names
+        if self._nixl or not alone:
             return None
+        ranks, workers = len(self._ranks), next(iter(self._engines.values())).workers
         store, name = serve_store(self._host), f"{self._name()}-early"
-        return self._group(ranks + peers[0].tp, ranks, name, store, ranks=ranks), store
+        group = self._group(ranks + workers, ranks, name, store, ranks=ranks)
+        self._early = group, store
+        return group
 
     def _let_form(self) -> None:
         """The ranks join what the engine's workers have begun to join."""
         if self._early is None or not all(end.forming for end in self._engines.values()):
             return
-        early, _ = self._early
         for rank, end in tuple(self._ranks.items()):
             if end.frames is not None and not end.forming:
                 end.forming = True
-                self._tell(end, wire.Form(group=seen_by(rank, early)))
+                self._tell(end, wire.Form(group=seen_by(rank, self._early[0])))
 
     def _name(self) -> str:
         return f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}"

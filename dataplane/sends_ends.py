@@ -48,10 +48,6 @@ class Stood:
         recent = (self._before, self._version)
         self._groups = {name: each for name, each in self._groups.items() if each[1] in recent}
 
-    def holds(self, engines: frozenset[str]) -> bool:
-        """There is one of just these engines."""
-        return any(formed.engines == engines for formed, _ in self._groups.values())
-
     def take(self, members: object, engines: frozenset[str], have: Callable[[str], bool]) -> Formed | None:
         """The group of these members, if all of them `have` the one of that name. No other one of an engine stays."""
         found = [formed for formed, _ in self._groups.values() if formed.members == members and have(formed.name)]

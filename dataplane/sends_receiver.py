@@ -180,7 +180,8 @@ class SendsReceiver(DirectReceiver):
         at_hand, self._at_hand = self._at_hand, None
         if at_hand is not None:
             return at_hand[1]
-        hello = sends_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine)
+        group = self._takers.group
+        hello = sends_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine, group=group)
         sends_wire.say(connection, hello, deadline)
         reply = sends_wire.hear_sender(connection, deadline, "the sender's invitation")
         if isinstance(reply, sends_wire.Refused | sends_wire.Invited) and reply.epoch != session.epoch:

@@ -200,7 +200,8 @@ class Takers:
     def group(self) -> str:
         """The one that all workers still have from the last transfer; empty when there is none."""
         name, until, members = self._group
-        return name if time.monotonic() < until and members == tuple(self._threads.values()) else ""
+        there = members == tuple(self._threads.values()) and not any(each.waiting() for each in members)
+        return name if there and time.monotonic() < until else ""
 
     def tell(self, reason: str) -> None:
         """Call it off. Who is gone needs no telling."""

@@ -30,7 +30,7 @@ TILE_WORDS: Final = 4 * TILE_VECTORS
 VECTORS: Final = (16, 8, 4, 2, 1)
 """Bytes. A thread moves one with a single instruction."""
 SOURCE: Final = 0
-"""The column of `copy_tiles` that holds addresses of sources."""
+"""The column of copies that holds addresses of sources."""
 
 
 class Tiles(NamedTuple):
@@ -52,18 +52,14 @@ def reciprocal(width: torch.Tensor) -> torch.Tensor:
     return torch.where(width > 1, found, 0)
 
 
-def copy_tiles(table: CopyTable, source_base: Column, target_base: Column, device: torch.device) -> list[Tiles]:
-    """The tiles of a table without casts; bases are the addresses of the regions. One for each size of vectors.
-
-    Columns: addresses of the first bytes of source and target; bytes from one run to the next, of both; and the shape.
-    """
-    return [Tiles(size, written) for size, _, _, written in _copies(table, source_base, target_base, device)]
-
-
 def staged_tiles(
     table: CopyTable, stages: Column, source_base: Column, target_base: Column, device: torch.device
 ) -> dict[int, list[Tiles]]:
-    """`copy_tiles` of the rows of each stage, (rows,) `stages`, which ascend: parts of what is written at once."""
+    """The tiles of a table without casts, by stage, and for each one of every size of vectors that it has.
+
+    Bases are the addresses of the regions. `stages`, (rows,), ascend: their tiles are parts of what is written at once.
+    Columns: addresses of the first bytes of source and target; bytes from one run to the next, of both; and the shape.
+    """
     found: dict[int, list[Tiles]] = defaultdict(list)
     for size, rows, cut, written in _copies(table, source_base, target_base, device):
         of = stages[rows]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -104,3 +105,13 @@ def receiver(
             return DiskReceiver()
         case _:
             raise Unsupported(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
+
+
+def load(kinds: Iterable[str]) -> None:
+    """Import what receivers of these kinds are made of, so that no server stands still for it.
+
+    What cannot be imported is missed when it is asked for.
+    """
+    for kind in kinds:
+        with contextlib.suppress(ImportError, Unsupported):
+            receiver(kind)

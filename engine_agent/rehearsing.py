@@ -1,5 +1,7 @@
 """Has the server's loader recorded before the coordinator hears of this engine: its first round need not do it then.
 
+Transports are imported then, too, whether or not anything is recorded.
+
 What is recorded with is what the served checkpoint's files say, or the manifest of the last version that was copied
 here in an earlier life of the agent. A version of other tensors is recorded in its round. Nothing here can fail the
 agent: whatever speaks against it is a line in the log.
@@ -11,6 +13,7 @@ waited for by those behind it, and by the recording, which is soon given up; the
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -18,11 +21,11 @@ from pathlib import Path
 from typing import Final
 
 from weightbus.control.log import get_log
+from weightbus.dataplane import transports
 from weightbus.dataplane.ahead import Ahead
 from weightbus.dataplane.errors import DataplaneError, ManifestError
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.rehearsal import Rehearsal
-from weightbus.dataplane.transports import default_runtime_dir
 
 from . import checkpoint, validate
 from .checkpoint import Expected
@@ -58,7 +61,8 @@ class Rehearsing:
     ) -> None:
         """`view` is what is known of the engine now; `post` wakes whoever waits for `over`.
 
-        `foresee` is told the manifest of the last version that was copied here, if it may come again.
+        `foresee` is told the manifest of the last version that was copied here, if it may come again, or else the one
+        that the checkpoint suggests.
         """
         self._settings, self._server, self._view, self._post, self._foresee = settings, server, view, post, foresee
         self._path = settings.state_dir / f"{settings.name}.manifest"
@@ -80,6 +84,7 @@ class Rehearsing:
     def carry_out(self) -> None:
         """Never raises."""
         try:
+            transports.load(kind.value for kind in self._settings.transports)
             if not self._over:
                 self._record()
         except (EngineAgentError, DataplaneError, OSError, ValueError) as error:
@@ -115,12 +120,12 @@ class Rehearsing:
         expected = checkpoint.expected(self._settings.model_path or Path(facts.model_path))
         if objection := _objection(facts, server.dialect, expected, lent=server.lent):
             return _log.info("not_recorded_ahead", reason=objection)
-        tensors = self._remembered(facts, expected, ways[0]) or tensors_of(facts, expected)
+        tensors = self._remembered(facts, expected, ways[0]) or self._guessed(facts, expected)
         server.expect(facts.identity)
         if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
-        folder = self._settings.runtime_dir or default_runtime_dir()
+        folder = self._settings.runtime_dir or transports.default_runtime_dir()
         rehearsal = Rehearsal(folder, sent="sends" in ways, ahead=self.ahead)
         if not self._let_close(rehearsal):
             return None
@@ -156,6 +161,16 @@ class Rehearsing:
         self._kept = manifest.digest()
         self._foresee(manifest)
         return manifest.tensors
+
+    def _guessed(self, facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
+        """The checkpoint's. A trainer that names them in this order, in buckets of the usual size, has that manifest.
+
+        Raises `UnfitManifest` where a dtype is not known.
+        """
+        tensors = tensors_of(facts, expected)
+        with contextlib.suppress(ManifestError):
+            self._foresee(Manifest.of(next(iter(facts.architectures), ""), tensors))
+        return tensors
 
 
 def tensors_of(facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:

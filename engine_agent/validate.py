@@ -92,8 +92,7 @@ def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Ex
         *_server(facts, dialect, transport),
         *objections(expected.quantisation, expected.shapes, facts, dialect),
         *_model(manifest, facts),
-        *_names(manifest, expected),
-        *_tensors(manifest, facts, expected),
+        *_layout(manifest, facts, expected),
     ]
     if problems:
         raise UnfitManifest("; ".join(problems) + ". Nothing was sent to the server")
@@ -117,6 +116,15 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
 def _model(manifest: Manifest, facts: ServerFacts) -> Iterator[str]:
     if facts.architectures and manifest.model not in facts.architectures:
         yield f"the manifest is of {manifest.model}, the server serves {', '.join(facts.architectures)}"
+
+
+def _layout(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Iterator[str]:
+    """What is wrong with its tensors. Looked for only where they are not just those of the checkpoint."""
+    shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
+    dtypes = {tensor.name: tensor.dtype for tensor in manifest.tensors}
+    if shapes != expected.shapes or dtypes != expected.dtypes:
+        yield from _names(manifest, expected)
+        yield from _tensors(manifest, facts, expected)
 
 
 def _names(manifest: Manifest, expected: Expected) -> Iterator[str]:

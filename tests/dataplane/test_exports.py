@@ -16,6 +16,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from weightbus.dataplane import export_wire as wire
 from weightbus.dataplane import importer as exported
@@ -344,6 +346,26 @@ def test_descriptors_are_closed_behind_mappings(exporter: RegionExporter, import
 MADE = ExportMap(
     0, "here", (Region(100, "cpu"), Region(4096, "cpu")), (Place(0, 0), Place(1, 64)), Parts(1, (8, 32), 64)
 )
+
+
+@given(
+    st.lists(st.integers(1, 9), max_size=3),
+    st.lists(
+        st.tuples(st.sampled_from([-1, 0, 1, 2, 3, 1 << 63]), st.sampled_from([-1, 0, 3, 8, 9, 1 << 63])), max_size=4
+    ),
+)
+def test_maps_with_tensors_outside_of_their_regions_are_refused(
+    sizes: list[int], places: list[tuple[int, int]]
+) -> None:
+    """Whatever the numbers."""
+    regions = tuple(Region(size, "cpu") for size in sizes)
+    blob = ExportMap(0, "h", regions, tuple(Place(*each) for each in places)).encode()
+    if all(0 <= region < len(sizes) and 0 <= offset < sizes[region] for region, offset in places):
+        columns = ExportMap.decode(blob).columns()
+        assert list(zip(*(column.tolist() for column in columns), strict=True)) == places
+        return
+    with pytest.raises(ManifestError, match="outside of its region"):
+        ExportMap.decode(blob)
 
 
 def test_parts_travel_with_their_map() -> None:

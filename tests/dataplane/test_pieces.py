@@ -2,6 +2,7 @@
 
 import time
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
 
@@ -15,7 +16,7 @@ from weightbus.dataplane import cover
 from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.errors import CoverageError, ManifestError
 from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides, whole
+from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides, order_of, whole
 
 FEW = settings(max_examples=40, deadline=None)
 Place = tuple[int, int, int]
@@ -201,6 +202,24 @@ def test_a_part_of_a_piece_is_where_the_piece_says(pieces: Pieces) -> None:
     assert corners
     for element, found in corners.items():
         assert set(found) <= set(everywhere[element])
+
+
+@given(st.data())
+def test_rows_ascend_as_they_would_column_by_column(data: st.DataObject) -> None:
+    """However far apart the numbers of a column are, and whether or not they differ."""
+    least = st.sampled_from([0, -3, 1 << 40, -(1 << 63), (1 << 63) - 4])
+    kinds = [(data.draw(least), data.draw(st.sampled_from([1, 2, 4]))) for _ in range(data.draw(st.integers(1, 5)))]
+    wide = st.sampled_from([-(1 << 63), 0, (1 << 63) - 1])
+    rows = data.draw(st.lists(st.tuples(*(st.integers(a, a + n - 1) | wide for a, n in kinds)), max_size=12))
+    table = np.array(rows, np.int64).reshape(len(rows), len(kinds))
+    assert order_of(table).tolist() == sorted(range(len(rows)), key=lambda row: rows[row])
+
+
+def test_pieces_of_fewer_axes_than_their_tensors_are_refused() -> None:
+    """They would say nothing of where on the others they are."""
+    flat = Pieces.of([TensorSpec("a", "float32", (4,))], [whole(TensorSpec("a", "float32", (4,)), "float32", 0)])
+    with pytest.raises(ManifestError, match="1 axes"):
+        replace(flat, tensors=(TensorSpec("a", "float32", (4, 2)),)).check()
 
 
 def test_a_model_of_20000_tensors_on_64_ranks_takes_seconds() -> None:

@@ -22,7 +22,7 @@ from weightbus.dataplane.copy_torch import TorchCopies, TorchDigest
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.integrity import mix
 from weightbus.dataplane.pieces import DTYPES
-from weightbus.dataplane.tiles import TILE_VECTORS, TILE_WORDS, copy_tiles, reciprocal, staged_tiles, word_tiles
+from weightbus.dataplane.tiles import TILE_VECTORS, TILE_WORDS, Tiles, reciprocal, staged_tiles, word_tiles
 
 REGION = 1 << 18
 
@@ -70,6 +70,11 @@ def copies(draw: st.DrawFn) -> CopyTable:
     )  # fmt: skip
 
 
+def tiles_of(table: CopyTable, bases: tuple[Column, Column]) -> list[Tiles]:
+    """Of all rows at once: there is one stage."""
+    return staged_tiles(table, np.zeros(len(table), np.int64), *bases, torch.device("cpu"))[0]
+
+
 def fits(table: CopyTable) -> bool:
     reach = [(table.grid - 1) * step for step in (table.source_step, table.target_step)]
     ends = [at + each.sum(axis=1) for at, each in zip((table.source_at, table.target_at), reach, strict=True)]
@@ -86,7 +91,7 @@ def test_tiles_copy_what_the_table_says(table: CopyTable) -> None:
     TorchCopies(table, [source], [expected]).run()
     bases = column(source.data_ptr()), column(found.data_ptr())
 
-    for vector, tiles in copy_tiles(table, *bases, torch.device("cpu")):
+    for vector, tiles in tiles_of(table, bases):
         for src, dst, src_step, dst_step, shape, magic in tiles.tolist():
             rows, width = shape >> 32, shape & 0xFFFFFFFF
             assert rows * width <= TILE_VECTORS
@@ -103,13 +108,13 @@ def test_tiles_copy_what_the_table_says(table: CopyTable) -> None:
 @settings(max_examples=50, deadline=None)
 def test_rows_are_cut_one_by_one(tables: list[CopyTable]) -> None:
     """The tiles of a table are those of its rows, one after another."""
-    cpu, bases = torch.device("cpu"), (column(1 << 40), column(1 << 41))
+    bases = column(1 << 40), column(1 << 41)
     alone: dict[int, list[torch.Tensor]] = {}
     for table in tables:
-        for vector, tiles in copy_tiles(table, *bases, cpu):
+        for vector, tiles in tiles_of(table, bases):
             alone.setdefault(vector, []).append(tiles)
     together = joined(tables)
-    found = dict(copy_tiles(together, *bases, cpu))
+    found = dict(tiles_of(together, bases))
 
     assert found.keys() == alone.keys()
     assert all(torch.equal(tiles, torch.cat(alone[vector])) for vector, tiles in found.items())
@@ -120,16 +125,16 @@ def test_rows_are_cut_one_by_one(tables: list[CopyTable]) -> None:
 def test_stages_are_cut_as_if_alone(rows: list[tuple[CopyTable, int]]) -> None:
     """Each stage has the tiles of its own rows, and no other."""
     rows = sorted(rows, key=lambda each: each[1])
-    cpu, bases = torch.device("cpu"), (column(1 << 40), column(1 << 41))
+    bases = column(1 << 40), column(1 << 41)
     tables: dict[int, list[CopyTable]] = {}
     for table, stage in rows:
         tables.setdefault(stage, []).append(table)
     together = joined([table for table, _ in rows])
-    found = staged_tiles(together, np.repeat(*stages_of(rows)), *bases, cpu)
+    found = staged_tiles(together, np.repeat(*stages_of(rows)), *bases, torch.device("cpu"))
 
     assert found.keys() == tables.keys()
     for stage, mine in tables.items():
-        alone = dict(copy_tiles(joined(mine), *bases, cpu))
+        alone = dict(tiles_of(joined(mine), bases))
         assert dict(found[stage]).keys() == alone.keys()
         assert all(torch.equal(tiles, alone[vector]) for vector, tiles in found[stage])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,3 +156,26 @@ def test_a_broadcast_group_over_ipv6(tmp_path: Path) -> None:
 def refuse(_address: Address, _rank_offset: int, _deadline_s: float) -> None:
     """A server that ends when it is asked to join."""
     raise TransferFailed("died while it joined")
+
+
+def test_what_was_loaded_is_not_imported_again() -> None:
+    """A server stands still when its receiver is made. In a process of its own: this one has all modules."""
+    code = """
+import sys
+from weightbus.dataplane import transports
+transports.load(transports.KINDS)
+known = set(sys.modules)
+for kind in transports.KINDS:
+    transports.receiver(kind)
+assert set(sys.modules) == known, set(sys.modules) - known
+assert "weightbus.dataplane.sends_receiver" in known
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_cannot_be_imported_is_missed_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are loaded all the same."""
+    monkeypatch.setitem(sys.modules, "weightbus.dataplane.sends_receiver", None)
+    transports.load(("sends", "gone", "local"))
+    with pytest.raises(ImportError):
+        transports.receiver("sends")

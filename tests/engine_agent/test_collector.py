@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from weightbus.control.messages import PauseMode
+from weightbus.control.telemetry import Meters, Side
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.collector import resting
+from weightbus.engine_agent.errors import ServerError
+from weightbus.engine_agent.events import Broken, PauseServer
+from weightbus.engine_agent.worker import Worker
 
 
 @pytest.fixture(autouse=True)
@@ -56,5 +63,22 @@ def test_it_rests_in_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(worker_loader, "_exchange", exchange)
     worker_loader.load(torch.nn.Module(), [])
+    assert seen == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_it_rests_in_the_sidecar_while_an_operation_is_carried_out(*, fails: bool) -> None:
+    """Whatever comes of it."""
+    seen: list[bool] = []
+
+    def pause(*_: object) -> None:
+        seen.append(gc.isenabled())
+        if fails:
+            raise ServerError("/pause_generation", "not now")
+
+    server = cast("Any", SimpleNamespace(expect=lambda _: None, pause=pause))
+    worker = Worker("e0", server, cast("Any", None), None, Meters(Side.ENGINE))
+    assert isinstance(worker.perform(PauseServer(PauseMode.IN_PLACE, 1.0)), Broken) is fails
     assert seen == [False]
     assert gc.isenabled()

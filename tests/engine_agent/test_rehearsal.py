@@ -110,18 +110,6 @@ def test_a_model_whose_tensors_moved_meanwhile_is_recorded_in_its_round(world: W
     assert holds(world.server, world.trainer.values)
 
 
-def test_a_model_that_has_more_tensors_by_now_is_recorded_in_its_round(world: World, recorded: list[int]) -> None:
-    """What was recorded numbers the tensors that there were."""
-    rehearse(world)
-    for model in world.server.models:
-        model.register_buffer("added", torch.zeros(4))
-
-    world.round()
-
-    assert len(recorded) == 2 * world.server.tp
-    assert all(len(each.targets) == len(SPECS) + 1 for each in world.receiver._recordings.values())
-
-
 def test_a_sidecar_that_begins_anew_finds_what_was_recorded(world: World, recorded: list[int]) -> None:
     """The workers keep it, whoever asked for it."""
     world.round()
@@ -204,13 +192,19 @@ def test_in_another_order_the_proof_is_the_same(world: World, worked_out: list[s
     assert holds(world.server, world.trainer.values)
 
 
-def test_another_model_by_now_has_a_proof_of_its_own(world: World, worked_out: list[str]) -> None:
-    """What was worked out speaks of targets that are not there any more."""
+def test_a_model_that_has_more_tensors_by_now_begins_anew(
+    world: World, recorded: list[int], worked_out: list[str]
+) -> None:
+    """What was recorded, and the proof of it, number the tensors that there were."""
     rehearse(world)
     for model in world.server.models:
         model.register_buffer("added", torch.zeros(4))
+
     world.round()
+
+    assert len(recorded) == 2 * world.server.tp
     assert worked_out.count("proof") == 2
+    assert all(len(each.targets) == len(SPECS) + 1 for each in world.receiver._recordings.values())
 
 
 @pytest.mark.parametrize("what", ["moved", "another dtype", "asked otherwise"])
@@ -277,6 +271,23 @@ def test_draft_models_are_recorded_too(tmp_path: Path, monkeypatch: pytest.Monke
         world.round()
         assert len(recorded) == 2
         assert holds(world.server, world.trainer.values)
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("drafts", [(), (Shard,)], ids=["one model", "and a draft"])
+def test_nothing_is_planned_while_the_server_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: tuple[type[Shard], ...]
+) -> None:
+    """A plan needs no worker."""
+    world = World(tmp_path / "r", 1, monkeypatch, drafts=drafts)
+    returned, plain = threading.Event(), world.server.load_direct
+    monkeypatch.setattr(world.server, "load_direct", lambda *given: (plain(*given), returned.set())[0])
+    seen: list[bool] = []
+    monkeypatch.setattr(rehearsal, "_plan_once", lambda _: seen.append(returned.is_set()))
+    try:
+        rehearse(world)
+        assert seen == [True]
     finally:
         world.close()
 

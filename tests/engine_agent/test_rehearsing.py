@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.dataplane import rehearsal
+from weightbus.dataplane import rehearsal, transports
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.engine_agent import rehearsing
@@ -90,6 +90,18 @@ def specs_of(folder: Path) -> list[TensorSpec]:
     return [TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in read(folder).items()]
 
 
+@pytest.mark.parametrize("record_ahead", [True, False])
+def test_transports_are_imported_before_anybody_waits(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, *, record_ahead: bool
+) -> None:
+    """All that may be used, recorded or not."""
+    loaded: list[str] = []
+    monkeypatch.setattr(transports, "load", loaded.extend)
+    stage.record_ahead = record_ahead
+    stage.carry_out()
+    assert sorted(loaded) == sorted(transports.KINDS)
+
+
 def test_the_checkpoints_files_say_what_is_recorded(stage: Stage) -> None:
     """Names, shapes and dtypes of all of its tensors."""
     _, said = stage.carry_out()
@@ -98,6 +110,12 @@ def test_the_checkpoints_files_say_what_is_recorded(stage: Stage) -> None:
     assert sorted(stage.asked[0], key=lambda spec: spec.name) == sorted(
         specs_of(stage.fake.checkpoint), key=lambda spec: spec.name
     )
+
+
+def test_what_the_files_suggest_is_the_manifest_of_a_trainer_that_keeps_their_order(stage: Stage) -> None:
+    """Such a version has that digest, and neither fetches nor reads its manifest."""
+    stage.carry_out()
+    assert [each.digest() for each in stage.foreseen] == [Manifest.of("Qwen3ForCausalLM", stage.asked[0]).digest()]
 
 
 def test_the_last_versions_manifest_goes_before_the_files(stage: Stage) -> None:
@@ -109,7 +127,7 @@ def test_the_last_versions_manifest_goes_before_the_files(stage: Stage) -> None:
     stage.carry_out()
 
     assert stage.asked[1] == last.tensors != stage.asked[0]
-    assert stage.foreseen == [last]
+    assert stage.foreseen[1:] == [last]
 
 
 @pytest.mark.parametrize("spoil", ["another model", "other shapes", "not a manifest"])

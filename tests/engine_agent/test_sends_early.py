@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane import direct_receiver, standing
+from weightbus.dataplane import direct_receiver, sends, standing
 from weightbus.dataplane.errors import DataplaneError, PeerLost, TransferFailed
 from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.sends_receiver import SendsReceiver
@@ -81,6 +81,32 @@ def test_it_forms_while_the_engine_plans(world: SendsWorld, formed: list[str], m
         assert holds(world.server, world.trainer.values)
     assert (len(formed), len(set(formed))) == (MEMBERS, 1)
     assert formed[0].endswith("-early")
+
+
+@pytest.mark.parametrize("who", ["the sidecar", "the server"])
+def test_it_forms_early_for_an_engine_that_came_back(world: SendsWorld, formed: list[str], who: str) -> None:
+    """The trainer has the group of the last version still; the engine says that it has not."""
+    world.round()
+    if who == "the sidecar":
+        world.receiver.shutdown()
+        world.receiver = SendsReceiver(world.runtime)
+    else:
+        worker_loader.forget()
+    world.trainer.step(1)
+    world.round()
+    assert holds(world.server, world.trainer.values)
+    assert (len(formed), len(set(formed))) == (2 * MEMBERS, 2)
+    assert formed[-1].endswith("-early")
+    world.round(stage=True)
+    assert len(formed) == 2 * MEMBERS
+
+
+def test_nothing_is_made_ready_for_a_group_that_stands(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store costs every round its time."""
+    world.round()
+    monkeypatch.setattr(sends, "serve_store", None)
+    world.round()
+    world.round(stage=True)
 
 
 def test_an_engine_that_cannot_prepare_leaves_nobody_in_it(
