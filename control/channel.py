@@ -299,8 +299,8 @@ class Channel(Standing):
             case RoundClosed():
                 self._close(record, now)
 
-    def not_persisted(self, record: ChannelRecord, reason: str, now: float) -> None:
-        """`record` could not be written: nothing that depends on it happens."""
+    def not_persisted(self, record: ChannelRecord, reason: str, now: float, *, again: bool = True) -> None:
+        """`record` could not be written: nothing that depends on it happens. `again`: it may be tried later."""
         match record:
             case EpochTaken():
                 if record.redrive and self.round:
@@ -311,7 +311,7 @@ class Channel(Standing):
                 pass  # the engine says it again
             case Committed():
                 if self.round:
-                    self.round.commit_refused(reason, now)
+                    self.round.commit_refused(reason, now, again=again)
             case RoundClosed():
                 self._close(record, now)  # only the memory of the answer is at stake, not the version
 

@@ -10,6 +10,7 @@ import pytest
 
 from weightbus.control import codec, states
 from weightbus.control.effects import (
+    AnyEffect,
     Committed,
     JournalChanged,
     Persist,
@@ -402,6 +403,28 @@ def test_commit_waits_for_the_disk_and_gives_up_at_its_deadline(recovers: bool) 
     assert world.committed == (1 if recovers else None)
     assert engine.generating is recovers
     assert engine.health is (EngineHealth.CLEAN if recovers else EngineHealth.PENDING)
+
+
+def test_a_commit_that_the_journal_does_not_take_ends_its_round() -> None:
+    """It holds a newer version than was known: nothing is tried again, no alarm goes off, and others are committed."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    perform = world.perform
+
+    def refuse(effect: AnyEffect) -> None:
+        if isinstance(effect, Persist) and isinstance(effect.record, Committed) and effect.record.version < 6:
+            world.handle(PersistFailed(token=effect.token, reason="holds version 5", again=False))
+        else:
+            perform(effect)
+
+    world.perform = refuse  # type: ignore[method-assign]
+    done = world.publish(trainer, 4)
+    assert (done.outcome, engine.generating) == (Outcome.ABORTED, False)
+    assert done.reason == "the version could not be made durable: the journal does not take it: holds version 5"
+    assert not world.machine.status(world.now).read_only
+    assert not [note for note in world.observed if isinstance(note, JournalChanged)]
+    assert world.publish(trainer, 6).outcome is Outcome.COMMITTED
+    assert (world.committed, engine.label) == (6, 6)
 
 
 def test_a_commit_that_waited_for_the_disk_counts_its_engines_again() -> None:

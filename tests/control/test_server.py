@@ -13,9 +13,9 @@ import pytest
 
 from weightbus.control.bus import RouterBus
 from weightbus.control.dealer import DealerLink
-from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, LeaseEnded, Refusal, SendTo
+from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, Committed, LeaseEnded, Refusal, SendTo
 from weightbus.control.election import Deposed, Term
-from weightbus.control.errors import JournalUnwritable
+from weightbus.control.errors import JournalUnwritable, NotNewer
 from weightbus.control.etcd import Etcd, KeyValue, Outcome
 from weightbus.control.etcd_journal import EtcdJournal
 from weightbus.control.events import Peer
@@ -38,6 +38,9 @@ from weightbus.control.messages import (
     Role,
     RoundDone,
     Welcome,
+)
+from weightbus.control.messages import (
+    Outcome as Ended,
 )
 from weightbus.control.reporter import TimedJournal
 from weightbus.control.server import GATHER_PACE, GATHER_S, SETTLE_S, Server
@@ -284,6 +287,33 @@ def test_journal_that_fails_is_tried_again() -> None:
     wire.until(lambda: not running.server.status.read_only)
     trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
     wire.until(lambda: bool(trainer.got(Granted)))
+    running.stop()
+    bus.close()
+
+
+class NewerJournal(FailingJournal):
+    """A journal that holds a version of which nobody knows."""
+
+    def write(self, record: AnyRecord) -> None:
+        if isinstance(record, Committed):
+            raise NotNewer("j", "holds version 5", "publish a higher one")
+        self.records.append(record)
+
+
+def test_a_journal_that_holds_a_newer_version_ends_the_round_and_not_the_loop() -> None:
+    """The trainer is told, and the loop serves on."""
+    bus, journal = MemoryBus(), NewerJournal()
+    running = Running(Server(bus, journal, LIMITS, observe=lambda _what: None))  # type: ignore[arg-type]
+    wire = Wire(bus.link)
+    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
+    wire.until(lambda: bool(trainer.got(Welcome)))
+    for version in (1, 2):
+        trainer.acquire(version)
+        wire.until(lambda version=version: len(trainer.got(RoundDone)) == version)
+    assert {(each.outcome, each.reason.partition(": ")[2]) for each in trainer.got(RoundDone)} == {
+        (Ended.ABORTED, "the journal does not take it: holds version 5")
+    }
+    assert not running.server.status.read_only
     running.stop()
     bus.close()
 

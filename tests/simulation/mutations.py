@@ -135,14 +135,14 @@ MUTATIONS: Final = (
         "refused-write-taken-for-durable",
         "durable-before-said",
         SERVER,
-        "PersistFailed(token=effect.token, reason=str(error))",
-        "Persisted(token=effect.token)",
+        "PersistFailed(token=effect.token, reason=str(error)))",
+        "Persisted(token=effect.token))",
     ),
     _m(
         "commit-rolls-forward-when-the-disk-refuses",
         "durable-before-said",
         CHANNEL,
-        "                    self.round.commit_refused(reason, now)",
+        "                    self.round.commit_refused(reason, now, again=again)",
         "                    self.round.committed(now)",
     ),
     _m(
