@@ -191,8 +191,8 @@ class EtcdJournal:
         newer = before is None or before.version < record.version or record.rollback
         same = before is not None and (before.version, before.table) == (record.version, record.table)
         if before is not None and not (newer or same) and record.channel in self._untold:
-            held = f"holds version {before.version} of {record.channel!r}, by a commit whose answer was lost"
-            problem = f"{held}, and version {record.version} is not newer"
+            found = f"holds version {before.version} of {record.channel!r}, by a commit whose answer was lost"
+            problem = f"{found}, and version {record.version} is not newer"
             raise NotNewer(self._where, problem, "publish a higher one")
         if row.epoch < record.epoch or not (newer or same):
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
