@@ -193,7 +193,12 @@ class Channel(Standing):
         engine = self.engines.get(name)
         if engine is None:
             return False
+        first, engine.heard = not engine.heard, True
         moved = message.epoch > min(engine.seen, self.epoch) and self._saw(engine, message.epoch, now)
+        idle = not engine.serving and self._duties.get(name) is None and not self._takes_part(name)
+        if first and engine.untold and idle:
+            self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
+            moved = True
         if message.health is None:
             return moved
         engine.lends(self.committed, lent=message.lent)
