@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from weightbus.control import channel as module
-from weightbus.control.effects import EngineAhead, EpochRaised, EpochTaken
+from weightbus.control.effects import EngineAhead, EpochRaised, EpochTaken, ReadinessChanged
 from weightbus.control.ids import Epoch
 from weightbus.control.messages import Abort, EngineHealth, Granted, Outcome, Prepare, Publish, Refused, Welcome
 
@@ -205,8 +205,11 @@ def test_who_may_be_paused_by_a_life_that_is_forgotten_is_not_listed() -> None:
     assert e0.health is EngineHealth.CLEAN
     assert world.machine.channels[CHANNEL].epoch == 0
     assert world.ready == ()
+    world.observed.clear()
     world.advance(world.limits.heartbeat_s)
     assert e0.epoch > 1000
+    noted = [each for each in world.observed if isinstance(each, EngineAhead | ReadinessChanged)]
+    assert [type(each) for each in noted] == [EngineAhead, ReadinessChanged], "and not in between"
     assert world.ready == ("e0",)
 
 

@@ -11,6 +11,7 @@ from typing import cast
 import msgspec
 import pytest
 
+from weightbus.control import server as module
 from weightbus.control.bus import RouterBus
 from weightbus.control.dealer import DealerLink
 from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, Committed, LeaseEnded, Refusal, SendTo
@@ -29,6 +30,7 @@ from weightbus.control.messages import (
     Acquire,
     Alive,
     Code,
+    Commit,
     Granted,
     Heartbeat,
     Hello,
@@ -48,6 +50,7 @@ from weightbus.control.telemetry import Meters, Side
 
 from .world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
 
+PROTOCOL = Path(module.__file__).with_name("PROTOCOL.md")
 LIMITS = Limits(retry_s=0.05, probe_s=0.05, heartbeat_s=0.2, silence_s=60.0)
 
 
@@ -245,6 +248,31 @@ def test_stop_while_a_trainer_holds_a_lease(start: Callable[..., Running]) -> No
     wire.until(lambda: bool(trainer.got(Granted)))
     assert running.stop() < 15
     assert running.server.status.channels[CHANNEL].lease is None
+
+
+def test_a_stop_waits_for_nobody_longer_than_it_says(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is durable is carried on, for as long as `STOP_S`: a service manager kills soon after that."""
+    assert f"at most {module.STOP_S:g} s; then the sockets close" in " ".join(PROTOCOL.read_text().split())
+    monkeypatch.setattr(module, "STOP_S", 0.5)
+    running = start(MemoryBus())
+    bus = cast("MemoryBus", running.server._bus)
+    wire = Wire(bus.link)
+    engine = wire.add(Engine(wire.world, "e0", engine_info("e0")))
+    assert isinstance(engine, Engine)
+    engine.script[Commit] = lambda _message: None
+    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
+    wire.until(lambda: bool(engine.got(Welcome) and trainer.got(Welcome)))
+    assert isinstance(trainer, Trainer)
+    trainer.acquire(1)
+    wire.until(lambda: bool(engine.got(Commit)))
+    began = time.monotonic()
+    running.server.stop()
+    running.thread.join(10.0)
+    assert not running.thread.is_alive()
+    assert time.monotonic() - began >= 0.5
+    assert not running.server.machine.stopped, "the round is not over"
 
 
 class FailingJournal:
