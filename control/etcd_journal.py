@@ -9,9 +9,10 @@ There is no audit trail here; the coordinators' logs have the same events.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -79,6 +80,8 @@ class EtcdJournal:
         self._replies: dict[Channel, deque[str]] = {}
         """Keys of the answers that are kept, by channel, the oldest first."""
         self._answers: dict[Channel, dict[RequestId, Ending]] = {}
+        self._nobodys: list[str] = []
+        """Keys of answers of channels that were forgotten."""
         self._meta = _Meta()
         self.boot = 0
         self.stride = by or stride()
@@ -104,6 +107,7 @@ class EtcdJournal:
             operations = [put(self._key("channel", name), msgspec.json.encode(rows[name])) for name in some]
             written_at = self._write([], operations)
             self._rows.update({name: (rows[name], written_at) for name in some})
+        self._delete(self._nobodys)
         self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
 
     def confirm(self) -> None:
@@ -120,10 +124,18 @@ class EtcdJournal:
                 case RoundClosed():
                     self._write_reply(record, [], [])
                 case ChannelForgotten():
-                    self._forget(record.channel)
+                    self._forget((record.channel,))
                 case Probe():
                     self._meta = msgspec.structs.replace(self._meta, probed=self._meta.probed + 1)
                     self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
+        except EtcdUnavailable as error:
+            raise JournalUnwritable(self._where, error.problem, _RETRY) from error
+
+    def forget(self, channels: Collection[Channel]) -> None:
+        """All of them, or raise as `write` does and forget none."""
+        self._term.confirm()
+        try:
+            self._forget(channels)
         except EtcdUnavailable as error:
             raise JournalUnwritable(self._where, error.problem, _RETRY) from error
 
@@ -177,14 +189,21 @@ class EtcdJournal:
         if row.committed != before.committed:
             self._untold.add(channel)
 
-    def _forget(self, channel: Channel) -> None:
-        key = self._key("channel", channel)
-        _, revision = self._rows.get(channel, (_Row(), 0))
-        gone = [key, *self._replies.get(channel, ())]
-        self._write([modified_at(key, revision)], list(map(delete, gone)))
-        for known in (self._rows, self._replies, self._answers):
-            known.pop(channel, None)
-        self._untold.discard(channel)
+    def _forget(self, channels: Collection[Channel]) -> None:
+        """One transaction has no room for their answers too, which are nobody's then: what stays goes at a start."""
+        keys = {self._key("channel", name): self._rows.get(name, (_Row(), 0))[1] for name in channels}
+        self._write([modified_at(key, revision) for key, revision in keys.items()], list(map(delete, keys)))
+        gone = [key for name in channels for key in self._replies.get(name, ())]
+        for name in channels:
+            for known in (self._rows, self._replies, self._answers):
+                known.pop(name, None)
+            self._untold.discard(name)
+        with contextlib.suppress(EtcdUnavailable, JournalUnwritable):
+            self._delete(gone)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for at in range(0, len(keys), MOST_OPERATIONS):
+            self._write([], list(map(delete, keys[at : at + MOST_OPERATIONS])))
 
     def _committed(self, row: _Row, record: Committed) -> _Row:
         before = row.committed
@@ -263,6 +282,9 @@ class EtcdJournal:
         written = [kv for name, kv in found.items() if name.startswith(replies)]
         for kv in sorted(written, key=lambda each: int(each.mod_revision)):
             reply = self._decode(kv, _Reply)
+            if reply.done.channel not in self._rows:
+                self._nobodys.append(kv.name)
+                continue
             self._replies.setdefault(reply.done.channel, deque()).append(kv.name)
             self._answers.setdefault(reply.done.channel, {})[RequestId(kv.name.removeprefix(replies))] = reply.ending
 

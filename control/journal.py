@@ -14,7 +14,7 @@ import contextlib
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -272,9 +272,7 @@ class SqliteJournal:
                 case RoundClosed():
                     self._remember(record)
                 case ChannelForgotten():
-                    self._db.execute("DELETE FROM channel WHERE name = ?", (record.channel,))
-                    self._db.execute("DELETE FROM reply WHERE channel = ?", (record.channel,))
-                    self._db.execute("DELETE FROM past WHERE channel = ?", (record.channel,))
+                    self._forget(record.channel)
                 case Probe():
                     self._db.execute("UPDATE meta SET probed = probed + 1")
             if not (isinstance(record, Probe) or (isinstance(record, EpochRaised) and record.channel in self._raised)):
@@ -282,6 +280,19 @@ class SqliteJournal:
         if isinstance(record, EpochRaised):
             self._raised.add(record.channel)
         self.confirm()
+
+    def forget(self, channels: Collection[Channel]) -> None:
+        """All of them, or raise as `write` does and forget none."""
+        with self._transaction():
+            for channel in channels:
+                self._forget(channel)
+                self._audit(ChannelForgotten(channel=channel))
+        self.confirm()
+
+    def _forget(self, channel: Channel) -> None:
+        self._db.execute("DELETE FROM channel WHERE name = ?", (channel,))
+        self._db.execute("DELETE FROM reply WHERE channel = ?", (channel,))
+        self._db.execute("DELETE FROM past WHERE channel = ?", (channel,))
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written. Raises `JournalCorrupt`."""

@@ -20,7 +20,7 @@ from weightbus.control.cli import main
 from weightbus.control.effects import ChannelForgotten
 from weightbus.control.election import Deposed, Election, Leader, Term
 from weightbus.control.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, NotNewer
-from weightbus.control.etcd import Etcd, EtcdUnavailable, Json, Login, Outcome, parse_url, put, read
+from weightbus.control.etcd import Etcd, EtcdUnavailable, Json, Login, Outcome, delete, parse_url, put, read
 from weightbus.control.etcd_journal import MOST_OPERATIONS, EtcdJournal
 from weightbus.control.ids import Channel
 from weightbus.control.journal import Journal
@@ -31,6 +31,8 @@ pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 ROOT = Path(__file__).parents[2]
 TTL_S = 5.0
 """Long enough for a machine that does other things between two renewals."""
+CALL_S = 1.0
+"""Where a call is to fail, or nothing depends on one that does not."""
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +46,16 @@ class Candidates:
 
     def __init__(self, member: EtcdMember, prefix: str, login: Login | None = None) -> None:
         self.member, self.prefix, self.login = member, prefix, login
+        self.ttl_s, self.call_s = TTL_S, CALL_S
         self.terms: list[Term] = []
         self.clients: list[Etcd] = []
 
     def etcd(self) -> Etcd:
-        self.clients.append(Etcd((self.member.address,), 1.0, self.login))
+        self.clients.append(Etcd((self.member.address,), self.call_s, self.login))
         return self.clients[-1]
 
     def stand(self, name: str = "c0", clock: Callable[[], float] = time.monotonic) -> Term | Leader:
-        found = Election(self.etcd(), self.prefix, Leader(name, f"tcp://{name}:1"), TTL_S, clock).stand()
+        found = Election(self.etcd(), self.prefix, Leader(name, f"tcp://{name}:1"), self.ttl_s, clock).stand()
         if isinstance(found, Term):
             self.terms.append(found)
         return found
@@ -77,6 +80,12 @@ def candidates(member: EtcdMember, request: pytest.FixtureRequest) -> Iterator[C
     found.close()
 
 
+def patient(candidates: Candidates) -> Candidates:
+    """For what says nothing of time: its hundreds of writes each sync a disk that others write to."""
+    candidates.ttl_s, candidates.call_s = 60.0, 30.0
+    return candidates
+
+
 LOGIN = Login("weightbus", "pass:word")
 
 
@@ -99,7 +108,7 @@ class TestEtcdJournalUnderAccessControl(JournalContract):
 
     @pytest.fixture
     def opens(self, with_login: Candidates) -> Callable[..., Journal]:
-        return with_login.lead
+        return patient(with_login).lead
 
     def test_who_does_not_say_who_it_is_reads_and_writes_nothing(self, locked_member: EtcdMember) -> None:
         """Nor with another password, nor beside the keys that it was given."""
@@ -130,7 +139,7 @@ class TestEtcdJournal(JournalContract):
 
     @pytest.fixture
     def opens(self, candidates: Candidates) -> Callable[..., Journal]:
-        return candidates.lead
+        return patient(candidates).lead
 
 
 def test_a_deposed_leader_changes_nothing(candidates: Candidates) -> None:
@@ -336,6 +345,37 @@ def test_a_channel_that_somebody_has_written_meanwhile_is_not_forgotten(candidat
         journal.write(ChannelForgotten(channel=POLICY))
     assert POLICY in journal.restore()
     journal.close()
+
+
+def test_of_several_channels_all_are_forgotten_or_none(candidates: Candidates) -> None:
+    """Here somebody has written one of them meanwhile."""
+    journal = candidates.lead()
+    for name in ("run-1", "run-2"):
+        journal.write(taken(1, name))
+    key = f"{candidates.prefix}/channel/run-2"
+    candidates.etcd().txn([], [put(key, candidates.etcd().under(key)[0].content)])
+    with pytest.raises(JournalUnwritable, match="was written by somebody else"):
+        journal.forget([Channel("run-1"), Channel("run-2")])
+    assert sorted(journal.restore()) == ["run-1", "run-2"]
+    journal.close()
+    again = candidates.lead()
+    assert sorted(again.restore()) == ["run-1", "run-2"]
+    again.close()
+
+
+def test_answers_of_a_channel_that_was_forgotten_go_at_the_next_start(candidates: Candidates) -> None:
+    """Whoever forgot it ended before they were gone. They answer nobody who uses its name again."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    journal.write(closed("p"))
+    candidates.etcd().txn([], [delete(f"{candidates.prefix}/channel/{POLICY}")])
+    journal.close()
+    again = candidates.lead()
+    assert dict(again.restore()) == {}
+    assert candidates.etcd().under(f"{candidates.prefix}/reply/") == ()
+    again.write(taken(1))
+    assert dict(again.restore()[POLICY].answers) == {}
+    again.close()
 
 
 def test_a_store_of_many_channels_is_led_again(candidates: Candidates) -> None:
