@@ -556,7 +556,7 @@ MUTATIONS: Final = (
     ),
     _set_back(
         "does-not-settle-who-was-deaf",
-        "ready-is-ready",
+        "every-wait-ends",
         CHANNEL,
         "        if engine.alive and unheard and not",
         "        if False and not",
