@@ -14,6 +14,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     round                               one round: how far it has come, what it decides
     cohort  member                      its engines, one of them
     orders  duties                      what a round tells them, unanswered commands
+    turns                               in what order, where not all stand still at a time
     routes  routing                     by which transport; who chooses it
     outgoing  outbox                    what a channel wants out; what the coordinator does, and the pen
     answers  receipts                   how questions and rounds were answered; which acknowledgements are owed

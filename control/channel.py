@@ -38,6 +38,7 @@ from .publisher import NOBODY, Publisher
 from .round import Round
 from .standing import Standing, ahead
 from .states import SETTLED, RoundState
+from .turns import in_turn
 
 LEAP: Final = 2**24
 """By so much an engine's word raises the epoch at most, once in a heartbeat: whoever lies is years from the highest."""
@@ -89,6 +90,9 @@ class Channel(Standing):
             verdict = self._may_begin(message, missing, routes)
         if not verdict.ok:
             return verdict
+        if message.policy.max_paused and not message.catch_up:
+            self._turns = in_turn(self._turns, [name for name in engines if routes[name].transport])
+            engines = {**{name: engines[name] for name in self._turns}, **engines}
         info = agent.trainer or NOBODY
         self.publisher = Publisher(agent.name, agent.incarnation, info, agent.topology, message.version, message.bytes)
         self.round = Round(

@@ -59,6 +59,8 @@ class Standing:
         self.engines: Mapping[AgentId, Engine] = self._fleet.engines
         self._raise_at = 0.0
         """From when on what an engine says may raise the epoch once more."""
+        self._turns: tuple[AgentId, ...] = ()
+        """The order in which engines had their turns last."""
         self._outlook: tuple[Round | None, Window] = (None, Window())
         """By what all engines were last judged together."""
 

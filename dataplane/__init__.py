@@ -8,5 +8,6 @@ transport     the seam: Sender, Receiver, EngineServer
 local, distributed, disk     the three transports; transports picks one by name
 direct        the fourth, which DIRECT.md explains: recording, plan, copy_table and proof are its data; copy_engine
               carries copies out; exports, shared_memory and importer share memory; worker_wire leads the workers
+frames, lines   messages between two processes; a sender's connections, none of which waits for another
 errors        what can go wrong, by what the caller can do
 """

@@ -44,8 +44,8 @@ class PeerCopies:
     @property
     def busy(self) -> bool:
         """Something that was launched is under way."""
-        kernels = any(copies.busy for stage in self._kernel.values() for copies in stage)
-        return kernels or not all(stream.query() for stream in self._streams)
+        kernel = next((copies.busy for stage in self._kernel.values() for copies in stage), False)  # all on one stream
+        return kernel or not all(stream.query() for stream in self._streams)
 
     def run(self, ready: Ready = at_once) -> None:
         """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
@@ -82,9 +82,9 @@ class PeerCopies:
             self._batch.launch(self._handles(self._batch), stage)
         except NoCopyEngines as error:
             self.remark, self._batch = str(error), None
-            for later, copies in self._instead().items():
-                self._kernel[later].append(copies)
-                if later <= stage:
+            for of, copies in self._instead().items():
+                self._kernel[of].append(copies)
+                if of == stage:  # a batch that was not refused is carried out
                     copies.launch()
 
     def follow(self, source: torch.Tensor | None) -> None:

@@ -31,8 +31,8 @@ class StagedCopies:
 
     @property
     def busy(self) -> bool:
-        """Something that was launched is under way."""
-        return any(each.busy for each in self._stages.values())
+        """Something that was launched is under way. Any stage can say it: the stream is that of all."""
+        return next((each.busy for each in self._stages.values()), False)
 
     def run(self, ready: Ready = at_once) -> None:
         """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""

@@ -9,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import selectors
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,9 +18,10 @@ from typing import Final
 
 from . import direct_wire as wire
 from .deadline import Deadline
-from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
+from .errors import DataplaneError, DeadlineExceeded, TransferFailed
 from .exports import ExportMap
-from .frames import FrameListener, Frames
+from .frames import FrameListener
+from .lines import Line, Lines
 from .local import open_runtime_dir
 from .pieces import Pieces
 from .plan import make_plan
@@ -32,8 +30,6 @@ from .transport import JOIN_S, Address, Peer, Session, Slot, Tabled
 
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
-_PACKET_S: Final = 10.0
-"""For a peer that stands still in the middle of what it says or is told, and for the first words of one that comes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,31 +59,10 @@ class Exposed:
         return found
 
 
-class _Peer:
-    def __init__(self, engine: str) -> None:
-        self.engine = engine
-        """Empty for somebody who has not said yet who it is."""
-        self.frames: Frames | None = None
-        self.finished = False
-        self.asks = False
-        """For the digest table, which it has not got yet."""
-        self.unread: deque[memoryview] = deque()
-        """What it is told and has no room for yet."""
-        self.moved_at = 0.0
-        """When it last had room."""
-        self.heard_at = 0.0
-        """When anything of what it says last came; or it did."""
-
-    def push(self) -> None:
-        """Tell it what it has room for now. Raises `PeerLost`."""
-        while self.frames is not None and self.unread:
-            left = self.frames.push(self.unread[0])
-            if len(left) < len(self.unread[0]):
-                self.moved_at = time.monotonic()
-            if left:
-                self.unread[0] = left
-                return
-            self.unread.popleft()
+class _Peer(Line):
+    finished: bool = False
+    asks: bool = False
+    """For the digest table, which it has not got yet."""
 
 
 class DirectSender:
@@ -99,23 +74,23 @@ class DirectSender:
         self._expose = expose
         self._exposed: Exposed | None = None
         self._layout = ""
+        self._given: bytes | None = None
+        """The layout, as it is said; memory that all who are told share."""
         self._epoch = 0
         self._failed: dict[str, str] = {}
         self._withdrawn: dict[str, str] = {}
         self._peers: dict[str, _Peer] = {}
-        self._guests: list[_Peer] = []
-        """Who has come and has said nothing yet."""
         self._agreed: set[str] = set()
         self._listener: FrameListener | None = None
-        self._selector: selectors.BaseSelector | None = None
+        self._lines: Lines[_Peer] | None = None
         self._lock = threading.Lock()
         """Of the three below: the table comes from any thread."""
-        self._table: memoryview | None = None
+        self._table: bytes | None = None
         """As it is said; memory that all who are told share."""
         self._follows: bool | None = None
         """The session was begun without its table; null before the first."""
         self._wake = -1
-        """An eventfd of `_selector`, while something is on offer."""
+        """An eventfd of `_lines`, while something is on offer."""
 
     @property
     def failed(self) -> dict[str, str]:
@@ -142,12 +117,12 @@ class DirectSender:
         open_runtime_dir(self._runtime_dir)
         path = self._runtime_dir / f"{self._channel}-{session.epoch}-{os.getpid()}-d.sock"
         self._listener = FrameListener(path)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._lines = Lines(self._heard, self._drop)
+        self._lines.watch(self._listener, self._admit)
         with self._lock:
             self._table, self._follows = None, session.table is None
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._selector.register(self._wake, selectors.EVENT_READ, None)
+            self._lines.watch(self._wake, self._woken)
         return Address(os.fspath(path))
 
     def tabled(self, tabled: Tabled) -> None:
@@ -161,7 +136,7 @@ class DirectSender:
             raise TransferFailed(
                 f"a digest table of {len(table.table)} bytes, sealed by {len(table.seal)}, is too large"
             )
-        framed = wire.as_framed(table)
+        said = wire.encoded(table)
         with self._lock:
             if not self._follows:
                 raise TransferFailed(
@@ -169,7 +144,7 @@ class DirectSender:
                 )
             if self._table is not None:
                 raise TransferFailed("the digest table was given before, and there is one for each session")
-            self._table = framed
+            self._table = said
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
@@ -199,14 +174,10 @@ class DirectSender:
 
     def close(self) -> None:
         """Hang up. Exported memory stays exported: it belongs to the exporters."""
-        selector, self._selector = self._selector, None  # first: whoever waits in it finds out by this
-        if selector is not None:
-            selector.close()
-        guests, self._guests = self._guests, []
-        for peer in (*self._peers.values(), *guests):
-            if peer.frames is not None:
-                peer.frames.close()
-        self._peers = {}
+        lines, self._lines = self._lines, None
+        if lines is not None:
+            lines.close()
+        self._peers, self._given = {}, None
         with self._lock:
             wake, self._wake = self._wake, -1
         if wake >= 0:
@@ -226,82 +197,41 @@ class DirectSender:
                     self._drop(peer, f"{reproach} within {deadline_s:.1f} s")
                 return
             self._pump(min(left, _LOOK_S))
+        self._on_offer()
 
     def _pump(self, timeout_s: float) -> None:
-        selector = self._listening()
-        try:
-            self._drop_lost()
-            for key, events in selector.select(timeout_s):
-                if key.data is not None:
-                    if events & selectors.EVENT_WRITE:
-                        self._push(key.data)
-                    if events & selectors.EVENT_READ:
-                        self._hear(key.data)
-                elif key.fileobj is self._listener:
-                    self._admit()
-                else:
-                    self._woken()
-        except (ValueError, KeyError, RuntimeError, OSError) as error:
-            if self._selector is selector:
-                raise
-            raise TransferFailed("the sender was closed") from error
-
-    def _listening(self) -> selectors.BaseSelector:
-        """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
-        if self._selector is None:
-            raise TransferFailed("nothing is on offer: call offer first")
-        return self._selector
-
-    def _drop_lost(self) -> None:
-        """Who was withdrawn, who does not read, and who does not go on with what it says."""
-        now = time.monotonic()
+        lines = self._on_offer()
         for peer in tuple(self._peers.values()):
-            if peer.engine in self._withdrawn:
-                self._drop(peer, self._withdrawn[peer.engine])
-            elif peer.unread and now - peer.moved_at > _PACKET_S:
-                self._drop(peer, f"it has read nothing for {_PACKET_S:.1f} s of what it was told")
-            elif peer.frames is not None and peer.frames.halfway and now - peer.heard_at > _PACKET_S:
-                self._drop(peer, f"it has stood still for {_PACKET_S:.1f} s in the middle of what it said")
-        for guest in tuple(self._guests):
-            if now - guest.moved_at > _PACKET_S:
-                self._drop(guest, "")
+            if peer.name in self._withdrawn:
+                self._drop(peer, self._withdrawn[peer.name])
+        lines.pump(timeout_s)
+
+    def _on_offer(self) -> Lines[_Peer]:
+        """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
+        if self._lines is None:
+            raise TransferFailed("nothing is on offer: call offer first")
+        return self._lines
 
     def _admit(self) -> None:
         """Somebody has come. A peer that never says who it is is named at the deadline."""
-        selector, listener = self._listening(), self._listener
+        lines, listener = self._on_offer(), self._listener
         if listener is None:
             raise TransferFailed("the sender was closed")
-        guest = _Peer("")
         try:
-            guest.frames = listener.accept(Deadline(_LOOK_S), "a receiver")
+            frames = listener.accept(Deadline(_LOOK_S), "a receiver")
         except DeadlineExceeded:  # it is gone again
             return
-        guest.moved_at = time.monotonic()
-        self._guests.append(guest)
-        try:
-            selector.register(guest.frames, selectors.EVENT_READ, guest)
-        except (ValueError, KeyError, OSError):
-            guest.frames.close()
-            raise
+        lines.take(_Peer(""), frames)
 
     def _greet(self, guest: _Peer, hello: wire.ToSender) -> None:
         """Its first words. Raises `PeerLost`."""
-        reason = self._refusal(hello)
+        lines, reason = self._on_offer(), self._refusal(hello)
         if reason or not isinstance(hello, wire.Hello):
-            guest.unread.append(wire.as_framed(wire.Refused(epoch=self._epoch, reason=reason)))
-            guest.push()
-            return self._drop(guest, "")
+            return lines.let_go(guest, wire.encoded(wire.Refused(epoch=self._epoch, reason=reason)))
         assert self._exposed is not None
         welcome = wire.Welcome(epoch=self._epoch, layout=self._layout, exporters=self._exposed.exporters)
-        guest.unread.append(wire.as_framed(welcome))
-        guest.push()
-        peer = self._peers[hello.engine]
-        peer.frames, peer.unread, peer.moved_at = guest.frames, guest.unread, time.monotonic()
-        self._guests = [each for each in self._guests if each is not guest]
-        assert peer.frames is not None
-        self._listening().modify(peer.frames, selectors.EVENT_READ, peer)
-        guest.frames = None
-        return self._watch(peer)
+        lines.tell(guest, wire.encoded(welcome))
+        return lines.hand_over(guest, self._peers[hello.engine])
 
     def _woken(self) -> None:
         """The digest table has come."""
@@ -319,31 +249,7 @@ class DirectSender:
             table = self._table
         if table is not None and peer.asks and peer.frames is not None:
             peer.asks = False
-            self._tell(peer, table)
-
-    def _tell(self, peer: _Peer, framed: memoryview) -> None:
-        """As it reads: one that does not keeps nobody else waiting. Raises `PeerLost`."""
-        if not peer.unread:
-            peer.moved_at = time.monotonic()
-        peer.unread.append(framed)
-        peer.push()
-        self._watch(peer)
-
-    def _push(self, peer: _Peer) -> None:
-        """It has room again."""
-        try:
-            peer.push()
-            self._watch(peer)
-        except DataplaneError as error:
-            self._drop(peer, str(error))
-
-    def _watch(self, peer: _Peer) -> None:
-        """For what it says, and for room where it is to be told something."""
-        selector = self._listening()
-        if peer.frames is not None:
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unread else 0)
-            if selector.get_key(peer.frames).events != wanted:
-                selector.modify(peer.frames, wanted, peer)
+            self._on_offer().tell(peer, table)
 
     def _refusal(self, hello: wire.ToSender) -> str:
         if not isinstance(hello, wire.Hello):
@@ -355,29 +261,23 @@ class DirectSender:
             return f"{hello.engine!r} does not take part: {self._failed.get(hello.engine, 'it was not invited')}"
         return f"{hello.engine!r} is connected already" if peer.frames is not None else ""
 
-    def _hear(self, peer: _Peer) -> None:
-        if peer.frames is None:  # dropped by an earlier event of the same batch
-            return
-        peer.heard_at = time.monotonic()
-        try:
-            message = wire.pull_receiver(peer.frames)
-            if message is not None and not peer.engine:
-                self._greet(peer, message)
-            elif message is not None:
-                self._answer(peer, message)
-        except DataplaneError as error:
-            self._drop(peer, str(error))
+    def _heard(self, peer: _Peer, packet: bytes) -> None:
+        """Raises `DataplaneError`."""
+        message = wire.decoded(packet)
+        if peer.name:
+            self._answer(peer, message)
+        else:
+            self._greet(peer, message)
 
     def _answer(self, peer: _Peer, message: wire.ToSender) -> None:
         """Raises `DataplaneError`."""
         match message:
             case wire.GiveLayout():
-                assert self._exposed is not None
-                self._tell(peer, wire.as_framed(self._exposed.given))
+                self._on_offer().tell(peer, self._layout_to_give())
             case wire.Propose() as proposed:
                 for each in proposed.plans:
                     self._agree(each)
-                self._tell(peer, wire.as_framed(wire.Agreed()))
+                self._on_offer().tell(peer, wire.encoded(wire.Agreed()))
             case wire.GiveTable() if self._follows:
                 peer.asks = True
                 self._give_table(peer)
@@ -387,6 +287,12 @@ class DirectSender:
                 self._drop(peer, reason)
             case _:
                 self._drop(peer, f"it said {type(message).__name__} out of turn")
+
+    def _layout_to_give(self) -> bytes:
+        if self._given is None:
+            assert self._exposed is not None
+            self._given = wire.encoded(self._exposed.given)
+        return self._given
 
     def _agree(self, proposal: wire.Proposal) -> None:
         """Make the same plan. Raises `TransferFailed` when it is another one."""
@@ -404,27 +310,12 @@ class DirectSender:
 
     def _drop(self, peer: _Peer, reason: str) -> None:
         """Of somebody who has not said who it is, without a word."""
-        frames, peer.frames = peer.frames, None
-        if frames is not None:
-            if peer.engine and not peer.finished and not peer.unread:
-                self._say_goodbye(frames, reason)
-            peer.unread.clear()
-            try:
-                if self._selector is not None:
-                    self._selector.unregister(frames)
-            finally:
-                frames.close()
-        if not peer.engine:
-            self._guests = [guest for guest in self._guests if guest is not peer]
-        elif not peer.finished:  # it has the version: going away afterwards is its right
-            self._failed.setdefault(peer.engine, reason)
-            self._peers.pop(peer.engine, None)
-
-    def _say_goodbye(self, frames: Frames, reason: str) -> None:
-        try:
-            wire.say(frames, wire.Failed(reason=reason), Deadline(1.0))
-        except (PeerLost, DataplaneError):
-            return  # it is gone, nothing to tell
+        told = peer.name and not peer.finished
+        if self._lines is not None:
+            self._lines.let_go(peer, wire.encoded(wire.Failed(reason=reason)) if told else b"")
+        if told:  # it has the version otherwise: going away afterwards is its right
+            self._failed.setdefault(peer.name, reason)
+            self._peers.pop(peer.name, None)
 
     def _require_some(self) -> None:
         if not self._peers:

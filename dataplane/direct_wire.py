@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from .deadline import Deadline
-from .frames import Frames, framed
+from .frames import Frames
 from .plan import Reader
 from .wire_message import WireMessage, decode
 
@@ -132,9 +132,9 @@ def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> N
     frames.send(_ENCODER.encode(message), deadline)
 
 
-def as_framed(message: ToReceiver) -> memoryview:
-    """For `Frames.push`: as `say` would send it."""
-    return memoryview(framed(_ENCODER.encode(message)))
+def encoded(message: ToReceiver) -> bytes:
+    """For `Lines.tell`: as `say` would send it."""
+    return _ENCODER.encode(message)
 
 
 def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:
@@ -142,12 +142,6 @@ def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToRecei
     return decode(_TO_RECEIVER, frames.receive(deadline, waiting_for))
 
 
-def hear_receiver(frames: Frames, deadline: Deadline) -> ToSender:
-    """For senders. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode(_TO_SENDER, frames.receive(deadline, "a receiver"))
-
-
-def pull_receiver(frames: Frames) -> ToSender | None:
-    """For senders, as `Frames.pull`. Raises `PeerLost`."""
-    found = frames.pull()
-    return None if found is None else decode(_TO_SENDER, found)
+def decoded(packet: bytes) -> ToSender:
+    """For senders: what a receiver said. Raises `PeerLost`."""
+    return decode(_TO_SENDER, packet)

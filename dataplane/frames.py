@@ -20,14 +20,11 @@ MAX_FRAME: Final = 512 * 1024 * 1024
 """A recording of a million copies takes a fifth of it."""
 _LENGTH: Final = struct.Struct("<Q")
 _BLOCK: Final = 1024 * 1024
+_JOINED: Final = 64 * 1024
+"""Up to so many bytes a message is copied behind its length: one packet, and not two."""
 _ENDING_S: Final = 0.5
 """From a process's last connection to its end."""
 _LOOK_S: Final = 0.005
-
-
-def framed(message: bytes) -> bytes:
-    """As it travels."""
-    return _LENGTH.pack(len(message)) + message
 
 
 class Frames:
@@ -62,23 +59,37 @@ class Frames:
         """For selectors."""
         return self._socket.fileno()
 
+    def wrapped(self, message: bytes) -> tuple[memoryview, ...]:
+        """As it travels next in this connection, for `push`: whoever wraps a message sends it."""
+        seal = self._seal(message)
+        head = _LENGTH.pack(len(seal) + len(message)) + seal
+        if len(message) <= _JOINED:
+            return (memoryview(head + message),)
+        return memoryview(head), memoryview(message)
+
+    def _seal(self, message: bytes) -> bytes:
+        """What is said before it."""
+        del message
+        return b""
+
     def send(self, message: bytes, deadline: Deadline) -> None:
         """Raises `PeerLost`, `DeadlineExceeded`."""
         try:
-            self._socket.settimeout(deadline.check("room to send"))
-            self._socket.sendall(framed(message))
+            for part in self.wrapped(message):
+                self._socket.settimeout(deadline.check("room to send"))
+                self._socket.sendall(part)
         except TimeoutError as error:
             raise DeadlineExceeded("the other end to read", deadline.seconds) from error
         except OSError as error:
             raise PeerLost(f"the other end is gone: {error}") from error
 
-    def push(self, framed: memoryview) -> memoryview:
-        """Send of `framed` messages what the other end has room for now; what is left of it. Raises `PeerLost`."""
+    def push(self, part: memoryview) -> memoryview:
+        """Send of what was `wrapped` what the other end has room for now; what is left of it. Raises `PeerLost`."""
         try:
             self._socket.settimeout(0.0)
-            return framed[self._socket.send(framed) :]
+            return part[self._socket.send(part) :]
         except BlockingIOError:
-            return framed
+            return part
         except OSError as error:
             raise PeerLost(f"the other end is gone: {error}") from error
 

@@ -117,16 +117,17 @@ class Marks:
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._marks = {}
         if self._far is not None:
             self._far.close()
             self._far = None
+        self._marks = {}
 
     def _missing(self, needs: Sequence[tuple[int, int]]) -> int | None:
         """Who has not made everything yet."""
         if self._first(needs) is None:
             return None
-        for holder, marks in (_numbers(self._marks) if self._far is None else self._far.look()).items():
+        lacking = {holder: each for holder, each in self._marks.items() if self._there.get(holder, 0) < len(each)}
+        for holder, marks in (_numbers(lacking) if self._far is None else self._far.look(lacking)).items():
             wanted = self._rounds.get(holder, 0)
             known = self._there.get(holder, 0)
             while known < len(marks) and marks[known] == wanted:
@@ -150,30 +151,29 @@ class _FarMarks:
 
     def __init__(self, marks: Mapping[int, torch.Tensor], device: torch.device) -> None:
         self._device = device
-        self._marks = dict(marks)
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._shown = {
             holder: torch.zeros(len(each), dtype=torch.int64, pin_memory=True) for holder, each in marks.items()
         }
-        self._looks = False
+        self._looked_at: dict[int, torch.Tensor] = {}
+        """What they show comes to lie here, while it is on its way."""
 
-    def look(self) -> dict[int, list[int]]:
-        """What they showed a moment ago; nothing while that is on its way."""
-        if not self._looks:
+    def look(self, marks: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
+        """What these holders' showed a moment ago. Nothing while a look is under way; that is ended first."""
+        if not self._looked_at:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                for holder, each in self._marks.items():
+                for holder, each in marks.items():
                     self._shown[holder].copy_(each, non_blocking=True)
                 self._read.record(self._stream)
-            self._looks = True
+            self._looked_at = {holder: self._shown[holder] for holder in marks}
         until = time.perf_counter() + _SPIN_S
         while not self._read.query():  # type: ignore[no-untyped-call]
             if time.perf_counter() > until:
                 return {}
-        self._looks = False
-        return _numbers(self._shown)
+        found, self._looked_at = _numbers(self._looked_at), {}
+        return found
 
     def close(self) -> None:
-        """Let go of the memory, once nothing reads it any more."""
+        """Return once nothing reads the memory any more."""
         self._stream.synchronize()
-        self._marks = {}

@@ -77,11 +77,10 @@ class SealedFrames(Frames):
             raise PeerLost(f"the other end is gone: {error}") from error
         return self._exactly(len(mine), deadline, "a greeting")
 
-    def send(self, message: bytes, deadline: Deadline) -> None:
-        """Raises `PeerLost`, `DeadlineExceeded`."""
+    def _seal(self, message: bytes) -> bytes:
         mac = self._mac(message, self._sent, by_listener=self._listening)
         self._sent += 1
-        super().send(mac + message, deadline)
+        return mac
 
     def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
         """The next message. Raises `PeerLost`, `DeadlineExceeded`, `Forged`."""

@@ -8,10 +8,8 @@ for all that are not through, everybody is told at once, and the next epoch form
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-import selectors
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,9 +23,10 @@ from . import sends_wire as wire
 from .broadcast_group import backend_for, serve_store
 from .deadline import Deadline
 from .direct import Exposed
-from .doorman import GREETING_S, Doorman
+from .doorman import Doorman
 from .errors import DataplaneError, ManifestError, PeerLost, TransferFailed
 from .frames import Frames
+from .lines import Lines
 from .meeting import new_token
 from .plan import Plan, distances, make_plan
 from .recording import Recording
@@ -48,8 +47,6 @@ _LESS: Final = 8
 """By how much turns shrink then: every try costs a version one attempt."""
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
-_PACKET_S: Final = 10.0
-"""For one message to or from a peer that has begun to speak."""
 
 
 class SendsSender:
@@ -82,6 +79,8 @@ class SendsSender:
         """One that may begin to form before it is known whether it will be used, and its store."""
         self._exposed: Exposed | None = None
         self._layout = ""
+        self._given: bytes | None = None
+        """The layout, as it is said."""
         self._epoch = self._version = 0
         self._fell = False
         """Somebody of the group did not come to its end."""
@@ -102,7 +101,7 @@ class SendsSender:
         self._ranks: dict[int, End] = {}
         self._began = False
         self._doorman: Doorman | None = None
-        self._selector: selectors.BaseSelector | None = None
+        self._lines: Lines[End] | None = None
         self._store: TCPStore | None = None
         """The one reference to the server: letting go of it ends every wait in the store."""
 
@@ -140,8 +139,8 @@ class SendsSender:
         self._version, self._fell = session.version, False
         self._early = self._foresee(ranks, peers)
         self._doorman = Doorman(self._host, self._token)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._doorman, selectors.EVENT_READ, None)
+        self._lines = Lines(self._heard, lambda end, reason: self._drop(end, f"{end.name}: {reason}"))
+        self._lines.watch(self._doorman, self._admit_all)
         return Address(
             self._doorman.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token
         )
@@ -155,8 +154,9 @@ class SendsSender:
         self._wait(deadline, lambda end: bool(end.workers) and end.prepared is None, "was not prepared")
         if not self._nixl:
             self._leave_out_the_crowded()
-        self._require_some()
+        self._require_all_ranks()
         self._begin()
+        self._wait(deadline, lambda end: bool(end.unread), "had not read how to begin")
 
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:
         """Nothing is sent from buckets."""
@@ -180,12 +180,14 @@ class SendsSender:
 
     def close(self) -> None:
         """Hang up on everybody. Whoever is still in the group breaks it."""
+        if self._lines is not None:
+            self._lines.end()
         for end in (*self._engines.values(), *self._ranks.values()):
             self._hang_up(end, "" if end.through else "the sender closed this session")
-        self._engines, self._ranks, self._store, self._early = {}, {}, None, None
-        if self._selector is not None:
-            self._selector.close()
-            self._selector = None
+        self._engines, self._ranks, self._store, self._early, self._given = {}, {}, None, None, None
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
         if self._doorman is not None:
             self._doorman.close()
             self._doorman = None
@@ -209,7 +211,7 @@ class SendsSender:
         self, deadline: Deadline, pending: Callable[[End], bool], reproach: str, silent_s: float = math.inf
     ) -> None:
         while late := [end for end in self._everybody() if pending(end)]:
-            still = [end for end in late if time.monotonic() - end.heard_at > silent_s]
+            still = [end for end in late if silent_s < math.inf and self._on_offer().silent(end, silent_s)]
             if still:
                 self._drop(still[0], f"{still[0].name} stands still: nothing was heard of it for {silent_s:.1f} s")
                 continue
@@ -219,23 +221,26 @@ class SendsSender:
                     self._drop(end, f"{end.name} {reproach} within {deadline.seconds:.1f} s")
                 return
             self._pump(min(left, _LOOK_S))
+        self._on_offer()
 
     def _everybody(self) -> list[End]:
         return [*self._engines.values(), *self._ranks.values()]
 
     def _pump(self, timeout_s: float) -> None:
-        if self._selector is None:
-            raise TransferFailed("nothing is on offer: call offer first")
+        lines = self._on_offer()
         for engine, reason in tuple(self._withdrawn.items()):
             if engine in self._engines and not self._engines[engine].finished:
                 self._drop(self._engines[engine], reason)
-        for key, _ in self._selector.select(timeout_s):
-            if key.data is not None:
-                self._hear(key.data)
-                continue
-            assert self._doorman is not None
-            for frames, hello in self._doorman.came():
-                self._admit(frames, hello)
+        lines.pump(timeout_s)
+
+    def _on_offer(self) -> Lines[End]:
+        """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
+        lines = self._lines
+        if lines is None:
+            raise TransferFailed("nothing is on offer: call offer first")
+        if lines.ended:
+            raise TransferFailed("the sender was closed")
+        return lines
 
     def _require_some(self) -> None:
         if not self._engines:
@@ -246,34 +251,37 @@ class SendsSender:
         assert self._exposed is not None
         missing = [export.holder for export in self._exposed.exports if export.holder not in self._ranks]
         if missing:
-            raise PeerLost(f"ranks {missing} of the trainer did not come to send")
+            raise PeerLost(f"ranks {missing} of the trainer did not come to send, or are gone again")
         self._require_some()
 
     # -- who comes ----------------------------------------------------------------------------------------------------
 
+    def _admit_all(self) -> None:
+        for frames, hello in self._doorman.came() if self._doorman is not None else ():
+            self._admit(frames, hello)
+
     def _admit(self, frames: Frames, hello: wire.ToSender) -> None:
-        assert self._selector is not None
-        deadline = Deadline(GREETING_S)
-        try:
-            end, reason = self._known(hello)
-            if end is None:
-                wire.say(frames, wire.Refused(epoch=self._epoch, reason=reason), deadline)
-                return frames.close()
-            if isinstance(hello, wire.RankHello):
-                end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
-            else:
-                early, _ = self._early or (None, None)
-                invited = wire.Invited(
-                    epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
-                    alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=early,
-                )  # fmt: skip
-                wire.say(frames, invited, deadline)
-        except DataplaneError:
+        lines = self._lines
+        if lines is None:  # closed meanwhile
             return frames.close()
-        end.frames = frames
-        self._selector.register(frames, selectors.EVENT_READ, end)
-        self._let_form()
-        return None
+        end, reason = self._known(hello)
+        if end is None:
+            lines.take(stranger := End(""), frames)
+            return lines.let_go(stranger, wire.encoded(wire.Refused(epoch=self._epoch, reason=reason)))
+        lines.take(end, frames)
+        if isinstance(hello, wire.RankHello):
+            end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
+        else:
+            early, _ = self._early or (None, None)
+            invited = wire.Invited(
+                epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
+                alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=early,
+            )  # fmt: skip
+            try:
+                lines.tell(end, wire.encoded(invited))
+            except DataplaneError:  # it is gone again
+                return lines.let_go(end)
+        return self._let_form()
 
     def _known(self, hello: wire.ToSender) -> tuple[End | None, str]:
         """Who has come; or None, and why it may not."""
@@ -286,40 +294,40 @@ class SendsSender:
             return None, "it does not take part, or the others have begun already"
         return (None, f"{end.name} is connected already") if end.frames is not None else (end, "")
 
-    def _hear(self, end: End) -> None:  # noqa: C901, PLR0912  one line for each message
-        if end.frames is None:  # dropped by an earlier event of the same batch
-            return
-        deadline = Deadline(_PACKET_S)
-        end.heard_at = time.monotonic()
-        try:
-            match wire.hear_receiver(end.frames, deadline):
-                case wire.Beat():
-                    pass
-                case wire.GiveLayout():
-                    assert self._exposed is not None
-                    wire.say(end.frames, self._exposed.given, deadline)
-                case wire.Propose() as proposed:
-                    for each in proposed.plans:
-                        self._agree(each)
-                    wire.say(end.frames, wire.Agreed(), deadline)
-                case wire.Forms() if end.workers:
-                    end.forming = True
-                    self._let_form()
-                case wire.Prepared() as prepared if end.workers and not self._began:
-                    self._check(end, prepared)
-                    end.prepared, end.groups, end.seats = prepared, frozenset({prepared.group}), prepared.seats
-                case wire.Through() if self._began:
-                    end.through = True
-                case wire.Finished() if end.through:
-                    end.finished = True
-                case wire.Failed(reason=reason, no_room=no_room):
-                    if no_room:
-                        self._ceiling = max(self._pair_bytes // _LESS, MIN_PAIR_BYTES)
-                    self._drop(end, reason)
-                case message:
-                    self._drop(end, f"it said {type(message).__name__} out of turn")
-        except DataplaneError as error:
-            self._drop(end, f"{end.name}: {error}")
+    def _heard(self, end: End, packet: bytes) -> None:  # noqa: C901  one line for each message
+        """Raises `DataplaneError`."""
+        match wire.decoded(packet):
+            case wire.Beat():
+                pass
+            case wire.GiveLayout():
+                self._on_offer().tell(end, self._layout_to_give())
+            case wire.Propose() as proposed:
+                for each in proposed.plans:
+                    self._agree(each)
+                self._on_offer().tell(end, wire.encoded(wire.Agreed()))
+            case wire.Forms() if end.workers:
+                end.forming = True
+                self._let_form()
+            case wire.Prepared() as prepared if end.workers and not self._began:
+                self._check(end, prepared)
+                end.prepared, end.groups, end.seats = prepared, frozenset({prepared.group}), prepared.seats
+            case wire.Through() if self._began:
+                end.through = True
+            case wire.Finished() if end.through:
+                end.finished = True
+            case wire.Failed(reason=reason, no_room=no_room):
+                if no_room:
+                    self._ceiling = max(self._pair_bytes // _LESS, MIN_PAIR_BYTES)
+                self._drop(end, reason)
+            case message:
+                self._drop(end, f"it said {type(message).__name__} out of turn")
+
+    def _layout_to_give(self) -> bytes:
+        """Made once for all who do not know it: it waits for as long as they take to read it."""
+        if self._given is None:
+            assert self._exposed is not None
+            self._given = wire.encoded(self._exposed.given)
+        return self._given
 
     def _agree(self, proposal: direct_wire.Proposal) -> None:
         """Make the same plan, or take that of another engine's like worker. Raises `TransferFailed` when it differs."""
@@ -460,10 +468,9 @@ class SendsSender:
         return tuple(found)
 
     def _tell(self, end: End, message: wire.Begin | wire.Form) -> None:
-        if end.frames is None:
-            return
+        lines = self._on_offer()
         try:
-            wire.say(end.frames, message, Deadline(_PACKET_S))
+            lines.tell(end, wire.encoded(message))
         except DataplaneError as error:
             self._drop(end, f"{end.name}: {error}")
 
@@ -487,12 +494,5 @@ class SendsSender:
             self._engines.pop(end.name, None)
 
     def _hang_up(self, end: End, reason: str) -> None:
-        frames, end.frames = end.frames, None
-        if frames is None:
-            return
-        if self._selector is not None:
-            self._selector.unregister(frames)
-        if reason:
-            with contextlib.suppress(DataplaneError):  # it is gone, nothing to tell
-                wire.say(frames, wire.Failed(reason=reason[:2048]), Deadline(1.0))
-        frames.close()
+        if self._lines is not None:
+            self._lines.let_go(end, wire.encoded(wire.Failed(reason=reason[:2048])) if reason else b"")

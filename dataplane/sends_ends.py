@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from . import sends_wire as wire
-from .frames import Frames
+from .lines import Line
 from .plan import Plan
 from .schedule import Schedule
 
@@ -68,14 +68,13 @@ class Stood:
         self._groups[formed.name] = formed, self._version
 
 
-class End:
-    """Somebody that is connected: an engine's sidecar, or a rank of the trainer."""
+class End(Line):
+    """An engine's sidecar, or a rank of the trainer."""
 
     def __init__(self, name: str, workers: int = 0) -> None:
-        self.name = name
+        super().__init__(name)
         self.workers = workers
         """Of an engine. A rank of the trainer has none."""
-        self.frames: Frames | None = None
         self.prepared: wire.Prepared | None = None
         self.known: frozenset[str] = frozenset()
         """Schedules whose part a rank has."""
@@ -86,8 +85,6 @@ class End:
         self.seats: tuple[str, ...] = ()
         """On which its ranks or workers are members of a group."""
         self.through = self.finished = False
-        self.heard_at = 0.0
-        """While the group forms and moves."""
 
 
 def seen_by(rank: int, group: wire.Group) -> wire.Group:

@@ -164,6 +164,8 @@ __all__ = [
     "Through",
     "ToReceiver",
     "ToSender",
+    "decoded",
+    "encoded",
     "hear_receiver",
     "hear_sender",
     "say",
@@ -175,6 +177,11 @@ def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> N
     frames.send(_ENCODER.encode(message), deadline)
 
 
+def encoded(message: ToReceiver) -> bytes:
+    """For `Lines.tell`: as `say` would send it."""
+    return _ENCODER.encode(message)
+
+
 def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:
     """For receivers and ranks. Raises `PeerLost`, `DeadlineExceeded`."""
     return decode(_TO_RECEIVER, frames.receive(deadline, waiting_for))
@@ -183,3 +190,8 @@ def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToRecei
 def hear_receiver(frames: Frames, deadline: Deadline) -> ToSender:
     """For senders. Raises `PeerLost`, `DeadlineExceeded`."""
     return decode(_TO_SENDER, frames.receive(deadline, "a receiver"))
+
+
+def decoded(packet: bytes) -> ToSender:
+    """For senders: what somebody said. Raises `PeerLost`."""
+    return decode(_TO_SENDER, packet)

@@ -35,6 +35,7 @@ from .megatron_chunks import chunks_of, lagging_wrappers
 from .megatron_description import Description, describe, folder_of
 from .megatron_stages import check_order, roots_of
 from .parcels import plan
+from .planned import Planned
 from .ranks import Ranks
 from .roster import Roster, settle
 from .source import SourceError
@@ -90,8 +91,7 @@ class MegatronSource:
         self.served: Path | Mapping[str, Any] = hf_config if isinstance(hf_config, Mapping) else folder_of(hf_config)
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         self._exchange = self._open_exchange()
-        self._planned: dict[tuple[int, ...] | None, tuple[Manifest, Assembler]] = {}
-        """By the roots of the buckets."""
+        self._planned = Planned[Assembler]()
 
     @property
     def model(self) -> str:
@@ -135,7 +135,7 @@ class MegatronSource:
             )
         if index == 0:
             self._settle_parameters()
-        self._assembler(manifest, roots).run(index, out, self.device)
+        self._planned.of(manifest, roots, self._assembler).run(index, out, self.device)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
@@ -184,14 +184,9 @@ class MegatronSource:
             wrapper.start_param_sync(force_sync=True)
 
     def _assembler(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembler:
-        key = None if roots is None else tuple(roots)
-        planned = self._planned.get(key)
-        if planned is None or (planned[0] is not manifest and planned[0] != manifest):
-            check_manifest(manifest, self._own.tensors)
-            buckets, rank = plan(manifest, self._pieces, rank=self._ranks.rank, roots=roots), self._ranks.rank
-            planned = (manifest, Assembler(buckets, self._own.parameters, rank, roots, self._exchange))
-            self._planned[key] = planned
-        return planned[1]
+        check_manifest(manifest, self._own.tensors)
+        buckets, rank = plan(manifest, self._pieces, rank=self._ranks.rank, roots=roots), self._ranks.rank
+        return Assembler(buckets, self._own.parameters, rank, roots, self._exchange)
 
     def _open_exchange(self) -> Exchange | None:
         """The group of the ranks that anything is read from. Collective over all ranks."""

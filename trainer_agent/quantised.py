@@ -33,6 +33,7 @@ from weightbus.dataplane.quantise_sums import Summed
 from . import checkpoint_folder as folders
 from .assembly import check_manifest
 from .errors import UnfinishedCheckpoint
+from .planned import Planned
 from .quantised_assembly import Assembly, Described, ReadableSource, Standing
 from .quantised_plan import Division, Weight
 from .settings import TrainerSettings
@@ -75,8 +76,7 @@ class QuantisedSource:
         made = {weight.spec.name: weight.outputs for weight in self.weights}
         self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
         self._described = source if isinstance(source, Described) else None
-        self._planned: dict[tuple[int, ...] | None, tuple[Manifest, Assembly]] = {}
-        """By the roots of the buckets."""
+        self._planned = Planned[Assembly]()
 
     def _tell_what_is_slow(self) -> None:
         slow = [each for each in self.weights if tile_of(each.scheme, each.spec.shape) is None]
@@ -115,12 +115,7 @@ class QuantisedSource:
         """Pack bucket `index` of quantised tensors into `out` on its root. Collective; see `Staged.assemble`."""
         if (out is not None) != self._is_root(index, roots):
             raise ValueError("the root of a bucket, and only its root, gives a buffer")
-        key = None if roots is None else tuple(roots)
-        planned = self._planned.get(key)
-        if planned is None or (planned[0] is not manifest and planned[0] != manifest):
-            check_manifest(manifest, self._tensors)
-            planned = self._planned[key] = (manifest, self._assembly(manifest, roots))
-        planned[1].run(index, out)
+        self._planned.of(manifest, roots, self._assembly).run(index, out)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
@@ -132,6 +127,7 @@ class QuantisedSource:
         return self._described.rank == roots[index]
 
     def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembly:
+        check_manifest(manifest, self._tensors)
         if self._described is None:
             division = Division.of(manifest, self.weights, None)
             return Assembly(division, self._source, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import msgspec
 import pytest
 
 from weightbus.control.effects import Committed, EpochTaken, Redriven
@@ -23,11 +24,12 @@ from weightbus.control.messages import (
     Send,
     Step,
     Transfer,
+    TransportKind,
 )
 from weightbus.control.reporter import Reporter
 from weightbus.control.telemetry import Meters, Side
 
-from .world import CHANNEL, Engine, Trainer, World, readiness_of
+from .world import CHANNEL, LIMITS, Engine, Trainer, World, readiness_of
 
 
 class Rolling:
@@ -81,6 +83,37 @@ def test_at_most_so_many_stand_still(most: int, waves: int) -> None:
     assert [engine.weights for engine in rolling.engines] == [1] * 4
     assert rolling.world.ready == ("e0", "e1", "e2", "e3")
     assert not [each for each in rolling.world.observed if isinstance(each, Redriven)], "nobody is sent anything twice"
+
+
+@pytest.mark.parametrize("how", ["gone", "not reached"])
+def test_turns_stay_what_they_are_when_an_engine_goes(how: str) -> None:
+    """Those who have one together may be a group: no other turn than its own and the last one changes, both ways."""
+    rolling = Rolling(6, 2)
+    rolling.outcomes(1)
+    first = rolling.engines[0]
+    ways = first.info.transports
+
+    def comes(transports: tuple[TransportKind, ...]) -> None:
+        first.info = msgspec.structs.replace(first.info, transports=transports)
+        first.live()
+        rolling.world.settle()
+
+    first.die()
+    rolling.world.advance_until(lambda: "e0" not in rolling.world.ready)
+    if how == "not reached":
+        comes(())
+    rolling.outcomes(2)
+    first.die()
+    rolling.world.advance(2 * LIMITS.silence_s)
+    comes(ways)
+    rolling.trainer.catch_up = True  # which is no turn of the others
+    assert rolling.outcomes(2) == ["committed"]
+    rolling.trainer.catch_up = False
+    rolling.outcomes(3)
+    waves = rolling.waves()
+    assert waves[:3] == [["e0", "e1"], ["e2", "e3"], ["e4", "e5"]]
+    assert waves[3:6] == [["e5", "e1"], ["e2", "e3"], ["e4"]]
+    assert waves[6:] == [["e0"], ["e5", "e1"], ["e2", "e3"], ["e4", "e0"]]
 
 
 def test_who_waits_is_routed_to() -> None:

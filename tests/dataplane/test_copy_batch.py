@@ -190,7 +190,7 @@ def test_a_stage_is_launched_when_it_is_ready(branches: int) -> None:
 
 @pytest.mark.parametrize("refused", [0, 1, 3])
 def test_a_batch_that_is_refused_is_the_kernels_in_its_stage(refused: int, launched: list[int]) -> None:
-    """What engines have copied before included, and what is not ready yet left for later."""
+    """Not what engines have copied before, and what is not ready yet is left for later. The next time it has all."""
     driver = FakeBatches()
     source = torch.randint(1, 256, (8 * MB,), dtype=torch.uint8)
     found, table = torch.zeros_like(source), rows(2 * MB, 3 * MB, MB, MB)
@@ -206,6 +206,10 @@ def test_a_batch_that_is_refused_is_the_kernels_in_its_stage(refused: int, launc
 
     assert torch.equal(found[: 7 * MB], source[: 7 * MB])
     assert "CUDA_ERROR_NOT_SUPPORTED" in copies.remark
+    copied = {0: 0, 1: 2 * MB, 3: 5 * MB}[refused]
+    assert sum(launched) == 7 * MB - copied
+    launched.clear()
+    copies.launch(lambda _: None)
     assert sum(launched) == 7 * MB
     copies.close()
 
@@ -282,7 +286,10 @@ def test_batches_run_between_what_was_before_and_what_comes_after(monkeypatch: p
 
 
 def test_nothing_is_under_way_when_a_stage_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a later part waits for did not come: what was launched has ended when that is said."""
+    """What a later part waits for did not come: what was launched has ended when that is said.
+
+    Nor was anything launched before the server's last batch had ended.
+    """
     streams, driver, here = Streams(monkeypatch), FakeBatches(), torch.zeros(4 * MB, dtype=torch.uint8)
     runs = copy_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
     batch = CopyBatch(runs, 2, cast("Any", driver))
@@ -301,6 +308,7 @@ def test_nothing_is_under_way_when_a_stage_is_given_up(monkeypatch: pytest.Monke
         streams.told.clear()
         with pytest.raises(PeerLost):
             made.run(ready)
+        assert streams.told[0] == "the device has ended"
         assert streams.told.count("the kernel copies") == 1
         assert streams.told[-1] == "main has ended"
         assert [each for each in streams.told if each.startswith("main waits for")] == expected
@@ -336,3 +344,21 @@ def test_copies_are_busy_while_any_of_their_streams_is(
 
     assert copies.busy is expected
     assert StagedCopies({2: copies}).busy is expected
+
+
+def test_stages_of_one_stream_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: it is asked while a paused server waits, in every look at what is to be copied next."""
+    streams, asked = Streams(monkeypatch), list[str]()
+    streams.main.query = lambda: asked.append("main") or True
+    kernel = CudaCopies(CPU, CopyTable.empty(), [], [], tiles=[])
+    here = torch.zeros(2 * MB, dtype=torch.uint8)
+    runs = copy_runs(rows(MB), column(here.data_ptr()), column(here.data_ptr() + MB))
+    batch = CopyBatch(runs, 1, cast("Any", FakeBatches()))
+    for made in (
+        StagedCopies(dict.fromkeys(range(9), kernel)),
+        PeerCopies(torch.device("cuda", 0), batch, dict.fromkeys(range(9), kernel), dict, (here,)),
+    ):
+        asked.clear()
+        assert not made.busy
+        assert asked == ["main"]
+    assert not StagedCopies({}).busy

@@ -16,7 +16,7 @@ import pytest
 
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import PeerLost
-from weightbus.dataplane.frames import MAX_FRAME, FrameListener, Frames, dead_among, framed
+from weightbus.dataplane.frames import MAX_FRAME, FrameListener, Frames, dead_among
 
 from ..kit.waiting import until
 
@@ -80,7 +80,7 @@ def test_messages_are_pulled_as_they_come() -> None:
     """Whole ones only, in their order, of any size; nothing is waited for."""
     end, other = socket.socketpair()
     frames, messages = Frames(end), [b"", b"x", bytes(range(256)) * 20_000, b"last"]
-    stream, found = b"".join(framed(each) for each in messages), []
+    stream, found = b"".join(part for each in messages for part in frames.wrapped(each)), []
     assert frames.pull() is None
     assert not frames.halfway
     other.sendall(stream[:3])

@@ -200,13 +200,53 @@ def test_marks_on_a_gpu_are_read_beside_the_copies(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "_SPIN_S", -1.0)
     gpu = FakeGPU(monkeypatch)
     memory = torch.tensor([4, 0])
-    far = module._FarMarks({1: memory}, torch.device("cuda", 0))
+    all_of_it = {1: memory}
+    far = module._FarMarks(all_of_it, torch.device("cuda", 0))
 
-    assert far.look() == {}
-    assert far.look() == {}
-    assert far.look() == {1: [4, 0]}
+    assert far.look(all_of_it) == {}
+    assert far.look(all_of_it) == {}
+    assert far.look(all_of_it) == {1: [4, 0]}
     memory[1] = 4
     monkeypatch.setattr(module, "_SPIN_S", 10.0)
-    assert far.look() == {1: [4, 4]}
+    assert far.look(all_of_it) == {1: [4, 4]}
     far.close()
     assert gpu.told == ["synchronised"]
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, **memory: torch.Tensor) -> tuple[Marks, FakeGPU, list[tuple[int, ...]]]:
+    """Marks of holders 0, 1, ... which are said to be on a GPU; and whose are looked at, look by look."""
+    gpu, looks, look = FakeGPU(monkeypatch), list[tuple[int, ...]](), module._FarMarks.look
+    monkeypatch.setattr(
+        module._FarMarks, "look", lambda self, marks: (looks.append(tuple(marks)), look(self, marks))[1]
+    )
+    monkeypatch.setattr(module, "_SPIN_S", 10.0)
+    marks = Marks(dict(enumerate(memory.values())), alive)
+    marks._far = module._FarMarks(marks._marks, torch.device("cuda", 0))
+    return marks, gpu, looks
+
+
+def test_who_has_shown_everything_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look costs a copy for each holder, beside those that the server waits for. The next round is another."""
+    first, second = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    marks, _, looks = on_a_gpu(monkeypatch, first=first, second=second)
+    for round_ in (5, 6):
+        looks.clear()
+        marks.begin({0: round_, 1: round_}, 30.0, wanted)
+        first.fill_(round_)
+
+        def step(_: float, round_: int = round_) -> None:
+            second[len(looks) - 1] = round_
+
+        monkeypatch.setattr(module.time, "sleep", step)
+        marks.wait(((0, 2), (1, 2)), never)
+        assert looks == [(0, 1), (1,), (1,)]
+
+
+def test_memory_is_let_go_of_when_nothing_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look may be under way when the wait has ended: what it reads is unmapped next."""
+    marks, gpu, _ = on_a_gpu(monkeypatch, only=torch.zeros(1, dtype=torch.int64))
+
+    marks.close()
+
+    assert gpu.told == ["synchronised"]
+    marks.close()

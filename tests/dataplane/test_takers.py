@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane import sends_wire, takers
+from weightbus.dataplane import sends_wire, takers, worker_wire
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.frames import FrameListener, Frames
-from weightbus.dataplane.takers import Leader, NotTaken
+from weightbus.dataplane.takers import Leader, NotTaken, Takers
 
 WAIT_S = 30.0
+
+
+@pytest.mark.parametrize(("free", "enough"), [(1099, False), (1100, True)])
+def test_some_of_the_memory_stays_free(tmp_path: Path, free: int, *, enough: bool) -> None:
+    """A server that generates takes some meanwhile: the last tenth is left to it."""
+    listener = FrameListener(tmp_path / "t.sock")
+    worker = Frames.connect(str(tmp_path / "t.sock"), Deadline(WAIT_S))
+    asked = Takers(tmp_path)
+    asked._threads[0] = listener.accept(Deadline(WAIT_S), "a worker")
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(asked.room)
+        assert isinstance(worker_wire.hear_sidecar(worker, Deadline(WAIT_S)), worker_wire.Weigh)
+        worker_wire.say(worker, worker_wire.Room(needed=1000, free=free), Deadline(WAIT_S))
+        objection = found.result(WAIT_S)
+    assert objection == (
+        "" if enough else f"worker 0 has no room beside its weights: 1000 bytes are needed, {free} free"
+    )
+    for each in (asked, worker, listener):
+        each.close()
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])

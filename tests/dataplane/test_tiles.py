@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightbus.dataplane import tiles as module
 from weightbus.dataplane.boxes import Column
 from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies, TorchDigest
@@ -176,6 +178,22 @@ def test_the_kernel_writes_what_torch_does(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.strip() == "equal", done.stderr[-2000:]
+
+
+def test_tiles_are_there_before_anybody_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are written on one stream, and read on any."""
+    told: list[str] = []
+    kernel = SimpleNamespace(write=lambda *_: told.append("written"))
+    monkeypatch.setitem(sys.modules, "weightbus.dataplane.tiles_triton", kernel)
+    stream = SimpleNamespace(synchronize=lambda: told.append("there"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, **_: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(module, "_on", lambda _device, rows: torch.from_numpy(rows))
+    cut = module._cut(column(3), np.ones((1, 3), np.int64), 2048)
+
+    module._written(cut, [module._Place(column(0), np.zeros((1, 3), np.int64), 16)], torch.device("cuda", 0))
+
+    assert told == ["written", "there"]
 
 
 @st.composite

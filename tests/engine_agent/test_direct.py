@@ -21,6 +21,7 @@ from weightbus.dataplane import direct, direct_receiver, direct_wire, worker_wir
 from weightbus.dataplane.copy_engines import BRANCHES
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import Exposed
+from weightbus.dataplane.direct_receiver import DirectReceiver
 from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
 from weightbus.dataplane.exporter import RegionExporter
@@ -63,6 +64,24 @@ def test_a_round_brings_the_padding_too(world: World) -> None:
         world.trainer.step(seed)
         world.round()
 
+        assert holds(world.server, world.trainer.values)
+
+
+def test_nobody_waits_where_nothing_is_made(world: World) -> None:
+    """And nobody is told of seconds that there is nothing to say of: a step of a round is in its figures or is none."""
+    world.round()
+    assert "copy" in world.receiver.seconds
+    assert "wait" not in world.receiver.seconds
+
+
+def test_a_sidecar_that_began_anew_has_its_workers_record_and_plan(world: World) -> None:
+    """It knows nothing of what they recorded; who records lets go of its plan, though it will be the same again."""
+    world.round()
+    for _ in range(2):
+        world.receiver.shutdown()
+        world.receiver = DirectReceiver(world.runtime)
+        world.trainer.step(5)
+        world.round()
         assert holds(world.server, world.trainer.values)
 
 

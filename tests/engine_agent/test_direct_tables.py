@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
 import threading
@@ -14,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from weightbus.dataplane import direct, direct_wire
+from weightbus.dataplane import direct, direct_wire, lines
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import DirectSender, Exposed
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, ManifestError, PeerLost, TransferFailed
-from weightbus.dataplane.frames import Frames, framed
+from weightbus.dataplane.frames import Frames
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.transport import Address, Peer, Receipt, Session, Tabled, Tabling
@@ -28,6 +29,11 @@ from ..kit.ends import Ends
 from ..kit.toy_direct import WAIT_S, Server, Shard, World, holds
 from ..kit.waiting import until
 from .test_direct_failures import PROMPT_S, kill
+
+
+def framed(message: bytes) -> bytes:
+    """As it travels."""
+    return len(message).to_bytes(8, "little") + message
 
 
 @pytest.fixture
@@ -275,7 +281,7 @@ def test_who_does_not_read_a_table_keeps_nobody_from_it(tmp_path: Path, asked: s
 @pytest.mark.parametrize("how", ["reads nothing", "goes away"])
 def test_who_never_reads_its_table_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Within the time for a message, and alone."""
-    monkeypatch.setattr(direct, "_PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "PACKET_S", 0.5)
     crowd = Crowd(tmp_path, "slow", "fast")
     crowd.sender.tabled(crowd.tabled)
     for engine in crowd.engines:
@@ -310,7 +316,7 @@ def test_who_stands_still_while_it_speaks_holds_nobody(tmp_path: Path, how: str)
     crowd.say("fast", direct_wire.Finished())
     until(lambda: crowd.sender._peers["fast"].finished)
 
-    assert time.monotonic() - began < direct._PACKET_S / 2
+    assert time.monotonic() - began < lines.PACKET_S / 2
     crowd.engines["slow"].close()
     assert list(crowd.end()) == ["slow"]
     silent.close()
@@ -321,7 +327,7 @@ def test_who_stands_still_while_it_speaks_is_let_go_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """Within the time for a message: a peer has failed then, alone; of somebody unknown nobody speaks."""
-    monkeypatch.setattr(direct, "_PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "PACKET_S", 0.5)
     crowd = Crowd(tmp_path, "slow", "fast")
     silent = crowd.engines["slow"] if who == "a peer" else Frames.connect(crowd.address, Deadline(WAIT_S))
     silent._socket.sendall(framed(b"x" * 1000)[:100])
@@ -336,9 +342,9 @@ def test_who_stands_still_while_it_speaks_is_let_go_of(
 
 def test_who_speaks_slowly_is_heard_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is for standing still, not for a message: a loaded host takes long over a large one."""
-    monkeypatch.setattr(direct, "_PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "PACKET_S", 0.5)
     crowd = Crowd(tmp_path, "slow")
-    message = direct_wire.as_framed(direct_wire.Failed(reason="x" * 100))  # said by either side
+    message = framed(direct_wire.encoded(direct_wire.Failed(reason="x" * 100)))  # said by either side
     for at in range(0, len(message), 10):
         crowd.engines["slow"]._socket.sendall(message[at : at + 10])
         time.sleep(0.1)
@@ -347,7 +353,7 @@ def test_who_speaks_slowly_is_heard_to_the_end(tmp_path: Path, monkeypatch: pyte
 
 def test_who_reads_slowly_is_told_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it reads anything."""
-    monkeypatch.setattr(direct, "_PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "PACKET_S", 0.5)
     crowd = Crowd(tmp_path, "slow")
     crowd.sender.tabled(crowd.tabled)
     crowd.say("slow", direct_wire.GiveTable())
@@ -370,28 +376,43 @@ def test_who_does_not_read_its_layout_holds_nobody(tmp_path: Path) -> None:
     began = time.monotonic()
     crowd.say("fast", direct_wire.GiveLayout())
     assert isinstance(crowd.hear("fast"), direct_wire.Layout)
-    assert time.monotonic() - began < direct._PACKET_S / 2
+    assert time.monotonic() - began < lines.PACKET_S / 2
     assert isinstance(crowd.hear("slow"), direct_wire.Layout)
     for engine in crowd.engines:
         crowd.say(engine, direct_wire.Finished())
     assert crowd.end() == {}
 
 
-def test_nothing_is_said_in_the_middle_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_and_does_not_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before what it is to be told fills the trainer's memory; a layout is there once for all who ask."""
+    tell, told = lines.Lines.tell, list[bytes]()
+    monkeypatch.setattr(lines.Lines, "tell", lambda of, line, message: (told.append(message), tell(of, line, message)))
+    crowd = Crowd(tmp_path, "greedy", "fast")
+    with contextlib.suppress(PeerLost):
+        for _ in range(1000):
+            crowd.say("greedy", direct_wire.GiveLayout())
+    crowd.say("fast", direct_wire.Finished())
+    assert crowd.end() == {"greedy": "it goes on to ask, and does not read what it is told"}
+    assert len({id(message) for message in told if len(message) >= 1 << 20}) == 1
+
+
+def test_nothing_is_said_in_the_middle_of_something_else(tmp_path: Path) -> None:
     """Who is let go of while a table is on its way hears the end of the connection, and who is not told why."""
-    said: list[str] = []
-    goodbye = DirectSender._say_goodbye
-    monkeypatch.setattr(
-        DirectSender, "_say_goodbye", lambda self, frames, reason: (said.append(reason), goodbye(self, frames, reason))
-    )
     crowd = Crowd(tmp_path, "slow", "idle")
     crowd.sender.tabled(crowd.tabled)
     crowd.say("slow", direct_wire.GiveTable())
     until(lambda: crowd.sender._peers["slow"].unread, "the table to be too much")
     for engine in crowd.engines:
         crowd.sender.withdraw(engine, f"no {engine}")
+    assert crowd.hear("idle") == direct_wire.Failed(reason="no idle")
+    came, pipe = bytearray(), crowd.engines["slow"]._socket
+    pipe.settimeout(WAIT_S)
+    while block := pipe.recv(1 << 20):
+        came += block
+    table = framed(direct_wire.encoded(direct_wire.Table(table=crowd.tabled.table.encode(), seal=b"signed")))
+    assert 0 < len(came) < len(table)
+    assert table.startswith(came)
     assert crowd.end() == {"slow": "no slow", "idle": "no idle"}
-    assert said == ["no idle"]
 
 
 def test_a_table_is_asked_for_only_where_it_follows(tmp_path: Path) -> None:
@@ -431,7 +452,9 @@ def test_an_offer_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     def once() -> None:
         crowd = Crowd(tmp_path, "e")
         silent = Frames.connect(crowd.address, Deadline(WAIT_S))
-        until(lambda: crowd.sender._guests)
+        lines = crowd.sender._lines
+        assert lines is not None
+        until(lambda: not all(line.name for line in tuple(lines._taken)))
         crowd.say("e", direct_wire.Finished())
         assert crowd.end() == {}
         silent.close()

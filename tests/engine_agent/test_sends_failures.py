@@ -92,6 +92,8 @@ def test_a_rank_of_the_trainer(world: SendsWorld, ends: Ends, point: str, number
     """
     world.round(stage=True)
     before, old = state(world.server), dict(world.trainer.values)
+    if point == "through":
+        world.trainer.sends._turn_s = world.trainer.sends._form_s = WAIT_S  # all must move, however busy the machine
     world.trainer.step(5)
     session = world.trainer.session(2)
     world.trainer.describe()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.frames import FrameListener
 from weightbus.dataplane.inbox import Inbox
+from weightbus.dataplane.promptness import INTERVAL_S
 from weightbus.dataplane.schedule import Messages
 from weightbus.dataplane.sends_wire import Group
 from weightbus.engine_agent import taker
 from weightbus.engine_agent.taker import Taker
+
+from ..kit.waiting import until
 
 WAIT_S = 20.0
 GROUP = Group(store="tcp://127.0.0.1:9", name="g", size=2, rank=1, form_s=1.0, turn_s=1.0)
@@ -135,3 +139,27 @@ def test_it_is_woken_in_time(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Passage, "seen", staticmethod(lambda: found.append(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))))
     assert isinstance(sidecar.take(), wire.Taken)
     assert found == [1]
+
+
+def test_it_gets_the_interpreter_from_the_first_word_on(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is asked for room is told next to take something: a scheduler that looks for requests holds up neither."""
+    usual, seen = sys.getswitchinterval(), list[float]()
+    free = taker.free_bytes
+    monkeypatch.setattr(taker, "_SOON_S", WAIT_S)
+    monkeypatch.setattr(taker, "free_bytes", lambda device: (seen.append(sys.getswitchinterval()), free(device))[1])
+    monkeypatch.setattr(wire, "hear_sidecar", heard(wire.hear_sidecar, seen))
+    sidecar.say(wire.Weigh())
+    assert isinstance(sidecar.hear(), wire.Room)
+    assert isinstance(sidecar.take(), wire.Taken)
+    assert seen == [pytest.approx(INTERVAL_S)] * 3
+    until(lambda: isclose(sys.getswitchinterval(), usual), "the usual interval")
+
+
+def heard(hear: Callable[..., wire.ToWorker], seen: list[float]) -> Callable[..., wire.ToWorker]:
+    """The same, and the interval at which threads take turns while something is heard."""
+
+    def watched(*arguments: Any) -> wire.ToWorker:
+        seen.append(sys.getswitchinterval())
+        return hear(*arguments)
+
+    return watched

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 
 from tests.dataplane.test_tiles import boxes, column, copies, fits, memory
+from tests.kit.waiting import until
 from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.copy_torch import TorchEngine
@@ -208,6 +209,7 @@ def test_memory_is_kept_until_readers_have_let_go(trainer: Trainer) -> None:
     assert int(reserved) > 0
     assert readers == "1"
     assert read(importer, offset) == 5.0
+    until(lambda: not importer.alive(), "its end")  # a thread hangs up, for which `close` does not wait
     with pytest.raises(PeerLost):
         importer.check()
     importer.close()

@@ -50,6 +50,8 @@ def test_addresses_without_memory_are_told_from_memory() -> None:
     )
     assert code == 0
     try:
-        assert not driver.mapped(reserved.value)
+        mapped, found = ctypes.c_int(13), ctypes.c_int(-1)  # CU_POINTER_ATTRIBUTE_MAPPED
+        code = library.cuPointerGetAttribute(ctypes.byref(found), mapped, reserved)
+        assert not driver.mapped(reserved.value), f"the driver answers {code}, {found.value}"
     finally:
         library.cuMemAddressFree(reserved, size)

@@ -300,6 +300,38 @@ def test_what_is_not_quantised_is_there_before_it_is_offered(rig: Rig) -> None:
     assert rig.device.queue
 
 
+class Event:
+    """Of a GPU, which has done what it was given before when it is waited for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self._before = device, 0
+
+    def record(self, _stream: object) -> None:
+        self._before = len(self._device.queue)
+
+    def synchronize(self) -> None:
+        before = [self._device.queue.pop(0) for _ in range(self._before)]
+        for each in before:
+            each()
+
+
+def test_what_nobody_is_told_parts_of_is_there_when_it_is_exposed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, too: who reads it looks at no mark. Nothing waits for what digests it."""
+    rig.exposure.digests()
+    rig.trainer.step()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(rig.device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(Exposure, "_device", torch.device("cuda", 0))
+        rig.exposure.make(digests=True)
+    *makes, digests = rig.device.queue
+    assert makes
+
+    rig.exposure.expose(made=True)
+
+    assert rig.device.queue == [digests]
+
+
 def test_no_mark_of_what_was_there_before_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken away before a device is waited for: afterwards they show this round, or nothing."""
     rig.publish(1)

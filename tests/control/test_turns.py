@@ -1,0 +1,42 @@
+"""The order of turns: who comes and goes changes no more of them than it must."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightbus.control.ids import AgentId
+from weightbus.control.turns import in_turn
+
+NAMES = [AgentId(f"e{index}") for index in range(12)]
+
+
+def names(*numbers: int) -> tuple[AgentId, ...]:
+    return tuple(NAMES[number] for number in numbers)
+
+
+def test_the_first_time_they_come_as_they_are() -> None:
+    """And stay so while nobody comes or goes, in whatever order they are asked for."""
+    assert in_turn((), names(2, 0, 1)) == names(2, 0, 1)
+    assert in_turn(names(2, 0, 1), names(0, 1, 2)) == names(2, 0, 1)
+
+
+def test_a_place_that_became_free_is_taken() -> None:
+    """By somebody new, or else by the last; whoever is new otherwise comes last."""
+    before = names(0, 1, 2, 3, 4, 5)
+    assert in_turn(before, names(1, 2, 3, 4, 5)) == names(5, 1, 2, 3, 4)
+    assert in_turn(before, names(0, 1, 2, 3)) == names(0, 1, 2, 3)
+    assert in_turn(before, names(1, 2, 3, 4)) == names(4, 1, 2, 3)
+    assert in_turn(before, names(0, 2, 3, 4, 5, 7, 8)) == names(0, 7, 2, 3, 4, 5, 8)
+    assert in_turn(before, names(7)) == names(7)
+    assert in_turn(before, ()) == ()
+
+
+@given(st.lists(st.sampled_from(NAMES), unique=True), st.lists(st.sampled_from(NAMES), unique=True))
+def test_everybody_has_a_turn_and_few_change_theirs(before: list[AgentId], present: list[AgentId]) -> None:
+    """Nobody twice; no more of those who stay move than others have left."""
+    after = in_turn(before, present)
+    assert sorted(after) == sorted(present)
+    staying = [name for name in before if name in present]
+    moved = [name for name in staying if after.index(name) != before.index(name)]
+    assert len(moved) <= len(before) - len(staying)
