@@ -20,6 +20,7 @@ from weightbus.control.effects import (
     EpochRaised,
     EpochTaken,
     ReadinessChanged,
+    RoundClosed,
     RoundReadiness,
 )
 from weightbus.control.ids import AgentId
@@ -105,7 +106,7 @@ class Violation(Exception):
 
 
 class Memory(msgspec.Struct):
-    """What the disk's records say. A journal that is set back to a copy forgets what came after that."""
+    """What the disk's records say. A journal that is set back to a copy forgets what came after that, answers too."""
 
     taken: int = 0
     """The epoch that was taken last."""
@@ -121,6 +122,8 @@ class Memory(msgspec.Struct):
     """What was committed under which key."""
     ever: set[tuple[int, str]] = set()
     """Versions that were committed, with their tables."""
+    ended: set[int] = set()
+    """Epochs of rounds whose end is written down."""
 
     def copy(self) -> Memory:
         """As it is now."""
@@ -133,6 +136,7 @@ class Memory(msgspec.Struct):
             list(self.allowed),
             dict(self.requests),
             set(self.ever),
+            set(self.ended),
         )
 
 
@@ -210,17 +214,21 @@ class Judge:
         elif isinstance(record, EpochRaised):
             disk.raised = record.epoch
         elif isinstance(record, Committed):
+            disk.ended.add(record.announced)
             self._durable_commit(record)
+        elif isinstance(record, RoundClosed):
+            disk.ended.add(record.done.epoch)
 
     def memory(self) -> Memory:
         """What is known of the disk, to be given to `set_back` together with a copy of that."""
         return self._disk.copy()
 
     def set_back(self, memory: Memory) -> None:
-        """The disk holds an older copy: what was committed since is lost, and no epoch may be taken again."""
+        """The disk holds an older copy: what was committed or answered since is lost, and no epoch is taken again."""
         self._set_backs += 1
         self._lost |= dict.fromkeys(self._disk.ever - memory.ever, self._set_backs)
         self._disk = memory.copy()
+        self._outcomes = {epoch: how for epoch, how in self._outcomes.items() if epoch in memory.ended}
         self._rolling = None
 
     def _durable_commit(self, record: Committed) -> None:
