@@ -23,6 +23,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     deadlines                           the earlier of two
 server  service                     the loop: the machine's hands; the process around them
     journal                             SQLite, and what any journal promises
+    journal_file                        the file, before SQLite writes to it
     etcd_journal  etcd                  the same records in a store that several coordinators share
     election  candidate  standby        who of them leads, in turns, and what the others say
 bus  dealer  sockets                the coordinator's sockets, an agent's, and what they have in common

@@ -197,7 +197,12 @@ class Channel(Standing):
         engine = self.engines.get(name)
         if engine is None:
             return False
+        first, engine.heard = not engine.heard, True
         moved = message.epoch > min(engine.seen, self.epoch) and self._saw(engine, message.epoch, now)
+        idle = not engine.serving and self._duties.get(name) is None and not self._takes_part(name)
+        if first and engine.untold and idle:
+            self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
+            moved = True
         if message.health is None:
             return moved
         engine.lends(self.committed, lent=message.lent)
@@ -303,8 +308,8 @@ class Channel(Standing):
             case RoundClosed():
                 self._close(record, now)
 
-    def not_persisted(self, record: ChannelRecord, reason: str, now: float) -> None:
-        """`record` could not be written: nothing that depends on it happens."""
+    def not_persisted(self, record: ChannelRecord, reason: str, now: float, *, again: bool = True) -> None:
+        """`record` could not be written: nothing that depends on it happens. `again`: it may be tried later."""
         match record:
             case EpochTaken():
                 if record.redrive and self.round:
@@ -315,7 +320,7 @@ class Channel(Standing):
                 pass  # the engine says it again
             case Committed():
                 if self.round:
-                    self.round.commit_refused(reason, now)
+                    self.round.commit_refused(reason, now, again=again)
             case RoundClosed():
                 self._close(record, now)  # only the memory of the answer is at stake, not the version
 

@@ -252,13 +252,14 @@ class Coordinator:
         self._pen.tick(now)
 
     def _written(self, event: Persisted | PersistFailed, now: float) -> None:
-        record, name, failed = self._pen.written(event, now)
+        record, name, failed, again = self._pen.written(event, now)
         channel = self.channels[name] if name is not None else None
         if channel and not isinstance(record, Probe | ChannelForgotten):
             if failed is None:
                 channel.persisted(record, now)
             else:
-                channel.not_persisted(record, f"the journal cannot be written: {failed}", now)
+                reason = f"the journal {'cannot be written' if again else 'does not take it'}: {failed}"
+                channel.not_persisted(record, reason, now, again=again)
             self._flush(channel, now)
 
     # -- messages ---------------------------------------------------------------------------------------------------

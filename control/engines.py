@@ -86,6 +86,8 @@ class Engine(msgspec.Struct, kw_only=True):
     """At which it was settled last."""
     seen: Epoch = Epoch(0)
     """The highest that it has seen, as it says. It is deaf to all that is below."""
+    heard: bool = False
+    """It has said which that is, since its `Hello`."""
     topology: Topology | None = None
     """What its agent said last of where it is, if it did."""
     took_by: TransportKind | None = None
@@ -112,6 +114,14 @@ class Engine(msgspec.Struct, kw_only=True):
             held=info.held,
             topology=agent.topology,
         )
+
+    @property
+    def untold(self) -> bool:
+        """It has said that it has seen no epoch. So nobody has paused it, in whatever life, and nothing late can.
+
+        A `Pause` is said to who has answered a `Prepare`, and would have seen the epoch of that.
+        """
+        return self.heard and not self.seen
 
     def as_info(self) -> EngineInfo:
         """The description with what is known today."""

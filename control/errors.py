@@ -183,6 +183,10 @@ class JournalUnwritable(JournalError):
     """A write failed. What was durable stays readable; nothing new may be promised."""
 
 
+class NotNewer(JournalError):
+    """The store holds a version that its writer did not know of, and takes none that is not newer: it took nothing."""
+
+
 class JournalCorrupt(JournalError):
     """The file does not hold what was written to it."""
 

@@ -2,16 +2,17 @@
 
 One key for each channel and one for each answer. Every write is a transaction on the condition that this term still
 lasts (its token) and that the channel is as this side knows it (its modification revision): a write whose answer was
-lost cannot come true later, after others were made.
+lost cannot come true later, after others were made. What it came to is read before the next write to that channel.
 
 There is no audit trail here; the coordinators' logs have the same events.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -19,7 +20,7 @@ import msgspec
 from .answers import ANSWERS, Ending, Past, Restored, ending, remembered
 from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .election import Term
-from .errors import JournalCorrupt, JournalError, JournalUnwritable
+from .errors import JournalCorrupt, JournalError, JournalUnwritable, NotNewer
 from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
 from .ids import Channel, Epoch, RequestId
 from .journal import stride
@@ -74,9 +75,13 @@ class EtcdJournal:
         self._rows: dict[Channel, tuple[_Row, int]] = {}
         self._doubtful: set[Channel] = set()
         """Channels whose last write was not answered: they are read again before the next."""
+        self._untold: set[Channel] = set()
+        """Channels in which a commit turned out to have come true that its writer was told had failed."""
         self._replies: dict[Channel, deque[str]] = {}
         """Keys of the answers that are kept, by channel, the oldest first."""
         self._answers: dict[Channel, dict[RequestId, Ending]] = {}
+        self._nobodys: list[str] = []
+        """Keys of answers of channels that were forgotten."""
         self._meta = _Meta()
         self.boot = 0
         self.stride = by or stride()
@@ -102,6 +107,7 @@ class EtcdJournal:
             operations = [put(self._key("channel", name), msgspec.json.encode(rows[name])) for name in some]
             written_at = self._write([], operations)
             self._rows.update({name: (rows[name], written_at) for name in some})
+        self._delete(self._nobodys)
         self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
 
     def confirm(self) -> None:
@@ -109,7 +115,7 @@ class EtcdJournal:
         self._term.confirm()
 
     def write(self, record: AnyRecord) -> None:
-        """Make `record` durable on a majority, or raise `JournalUnwritable`, or `Deposed`."""
+        """Make `record` durable on a majority, or raise `JournalUnwritable`, `NotNewer` or `Deposed`."""
         self._term.confirm()
         try:
             match record:
@@ -118,10 +124,18 @@ class EtcdJournal:
                 case RoundClosed():
                     self._write_reply(record, [], [])
                 case ChannelForgotten():
-                    self._forget(record.channel)
+                    self._forget((record.channel,))
                 case Probe():
                     self._meta = msgspec.structs.replace(self._meta, probed=self._meta.probed + 1)
                     self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
+        except EtcdUnavailable as error:
+            raise JournalUnwritable(self._where, error.problem, _RETRY) from error
+
+    def forget(self, channels: Collection[Channel]) -> None:
+        """All of them, or raise as `write` does and forget none."""
+        self._term.confirm()
+        try:
+            self._forget(channels)
         except EtcdUnavailable as error:
             raise JournalUnwritable(self._where, error.problem, _RETRY) from error
 
@@ -147,10 +161,15 @@ class EtcdJournal:
 
     def _write_row(self, record: EpochTaken | EpochRaised | Committed) -> None:
         key = self._key("channel", record.channel)
-        if record.channel in self._doubtful:
-            self._adopt(record.channel, self._etcd.txn([], [read(key)]).found)
+        doubtful = record.channel in self._doubtful
+        if doubtful:
+            self._read_again(record.channel)
         row, revision = self._rows.get(record.channel, (_Row(), 0))
         after = self._committed(row, record) if isinstance(record, Committed) else _taken(row, record)
+        if doubtful and isinstance(record, Committed) and after == row:  # it came true, and its answer with it
+            self._remember(record, self._pushed_out(record))
+            self._untold.discard(record.channel)
+            return
         self._doubtful.add(record.channel)
         write = put(key, msgspec.json.encode(after))
         if isinstance(record, Committed):
@@ -159,19 +178,41 @@ class EtcdJournal:
             written_at = self._write([modified_at(key, revision)], [write])
         self._doubtful.discard(record.channel)
         self._rows[record.channel] = (after, written_at)
+        if isinstance(record, Committed):
+            self._untold.discard(record.channel)
 
-    def _forget(self, channel: Channel) -> None:
-        key = self._key("channel", channel)
-        _, revision = self._rows.get(channel, (_Row(), 0))
-        gone = [key, *self._replies.get(channel, ())]
-        self._write([modified_at(key, revision)], list(map(delete, gone)))
-        for known in (self._rows, self._replies, self._answers):
-            known.pop(channel, None)
+    def _read_again(self, channel: Channel) -> None:
+        """The row as it is, whatever the last write came to."""
+        before, _ = self._rows.get(channel, (_Row(), 0))
+        self._adopt(channel, self._etcd.txn([], [read(self._key("channel", channel))]).found)
+        row, _ = self._rows.get(channel, (_Row(), 0))
+        if row.committed != before.committed:
+            self._untold.add(channel)
+
+    def _forget(self, channels: Collection[Channel]) -> None:
+        """One transaction has no room for their answers too, which are nobody's then: what stays goes at a start."""
+        keys = {self._key("channel", name): self._rows.get(name, (_Row(), 0))[1] for name in channels}
+        self._write([modified_at(key, revision) for key, revision in keys.items()], list(map(delete, keys)))
+        gone = [key for name in channels for key in self._replies.get(name, ())]
+        for name in channels:
+            for known in (self._rows, self._replies, self._answers):
+                known.pop(name, None)
+            self._untold.discard(name)
+        with contextlib.suppress(EtcdUnavailable, JournalUnwritable):
+            self._delete(gone)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for at in range(0, len(keys), MOST_OPERATIONS):
+            self._write([], list(map(delete, keys[at : at + MOST_OPERATIONS])))
 
     def _committed(self, row: _Row, record: Committed) -> _Row:
         before = row.committed
         newer = before is None or before.version < record.version or record.rollback
         same = before is not None and (before.version, before.table) == (record.version, record.table)
+        if before is not None and not (newer or same) and record.channel in self._untold:
+            found = f"holds version {before.version} of {record.channel!r}, by a commit whose answer was lost"
+            problem = f"{found}, and version {record.version} is not newer"
+            raise NotNewer(self._where, problem, "publish a higher one")
         if row.epoch < record.epoch or not (newer or same):
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
             raise JournalCorrupt(self._where, problem, "this is a bug: keep the store and report it")
@@ -182,13 +223,23 @@ class EtcdJournal:
     def _write_reply(self, record: Committed | RoundClosed, conditions: list[Json], others: list[Json]) -> int:
         """Keep the answer to the `Publish` of `record`, together with `others`; returns the revision at which it is."""
         known = ending(record)
-        key, channel = self._key("reply", record.request), known.done.channel
         reply = _Reply(self._wall_clock(), known.done, known.question, known.closed)
-        operations = [*others, put(key, msgspec.json.encode(reply))]
+        old = self._pushed_out(record)
+        write = put(self._key("reply", record.request), msgspec.json.encode(reply))
+        written_at = self._write(conditions, [*others, write, *map(delete, old)])
+        self._remember(record, old)
+        return written_at
+
+    def _pushed_out(self, record: Committed | RoundClosed) -> list[str]:
+        """The keys of the answers that go when that of `record` is kept."""
+        key, mine = self._key("reply", record.request), self._replies.get(ending(record).done.channel, ())
+        return [each for each in mine if each != key][: max(0, len(mine) + (key not in mine) - ANSWERS)]
+
+    def _remember(self, record: Committed | RoundClosed, old: list[str]) -> None:
+        """The store has the answer of `record`, and not the `old` ones."""
+        known = ending(record)
+        key, channel = self._key("reply", record.request), known.done.channel
         mine = self._replies.setdefault(channel, deque())
-        old = [each for each in mine if each != key][: max(0, len(mine) + (key not in mine) - ANSWERS)]
-        operations += map(delete, old)
-        written_at = self._write(conditions, operations)
         answers = self._answers.setdefault(channel, {})
         for gone in old:
             mine.remove(gone)
@@ -198,7 +249,6 @@ class EtcdJournal:
         mine.append(key)
         answers.pop(record.request, None)
         answers[record.request] = known
-        return written_at
 
     def _write(self, conditions: list[Json], operations: list[Json]) -> int:
         """Carry out `operations` if this term lasts and `conditions` hold; returns the revision at which it did."""
@@ -232,6 +282,9 @@ class EtcdJournal:
         written = [kv for name, kv in found.items() if name.startswith(replies)]
         for kv in sorted(written, key=lambda each: int(each.mod_revision)):
             reply = self._decode(kv, _Reply)
+            if reply.done.channel not in self._rows:
+                self._nobodys.append(kv.name)
+                continue
             self._replies.setdefault(reply.done.channel, deque()).append(kv.name)
             self._answers.setdefault(reply.done.channel, {})[RequestId(kv.name.removeprefix(replies))] = reply.ending
 

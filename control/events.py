@@ -87,6 +87,8 @@ class PersistFailed(Event, frozen=True):
 
     token: Token
     reason: str
+    again: bool = True
+    """Whether it may be written later; else the journal is well, and does not take this one."""
 
 
 class StopRequested(Event, frozen=True):

@@ -106,11 +106,15 @@ class Fleet:
             self._ready.pop(engine.name, None)
 
     def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
-        """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one."""
+        """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one.
+
+        Where no epoch was ever taken, nothing can be told to one that is clean: it serves if nobody ever told it
+        anything. Else an earlier life has, of which nobody knows, and it is settled above that.
+        """
         engine.serving, engine.settled_at = False, epoch
         self.touch(engine.name)
         if epoch == 0 and engine.health is EngineHealth.CLEAN:
-            engine.serving = True  # nobody was ever allowed to pause it
+            engine.serving = engine.untold
             self._duties.drop(engine.name)
         elif committed and _holds(engine, committed):
             commit = Commit(

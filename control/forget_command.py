@@ -15,13 +15,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from .effects import ChannelForgotten
 from .election import Election, Leader, Term
 from .errors import ConfigurationError
 from .etcd import Etcd, StoreLogin, parse_url, read_login
 from .etcd_journal import EtcdJournal
 from .ids import Channel
-from .journal import Journal, SqliteJournal
+from .journal import SqliteJournal
 from .security import state_folder
 from .settings_command import SettingsCommand
 
@@ -68,22 +67,22 @@ class ForgetCommand(SettingsCommand[ForgetSettings]):
             opened.callback(journal.close)
             known = journal.restore()
             strange = [name for name in self._names if name not in known]
+            if not strange:
+                journal.forget(list(map(Channel, dict.fromkeys(self._names))))
             for name in self._names:
-                if not strange:
-                    journal.write(ChannelForgotten(channel=Channel(name)))
                 print(f"{'not known' if name in strange else 'kept' if strange else 'forgotten':<9} {name}")  # noqa: T201
             if not strange:
                 print(_FOLLOWS, file=sys.stderr)  # noqa: T201
         return 1 if strange else 0
 
 
-def _of_file(path: Path) -> Journal:
+def _of_file(path: Path) -> SqliteJournal:
     if not path.exists():
         raise ConfigurationError(f"journal = {path} is not there: name the coordinator's with --journal")
     return SqliteJournal(path)
 
 
-def _of_store(given: ForgetSettings, opened: ExitStack) -> Journal:
+def _of_store(given: ForgetSettings, opened: ExitStack) -> EtcdJournal:
     url = parse_url(given.store)
     etcd = opened.enter_context(closing(Etcd(url.members, _CALL_S, read_login(given.store_login_file))))
     found = Election(etcd, url.prefix, Leader("forget-channel", ""), _LEASE_S).stand()

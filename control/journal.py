@@ -11,12 +11,10 @@ the last three the newest of each channel are kept: none makes another one's go.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import sqlite3
-import stat
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -26,6 +24,7 @@ from .answers import ANSWERS, HISTORY, Ending, Past, Restored, ending, remembere
 from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
+from .journal_file import RESTORE, advice_on, keep_private, look
 from .log import get_log
 from .messages import Held, RoundDone
 
@@ -139,7 +138,7 @@ class Journal(Protocol):
         ...
 
     def write(self, record: AnyRecord) -> None:
-        """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
+        """Make `record` durable, or raise `JournalUnwritable`, or `NotNewer`, and leave everything as it was."""
         ...
 
     def restore(self) -> Mapping[Channel, Restored]:
@@ -165,14 +164,14 @@ class SqliteJournal:
         self.stride = by or stride()
         self._raised: set[Channel] = set()
         """Channels whose raising is in the audit trail, of this boot."""
-        _look(path)
+        look(path)
         found = "a file that holds no journal" if path.exists() else "no file"
-        _keep_private(path)
+        keep_private(path)
         try:
             # one thread at a time uses it; which one is the driver's affair
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
-            raise JournalError(path, f"cannot be opened ({error})", _advice(error)) from error
+            raise JournalError(path, f"cannot be opened ({error})", advice_on(error)) from error
         try:
             self._open()
         except BaseException:
@@ -195,8 +194,8 @@ class SqliteJournal:
             raise JournalError(self._path, error.problem, error.advice) from error
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
-                raise JournalError(self._path, f"cannot be used ({error})", _advice(error)) from error
-            raise JournalCorrupt(self._path, str(error), _RESTORE) from error
+                raise JournalError(self._path, f"cannot be used ({error})", advice_on(error)) from error
+            raise JournalCorrupt(self._path, str(error), RESTORE) from error
 
     def _tell_of_a_beginning(self, found: str) -> None:
         """As it is with a first start, and with a copy that was made without its -wal: only people can tell."""
@@ -215,7 +214,7 @@ class SqliteJournal:
     def _check_pages(self) -> None:
         (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise JournalCorrupt(self._path, f"quick_check found {found!r}", _RESTORE)
+            raise JournalCorrupt(self._path, f"quick_check found {found!r}", RESTORE)
 
     def _adopt_schema(self) -> None:
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
@@ -273,9 +272,7 @@ class SqliteJournal:
                 case RoundClosed():
                     self._remember(record)
                 case ChannelForgotten():
-                    self._db.execute("DELETE FROM channel WHERE name = ?", (record.channel,))
-                    self._db.execute("DELETE FROM reply WHERE channel = ?", (record.channel,))
-                    self._db.execute("DELETE FROM past WHERE channel = ?", (record.channel,))
+                    self._forget(record.channel)
                 case Probe():
                     self._db.execute("UPDATE meta SET probed = probed + 1")
             if not (isinstance(record, Probe) or (isinstance(record, EpochRaised) and record.channel in self._raised)):
@@ -283,6 +280,19 @@ class SqliteJournal:
         if isinstance(record, EpochRaised):
             self._raised.add(record.channel)
         self.confirm()
+
+    def forget(self, channels: Collection[Channel]) -> None:
+        """All of them, or raise as `write` does and forget none."""
+        with self._transaction():
+            for channel in channels:
+                self._forget(channel)
+                self._audit(ChannelForgotten(channel=channel))
+        self.confirm()
+
+    def _forget(self, channel: Channel) -> None:
+        self._db.execute("DELETE FROM channel WHERE name = ?", (channel,))
+        self._db.execute("DELETE FROM reply WHERE channel = ?", (channel,))
+        self._db.execute("DELETE FROM past WHERE channel = ?", (channel,))
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written. Raises `JournalCorrupt`."""
@@ -298,7 +308,7 @@ class SqliteJournal:
                 answers.setdefault(channel, {})[RequestId(request)] = known
             except ValueError as error:
                 raise JournalCorrupt(
-                    self._path, f"the answer to {request!r} is unreadable ({error})", _RESTORE
+                    self._path, f"the answer to {request!r} is unreadable ({error})", RESTORE
                 ) from error
         rows = self._db.execute(
             "SELECT name, epoch, committed_version, committed_epoch, manifest, digest_table FROM channel"
@@ -412,63 +422,9 @@ class SqliteJournal:
                 raise
         except sqlite3.OperationalError as error:
             code = getattr(error, "sqlite_errorname", "")
-            raise JournalUnwritable(self._path, f"cannot be written ({code}: {error})", _advice(error)) from error
+            raise JournalUnwritable(self._path, f"cannot be written ({code}: {error})", advice_on(error)) from error
         except sqlite3.DatabaseError as error:
-            raise JournalCorrupt(self._path, str(error), _RESTORE) from error
-
-
-_ELSEWHERE: Final = "or name another file with --journal"
-
-
-def _look(path: Path) -> None:
-    """Make the folder, and find out whether a journal can be kept there at all: SQLite's own words do not say why not.
-
-    Raises `JournalError`.
-    """
-    folder = path.parent
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        problem = f"its folder cannot be made ({error.filename}: {error.strerror})"
-        raise JournalError(path, problem, f"make {folder} for user {os.geteuid()}, {_ELSEWHERE}") from error
-    if path.is_dir():
-        raise JournalError(path, "is a folder, expected a file", f"name a file in it, {_ELSEWHERE}")
-    # Beside the file SQLite writes another two, so the folder must be writable too.
-    for place in (folder, path) if path.exists() else (folder,):
-        if os.statvfs(place).f_flag & os.ST_RDONLY:
-            problem = f"{place} is on a file system that is mounted read-only"
-            raise JournalError(path, problem, f"mount it for writing, {_ELSEWHERE}")
-        if not os.access(place, os.R_OK | os.W_OK, effective_ids=True):
-            found = place.stat()
-            problem = (
-                f"{place} cannot be read and written by user {os.geteuid()}: it belongs to user {found.st_uid}, mode"
-                f" {stat.S_IMODE(found.st_mode):04o}"
-            )
-            raise JournalError(path, problem, f"give it to user {os.geteuid()}, {_ELSEWHERE}")
-
-
-def _keep_private(path: Path) -> None:
-    """Nobody else reads who publishes what, nor writes it. SQLite's other two files get the mode of this one."""
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if os.fstat(file).st_uid == os.geteuid():
-                os.fchmod(file, 0o600)
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise JournalError(path, f"cannot be opened ({error.strerror})", f"free room there, {_ELSEWHERE}") from error
-
-
-def _advice(error: sqlite3.Error) -> str:
-    code: str = getattr(error, "sqlite_errorname", "")
-    if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return "is another coordinator running on it? one file serves one coordinator"
-    if code.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
-        return f"let user {os.geteuid()} write the file and its folder, {_ELSEWHERE}"
-    if code.startswith("SQLITE_FULL"):
-        return "free room on the disk"
-    return "is the disk full, failing or on another machine? a journal belongs on a local disk with room"
+            raise JournalCorrupt(self._path, str(error), RESTORE) from error
 
 
 _ANEW: Final = (
@@ -476,7 +432,6 @@ _ANEW: Final = (
     " beside it that ends in -wal"
 )
 _TAKEN: Final = "put both files back with the coordinator stopped, or restore them from a backup, and start it again"
-_RESTORE: Final = "restore it from a backup; beginning anew would forget which version is committed"
 
 _Row = tuple[str, int, int | None, int | None, str | None, str | None]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .errors import ConfigurationError
-from .ids import AgentId, Channel
+from .ids import AgentId, AgentName, Channel
 from .keys import AGENTS, COORDINATOR, write_pair
 from .messages import Role
 from .provision import Member, entry_of
@@ -144,7 +144,11 @@ def _entry(given: TrustSettings, name: str) -> Entry:
         raise ConfigurationError(
             "`weightbus trust add` needs --role and --channels: a key is trusted with nothing else"
         )
-    member = Member(AgentId(name), given.role, tuple(map(Channel, given.channels)))
+    try:
+        agent = msgspec.convert(name, AgentName)
+    except msgspec.ValidationError as problem:  # before a file of that name is looked for
+        raise ConfigurationError(f"{name!r}: {explained(problem)}") from problem
+    member = Member(agent, given.role, tuple(map(Channel, given.channels)))
     try:
         return entry_of(keys_folder(given.keys), member)
     except msgspec.ValidationError as problem:

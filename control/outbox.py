@@ -125,6 +125,8 @@ class Written(NamedTuple):
     channel: Channel | None
     failed: str | None
     """Why the record is not durable."""
+    again: bool
+    """Whether it may be so later."""
 
 
 class Pen:
@@ -159,11 +161,12 @@ class Pen:
             raise IllegalMove("coordinator", f"writing {expected}", f"{type(event).__name__}({event.token})")
         (persist, channel), self.writing = self.writing, None
         failed = event.reason if isinstance(event, PersistFailed) else None
-        if (failed is not None) is not self.read_only:
-            self.read_only = failed is not None
-            self._out.observe(JournalChanged(writable=not self.read_only, reason=failed or ""))
+        again = isinstance(event, PersistFailed) and event.again
+        if again is not self.read_only:
+            self.read_only = again
+            self._out.observe(JournalChanged(writable=not again, reason=failed or ""))
         self.probe_at = now + self._probe_s if self.read_only else None
-        return Written(persist.record, channel, failed)
+        return Written(persist.record, channel, failed, again)
 
     def tick(self, now: float) -> None:
         """Time has passed: try again whether the journal takes a record."""

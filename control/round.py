@@ -155,11 +155,11 @@ class Round:
         self.durable = True
         self._resume(now)
 
-    def commit_refused(self, reason: str, now: float) -> None:
-        """The journal did not take the commit. It is asked again until `commit_s` is over; then the round aborts."""
+    def commit_refused(self, reason: str, now: float, *, again: bool) -> None:
+        """The journal did not take the commit. It is asked `again` until `commit_s` is over; then the round aborts."""
         self.reason = reason
         until = self._since + self._limits.commit_s
-        if now >= until:
+        if now >= until or not again:
             self._abort(f"the version could not be made durable: {reason}", now)
         else:
             self._deadline = min(until, now + self._limits.probe_s)

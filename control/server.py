@@ -29,7 +29,7 @@ from .effects import (
     SendTo,
     SendToAll,
 )
-from .errors import JournalCorrupt, JournalUnwritable, ProtocolError
+from .errors import JournalCorrupt, JournalUnwritable, NotNewer, ProtocolError
 from .events import (
     AnyEvent,
     Burst,
@@ -228,6 +228,8 @@ class Server:
             raise
         except JournalUnwritable as error:
             self._events.appendleft(PersistFailed(token=effect.token, reason=str(error)))
+        except NotNewer as error:
+            self._events.appendleft(PersistFailed(token=effect.token, reason=error.problem, again=False))
         else:
             self._events.appendleft(Persisted(token=effect.token))
 

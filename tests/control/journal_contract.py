@@ -19,8 +19,9 @@ from weightbus.control.effects import (
     RoundClosed,
 )
 from weightbus.control.errors import JournalCorrupt
+from weightbus.control.etcd_journal import EtcdJournal
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.journal import Journal
+from weightbus.control.journal import Journal, SqliteJournal
 from weightbus.control.messages import Outcome, RoundDone
 
 from .world import replay
@@ -208,6 +209,24 @@ class JournalContract:
         journal.write(taken(1))
         assert journal.restore()[POLICY] == Restored(epoch=Epoch(1))
         journal.close()
+
+    def test_channels_are_forgotten_together(self, opens: Callable[..., Journal]) -> None:
+        """However many answers they have: more than one transaction of etcd has room for."""
+        names = [Channel(f"run-{number}") for number in range(5)]
+        journal = opens()
+        for name in (POLICY, *names):
+            journal.write(taken(1, name))
+            for number in range(ANSWERS):
+                journal.write(closed(f"{name}-{number}", name))
+        assert isinstance(journal, SqliteJournal | EtcdJournal)
+        journal.forget(names)
+        assert list(journal.restore()) == [POLICY]
+        assert list(self._again(journal, opens)) == [POLICY]
+        journal = opens()
+        for name in names:
+            journal.write(taken(1, name))
+        again = self._again(journal, opens)
+        assert [len(again[name].answers) for name in (POLICY, *names)] == [ANSWERS, 0, 0, 0, 0, 0]
 
     def test_one_coordinator_at_a_time(self, opens: Callable[..., Journal]) -> None:
         """A second coordinator does not get the journal while the first has it, and gets it at once afterwards."""

@@ -47,6 +47,19 @@ def test_wrong_bytes_are_refused_and_forgotten() -> None:
     assert blobs.put(name(b"right"), 0, 1, b"right").ok
 
 
+def test_who_cuts_otherwise_begins_anew() -> None:
+    """Another life of a publisher, or of its release: pages of two cuts are no blob, and none of the first is kept."""
+    blob = bytes(range(12))
+    blobs = Blobs(1000)
+    for page in (2, 0):
+        assert blobs.put(name(blob), page, 3, blob[4 * page : 4 * page + 4]).ok
+    for page in (0, 1):
+        assert blobs.put(name(blob), page, 2, blob[6 * page : 6 * page + 6]).ok
+        blobs.check()
+    assert blobs.page(name(blob), 0) == (blob, 1)
+    assert blobs.held_bytes == len(blob)
+
+
 def test_pages_out_of_bounds_are_refused() -> None:
     """Page numbers, page counts and page sizes have limits."""
     blobs = Blobs(10**7)

@@ -331,7 +331,11 @@ def test_nobody_is_locked_out_by_an_addition(tmp_path: Path, capsys: pytest.Capt
     policy = ["--role", "engine", "--channels", "policy"]
     assert main(["trust", *where, "add", "e0", *policy]) == 0
     (tmp_path / "agents/copy.pub").write_bytes((tmp_path / "agents/e0.pub").read_bytes())
-    for name, why in (("../coordinator", "expected a name"), ("copy", "have the same key")):
+    names = ("../coordinator", "../nowhere", "/etc/passwd", "e 0")
+    for name, why in (
+        *((name, f"{name!r}: expected a name: up to 64") for name in names),
+        ("copy", "have the same key"),
+    ):
         capsys.readouterr()
         assert main(["trust", *where, "add", name, *policy]) == 2
         said = capsys.readouterr()

@@ -10,15 +10,27 @@ import pytest
 
 from weightbus.control import codec, states
 from weightbus.control.effects import (
+    AnyEffect,
     Committed,
     JournalChanged,
     Persist,
+    Probe,
     RoundEnded,
     SendTo,
     StateEntered,
 )
 from weightbus.control.errors import IllegalMove
-from weightbus.control.events import Burst, MessageReceived, Persisted, PersistFailed, StopRequested, Tick, Token
+from weightbus.control.events import (
+    Burst,
+    MessageReceived,
+    Peer,
+    PeerLost,
+    Persisted,
+    PersistFailed,
+    StopRequested,
+    Tick,
+    Token,
+)
 from weightbus.control.ids import Channel, Epoch, Incarnation, Version
 from weightbus.control.journal import SqliteJournal
 from weightbus.control.messages import (
@@ -335,6 +347,23 @@ def test_full_disk_makes_read_only_and_heals_by_itself() -> None:
     assert engine.label == 2
 
 
+def test_a_journal_that_works_again_is_not_probed_any_more() -> None:
+    """Every two seconds while it fails; a record that was written says that it works."""
+    world = World()
+    trainer = world.trainer()
+    world.disk_full = True
+    trainer.acquire(1)
+    world.settle()
+    world.advance(2.5 * world.limits.probe_s)
+    world.disk_full = False
+    world.advance(world.limits.probe_s)
+    assert not world.machine.status(world.now).read_only
+    written = list(world.records)
+    assert written == [Probe()]
+    world.advance(5 * world.limits.probe_s)
+    assert world.records == written
+
+
 def test_nothing_is_published_while_the_journal_fails() -> None:
     """Also under a lease that was granted before: no engine is stopped for what could not be committed."""
     world = World()
@@ -402,6 +431,28 @@ def test_commit_waits_for_the_disk_and_gives_up_at_its_deadline(recovers: bool) 
     assert world.committed == (1 if recovers else None)
     assert engine.generating is recovers
     assert engine.health is (EngineHealth.CLEAN if recovers else EngineHealth.PENDING)
+
+
+def test_a_commit_that_the_journal_does_not_take_ends_its_round() -> None:
+    """It holds a newer version than was known: nothing is tried again, no alarm goes off, and others are committed."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    perform = world.perform
+
+    def refuse(effect: AnyEffect) -> None:
+        if isinstance(effect, Persist) and isinstance(effect.record, Committed) and effect.record.version < 6:
+            world.handle(PersistFailed(token=effect.token, reason="holds version 5", again=False))
+        else:
+            perform(effect)
+
+    world.perform = refuse  # type: ignore[method-assign]
+    done = world.publish(trainer, 4)
+    assert (done.outcome, engine.generating) == (Outcome.ABORTED, False)
+    assert done.reason == "the version could not be made durable: the journal does not take it: holds version 5"
+    assert not world.machine.status(world.now).read_only
+    assert not [note for note in world.observed if isinstance(note, JournalChanged)]
+    assert world.publish(trainer, 6).outcome is Outcome.COMMITTED
+    assert (world.committed, engine.label) == (6, 6)
 
 
 def test_a_commit_that_waited_for_the_disk_counts_its_engines_again() -> None:
@@ -681,6 +732,25 @@ def test_a_burst_is_the_same_as_one_after_the_other() -> None:
         told.append([effect for effect in effects if isinstance(effect, SendTo | Persist)])
     assert told[0] == told[1]
     assert len(told[0]) == 4 + 1 + 1, "an Ack each, an Alive, and a Send"
+
+
+def test_who_replaces_an_agent_is_seated_before_the_rest_of_its_burst_is_read() -> None:
+    """The one before it is lost first, which may move its round on; what comes behind the `Hello` is no stranger's.
+
+    All of it waits behind a record that is being written.
+    """
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    world.handle(PeerLost(peer=engine.peer))
+    engine.incarnation = Incarnation("e0.another")
+    peer = Peer(b"another")
+    asked = Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1))
+    said_by = ((trainer.peer, asked), (peer, engine.hello()), (peer, engine.heartbeat()))
+    (persist,) = one_by_one(world.machine.handle(Burst([MessageReceived(*each) for each in said_by]), world.now))
+    assert isinstance(persist, Persist)
+    effects = one_by_one(world.machine.handle(Persisted(token=persist.token), world.now))
+    said = [each.message for each in effects if isinstance(each, SendTo) and each.peer == peer]
+    assert [type(each) for each in said] == [Welcome, Alive]
 
 
 def test_a_burst_waits_for_what_is_written_in_its_middle() -> None:

@@ -59,6 +59,8 @@ def test_a_user_in_the_address_is_refused() -> None:
     ("text", "mode", "said"),
     [
         ("root:secret", 0o644, "others may read it"),
+        ("root:secret", 0o640, "others may read it"),
+        ("root:secret", 0o604, "others may read it"),
         ("root", 0o600, "one line USER:PASSWORD"),
         (":secret", 0o600, "one line USER:PASSWORD"),
         ("root:secret\nmore", 0o600, "one line USER:PASSWORD"),

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,18 +19,20 @@ from weightbus.control.answers import ANSWERS, ending
 from weightbus.control.cli import main
 from weightbus.control.effects import ChannelForgotten
 from weightbus.control.election import Deposed, Election, Leader, Term
-from weightbus.control.errors import ConfigurationError, JournalUnwritable
-from weightbus.control.etcd import Etcd, EtcdUnavailable, Login, parse_url, put, read
+from weightbus.control.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, NotNewer
+from weightbus.control.etcd import Etcd, EtcdUnavailable, Json, Login, Outcome, delete, parse_url, put, read
 from weightbus.control.etcd_journal import MOST_OPERATIONS, EtcdJournal
 from weightbus.control.ids import Channel
 from weightbus.control.journal import Journal
 
-from .journal_contract import POLICY, JournalContract, closed, commit, taken
+from .journal_contract import POLICY, B, JournalContract, closed, commit, taken
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason=MISSING)
 ROOT = Path(__file__).parents[2]
 TTL_S = 5.0
 """Long enough for a machine that does other things between two renewals."""
+CALL_S = 1.0
+"""Where a call is to fail, or nothing depends on one that does not."""
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +46,16 @@ class Candidates:
 
     def __init__(self, member: EtcdMember, prefix: str, login: Login | None = None) -> None:
         self.member, self.prefix, self.login = member, prefix, login
+        self.ttl_s, self.call_s = TTL_S, CALL_S
         self.terms: list[Term] = []
         self.clients: list[Etcd] = []
 
     def etcd(self) -> Etcd:
-        self.clients.append(Etcd((self.member.address,), 1.0, self.login))
+        self.clients.append(Etcd((self.member.address,), self.call_s, self.login))
         return self.clients[-1]
 
     def stand(self, name: str = "c0", clock: Callable[[], float] = time.monotonic) -> Term | Leader:
-        found = Election(self.etcd(), self.prefix, Leader(name, f"tcp://{name}:1"), TTL_S, clock).stand()
+        found = Election(self.etcd(), self.prefix, Leader(name, f"tcp://{name}:1"), self.ttl_s, clock).stand()
         if isinstance(found, Term):
             self.terms.append(found)
         return found
@@ -77,6 +80,12 @@ def candidates(member: EtcdMember, request: pytest.FixtureRequest) -> Iterator[C
     found.close()
 
 
+def patient(candidates: Candidates) -> Candidates:
+    """For what says nothing of time: its hundreds of writes each sync a disk that others write to."""
+    candidates.ttl_s, candidates.call_s = 60.0, 30.0
+    return candidates
+
+
 LOGIN = Login("weightbus", "pass:word")
 
 
@@ -99,7 +108,7 @@ class TestEtcdJournalUnderAccessControl(JournalContract):
 
     @pytest.fixture
     def opens(self, with_login: Candidates) -> Callable[..., Journal]:
-        return with_login.lead
+        return patient(with_login).lead
 
     def test_who_does_not_say_who_it_is_reads_and_writes_nothing(self, locked_member: EtcdMember) -> None:
         """Nor with another password, nor beside the keys that it was given."""
@@ -130,7 +139,7 @@ class TestEtcdJournal(JournalContract):
 
     @pytest.fixture
     def opens(self, candidates: Candidates) -> Callable[..., Journal]:
-        return candidates.lead
+        return patient(candidates).lead
 
 
 def test_a_deposed_leader_changes_nothing(candidates: Candidates) -> None:
@@ -203,6 +212,97 @@ def test_a_late_write_changes_nothing(candidates: Candidates) -> None:
     journal.close()
 
 
+@pytest.fixture
+def unsure(candidates: Candidates, monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdJournal]:
+    """A journal to which a commit of version 5, of table A, has come true, and that was told nothing of it."""
+    journal = candidates.lead()
+    for record in (taken(1), commit(4, 1, request="p4"), closed("p4"), taken(2)):
+        journal.write(record)
+    txn = journal._etcd.txn
+
+    def loses(conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> Outcome:
+        txn(conditions, then, otherwise)
+        raise EtcdUnavailable(("m",), "the answer was lost")
+
+    with monkeypatch.context() as patched, pytest.raises(JournalUnwritable, match="the answer was lost"):
+        patched.setattr(journal._etcd, "txn", loses)
+        journal.write(commit(5, 2, request="p5"))
+    yield journal
+    journal.close()
+
+
+def test_a_commit_whose_answer_was_lost_is_done_when_it_is_asked_for_again(
+    unsure: EtcdJournal, candidates: Candidates
+) -> None:
+    """It is found in the store, and not written once more: that might get lost too. Its answer is found with it."""
+    journal = unsure
+    before = candidates.etcd().under(f"{candidates.prefix}/")
+    journal.write(commit(5, 2, request="p5"))
+    assert candidates.etcd().under(f"{candidates.prefix}/") == before
+    known = journal.restore()[POLICY]
+    assert known.committed
+    assert (known.committed.version, list(known.answers)) == (5, ["p4", "p5"])
+    with pytest.raises(JournalCorrupt, match="would go back"):  # now it knows better
+        journal.write(commit(5, 2, B))
+    journal.close()
+    again = candidates.lead()
+    assert again.restore()[POLICY] == msgspec.structs.replace(known, epoch=known.epoch + 1)
+    again.close()
+
+
+def test_no_older_version_is_written_over_one_whose_answer_was_lost(
+    unsure: EtcdJournal, candidates: Candidates
+) -> None:
+    """The round was given up, and its trainer publishes something else: refused, and no bug of anybody's."""
+    journal = unsure
+    journal.write(taken(3))
+    before = candidates.etcd().under(f"{candidates.prefix}/")
+    for record in (commit(5, 3, B, request="other"), commit(4, 3, request="older")):
+        with pytest.raises(NotNewer, match=r"holds version 5 of 'policy', by a commit whose answer was lost"):
+            journal.write(record)
+    assert candidates.etcd().under(f"{candidates.prefix}/") == before
+    journal.write(commit(5, 3, request="again"))
+    journal.write(taken(4))
+    journal.write(commit(6, 4, B, request="newer"))
+    known = journal.restore()[POLICY]
+    assert known.committed
+    assert (known.committed.version, known.committed.table) == (6, B)
+    with pytest.raises(JournalCorrupt, match="would go back"):
+        journal.write(commit(5, 4))
+
+
+def test_a_rollback_is_written_over_a_commit_whose_answer_was_lost(unsure: EtcdJournal) -> None:
+    """Whoever says it means whatever is committed."""
+    journal = unsure
+    journal.write(taken(3))
+    journal.write(msgspec.structs.replace(commit(2, 3), rollback=True))
+    known = journal.restore()[POLICY]
+    assert known.committed
+    assert (known.committed.version, [past.version for past in known.history]) == (2, [4, 5, 2])
+
+
+def test_a_commit_is_made_for_the_channel_as_it_was(candidates: Candidates) -> None:
+    """One that comes true late, when others were made since, changes nothing."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    before = journal._rows[POLICY]
+    journal.write(commit(7, 1))
+    journal._rows[POLICY] = before  # as if it had set out before that
+    with pytest.raises(JournalUnwritable, match="somebody else, or by a write of ours"):
+        journal.write(commit(6, 1, request="late"))
+    assert [kv.name for kv in candidates.etcd().under(f"{candidates.prefix}/reply/")] == [
+        f"{candidates.prefix}/reply/p"
+    ]
+    with pytest.raises(NotNewer):
+        journal.write(commit(6, 1, request="late"))
+    journal.close()
+    again = candidates.lead()
+    restored = again.restore()[POLICY].committed
+    assert restored
+    assert restored.version == 7
+    again.close()
+
+
 def test_answers_do_not_fill_the_store(candidates: Candidates) -> None:
     """Only the newest are kept, there and after a restart."""
     journal = candidates.lead()
@@ -245,6 +345,37 @@ def test_a_channel_that_somebody_has_written_meanwhile_is_not_forgotten(candidat
         journal.write(ChannelForgotten(channel=POLICY))
     assert POLICY in journal.restore()
     journal.close()
+
+
+def test_of_several_channels_all_are_forgotten_or_none(candidates: Candidates) -> None:
+    """Here somebody has written one of them meanwhile."""
+    journal = candidates.lead()
+    for name in ("run-1", "run-2"):
+        journal.write(taken(1, name))
+    key = f"{candidates.prefix}/channel/run-2"
+    candidates.etcd().txn([], [put(key, candidates.etcd().under(key)[0].content)])
+    with pytest.raises(JournalUnwritable, match="was written by somebody else"):
+        journal.forget([Channel("run-1"), Channel("run-2")])
+    assert sorted(journal.restore()) == ["run-1", "run-2"]
+    journal.close()
+    again = candidates.lead()
+    assert sorted(again.restore()) == ["run-1", "run-2"]
+    again.close()
+
+
+def test_answers_of_a_channel_that_was_forgotten_go_at_the_next_start(candidates: Candidates) -> None:
+    """Whoever forgot it ended before they were gone. They answer nobody who uses its name again."""
+    journal = candidates.lead()
+    journal.write(taken(1))
+    journal.write(closed("p"))
+    candidates.etcd().txn([], [delete(f"{candidates.prefix}/channel/{POLICY}")])
+    journal.close()
+    again = candidates.lead()
+    assert dict(again.restore()) == {}
+    assert candidates.etcd().under(f"{candidates.prefix}/reply/") == ()
+    again.write(taken(1))
+    assert dict(again.restore()[POLICY].answers) == {}
+    again.close()
 
 
 def test_a_store_of_many_channels_is_led_again(candidates: Candidates) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,31 @@ def test_a_name_that_is_not_known_changes_nothing(path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == "kept      run-1\nnot known run-2\n"
     journal = SqliteJournal(path)
     assert sorted(journal.restore()) == ["policy", "run-1"]
+    journal.close()
+
+
+def test_of_several_all_are_forgotten_or_none(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens between the first and the last: here the disk is full."""
+    forgotten: list[str] = []
+    forget = SqliteJournal._forget
+
+    def fills(self: SqliteJournal, channel: Channel) -> None:
+        if forgotten:
+            raise sqlite3.OperationalError("database or disk is full")
+        forgotten.append(channel)
+        forget(self, channel)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SqliteJournal, "_forget", fills)
+        assert main(["forget-channel", "run-1", "policy", "--journal", str(path)]) == 1
+    assert forgotten == ["run-1"]
+    journal = SqliteJournal(path)
+    assert sorted(journal.restore()) == ["policy", "run-1"]
+    assert "ChannelForgotten" not in [line["record"] for line in journal.audit()]
+    journal.close()
+    assert main(["forget-channel", "run-1", "policy", "run-1", "--journal", str(path)]) == 0
+    journal = SqliteJournal(path)
+    assert dict(journal.restore()) == {}
     journal.close()
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import pytest
 
 from weightbus.control import channel as module
-from weightbus.control.effects import EngineAhead, EpochRaised, EpochTaken
+from weightbus.control.effects import EngineAhead, EpochRaised, EpochTaken, ReadinessChanged
 from weightbus.control.ids import Epoch
-from weightbus.control.messages import Abort, EngineHealth, Granted, Outcome, Prepare, Publish, Refused
+from weightbus.control.messages import Abort, EngineHealth, Granted, Outcome, Prepare, Publish, Refused, Welcome
 
-from .world import CHANNEL, Engine, Trainer, World
+from .world import CHANNEL, Engine, Trainer, World, engine_info
 
 FAR = 10_000
 
@@ -191,6 +191,67 @@ def test_who_was_deaf_is_told_what_to_do_before_anything_is_published() -> None:
     told = len(e0.got(Abort))
     world.advance(5 * world.limits.heartbeat_s)
     assert len(e0.got(Abort)) == told, "and that once"
+
+
+def test_who_may_be_paused_by_a_life_that_is_forgotten_is_not_listed() -> None:
+    """With a journal begun anew, a clean engine that has seen an epoch may have a `Pause` of that life on its way.
+
+    It is listed when it has said, above that epoch, that it serves: from then on it drops what is late.
+    """
+    world, e0, _, _ = set_back(0, stride=1000)
+    e0.epoch, e0.held, e0.label = 500, None, None
+    e0.connect()
+    world.settle()
+    assert e0.health is EngineHealth.CLEAN
+    assert world.machine.channels[CHANNEL].epoch == 0
+    assert world.ready == ()
+    world.observed.clear()
+    world.advance(world.limits.heartbeat_s)
+    assert e0.epoch > 1000
+    noted = [each for each in world.observed if isinstance(each, EngineAhead | ReadinessChanged)]
+    assert [type(each) for each in noted] == [EngineAhead, ReadinessChanged], "and not in between"
+    assert world.ready == ("e0",)
+
+
+def silent(world: World, name: str) -> Engine:
+    """An engine that has said `Hello`, and nothing since."""
+    engine = Engine(world, name, engine_info(name))
+    engine.beats = False
+    world.agents[name] = engine
+    engine.live()
+    world.settle()
+    assert engine.got(Welcome)
+    return engine
+
+
+def test_who_has_seen_no_epoch_is_listed_with_its_first_heartbeat() -> None:
+    """Nobody can have paused it, and it is told nothing."""
+    world = World()
+    engine = silent(world, "e0")
+    assert world.ready == ()
+    world.advance(world.limits.heartbeat_s)
+    assert world.ready == ("e0",)
+    assert not engine.got(Abort)
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_lease_that_comes_before_the_first_heartbeat_keeps_nobody_from_the_list(publishes: bool) -> None:
+    """It takes part in the round, or is told to go on at an epoch below the lease's; it hears either."""
+    world = World()
+    engine, trainer = silent(world, "e0"), world.trainer()
+    trainer.stop_before = None if publishes else Publish
+    trainer.acquire(1)
+    world.settle()
+    assert world.ready == (("e0",) if publishes else ())
+    world.advance(world.limits.heartbeat_s)
+    assert world.ready == ("e0",)
+    assert engine.label == (1 if publishes else None)
+    if not publishes:
+        trainer.stop_before, trainer.deaf = None, False
+        assert trainer.publishing is not None
+        trainer.say(trainer.publishing)
+        world.settle()
+    assert (world.committed, engine.label) == (1, 1)
 
 
 def test_who_comes_under_a_lease_is_not_made_deaf_to_its_round() -> None:

@@ -180,6 +180,20 @@ def test_dirty_engine_is_driven_again_under_a_new_durable_epoch() -> None:
     assert epoch_taken < next(i for i, line in enumerate(world.transcript) if "Send epoch=2" in line)
 
 
+@pytest.mark.parametrize("step", [Step.TRANSFER, Step.VERIFY])
+def test_who_fails_in_the_transfer_has_paused_whatever_was_heard_of_that(step: Step) -> None:
+    """Its `Paused` got lost, and it was told to take the version along with `Pause`: it is sent everything again."""
+    world, victim, _, trainer = fleet()
+
+    def pause_unheard(_message: Message) -> None:
+        victim.generating = False
+
+    victim.script[Pause] = pause_unheard
+    victim.fail(Transfer, step, EngineHealth.DIRTY)
+    assert set(outcomes(world, trainer, 1).values()) == {Outcome.COMMITTED}
+    assert [len(send.receivers) for send in trainer.got(Send)] == [2, 1]  # type: ignore[attr-defined]
+
+
 def test_engine_that_was_mended_reports_no_failure() -> None:
     """What the re-drive mended is in the log and not in the report of an engine that committed; what was not, is."""
     world, victim, other, trainer = fleet()

@@ -11,11 +11,12 @@ from typing import cast
 import msgspec
 import pytest
 
+from weightbus.control import server as module
 from weightbus.control.bus import RouterBus
 from weightbus.control.dealer import DealerLink
-from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, LeaseEnded, Refusal, SendTo
+from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, Committed, LeaseEnded, Refusal, SendTo
 from weightbus.control.election import Deposed, Term
-from weightbus.control.errors import JournalUnwritable
+from weightbus.control.errors import JournalUnwritable, NotNewer
 from weightbus.control.etcd import Etcd, KeyValue, Outcome
 from weightbus.control.etcd_journal import EtcdJournal
 from weightbus.control.events import Peer
@@ -29,6 +30,7 @@ from weightbus.control.messages import (
     Acquire,
     Alive,
     Code,
+    Commit,
     Granted,
     Heartbeat,
     Hello,
@@ -39,12 +41,16 @@ from weightbus.control.messages import (
     RoundDone,
     Welcome,
 )
+from weightbus.control.messages import (
+    Outcome as Ended,
+)
 from weightbus.control.reporter import TimedJournal
 from weightbus.control.server import GATHER_PACE, GATHER_S, SETTLE_S, Server
 from weightbus.control.telemetry import Meters, Side
 
 from .world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
 
+PROTOCOL = Path(module.__file__).with_name("PROTOCOL.md")
 LIMITS = Limits(retry_s=0.05, probe_s=0.05, heartbeat_s=0.2, silence_s=60.0)
 
 
@@ -244,6 +250,31 @@ def test_stop_while_a_trainer_holds_a_lease(start: Callable[..., Running]) -> No
     assert running.server.status.channels[CHANNEL].lease is None
 
 
+def test_a_stop_waits_for_nobody_longer_than_it_says(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is durable is carried on, for as long as `STOP_S`: a service manager kills soon after that."""
+    assert f"at most {module.STOP_S:g} s; then the sockets close" in " ".join(PROTOCOL.read_text().split())
+    monkeypatch.setattr(module, "STOP_S", 0.5)
+    running = start(MemoryBus())
+    bus = cast("MemoryBus", running.server._bus)
+    wire = Wire(bus.link)
+    engine = wire.add(Engine(wire.world, "e0", engine_info("e0")))
+    assert isinstance(engine, Engine)
+    engine.script[Commit] = lambda _message: None
+    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
+    wire.until(lambda: bool(engine.got(Welcome) and trainer.got(Welcome)))
+    assert isinstance(trainer, Trainer)
+    trainer.acquire(1)
+    wire.until(lambda: bool(engine.got(Commit)))
+    began = time.monotonic()
+    running.server.stop()
+    running.thread.join(10.0)
+    assert not running.thread.is_alive()
+    assert time.monotonic() - began >= 0.5
+    assert not running.server.machine.stopped, "the round is not over"
+
+
 class FailingJournal:
     """A journal on a disk that is full until told otherwise."""
 
@@ -284,6 +315,33 @@ def test_journal_that_fails_is_tried_again() -> None:
     wire.until(lambda: not running.server.status.read_only)
     trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1)))
     wire.until(lambda: bool(trainer.got(Granted)))
+    running.stop()
+    bus.close()
+
+
+class NewerJournal(FailingJournal):
+    """A journal that holds a version of which nobody knows."""
+
+    def write(self, record: AnyRecord) -> None:
+        if isinstance(record, Committed):
+            raise NotNewer("j", "holds version 5", "publish a higher one")
+        self.records.append(record)
+
+
+def test_a_journal_that_holds_a_newer_version_ends_the_round_and_not_the_loop() -> None:
+    """The trainer is told, and the loop serves on."""
+    bus, journal = MemoryBus(), NewerJournal()
+    running = Running(Server(bus, journal, LIMITS, observe=lambda _what: None))  # type: ignore[arg-type]
+    wire = Wire(bus.link)
+    trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
+    wire.until(lambda: bool(trainer.got(Welcome)))
+    for version in (1, 2):
+        trainer.acquire(version)
+        wire.until(lambda version=version: len(trainer.got(RoundDone)) == version)
+    assert {(each.outcome, each.reason.partition(": ")[2]) for each in trainer.got(RoundDone)} == {
+        (Ended.ABORTED, "the journal does not take it: holds version 5")
+    }
+    assert not running.server.status.read_only
     running.stop()
     bus.close()
 

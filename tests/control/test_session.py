@@ -355,6 +355,9 @@ def test_goes_nowhere_it_was_not_told_of_by_its_settings(three: Conversation) ->
     assert three(not_leader(three, "tcp://evil:1")) == (Connect(1),)
     assert not three.after(0.4)
     assert three.after(0.2) == (SayHello(three.key),)
+    assert three(not_leader(three, "tcp://evil:1")) == (Connect(2),), "wherever it was: the next one, and not at once"
+    assert not three.after(0.4)
+    assert three.after(0.2) == (SayHello(three.key),)
 
 
 def test_a_leader_that_is_deposed_loses_its_agents(three: Conversation) -> None:

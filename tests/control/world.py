@@ -255,6 +255,8 @@ class Engine(Agent):
         self.info = info
         self.label: int | None = None
         self.weights: int | None = 0
+        self.beats = True
+        """While nobody has told it anything it says a heartbeat right after `Welcome`, and not when that is due."""
         self.generating = True
         self.health = EngineHealth.CLEAN
         self.held: Held | None = None
@@ -320,6 +322,8 @@ class Engine(Agent):
     def answers(self, message: Message) -> list[ToCoordinator]:  # noqa: PLR0911  # one case per command
         common = {"channel": CHANNEL, "epoch": getattr(message, "epoch", 0)}
         match message:
+            case Welcome() if self.beats and not self.epoch:
+                return [self.heartbeat()]
             case Prepare():
                 return [Prepared(request=self.key(), seconds=0.1, **common)]
             case Pause():

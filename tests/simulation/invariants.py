@@ -20,6 +20,7 @@ from weightbus.control.effects import (
     EpochRaised,
     EpochTaken,
     ReadinessChanged,
+    RoundClosed,
     RoundReadiness,
 )
 from weightbus.control.ids import AgentId
@@ -70,6 +71,8 @@ INVARIANTS: Final = {
     " other table where signatures are asked for",
     "one-table": "a committed version has one digest table",
     "nothing-lost": "what a trainer was told to be committed is committed on disk, with that trainer's own table",
+    "forgotten-is-not-told": "what a set-back journal has forgotten is not taken for committed by a trainer that has"
+    " its lease, or the last answer to its `Hello`, from a later life",
     "same-answer": "the same request gets the same answer",
     "ready-is-ready": "who is listed as ready holds exactly the committed bits, or those of a version that the policy"
     " still allows, and was heard of lately",
@@ -103,7 +106,7 @@ class Violation(Exception):
 
 
 class Memory(msgspec.Struct):
-    """What the disk's records say. A journal that is set back to a copy forgets what came after that."""
+    """What the disk's records say. A journal that is set back to a copy forgets what came after that, answers too."""
 
     taken: int = 0
     """The epoch that was taken last."""
@@ -119,6 +122,8 @@ class Memory(msgspec.Struct):
     """What was committed under which key."""
     ever: set[tuple[int, str]] = set()
     """Versions that were committed, with their tables."""
+    ended: set[int] = set()
+    """Epochs of rounds whose end is written down."""
 
     def copy(self) -> Memory:
         """As it is now."""
@@ -131,6 +136,7 @@ class Memory(msgspec.Struct):
             list(self.allowed),
             dict(self.requests),
             set(self.ever),
+            set(self.ended),
         )
 
 
@@ -143,9 +149,11 @@ class Judge:
         self._disk = Memory()
         self._holders: dict[int, str] = {}
         """Of every epoch that was ever taken, also in lives that the journal does not know of."""
-        self._lost: set[tuple[int, str]] = set()
-        """What was committed in such lives."""
-        self._is_set_back = False
+        self._lost: dict[tuple[int, str], int] = {}
+        """What was committed in such lives -> which set-back took it last."""
+        self._set_backs = 0
+        self._told_after: dict[tuple[str, object], int] = {}
+        """Trainer and epoch granted, or key of its `Hello` -> after which set-back it was answered."""
         self._rolling: str | None = None
         """The publication that was committed last, until its round is over: some may still wait for their turn."""
         self._held: set[str] = set()
@@ -206,16 +214,21 @@ class Judge:
         elif isinstance(record, EpochRaised):
             disk.raised = record.epoch
         elif isinstance(record, Committed):
+            disk.ended.add(record.announced)
             self._durable_commit(record)
+        elif isinstance(record, RoundClosed):
+            disk.ended.add(record.done.epoch)
 
     def memory(self) -> Memory:
         """What is known of the disk, to be given to `set_back` together with a copy of that."""
         return self._disk.copy()
 
     def set_back(self, memory: Memory) -> None:
-        """The disk holds an older copy: what was committed since is lost, and no epoch may be taken again."""
-        self._lost |= self._disk.ever - memory.ever
-        self._disk, self._is_set_back = memory.copy(), True
+        """The disk holds an older copy: what was committed or answered since is lost, and no epoch is taken again."""
+        self._set_backs += 1
+        self._lost |= dict.fromkeys(self._disk.ever - memory.ever, self._set_backs)
+        self._disk = memory.copy()
+        self._outcomes = {epoch: how for epoch, how in self._outcomes.items() if epoch in memory.ended}
         self._rolling = None
 
     def _durable_commit(self, record: Committed) -> None:
@@ -266,6 +279,8 @@ class Judge:
                 if message.committed is not None and not repeated:
                     held = message.committed
                     self._claims(held.version, held.table, f"{type(message).__name__} to {agent}")
+                answered = message.epoch if isinstance(message, Granted) else message.request
+                self._told_after.setdefault((agent, answered), self._set_backs)
                 if isinstance(message, Granted):
                     self._granted(agent, message)
             case RoundDone():
@@ -310,7 +325,7 @@ class Judge:
         ours = self._world.table_published(agent, message.epoch)
         request = self._world.request_published(agent, message.epoch)
         if message.outcome is Outcome.COMMITTED:
-            if ours is not None and (message.version, ours) not in self._disk.ever | self._lost:
+            if ours is not None and (message.version, ours) not in self._disk.ever:
                 found = self._disk.tables.get(message.version)
                 self.broken("nothing-lost", f"{agent} is told that {message.version} is committed; on disk: {found}")
         elif request in self._disk.requests and not self._ghosts:
@@ -323,11 +338,19 @@ class Judge:
             self.broken("believed", f"{engine} believes table {table[:12]}, which no trainer signed")
         return published
 
-    def publication_over(self, trainer: str, version: int, table: str, ending: Ending) -> None:
-        """A trainer learnt how its publication ended."""
+    def publication_over(
+        self, trainer: str, version: int, table: str, ending: Ending, *, lease: int, hello: str
+    ) -> None:
+        """A trainer learnt how its publication ended, which has `lease`; the answer to its `hello` it heard last."""
         durable = (version, table) in self._disk.ever
-        if ending is Ending.COMMITTED and not durable and (version, table) not in self._lost:
-            self.broken("nothing-lost", f"{trainer} takes its version {version} for committed; it never was")
+        if ending is Ending.COMMITTED and not durable:
+            lost = self._lost.get((version, table), 0)
+            after = max(self._told_after.get((trainer, each), 0) for each in (lease, hello))
+            if not lost:
+                self.broken("nothing-lost", f"{trainer} takes its version {version} for committed; it never was")
+            elif lost <= after:
+                what = f"{trainer} takes its version {version} for committed; set-back {lost} has forgotten it"
+                self.broken("forgotten-is-not-told", f"{what}, and it was told so after set-back {after}")
         if ending is Ending.ABORTED and durable and not self._ghosts:
             self.broken("nothing-lost", f"{trainer} takes its version {version} for aborted; it was committed")
 
@@ -356,7 +379,7 @@ class Judge:
 
     def observed(self, what: AnyObservation) -> None:
         """The coordinator noted something."""
-        if isinstance(what, EngineAhead) and not self._is_set_back:
+        if isinstance(what, EngineAhead) and not self._set_backs:
             self.broken("known-epochs", f"{what.engine} has seen {what.epoch}, on disk is {what.known}")
         if isinstance(what, AgentJoined) and self._disk.taken:  # before, nobody was ever allowed to pause it
             self._joined_at[what.agent] = self._world.loop.now

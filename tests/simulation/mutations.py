@@ -135,14 +135,14 @@ MUTATIONS: Final = (
         "refused-write-taken-for-durable",
         "durable-before-said",
         SERVER,
-        "PersistFailed(token=effect.token, reason=str(error))",
-        "Persisted(token=effect.token)",
+        "PersistFailed(token=effect.token, reason=str(error)))",
+        "Persisted(token=effect.token))",
     ),
     _m(
         "commit-rolls-forward-when-the-disk-refuses",
         "durable-before-said",
         CHANNEL,
-        "                    self.round.commit_refused(reason, now)",
+        "                    self.round.commit_refused(reason, now, again=again)",
         "                    self.round.committed(now)",
     ),
     _m(
@@ -556,7 +556,7 @@ MUTATIONS: Final = (
     ),
     _set_back(
         "does-not-settle-who-was-deaf",
-        "ready-is-ready",
+        "every-wait-ends",
         CHANNEL,
         "        if engine.alive and unheard and not",
         "        if False and not",
@@ -568,8 +568,16 @@ MUTATIONS: Final = (
         "        if deaf and member is not None and self.round:\n",
         "        if False:\n",
     ),
+    _set_back(
+        "takes-the-end-of-a-forgotten-round-for-its-own",
+        "forgotten-is-not-told",
+        PUBLICATION,
+        "event.version != self.version or event.epoch != self.lease:",
+        "event.version != self.version or event.epoch < self.lease:",
+    ),
     # To begin a round that nobody hears, or to settle who is deaf to a lease below what it has seen, costs a version or
-    # a heartbeat and breaks no promise: tests/control/test_restored_journal.py finds both.
+    # a heartbeat and breaks no promise: tests/control/test_restored_journal.py finds both. It also finds what 2,000 of
+    # these storms are too few for (1200244 and 1400083 do): to list who has seen an epoch of which nobody knows.
     _set_back(
         "takes-what-an-engine-serves-for-what-it-held",
         "ready-is-ready",

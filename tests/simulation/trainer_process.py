@@ -74,7 +74,7 @@ class TrainerProcess(Process):
                 break
             except (CoordinatorUnreachable, RequestRefused):
                 yield 0.5
-        self._told_boot = welcome.boot
+        self._told_boot, self._hello_answered = welcome.boot, welcome.request
         version, back = self.checkpoint + 1, False
         while True:
             yield self._rng.random() * self._world.scenario.think_s
@@ -85,7 +85,8 @@ class TrainerProcess(Process):
             verdict = yield from self._publish(client, version)
             self.busy = False
             table = hashlib.sha256(self._blob(version)).hexdigest()
-            self._world.judge.publication_over(self.name, version, table, verdict.ending)
+            lease, hello = self._machine.lease, self._hello_answered
+            self._world.judge.publication_over(self.name, version, table, verdict.ending, lease=lease, hello=hello)
             if self._undigested:
                 self._world.judge.begun_anew(self.name, version, verdict)
             self.verdicts.append((version, verdict))
@@ -161,6 +162,7 @@ class TrainerProcess(Process):
                 )
             case m.Welcome():
                 restarted, self._told_boot = message.boot != self._told_boot, message.boot
+                self._hello_answered = message.request
                 return p.Reconnected(message.committed, restarted)
             case _:
                 return None
