@@ -32,6 +32,8 @@ class DistributedReceiver:
         self._server: EngineServer | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._touched = False
+        self._meeting: Attendance | None = None
+        """Of the session that runs."""
 
     @property
     def touched(self) -> bool:
@@ -46,8 +48,10 @@ class DistributedReceiver:
         self._touched = False
         if self._server is not server:
             self._held, self._server = (), server
-        meeting = Attendance(address.address, session.epoch, engine, address.token)
+        self._meeting = meeting = Attendance(address.address, session.epoch, engine, address.token)
         meeting.begin()
+        if self._held:
+            server.entrust(self._held, used=True)
         reason = ""
         try:
             buckets = len(session.manifest.buckets)
@@ -61,18 +65,23 @@ class DistributedReceiver:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
+            self._meeting = None
             meeting.close(reason)
             if reason:
                 self._abandon(server)
+            server.entrust(self._held, used=False)
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=False)
 
     def close(self) -> None:
-        """Nothing belongs to a session alone; the group stays for the next one."""
+        """Break off the session that runs, from any thread; the groups stay for the next one if it ended well."""
+        if (meeting := self._meeting) is not None:
+            meeting.cancel("the session was called off")
 
     def shutdown(self) -> None:
         """Have the server leave its groups."""
         if self._held and self._server is not None:
             self._leave(self._server)
+            self._server.entrust((), used=False)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
@@ -93,6 +102,7 @@ class DistributedReceiver:
             for group in self._held:
                 server.leave_group(group, deadline.check("time to leave the old group"))
             self._held = groups.names
+            server.entrust(self._held, used=True)  # before it waits in them
             for group in groups.names:
                 where = msgspec.structs.replace(address, group=group)
                 self._call(meeting, f"the group {group} to form", deadline, server.join_group, where, rank_offset)

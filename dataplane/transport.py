@@ -202,6 +202,13 @@ class EngineServer(Protocol):
         """destroy_weights_update_group; no error when the server is not in it."""
         ...
 
+    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
+        """See to it that the server leaves these groups if this process ends or, while they are `used`, stands still.
+
+        They take the place of those that were named before. Never raises.
+        """
+        ...
+
     def load_checkpoint(self, path: str, deadline_s: float) -> None:
         """update_weights_from_disk."""
         ...

@@ -385,7 +385,7 @@ class Worker:
         if not self._vitals.answers(self._launch, self._active):
             return
         try:
-            self._server.end_update()
+            self._server.end_update(LOOK_S)
         except ServerError as error:
             _log.warning("end_weight_update_failed", reason=str(error))
 
