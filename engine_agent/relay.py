@@ -1,9 +1,9 @@
 """The rendezvous store of a group, as the server beside this sidecar reaches it: through here, so that it can be cut.
 
 A server whose workers wait in a store for the rest of their group answers nothing, for as long as whoever serves that
-store stands still. Cut off from it they are told at once that there will be no group, and go on. One that is not there any
-more is not even reported: torch tries to connect for as long. So who comes for it is let into a store of our own, which
-has nothing, and out again.
+store stands still. Cut off from it they are told at once that there will be no group, and go on. Of a store that is not
+there any more they are told nothing: torch tries to connect to it for half an hour. So who comes for one is let into a
+store of our own, which has nothing, and out again.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ STRUCK = (
     Cell("sends", "sidecar", "flipped", "killed", "one"),
     Cell("sends", "leader", "resume", "killed", "one"),
     Cell("distributed", "leader", "half", "killed", "two"),
-    Cell("distributed", "sidecar", "received", "killed", "one"),
+    Cell("distributed", "sidecar", "begun", "killed", "one"),
+    Cell("distributed", "leader", "forming", "stopped", "two"),
     Cell("sends", "worker", "half", "killed", "two"),
 )
 """The last one costs a server, which is not started again here."""
