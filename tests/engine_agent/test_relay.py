@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.broadcast_group import serve_store
 from weightbus.engine_agent.relay import Relay, loopback_of

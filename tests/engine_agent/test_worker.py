@@ -203,7 +203,7 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
         expect=lambda _identity: None,
         untouched=lambda: None,
         take_weights_back=lambda _deadline_s: None,
-        end_update=lambda: calls.append("end_update"),
+        end_update=lambda _: calls.append("end_update"),
     )
     agent = Worker("e0", cast("Any", server), cast("Any", lambda _kind: Full()), None, Meters(Side.ENGINE))
     monkeypatch.setattr(agent, "_fit", lambda *_: (None, None))
