@@ -104,7 +104,8 @@ class Channel(Standing):
         )
         self.round.start(now)
         for engine in self.engines.values():
-            self._heed(engine, now)
+            if engine.seen > message.epoch:
+                self._heed(engine, now)
         return YES
 
     def repeat_done(self, agent: Agent, message: Publish) -> None:
@@ -292,9 +293,9 @@ class Channel(Standing):
                 self.window = self.window.after(committed, max_lag, rollback=record.rollback)
                 self.committed_epoch = record.epoch
                 self.history = remembered(self.history, record)
+                self._fleet.overtaken(self.epoch, committed, now)
                 if self.round:
                     self.round.committed(now)
-                self._fleet.overtaken(self.epoch, committed, now)
             case RoundClosed():
                 self._close(record, now)
 

@@ -93,8 +93,8 @@ class Cohort:
         self._out: dict[str, str] = {}
         """Those of them that will take nothing, or not all, and why."""
         self._out_told = 0
-        self._held_back: dict[AgentId, ToEngine] = {}
-        """What those are told next that wait for all to stand still."""
+        self._held_back: Mapping[TransportKind | None, Offer] = {}
+        """What those are told of next that wait for all to stand still."""
         self._overdue: set[AgentId] = set()
         """Told to resume or leave, and not waited for any more."""
         self._doubted: dict[AgentId, float] = {}
@@ -166,7 +166,7 @@ class Cohort:
 
     def prepare(self, now: float) -> None:
         """Send `Prepare` to every engine that has a transport."""
-        self._tell(self.within(EnginePhase.PREPARING), self._orders.prepare, now)
+        self._tell(self.within(EnginePhase.PREPARING), lambda member: (self._orders.prepare(member),), now)
 
     @property
     def waiting(self) -> int:
@@ -206,27 +206,29 @@ class Cohort:
         then, the others go on with what they served. `failed` is the trainer's account of the offers that it could not
         make.
         """
-        together = self._publish.policy.min_engines > 1
-        by_kind = {offer.transport: offer for offer in offers}
+        by_kind: Mapping[TransportKind | None, Offer] = {offer.transport: offer for offer in offers}
+        orders, paused = self._orders, list[Member]()
         for member in self.invited(EnginePhase.PREPARED, EnginePhase.BROKEN):
-            offer = by_kind.get(member.transport) if member.transport else None
-            if offer is None:
+            if member.transport not in by_kind:
                 why = failed.get(member.name)
                 self.leave(member, f"the trainer made no {member.transport} offer{f': {why}' if why else ''}", now)
                 continue
             self._move(member, EnginePhase.PAUSING)
             member.epoch, member.spared = epoch, False
-            take = self._orders.transfer(member, offer)
-            if together:
-                self._held_back[member.name] = take
-            self._duties.assign(member.name, self._orders.pause(member), now, then=None if together else take)
+            paused.append(member)
+        if self._publish.policy.min_engines > 1:
+            self._held_back = by_kind
+            self._tell(paused, lambda each: (orders.pause(each),), now)
+        else:
+            self._tell(paused, lambda each: (orders.pause(each), orders.transfer(each, by_kind[each.transport])), now)
 
     def release(self, now: float) -> None:
         """Nobody's pause is waited for any more: who stands still for it takes the version."""
-        for member in self.within(EnginePhase.PAUSED):
+        offers, self._held_back = self._held_back, {}
+        paused = self.within(EnginePhase.PAUSED)
+        for member in paused:
             self._move(member, EnginePhase.TRANSFERRING)
-            self._duties.assign(member.name, self._held_back[member.name], now)
-        self._held_back.clear()
+        self._tell(paused, lambda member: (self._orders.transfer(member, offers[member.transport]),), now)
 
     def learn(self, table: Digest) -> None:
         """The table that was open is this one: whoever has proven another one is broken."""
@@ -266,7 +268,7 @@ class Cohort:
         members = self.within(EnginePhase.VERIFIED)
         for member in members:
             self._move(member, _RESUMING)
-        self._tell(members, lambda member: self._orders.commit(member, self.table), now)
+        self._tell(members, lambda member: (self._orders.commit(member, self.table),), now)
 
     def leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
         """Take an engine out of the round: it resumes if it is clean, and stays paused otherwise."""
@@ -275,19 +277,13 @@ class Cohort:
         self._move(member, EnginePhase.LEAVING)
         self._duties.assign(member.name, self._orders.abort(member, told or reason), now)
 
-    def _tell(self, members: Sequence[Member], order: Callable[[Member], ToEngine], now: float) -> None:
-        """To all of the same epoch and transport the same, at once."""
-        alike: dict[tuple[Epoch, TransportKind | None], list[AgentId]] = {}
-        first: dict[tuple[Epoch, TransportKind | None], Member] = {}
-        epoch, transport, names = None, None, list[AgentId]()
+    def _tell(self, members: Sequence[Member], orders: Callable[[Member], tuple[ToEngine, ...]], now: float) -> None:
+        """To all of the same epoch, transport and place in its group the same, at once."""
+        alike: dict[tuple[Epoch, TransportKind | None, int], list[Member]] = {}
         for member in members:
-            if member.epoch != epoch or member.transport is not transport:
-                epoch, transport = member.epoch, member.transport
-                names = alike.setdefault((epoch, transport), [])
-                first.setdefault((epoch, transport), member)
-            names.append(member.name)
-        for kind, each in alike.items():
-            self._duties.assign_all(each, order(first[kind]), now)
+            alike.setdefault((member.epoch, member.transport, member.rank_offset), []).append(member)
+        for each in alike.values():
+            self._duties.assign_all([member.name for member in each], orders(each[0]), now)
 
     # -- what happens to them ---------------------------------------------------------------------------------------
 
@@ -341,7 +337,7 @@ class Cohort:
     def _paused(self, member: Member, message: Paused) -> None:
         if member.phase is EnginePhase.PAUSING:
             member.seconds["pause"] = message.seconds
-            if member.name in self._held_back:
+            if self._held_back:
                 self._move(member, EnginePhase.PAUSED)
                 self._duties.drop(member.name)
             else:

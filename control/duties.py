@@ -47,13 +47,15 @@ class Duties:
         """Told for the first time, which is mostly at once, without passing through the heap."""
         self._turns = itertools.count()
 
-    def assign(self, agent: AgentId, command: Command, now: float, then: Command | None = None) -> None:
-        """`agent` is to be told `command` now, and again until `drop`; at once behind it `then`, if there is one."""
-        self._assign([agent], (command,) if then is None else (command, then), now)
+    def assign(self, agent: AgentId, command: Command, now: float) -> None:
+        """`agent` is to be told `command` now, and again until `drop`."""
+        self.assign_all((agent,), (command,), now)
 
-    def assign_all(self, agents: Sequence[AgentId], command: Command, now: float) -> None:
-        """All of these are to be told `command` now, and each again until `drop`."""
-        self._assign(list(agents), (command,), now)
+    def assign_all(self, agents: Sequence[AgentId], commands: tuple[Command, ...], now: float) -> None:
+        """The same of all of these, and of one command or two: the second is told at once behind the first."""
+        duty = Duty(commands, self._retry_s, now, list(agents))
+        self._of.update(dict.fromkeys(agents, duty))
+        self._fresh.append(duty)
 
     def get(self, agent: AgentId) -> Command | None:
         """What `agent` has not answered yet: the first of it."""
@@ -86,7 +88,7 @@ class Duties:
     def hurry(self, agent: AgentId, now: float) -> None:
         """`agent` is back on a new connection: tell it at once."""
         if duty := self._of.get(agent):
-            self._assign([agent], duty.commands, now)
+            self.assign_all((agent,), duty.commands, now)
 
     def due(self, now: float) -> list[tuple[tuple[AgentId, ...], Command]]:
         """What is to be sent now, the longest due first; each waits twice as long before the next time."""
@@ -119,11 +121,6 @@ class Duties:
 
     def __len__(self) -> int:
         return len(self._of)
-
-    def _assign(self, agents: list[AgentId], commands: tuple[Command, ...], now: float) -> None:
-        duty = Duty(commands, self._retry_s, now, agents)
-        self._of.update(dict.fromkeys(agents, duty))
-        self._fresh.append(duty)
 
     def _tell(self, duty: Duty, now: float) -> list[tuple[tuple[AgentId, ...], Command]]:
         of = self._of

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, assert_never, get_args
 
 import msgspec
@@ -175,8 +175,7 @@ class Reporter:
             self._meters.observe(telemetry.ROUND_SECONDS, total, channel=channel, phase="total")
         if what.stood_s:
             self._meters.observe(telemetry.TRAINER_STOOD, what.stood_s, channel=channel)
-        for report in done.engines:
-            self._count_engine(channel, report)
+        self._count_engines(channel, done.engines)
         self._log.log(
             20 if what.outcome is Outcome.COMMITTED else 30,
             "round_ended",
@@ -189,15 +188,20 @@ class Reporter:
             seconds={phase: round(seconds, 4) for phase, seconds in done.seconds.items()},
         )
 
-    def _count_engine(self, channel: Channel, report: EngineReport) -> None:
-        outcome = report.outcome.value
-        self._meters.add(telemetry.ENGINE_ROUNDS, channel=channel, engine=report.engine, outcome=outcome)
-        if (paused := report.seconds.get("paused")) is not None:
-            self._meters.observe(telemetry.PAUSE_SECONDS, paused, channel=channel)
-        if report.transport is not None:
-            labels = {"channel": channel, "transport": report.transport.value}
-            self._meters.add(telemetry.TRANSFER_BYTES, report.bytes, **labels)
-            self._meters.add(telemetry.TRANSFER_BUCKETS, report.buckets, **labels)
+    def _count_engines(self, channel: Channel, reports: Sequence[EngineReport]) -> None:
+        loaded: Counter[str] = Counter()
+        buckets: Counter[str] = Counter()
+        for report in reports:
+            outcome = report.outcome.value
+            self._meters.add(telemetry.ENGINE_ROUNDS, channel=channel, engine=report.engine, outcome=outcome)
+            if (paused := report.seconds.get("paused")) is not None:
+                self._meters.observe(telemetry.PAUSE_SECONDS, paused, channel=channel)
+            if report.transport is not None:
+                loaded[report.transport.value] += report.bytes
+                buckets[report.transport.value] += report.buckets
+        for transport, count in loaded.items():
+            self._meters.add(telemetry.TRANSFER_BYTES, count, channel=channel, transport=transport)
+            self._meters.add(telemetry.TRANSFER_BUCKETS, buckets[transport], channel=channel, transport=transport)
 
     def _say(self, level: str, what: AnyObservation) -> None:
         fields = {name: value for name, value in msgspec.structs.asdict(what).items() if value != ""}

@@ -115,8 +115,12 @@ class Boxes:
 
 def widen(column: Column, axes: int, fill: int) -> Column:
     """Columns for further axes: `fill` is 0 for a start or a stride, and 1 for a stop."""
-    missing = axes - column.shape[1]
-    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill) if missing > 0 else column
+    rows, known = column.shape
+    if known >= axes:
+        return column
+    wide = np.full((rows, axes), fill, np.int64)  # np.pad costs as much as some thousand rows
+    wide[:, :known] = column
+    return wide
 
 
 def intersect(a: Boxes, b: Boxes) -> tuple[Column, Column, Boxes]:

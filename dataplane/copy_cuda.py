@@ -22,7 +22,7 @@ from .copy_table import CopyTable
 from .copy_torch import TorchCopies
 from .digest_table import BoxTable
 from .errors import NoCopyEngines
-from .tiles import SOURCE, VECTORS, copy_tiles, word_tiles
+from .tiles import SOURCE, VECTORS, Tiles, staged_tiles, word_tiles
 
 
 class CudaEngine:
@@ -59,8 +59,7 @@ class CudaEngine:
             by_engines = for_copy_engines(table, remote)
 
         def kernel(rows: Mask) -> dict[int, CudaCopies]:
-            found = by_stage(table.take(np.flatnonzero(rows)), stages[rows])
-            return {at: CudaCopies(self._device, each, sources, targets) for at, each in found.items()}
+            return self.parts(table.take(np.flatnonzero(rows)), stages[rows], sources, targets)
 
         if not by_engines.any():
             return self._staged(kernel(~by_engines))
@@ -72,6 +71,22 @@ class CudaEngine:
             return self._staged(kernel(np.ones(len(table), np.bool_)), str(error))
         rest = kernel(~by_engines)
         return PeerCopies(self._device, batch, rest, lambda: kernel(by_engines), (*sources, *targets))
+
+    def parts(
+        self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> dict[int, CudaCopies]:
+        """Bind a table of which each part is launched by itself. All parts together cost what one does."""
+        order = np.argsort(parts, kind="stable")
+        table, parts = table.take(order), parts[order]
+        plain = np.flatnonzero(table.casts == 0)
+        tiles: dict[int, list[Tiles]] = {}
+        if len(plain):
+            bases = _bases(sources), _bases(targets)
+            tiles = staged_tiles(table.take(plain), parts[plain], *bases, self._device)
+        return {
+            part: CudaCopies(self._device, rows, sources, targets, tiles=tiles.get(part, []))
+            for part, rows in by_stage(table, parts).items()
+        }
 
     def _staged(self, stages: dict[int, CudaCopies], remark: str = "") -> CudaCopies | StagedCopies:
         """What the kernel does alone."""
@@ -95,13 +110,14 @@ class CudaCopies:
         table: CopyTable,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-        remark: str = "",
+        *,
+        tiles: list[Tiles],
     ) -> None:
-        self.remark = remark
+        """`tiles` are of the rows that cast nothing."""
+        self.remark = ""
         self._device = device
-        plain = table.take(np.flatnonzero(table.casts == 0))
         self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)
-        self._tiles = copy_tiles(plain, _bases(sources), _bases(targets), device) if len(plain) else []
+        self._tiles = tiles
         self._memory = (tuple(sources), tuple(targets))
         self._source_at = sources[0].data_ptr() if sources else 0
 

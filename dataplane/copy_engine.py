@@ -6,7 +6,7 @@ paused server waits for: no work that grows with the number of rows may happen i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -101,6 +101,12 @@ class CopyEngine(Protocol):
 
         `stages`, (rows,), says which rows are copied before which, and together; without them all are one stage, 0.
         """
+        ...
+
+    def parts(
+        self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> Mapping[int, PreparedCopies]:
+        """Bind a table of which each part is launched by itself; by number, (rows,) `parts` says which is whose."""
         ...
 
     def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> PreparedDigest:

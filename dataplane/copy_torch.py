@@ -34,7 +34,13 @@ class TorchEngine:
         """Bind a table."""
         if stages is None:
             return TorchCopies(table, sources, targets)
-        return StagedCopies({at: TorchCopies(rows, sources, targets) for at, rows in by_stage(table, stages).items()})
+        return StagedCopies(self.parts(table, stages, sources, targets))
+
+    def parts(
+        self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> dict[int, TorchCopies]:
+        """Bind a table of which each part is launched by itself."""
+        return {at: TorchCopies(rows, sources, targets) for at, rows in by_stage(table, parts).items()}
 
     def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> TorchDigest:
         """Bind a table of boxes, on a CPU."""

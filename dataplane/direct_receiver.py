@@ -28,6 +28,7 @@ from typing import Final
 import numpy as np
 
 from . import direct_wire, worker_wire
+from .ahead import Ahead
 from .copy_engine import Lanes
 from .deadline import Deadline
 from .direct_wire import Welcome
@@ -38,7 +39,7 @@ from .local import open_runtime_dir
 from .manifest import DigestTable, Manifest
 from .pieces import Pieces
 from .plan import Plan, Reader, make_plan
-from .proof import Proof, make_proof
+from .proof import Proof
 from .recording import Recording
 from .transport import Address, EngineServer, Receipt, Session, Tabled
 from .workers import RETURN_S, ReplayFailed, Workers, regions_read
@@ -82,8 +83,10 @@ class Agreement:
 class DirectReceiver:
     """Implements `Receiver` for one engine."""
 
-    def __init__(self, runtime_dir: Path) -> None:
+    def __init__(self, runtime_dir: Path, ahead: Ahead | None = None) -> None:
+        """`ahead` has what was worked out before any version came."""
         self._runtime_dir = runtime_dir
+        self._ahead = ahead if ahead is not None else Ahead()
         self._touched = False
         self._connection: Frames | None = None
         self._listener: FrameListener | None = None
@@ -131,9 +134,11 @@ class DirectReceiver:
         self.seconds = {}
         self._coming = None
         deadline = Deadline(deadline_s)
-        connection = self._connection = self._connect(address, deadline)
+        with self._timed("meet"):
+            connection = self._connection = self._connect(address, deadline)
         try:
-            welcome = self._shake_hands(connection, session, engine, deadline)
+            with self._timed("meet"):
+                welcome = self._shake_hands(connection, session, engine, deadline)
             with self._timed("held"):
                 self._exchange(connection, session, welcome, engine, server, deadline)
             self._say_finished(connection)
@@ -320,6 +325,7 @@ class DirectReceiver:
         A layout that is new is heard while the workers record.
         """
         with self._timed("record"):
+            self._recordings = self._recordings or self._ahead.recordings(manifest.tensors)
             without = self._workers.ask_to_record(manifest.digest(), manifest.tensors, self._recordings, deadline)
         self._hear_layout(connection, layout, manifest, deadline)
         with self._timed("record"):
@@ -345,7 +351,7 @@ class DirectReceiver:
                 # While the trainer makes the same ones, everything else is done that follows from them.
                 digests = tuple(plan.digest() for plan in plans)
                 self._propose(connection, readers, recordings, digests, deadline)
-                known = Agreement(layout, recordings, readers, plans, digests, make_proof(found))
+                known = Agreement(layout, recordings, readers, plans, digests, self._ahead.proof(found))
         with self._timed("adopt"):
             self._workers.adopt(known.digests, self._carried(known.plans), known.proof.ranks, deadline)
         return known

@@ -105,8 +105,8 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     def columns(self) -> tuple[Column, Column]:
         """(places,), (places,): region and byte offset of each local tensor."""
-        table = np.array([(place.region, place.offset) for place in self.places], np.int64).reshape(-1, 2)
-        return table[:, 0], table[:, 1]
+        region = np.array([place.region for place in self.places], np.int64)
+        return region, np.array([place.offset for place in self.places], np.int64)
 
 
 def _check_parts(export: ExportMap, parts: Parts) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .boxes import Column
+from .boxes import Column, widen
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ def _unroll(extent: Column, steps: Sequence[Column], axes: int) -> Grids:
         within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
         rows = np.repeat(rows, count)
         shift = [np.repeat(side, count) + within * step[rows, axis] for side, step in zip(shift, steps, strict=True)]
-    missing = max(axes - extent.shape[1], 0)
-    kept = np.pad(extent[rows, :axes], ((0, 0), (0, missing)), constant_values=1)
-    moved = tuple(np.pad(step[rows, :axes], ((0, 0), (0, missing))) for step in steps)
-    return Grids(rows, kept, moved, tuple(shift))
+    kept, *moved = (
+        widen(each[rows, :axes], axes, fill) for each, fill in ((extent, 1), *((step, 0) for step in steps))
+    )
+    return Grids(rows, kept, tuple(moved), tuple(shift))

@@ -64,10 +64,8 @@ class Inbox:
         if beside:
             self._flip = engine.copies(placed, [self._staging], targets)
         else:
-            for turn in range(messages.turns):
-                rows = np.flatnonzero(messages.turn[unpack.source] == turn)
-                if len(rows):
-                    self._unpacks[turn] = engine.copies(placed.take(rows), [self._staging], targets)
+            parts = engine.parts(placed, messages.turn[unpack.source], [self._staging], targets)
+            self._unpacks = [parts.get(turn) for turn in range(messages.turns)]
         self.nbytes = int(messages.nbytes.sum())
         """Of all messages."""
         columns = (messages.turn, messages.holder, messages.nbytes, messages.target, messages.target_at, at, staged)

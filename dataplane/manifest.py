@@ -11,7 +11,8 @@ ordered by item size, largest first, inside a bucket, so that every tensor start
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Final, Self, TypeVar
@@ -39,7 +40,8 @@ ITEM_BYTES: Final[dict[str, int]] = {
 """The dtypes that may travel, by torch's own names, and their sizes in bytes."""
 
 MAX_TENSORS: Final = 1_000_000
-_NAME: Final = re.compile(r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}$")
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
+_NAMES: Final = re.compile(rf"(?:{_NAME.pattern}\n)*{_NAME.pattern}")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -111,31 +113,25 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
             raise ManifestError("the manifest has no tensors: publish at least one")
         if len(self.tensors) > MAX_TENSORS:
             raise ManifestError(f"{len(self.tensors)} tensors, at most {MAX_TENSORS} can travel")
-        seen: set[str] = set()
-        for tensor in self.tensors:
-            _check_tensor(tensor)
-            if tensor.name in seen:
-                raise ManifestError(f"{tensor.name!r} stands twice in the manifest")
-            seen.add(tensor.name)
+        sizes = _check_tensors(self.tensors)
         at = 0
         for index, bucket in enumerate(self.buckets):
             if bucket.first != at or bucket.last <= bucket.first or bucket.last > len(self.tensors):
                 raise ManifestError(
                     f"bucket {index} covers tensors {bucket.first}..{bucket.last}, expected to begin at {at}"
                 )
-            self._check_packing(index, bucket)
+            self._check_packing(index, bucket, sizes[bucket.first : bucket.last])
             at = bucket.last
         if at != len(self.tensors):
             raise ManifestError(f"the buckets cover {at} tensors of {len(self.tensors)}")
 
-    def _check_packing(self, index: int, bucket: BucketSpec) -> None:
-        offset = 0
-        for tensor in self.tensors[bucket.first : bucket.last]:
+    def _check_packing(self, index: int, bucket: BucketSpec, sizes: Sequence[int]) -> None:
+        *offsets, end = accumulate(sizes, initial=0)
+        for tensor, offset in zip(self.tensors[bucket.first : bucket.last], offsets, strict=True):
             if offset % ITEM_BYTES[tensor.dtype]:
                 raise ManifestError(f"{tensor.name!r} begins at byte {offset}, not on a multiple of its item size")
-            offset += tensor.nbytes
-        if offset != bucket.nbytes:
-            raise ManifestError(f"bucket {index} says {bucket.nbytes} bytes, its tensors take {offset}")
+        if end != bucket.nbytes:
+            raise ManifestError(f"bucket {index} says {bucket.nbytes} bytes, its tensors take {end}")
 
     @property
     def nbytes(self) -> int:
@@ -247,8 +243,29 @@ def _decode(blob: bytes, kind: type[_T]) -> _T:
         raise ManifestError(f"not a {kind.__name__}: {error}") from error
 
 
+def _check_tensors(tensors: Sequence[TensorSpec]) -> list[int]:
+    """Bytes of each. Raises `ManifestError` for one that cannot travel, or a name that stands twice.
+
+    An engine may stand still for it: names are looked at together, dtypes and shapes once for all tensors of a kind.
+    """
+    names = [tensor.name for tensor in tensors]
+    together = "\n".join(names)
+    if together.count("\n") != len(names) - 1 or not _NAMES.fullmatch(together):
+        for tensor in tensors:
+            _check_tensor(tensor)
+    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for tensor, kind in zip(tensors, kinds, strict=True):
+        if kind not in sizes:
+            _check_tensor(tensor)
+            sizes[kind] = tensor.nbytes
+    if len(set(names)) < len(names):
+        raise ManifestError(f"{Counter(names).most_common(1)[0][0]!r} stands twice in the manifest")
+    return [sizes[kind] for kind in kinds]
+
+
 def _check_tensor(tensor: TensorSpec) -> None:
-    if not _NAME.match(tensor.name):
+    if not _NAME.fullmatch(tensor.name):
         raise ManifestError(f"{tensor.name!r} is not a tensor name (letters, digits, '_', '-', '.', at most 256)")
     if tensor.dtype not in ITEM_BYTES:
         raise ManifestError(f"{tensor.name!r} has dtype {tensor.dtype!r}; these can travel: {', '.join(ITEM_BYTES)}")

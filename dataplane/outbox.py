@@ -64,11 +64,10 @@ class Outbox:
         placed.check(sizes_of(regions), np.array([self.staging_bytes]))
         self.memory = (self._staging, *regions)
         """All that messages may lie in."""
-        self._packs: list[PreparedCopies | None] = []
+        parts = engine.parts(placed, everything.turn[pack.target], regions, [self._staging])
+        self._packs: list[PreparedCopies | None] = [parts.get(turn) for turn in range(everything.turns)]
         self._sends: list[list[Parcel]] = []
         for turn in range(everything.turns):
-            rows = np.flatnonzero(everything.turn[pack.target] == turn)
-            self._packs.append(engine.copies(placed.take(rows), regions, [self._staging]) if len(rows) else None)
             self._sends.append(
                 [
                     Parcel(_view(self._staging if source == NOWHERE else regions[source], begin, nbytes), to)

@@ -77,7 +77,7 @@ class Pieces:
         """The pieces of one holder. Raises `ManifestError` for one that names no tensor or lies outside of its own."""
         pieces = tuple(pieces)
         number = {spec.name: index for index, spec in enumerate(tensors)} if pieces else {}
-        axes = max((len(spec.shape) for spec in tensors), default=0) or 1
+        axes = max((len(spec.shape) for spec in (tensors if pieces else ())), default=0) or 1
         rows = [_row(piece, number, tensors, axes) for piece in pieces]
         table = np.array(rows, np.int64).reshape(len(rows), 5 + 3 * axes)
         start, stop, stride = (table[:, 5 + axes * part : 5 + axes * (part + 1)] for part in range(3))
@@ -153,11 +153,11 @@ class Pieces:
 
     def ordered(self, tensors: Sequence[TensorSpec]) -> Pieces:
         """The same pieces, with the tensors in the order of `tensors`. Raises `ManifestError` if those are others."""
-        place = {spec: index for index, spec in enumerate(tensors)}
-        if len(place) != len(self.tensors) or not all(spec in place for spec in self.tensors):
-            raise ManifestError("these are not the tensors that the pieces describe")
-        moved = np.array([place[spec] for spec in self.tensors], np.int64)
-        return replace(self, tensors=tuple(tensors), boxes=replace(self.boxes, space=moved[self.boxes.space]))
+        return self.renumbered(tensors, places_in(tensors, self.tensors))
+
+    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Pieces:
+        """`ordered`, where `places`, (tensors,), says which of `tensors` each tensor is."""
+        return replace(self, tensors=tuple(tensors), boxes=replace(self.boxes, space=places[self.boxes.space]))
 
     def encode(self) -> bytes:
         """What travels between ranks: the same bytes for the same pieces, on every machine. Tensors go by digest."""
@@ -214,6 +214,15 @@ _DECODER: Final[msgspec.msgpack.Decoder[_Wire]] = msgspec.msgpack.Decoder(_Wire)
 def whole(spec: TensorSpec, dtype: str, storage: int) -> Piece:
     """All of a tensor, contiguous in local tensor `storage`."""
     return Piece(spec.name, Box.whole(spec.shape), dtype, View(storage, 0, contiguous_strides(spec.shape)))
+
+
+def places_in(tensors: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> Column:
+    """(others,): where each of `others` is in `tensors`. Raises `ManifestError` unless both are the same tensors."""
+    place = {spec.name: index for index, spec in enumerate(tensors)}
+    found = [place.get(spec.name, -1) for spec in others]
+    if len(place) != len(found) or any(spec != tensors[at] for spec, at in zip(others, found, strict=True)):
+        raise ManifestError("these are not the tensors that the pieces describe")
+    return np.array(found, np.int64)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def make_plan(pieces: Pieces, exports: Sequence[ExportMap], recording: Recording
     return Plan(
         reader=reader,
         recording=recording.digest(),
-        sources=tuple(regions.source(int(number)) for number in used.tolist()),
+        sources=regions.sources(used),
         copies=joined(replace(copies, source=numbers[: len(copies)])),
         staging=joined(replace(to_buffer, source=numbers[len(copies) :])),
         staged=staged,
@@ -114,14 +114,14 @@ class _Regions:
         self._first_place = np.zeros(holders, np.int64)
         self._places = np.zeros(holders, np.int64)
         columns: list[tuple[Column, Column]] = []
-        self._sources: list[Source] = []
+        self._ends = np.cumsum([len(each.regions) for each in exports], dtype=np.int64)
+        """(exports,): how many regions there are of those up to each."""
         places = 0
-        for each in exports:
+        for each, end in zip(exports, self._ends.tolist(), strict=True):
             region, offset = each.columns()
-            columns.append((region + len(self._sources), offset))
+            columns.append((region + end - len(each.regions), offset))
             self._first_place[each.holder], self._places[each.holder] = places, len(region)
             places += len(region)
-            self._sources.extend(Source(each.holder, index) for index in range(len(each.regions)))
         self._region = np.concatenate([pair[0] for pair in columns]) if columns else np.empty(0, np.int64)
         self._offset = np.concatenate([pair[1] for pair in columns]) if columns else np.empty(0, np.int64)
 
@@ -132,9 +132,12 @@ class _Regions:
         at = self._first_place[pieces.holder] + pieces.storage
         return self._region[at], self._offset[at]
 
-    def source(self, number: int) -> Source:
-        """A region by its number."""
-        return self._sources[number]
+    def sources(self, numbers: Column) -> tuple[Source, ...]:
+        """Regions by their numbers."""
+        which = np.searchsorted(self._ends, numbers, side="right")
+        holder = np.array([each.holder for each in self._exports], np.int64)[which]
+        first = self._ends - np.array([len(each.regions) for each in self._exports], np.int64)
+        return tuple(map(Source, holder.tolist(), (numbers - first[which]).tolist()))
 
 
 def staging_of(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Pieces, int]:

@@ -28,7 +28,7 @@ from .digest_table import BoxTable, Lanes, odd_boxes, table_of
 from .errors import DigestMismatch, NotRecordable
 from .manifest import DigestTable, TensorSpec
 from .packing import digest_of, packed, parts_of, put_together
-from .pieces import DTYPES, Pieces
+from .pieces import DTYPES, Pieces, served_dtypes
 from .plan import staging_of
 from .recording import Cause, LoadedTensor, Recording
 
@@ -68,6 +68,16 @@ class Proof:
     ranks: tuple[RankProof, ...]
     odd: tuple[int, ...]
     """Tensors that are put together from what was read back."""
+
+    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Proof:
+        """The same of the same tensors in another order; `places`, (tensors,), says where in it each of them is."""
+        return replace(
+            self,
+            tensors=tuple(tensors),
+            atoms=replace(self.atoms, space=places[self.atoms.space]),
+            ranks=tuple(replace(rank, odd_pieces=rank.odd_pieces.renumbered(tensors, places)) for rank in self.ranks),
+            odd=tuple(sorted(places[list(self.odd)].tolist())),
+        )
 
     @cached_property
     def _reading(self) -> _Reading:
@@ -185,15 +195,10 @@ def provable(recording: Recording) -> Recording:
     What is stored of them says nothing about the bits that were lost; the staged tensor does.
     """
     copies = recording.copies
-    spaces: list[int] = copies.boxes.space.tolist()
-    dtypes: list[int] = copies.dtype.tolist()
-    served = [copies.tensors[index].dtype for index in spaces]
-    stored = [DTYPES[dtype] for dtype in dtypes]
-    lossy = {
-        spaces[row]
-        for row, pair in enumerate(zip(served, stored, strict=True))
-        if pair[0] != pair[1] and pair not in _WIDER
-    }
+    served, stored = served_dtypes(copies), copies.dtype
+    cast = np.flatnonzero(served != stored)
+    pairs = zip(cast.tolist(), served[cast].tolist(), stored[cast].tolist(), strict=True)
+    lossy = {int(copies.boxes.space[row]) for row, *pair in pairs if (DTYPES[pair[0]], DTYPES[pair[1]]) not in _WIDER}
     if not lossy:
         return recording
     loaded = {each.tensor: each for each in recording.loaded}

@@ -6,6 +6,7 @@ reads it until the leader has heard that it is through, and a publication does n
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,17 +37,31 @@ _END_S = 10.0
 class _Bound(NamedTuple):
     """An outbox, and what it was made from."""
 
-    addressed: tuple[tuple[int, str], ...]
-    """Peers, and the schedule of each."""
+    addressed: tuple[tuple[int, bytes], ...]
+    """Peers, and what each is sent: `_Part.content`."""
     regions: tuple[torch.Tensor, ...]
     outbox: Outbox
+
+
+class _Part(NamedTuple):
+    """This rank's part of one schedule."""
+
+    messages: Messages
+    pack: CopyTable
+    content: bytes
+    """A digest of both: engines that are alike have schedules of their own, and are sent the same."""
+
+    @classmethod
+    def of(cls, letters: wire.Letters) -> _Part:
+        content = hashlib.sha256(hashlib.sha256(letters.messages).digest() + letters.pack).digest()
+        return cls(Messages.decode(letters.messages), CopyTable.decode(letters.pack), content)
 
 
 class _Kept:
     """What one epoch leaves to the next. Of one thread at a time."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, tuple[Messages, CopyTable]] = {}
+        self.parts: dict[str, _Part] = {}
         """By digest of the schedule."""
         self.bound: _Bound | None = None
         self.standing = Standing()
@@ -198,16 +213,16 @@ class RankSends:
         """What is sent to whom."""
         for each in letters:
             if each.messages or each.schedule not in kept.parts:
-                kept.parts[each.schedule] = Messages.decode(each.messages), CopyTable.decode(each.pack)
+                kept.parts[each.schedule] = _Part.of(each)
         kept.parts = {each.schedule: kept.parts[each.schedule] for each in letters}
-        return [Mail(each.peer, *kept.parts[each.schedule]) for each in letters]
+        return [Mail(each.peer, part.messages, part.pack) for each in letters for part in [kept.parts[each.schedule]]]
 
 
 def _outbox_of(
     kept: _Kept, mail: Sequence[Mail], letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]
 ) -> Outbox:
     """The outbox of this mail; the one of the last epoch if nothing is new."""
-    addressed = tuple((each.peer, each.schedule) for each in letters)
+    addressed = tuple((each.peer, kept.parts[each.schedule].content) for each in letters)
     known = kept.bound
     if known is not None and known.addressed == addressed and known.regions is regions:
         return known.outbox

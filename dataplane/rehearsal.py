@@ -11,18 +11,24 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from . import worker_wire
+from .ahead import Ahead
 from .deadline import Deadline
 from .errors import NotRecordable, TransferFailed
+from .exports import ExportMap, Place, Region
 from .frames import FrameListener
 from .local import open_runtime_dir
 from .manifest import TensorSpec
-from .plan import staging_of
+from .plan import Reader, make_plan, staging_of
 from .proof import make_proof
 from .recording import Recording
+from .schedule import pair_bytes_of, schedule
 from .transport import EngineServer
 from .workers import RETURN_S, Workers
 
@@ -35,9 +41,10 @@ _COMING_S: Final = 15.0
 class Rehearsal:
     """One. `close` may be called from another thread, and ends it."""
 
-    def __init__(self, runtime_dir: Path, *, sent: bool = False) -> None:
-        """`sent`: versions may be sent to the workers."""
+    def __init__(self, runtime_dir: Path, *, sent: bool = False, ahead: Ahead | None = None) -> None:
+        """`sent`: versions may be sent to the workers. What is worked out is kept in `ahead`."""
         self._runtime_dir = runtime_dir
+        self._ahead = ahead if ahead is not None else Ahead()
         self._sent = sent
         self.unproven = ""
         """Why nothing but the recording is there ahead; empty where the rest is, too."""
@@ -91,7 +98,10 @@ class Rehearsal:
         """Whatever speaks against it is found again in the first round, and is that round's."""
         try:
             needed = [staging_of(recording.tensors, recording.staged)[1] for recording in recordings]
-            self._workers.prove(make_proof(recordings).ranks, needed, deadline, sent=self._sent)
+            proof = make_proof(recordings)
+            self._workers.prove(proof.ranks, needed, deadline, sent=self._sent)
+            self._ahead.keep(recordings, proof)
+            _plan_once(recordings[0])
         except (NotRecordable, TransferFailed) as error:
             self.unproven = str(error)
 
@@ -110,6 +120,17 @@ class Rehearsal:
         if self._closed:
             raise TransferFailed("nobody wants a recording any more")
         self._coming.check("the server to call our loader: it has requests")
+
+
+def _plan_once(recording: Recording) -> None:
+    """Plan for a trainer that holds each tensor whole: the first plan of a process takes twice as long as others."""
+    tensors = recording.tensors
+    whole, nbytes = staging_of(tensors, range(len(tensors)))
+    places = tuple(Place(0, at) for at in whole.storage.tolist())
+    pieces = replace(whole, storage=np.arange(len(whole)))
+    export = ExportMap(0, "", (Region(nbytes, "cpu"),), places)
+    plan = make_plan(pieces, [export], recording, Reader(recording.rank, "", "cpu"))
+    schedule(plan, len(recording.targets), pair_bytes_of(1)).digest()
 
 
 def _returned(call: Future[None], seconds: float) -> bool:

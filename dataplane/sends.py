@@ -33,7 +33,7 @@ from .plan import Plan, distances, make_plan
 from .recording import Recording
 from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
 from .seats import crowded
-from .sends_ends import NOBODY, End, Formed, Stood, seen_by
+from .sends_ends import NOBODY, End, Formed, Stood, alike, seen_by
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
 FORM_S: Final = 15.0
@@ -360,7 +360,8 @@ class SendsSender:
     def _schedule(self, plan: str) -> Schedule:
         key = plan, self._pair_bytes
         if key not in self._schedules:
-            self._schedules[key] = schedule(*self._plans[plan], self._pair_bytes, self._alone_bytes)
+            like = alike(self._schedules, self._plans, key)
+            self._schedules[key] = like or schedule(*self._plans[plan], self._pair_bytes, self._alone_bytes)
         return self._schedules[key]
 
     # -- the group ----------------------------------------------------------------------------------------------------

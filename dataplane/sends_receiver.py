@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from . import sends_wire, worker_wire
+from .ahead import Ahead
 from .copy_table import CopyTable
 from .deadline import Deadline
 from .direct_receiver import Agreement, DirectReceiver
@@ -38,9 +39,9 @@ _MODEL: Final = 0
 class SendsReceiver(DirectReceiver):
     """Implements `Receiver` for one engine, and `transport.Stager`."""
 
-    def __init__(self, runtime_dir: Path, *, beside: bool = True) -> None:
+    def __init__(self, runtime_dir: Path, ahead: Ahead | None = None, *, beside: bool = True) -> None:
         """`beside`: versions may be taken while the server generates, where there is memory for it."""
-        super().__init__(runtime_dir)
+        super().__init__(runtime_dir, ahead)
         self._beside = beside
         self._cut = (0, 0)
         """How the sender cuts schedules: bytes of a pair in a turn, and of a row that is a message of its own."""
@@ -210,7 +211,8 @@ class SendsReceiver(DirectReceiver):
             sends_wire.say(connection, sends_wire.Forms(), deadline)
         known = super()._prepared(connection, manifest, layout, model, deadline)
         self._seats = self._workers.seats
-        self._expect(known, deadline)
+        with self._timed("expect"):
+            self._expect(known, deadline)
         return known
 
     def _ask_table(self, connection: Frames, session: Session, deadline: Deadline) -> None:

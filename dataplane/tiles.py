@@ -10,8 +10,10 @@ they will be read, on the GPU itself (tiles_triton.py): one core takes longer fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -55,11 +57,31 @@ def copy_tiles(table: CopyTable, source_base: Column, target_base: Column, devic
 
     Columns: addresses of the first bytes of source and target; bytes from one run to the next, of both; and the shape.
     """
+    return [Tiles(size, written) for size, _, _, written in _copies(table, source_base, target_base, device)]
+
+
+def staged_tiles(
+    table: CopyTable, stages: Column, source_base: Column, target_base: Column, device: torch.device
+) -> dict[int, list[Tiles]]:
+    """`copy_tiles` of the rows of each stage, (rows,) `stages`, which ascend: parts of what is written at once."""
+    found: dict[int, list[Tiles]] = defaultdict(list)
+    for size, rows, cut, written in _copies(table, source_base, target_base, device):
+        of = stages[rows]
+        heads = np.flatnonzero(np.diff(of, prepend=of[0] - 1))
+        begins = np.concatenate([[0], cut.ends[heads[1:] - 1], cut.ends[-1:]]).tolist()
+        for stage, begin, end in zip(of[heads].tolist(), begins, begins[1:], strict=False):
+            found[stage].append(Tiles(size, written[begin:end]))
+    return found
+
+
+def _copies(
+    table: CopyTable, source_base: Column, target_base: Column, device: torch.device
+) -> Iterator[tuple[int, Column, _Cut, torch.Tensor]]:
+    """For each size of vectors: the rows that are moved by such, how they are cut, and their tiles."""
     source = source_base[table.source] + table.source_at
     target = target_base[table.target] + table.target_at
     nbytes = table.run * ITEM_SIZES[table.target_dtype]
     vector = _vector(source, target, nbytes, *table.source_step.T, *table.target_step.T)
-    found: list[Tiles] = []
     for size in VECTORS:
         rows = np.flatnonzero(vector == size)
         if not len(rows):
@@ -71,8 +93,7 @@ def copy_tiles(table: CopyTable, source_base: Column, target_base: Column, devic
             _Place(cut.along(table.source_step[rows])),
             _Place(cut.along(table.target_step[rows])),
         ]
-        found.append(Tiles(size, _written(cut, places, device)))
-    return found
+        yield size, rows, cut, _written(cut, places, device)
 
 
 def word_tiles(table: BoxTable, base: Column, device: torch.device) -> list[Tiles]:
@@ -134,6 +155,12 @@ class _Cut:
     blocks: Column
     """(rows, AXES + 1): tiles along each axis of the grid, and along a run."""
 
+    @cached_property
+    def ends(self) -> Column:
+        """(rows,): how many tiles there are of the rows up to each."""
+        found: Column = np.cumsum(self.blocks.prod(axis=1))
+        return found
+
     def along(self, step: Column) -> Column:
         """(rows,): the step from one run of a tile to the next."""
         return np.take_along_axis(step, self.axis[:, None], axis=1)[:, 0]
@@ -165,9 +192,9 @@ def _written(cut: _Cut, places: Sequence[_Place], device: torch.device) -> torch
     steps = np.zeros((len(none), AXES), np.int64)
     steps[np.arange(len(none)), cut.axis] = 1
     runs, vectors = _Place(none, steps), _Place(none, 0, 1)  # of its row that lie before the tile
-    count = cut.blocks.prod(axis=1)
-    ends = np.cumsum(count)
-    head = np.stack([ends, ends - count, cut.together, cut.extent, cut.width], axis=1)
+    ends = cut.ends
+    begins = np.concatenate([[0], ends[:-1]])
+    head = np.stack([ends, begins, cut.together, cut.extent, cut.width], axis=1)
     forms = [cut.form(each) for each in (*places, runs, vectors)]
     records = _on(device, np.concatenate([head, cut.blocks, *forms], axis=1))
     table = torch.empty((int(ends[-1]), len(places) + 2), dtype=torch.int64, device=device)

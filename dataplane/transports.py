@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from .ahead import Ahead
 from .direct import DirectSender, Exposed
 from .direct_receiver import DirectReceiver
 from .errors import Unsupported
@@ -77,20 +78,22 @@ def sender(
             raise Unsupported(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
 
 
-def receiver(kind: str, *, runtime_dir: Path | None = None, beside: bool = True) -> Receiver:
+def receiver(
+    kind: str, *, runtime_dir: Path | None = None, beside: bool = True, ahead: Ahead | None = None
+) -> Receiver:
     """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them.
 
-    `beside`: what is sent may be taken while the server generates.
+    `beside`: what is sent may be taken while the server generates. `ahead`: what was worked out before it.
     """
     match kind:
         case "direct":
-            return DirectReceiver(runtime_dir or default_runtime_dir())
+            return DirectReceiver(runtime_dir or default_runtime_dir(), ahead)
         case "local":
             return LocalReceiver(runtime_dir or default_runtime_dir())
         case "sends":
             from .sends_receiver import SendsReceiver  # noqa: PLC0415  costs the import of torch.distributed
 
-            return SendsReceiver(runtime_dir or default_runtime_dir(), beside=beside)
+            return SendsReceiver(runtime_dir or default_runtime_dir(), ahead, beside=beside)
         case "distributed":
             from .distributed_receiver import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
 

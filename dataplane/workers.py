@@ -111,7 +111,7 @@ class Workers:
         without = [
             number
             for number, worker in enumerate(self._workers)
-            if worker.hello.layout != layout or worker.hello.recording not in known
+            if not _recorded(worker.hello, layout, tensors, known.get(worker.hello.recording))
         ]
         for number in without:
             wire.say(self._workers[number].frames, wire.Record(layout=layout, tensors=tensors), deadline)
@@ -292,6 +292,11 @@ def _prove(proof: RankProof, staging_bytes: int) -> wire.Prove:
         odd_bytes=proof.odd_bytes,
         staging_bytes=staging_bytes,
     )
+
+
+def _recorded(hello: wire.Hello, layout: str, tensors: tuple[TensorSpec, ...], recording: Recording | None) -> bool:
+    """Whether the worker has `recording`, and it is of this layout, or of one with these tensors."""
+    return recording is not None and (hello.layout == layout or recording.tensors == tensors)
 
 
 def regions_read(plan: Plan) -> dict[int, tuple[int, ...]]:

@@ -1,8 +1,8 @@
-"""Python's garbage collector rests while a server stands in our loader.
+"""Python's garbage collector rests while a server is asked to take a version, in the server and in its sidecar.
 
 A process that serves a model has millions of objects, and looking at all of them takes it half a second or more. What
-an exchange with the sidecar makes, the names of ten thousand tensors for instance, is enough to set that off, and then
-every thread of the process waits for it, with the server and the round.
+an exchange makes, the names of ten thousand tensors for instance, is enough to set that off, and then every thread of
+the process waits for it, with the server and the round. A sidecar has fewer objects, and few rounds without such.
 """
 
 from __future__ import annotations

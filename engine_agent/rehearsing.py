@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from weightbus.control.log import get_log
+from weightbus.dataplane.ahead import Ahead
 from weightbus.dataplane.errors import DataplaneError, ManifestError
 from weightbus.dataplane.manifest import Manifest, TensorSpec
 from weightbus.dataplane.rehearsal import Rehearsal
@@ -63,6 +64,8 @@ class Rehearsing:
         self._path = settings.state_dir / f"{settings.name}.manifest"
         self._kept = ""
         """Digest of the manifest that the file has."""
+        self.ahead = Ahead()
+        """What was worked out. Of the worker's thread."""
         self._lock = threading.Lock()
         """Of what `close` looks at and sets."""
         self._rehearsal: Rehearsal | None = None
@@ -117,7 +120,8 @@ class Rehearsing:
         if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
-        rehearsal = Rehearsal(self._settings.runtime_dir or default_runtime_dir(), sent="sends" in ways)
+        folder = self._settings.runtime_dir or default_runtime_dir()
+        rehearsal = Rehearsal(folder, sent="sends" in ways, ahead=self.ahead)
         if not self._let_close(rehearsal):
             return None
         try:

@@ -422,7 +422,8 @@ class EngineAgent:
                 self._events.put(_Stop(error))
 
     def _receiver(self, kind: str) -> Receiver:
-        return transports.receiver(kind, runtime_dir=self.settings.runtime_dir, beside=self.settings.beside)
+        settings, ahead = self.settings, self._rehearsal.ahead
+        return transports.receiver(kind, runtime_dir=settings.runtime_dir, beside=settings.beside, ahead=ahead)
 
     # -- what is said of the engine -----------------------------------------------------------------------------------
 
@@ -484,7 +485,6 @@ class EngineAgent:
 
     def _status(self) -> bytes:
         readiness = self._readiness()
-        facts = self._server.facts if self._view.up else None
         document = {
             "agent": self.settings.name,
             "channel": self.settings.channel,
@@ -494,7 +494,7 @@ class EngineAgent:
             "ready": readiness.ready,
             "reason": readiness.reason,
             "engine": self._view,
-            "facts": facts,
+            "facts": self._server.facts if self._view.up else None,
             "taken": self._worker.taken,
         }
         return msgspec.json.encode(document)

@@ -34,6 +34,7 @@ from weightbus.dataplane.workers import RETURN_S
 
 from . import checkpoint, validate
 from .catch_up import SAVED
+from .collector import resting
 from .errors import CalledOff, Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
 from .events import (
     Broken,
@@ -128,10 +129,10 @@ class Worker:
         """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
         self._number, self._launch = number, identity
         self._server.expect(identity)
-        step = type(operation).__name__.lower()
-        started = time.monotonic()
+        step, started = type(operation).__name__.lower(), time.monotonic()
         try:
-            result = self._perform(operation)
+            with resting():
+                result = self._perform(operation)
         except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
             if isinstance(error, NotRecordable):
                 self._server.unrecordable(str(error))

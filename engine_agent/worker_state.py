@@ -98,12 +98,19 @@ class WorkerState:
             rank=rank,
             device=self._device_name,
             peers=self._peers,
-            layout=self._layout if plan else "",
-            recording=plan.recording if plan else "",
+            layout=self._layout,
+            recording=self._named,
             plan=plan.plan if plan else "",
             schedule=self._taker.schedule if plan and self._taker and self._taker.alive else "",
             seat=seat_here(self._device_name),
         )
+
+    @property
+    def _named(self) -> str:
+        """The digest of what was recorded; where a plan was made of it, as that names it."""
+        if self._plan is not None:
+            return self._plan.recording
+        return self._recording.digest() if self._recording is not None else ""
 
     def record(self, message: wire.Record, rank: int) -> Recording:
         """Run the model's loader once; not where that was done with these tensors, and the model is as it was."""

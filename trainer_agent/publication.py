@@ -430,7 +430,7 @@ class Publication:
         return held is not None and bool(self.table) and (held.version, held.table) == (self.version, self.table)
 
     def _ended(self, event: Ended) -> Effects:
-        if self.state not in _IN_ROUND or event.version != self.version or event.epoch < self.lease:
+        if self.state not in _IN_ROUND or event.version != self.version or event.epoch != self.lease:
             return ()
         stop = self._stop()
         self.ended = event

@@ -190,7 +190,7 @@ def test_what_is_told_together_is_repeated_together() -> None:
     """Thousands have one timer; who answered, or was told something else meanwhile, is not told again."""
     duties = Duties(1.0, 8.0)
     names = [AgentId(f"e{number}") for number in range(4)]
-    duties.assign_all(names, abort(1), 0.0)
+    duties.assign_all(names, (abort(1),), 0.0)
     assert [agents for agents, _ in duties.due(0.0)] == [tuple(names)]
     duties.drop(names[0])
     duties.assign(names[1], abort(2), 0.5)
@@ -207,7 +207,7 @@ def test_what_follows_is_repeated_alone() -> None:
     """Who has answered the first of two commands is told the second again, when it would have been told both."""
     duties = Duties(1.0, 8.0)
     for name in "abc":
-        duties.assign(AgentId(name), abort(1), 0.0, then=abort(2))
+        duties.assign_all((AgentId(name),), (abort(1), abort(2)), 0.0)
     assert [(*agents, command.epoch) for agents, command in duties.due(0.0)] == [
         (name, epoch) for name in "abc" for epoch in (1, 2)
     ]
@@ -225,7 +225,7 @@ def test_what_follows_is_repeated_alone() -> None:
 def test_who_goes_on_after_all_others_ended_is_still_told() -> None:
     """A duty whose agents have all answered has no timer any more; one that comes to it gets a new one."""
     duties = Duties(1.0, 8.0)
-    duties._assign([AgentId("a"), AgentId("b")], (abort(1), abort(2)), 1.0)
+    duties.assign_all([AgentId("a"), AgentId("b")], (abort(1), abort(2)), 1.0)
     duties.go_on(AgentId("a"))
     duties.drop(AgentId("a"))
     assert duties.next_deadline() == 1.0

@@ -89,9 +89,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     bind = CudaCopies.__init__
 
-    def binding(self: CudaCopies, device: Any, table: CopyTable, *memory: Any) -> None:
-        sources, targets = memory[:2]
-        bind(self, device, table, *memory)
+    def binding(self: CudaCopies, device: Any, table: CopyTable, *memory: Any, tiles: Any) -> None:
+        sources, targets = memory
+        bind(self, device, table, *memory, tiles=tiles)
         self.twin = TorchCopies(table, sources, targets)  # type: ignore[attr-defined]
         self.moves = int(table.target_bytes.sum())  # type: ignore[attr-defined]
 
@@ -330,7 +330,7 @@ def test_copies_are_busy_while_any_of_their_streams_is(
     streams, here = Streams(monkeypatch), torch.zeros(4 * MB, dtype=torch.uint8)
     runs = copy_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
     batch = CopyBatch(runs, 2, cast("Any", FakeBatches()))
-    kernel = CudaCopies(CPU, CopyTable.empty(), [], [])
+    kernel = CudaCopies(CPU, CopyTable.empty(), [], [], tiles=[])
     copies = PeerCopies(torch.device("cuda", 0), batch, {0: kernel}, dict, (here,))
     streams.busy = {busy}
 

@@ -14,6 +14,7 @@ from weightbus.dataplane import integrity
 from weightbus.dataplane.boxes import Boxes
 from weightbus.dataplane.errors import DigestMismatch
 from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Pieces
 from weightbus.dataplane.proof import Proof, RankProof
 
 TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 8)) for number in range(6))
@@ -35,7 +36,8 @@ class Held:
         sums = rng.integers(0, 2**64, (2, len(atoms)), np.uint64)
         self.lanes = [sums[:, rank] for rank in ranks]
         corner = np.zeros((len(atoms), 2), np.int64)
-        parts = tuple(RankProof(cast("Any", None), rank, cast("Any", None), cast("Any", None), 0) for rank in ranks)
+        nothing = Pieces.of(TENSORS, [])
+        parts = tuple(RankProof(cast("Any", None), rank, cast("Any", None), nothing, 0) for rank in ranks)
         self.proof = Proof(TENSORS, Boxes(self.space, corner, corner), parts, ())
         totals = np.zeros((2, len(TENSORS)), np.uint64)
         for lane in (0, 1):
@@ -79,6 +81,23 @@ def test_another_version_is_named_and_what_is_not_held_does_not_matter(held: Hel
     with pytest.raises(DigestMismatch, match=f"t{byte // 16}'"):
         held.check(bytes(digests))
     return None
+
+
+@given(helds(), st.permutations(range(len(TENSORS))), st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_tensors_does_not_matter(held: Held, order: list[int], data: st.DataObject) -> None:
+    """A proof of the same tensors in another order accepts and refuses the same."""
+    places = np.argsort(np.array(order))
+    held.proof = held.proof.renumbered([TENSORS[index] for index in order], places)
+    digests = np.frombuffer(held.digests, np.uint8).reshape(len(TENSORS), 16)[order].tobytes()
+    held.check(digests)
+    if not len(held.space):
+        return
+    wrong = data.draw(st.sampled_from(sorted(set(held.space.tolist()))))
+    spoilt = bytearray(digests)
+    spoilt[16 * order.index(wrong)] ^= 1
+    with pytest.raises(DigestMismatch, match=f"t{wrong}'"):
+        held.check(bytes(spoilt))
 
 
 @given(helds())

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightbus.dataplane.boxes import Box, Column
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies, TorchEngine
 from weightbus.dataplane.deadline import Deadline
@@ -24,7 +25,7 @@ from weightbus.dataplane.inbox import Inbox, beside_bytes
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.outbox import UNDER_WAY, Mail, Outbox
 from weightbus.dataplane.pair_group import Parcel
-from weightbus.dataplane.pieces import Box, Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
 from weightbus.dataplane.plan import Plan, Reader, make_plan
 from weightbus.dataplane.recording import Recording, Target
 from weightbus.dataplane.schedule import NOWHERE, Messages, Schedule, pair_bytes_of, schedule
@@ -227,6 +228,13 @@ class CountingEngine(TorchEngine):
         """As always."""
         self.bound += 1
         return super().copies(table, sources, targets)
+
+    def parts(
+        self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> dict[int, TorchCopies]:
+        """As always."""
+        self.bound += 1
+        return super().parts(table, parts, sources, targets)
 
 
 def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tuple[Pieces, list[ExportMap], Recording]:

@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightbus.dataplane.boxes import Column
 from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies, TorchDigest
 from weightbus.dataplane.digest_table import BoxTable
 from weightbus.dataplane.integrity import mix
 from weightbus.dataplane.pieces import DTYPES
-from weightbus.dataplane.tiles import TILE_VECTORS, TILE_WORDS, copy_tiles, reciprocal, word_tiles
+from weightbus.dataplane.tiles import TILE_VECTORS, TILE_WORDS, copy_tiles, reciprocal, staged_tiles, word_tiles
 
 REGION = 1 << 18
 
@@ -105,11 +106,39 @@ def test_rows_are_cut_one_by_one(tables: list[CopyTable]) -> None:
     for table in tables:
         for vector, tiles in copy_tiles(table, *bases, cpu):
             alone.setdefault(vector, []).append(tiles)
-    together = CopyTable.of_numbers(np.concatenate([table.numbers() for table in tables]))
+    together = joined(tables)
     found = dict(copy_tiles(together, *bases, cpu))
 
     assert found.keys() == alone.keys()
     assert all(torch.equal(tiles, torch.cat(alone[vector])) for vector, tiles in found.items())
+
+
+@given(st.lists(st.tuples(copies(), st.integers(0, 3)), min_size=1, max_size=6))
+@settings(max_examples=50, deadline=None)
+def test_stages_are_cut_as_if_alone(rows: list[tuple[CopyTable, int]]) -> None:
+    """Each stage has the tiles of its own rows, and no other."""
+    rows = sorted(rows, key=lambda each: each[1])
+    cpu, bases = torch.device("cpu"), (column(1 << 40), column(1 << 41))
+    tables: dict[int, list[CopyTable]] = {}
+    for table, stage in rows:
+        tables.setdefault(stage, []).append(table)
+    together = joined([table for table, _ in rows])
+    found = staged_tiles(together, np.repeat(*stages_of(rows)), *bases, cpu)
+
+    assert found.keys() == tables.keys()
+    for stage, mine in tables.items():
+        alone = dict(copy_tiles(joined(mine), *bases, cpu))
+        assert dict(found[stage]).keys() == alone.keys()
+        assert all(torch.equal(tiles, alone[vector]) for vector, tiles in found[stage])
+
+
+def stages_of(rows: list[tuple[CopyTable, int]]) -> tuple[Column, Column]:
+    """The stage of each table, and how many rows it has."""
+    return np.array([stage for _, stage in rows]), np.array([len(table) for table, _ in rows])
+
+
+def joined(tables: list[CopyTable]) -> CopyTable:
+    return CopyTable.of_numbers(np.concatenate([table.numbers() for table in tables]))
 
 
 KERNEL = """

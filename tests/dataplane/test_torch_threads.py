@@ -75,8 +75,9 @@ def test_calls_are_made_one_after_the_other() -> None:
 
 def test_a_call_that_was_given_up_holds_no_other() -> None:
     """What waited behind it is not made at all, what comes later is, by another thread."""
-    calls, released = Calls("given up"), threading.Event()
-    held, behind = calls.submit(lambda: released.wait(60)), calls.submit(lambda: 1)
+    calls, begun, released = Calls("given up"), threading.Event(), threading.Event()
+    held, behind = calls.submit(lambda: (begun.set(), released.wait(60))[1]), calls.submit(lambda: 1)
+    assert begun.wait(10)
     calls.give_up()
     assert calls.submit(lambda: 2).result(10) == 2
     released.set()

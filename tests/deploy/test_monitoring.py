@@ -105,7 +105,7 @@ def test_dashboard_can_be_imported_anywhere() -> None:
     assert len(numbers) == len(set(numbers))
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool: Debian's package prometheus has it")
 def test_prometheus_accepts_the_files_and_alerts_fire() -> None:
     """The configuration can be loaded, and each alert fires for its cause and only for it."""
     checks = (

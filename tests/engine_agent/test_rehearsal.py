@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane import rehearsal
-from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane import ahead, rehearsal
+from weightbus.dataplane.errors import DigestMismatch, TransferFailed
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.rehearsal import Rehearsal
 from weightbus.dataplane.workers import Workers
@@ -46,7 +46,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def rehearse(world: World, specs: tuple[TensorSpec, ...] = SPECS) -> int:
-    return Rehearsal(world.runtime).record(specs, "e", world.server, WAIT_S)  # type: ignore[arg-type]
+    rehearsal = Rehearsal(world.runtime, ahead=world.receiver._ahead)
+    return rehearsal.record(specs, "e", world.server, WAIT_S)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["same order", "another order"])
@@ -158,6 +159,58 @@ def test_what_is_proven_is_bound_ahead_too(world: World, bound: list[Evidence], 
     world.round()
     assert len(bound) == world.server.tp
     assert holds(world.server, world.trainer.values)
+
+
+@pytest.fixture
+def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What sidecars worked out, or asked of workers, of what was recorded."""
+    found: list[str] = []
+
+    def counted(what: str, real: Any) -> Any:
+        return lambda *given: (found.append(what), real(*given))[1]
+
+    for where in (ahead, rehearsal):
+        monkeypatch.setattr(where, "make_proof", counted("proof", where.make_proof))  # type: ignore[attr-defined]
+    real = Workers.ask_to_record
+
+    def asked(*given: Any) -> Any:
+        numbers = real(*given)
+        found.extend("recording" for _ in numbers)
+        return numbers
+
+    monkeypatch.setattr(Workers, "ask_to_record", asked)
+    return found
+
+
+def test_the_first_round_works_out_and_asks_for_nothing(world: World, worked_out: list[str]) -> None:
+    """Of tensors in the order that was foreseen, as those of the last version are."""
+    rehearse(world, world.trainer.session(1).manifest.tensors)
+    assert worked_out == ["recording"] * world.server.tp + ["proof"]
+    world.trainer.step(1)
+    world.round()
+    assert len(worked_out) == world.server.tp + 1
+    assert holds(world.server, world.trainer.values)
+
+
+def test_in_another_order_the_proof_is_the_same(world: World, worked_out: list[str]) -> None:
+    """Only what speaks of tensors by their number is told anew; and what is wrong is found."""
+    rehearse(world, SPECS[::-1])
+    session = world.trainer.session(1)
+    world.trainer.step(1)
+    with pytest.raises(DigestMismatch):
+        world.round(session)
+    world.round()
+    assert worked_out.count("proof") == 1
+    assert holds(world.server, world.trainer.values)
+
+
+def test_another_model_by_now_has_a_proof_of_its_own(world: World, worked_out: list[str]) -> None:
+    """What was worked out speaks of targets that are not there any more."""
+    rehearse(world)
+    for model in world.server.models:
+        model.register_buffer("added", torch.zeros(4))
+    world.round()
+    assert worked_out.count("proof") == 2
 
 
 @pytest.mark.parametrize("what", ["moved", "another dtype", "asked otherwise"])

@@ -31,7 +31,7 @@ from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.sends_wire import Group
 from weightbus.dataplane.takers import Leader, NotTaken
 from weightbus.dataplane.transport import Peer
-from weightbus.engine_agent import taker
+from weightbus.engine_agent import taker, worker_loader, worker_state
 from weightbus.engine_agent.model_tensors import ModelTensors
 
 from ..kit.toy_direct import WAIT_S, holds
@@ -232,21 +232,34 @@ def test_a_trainer_that_began_anew_is_told_the_plans_again(world: SendsWorld) ->
 
 
 def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer of hundreds of engines makes those of one; who joins does not wait for its own."""
-    made: list[int] = []
+    """A trainer of hundreds of engines makes those of one; who joins does not wait for its own.
 
-    def counted(*arguments: Any) -> Any:
-        made.append(arguments[3].rank)
-        return make_plan(*arguments)
+    Nor for their schedules, or for the ranks to bind what they pack by. That of another GPU gives all of them other
+    names.
+    """
+    made: dict[str, list[object]] = {"plan": [], "schedule": [], "outbox": []}
 
-    monkeypatch.setattr(sends, "make_plan", counted)
+    def counted(what: str, real: Any) -> Any:
+        return lambda *given: (made[what].append(given), real(*given))[1]
+
+    monkeypatch.setattr(sends, "make_plan", counted("plan", make_plan))
+    monkeypatch.setattr(sends, "schedule", counted("schedule", sends.schedule))
+    monkeypatch.setattr(rank_sends, "Outbox", counted("outbox", rank_sends.Outbox))
+    monkeypatch.setattr(worker_state, "device_name", lambda _: "one")
+    monkeypatch.setattr(worker_state, "readable_peers", lambda _: ("cpu",))
+    monkeypatch.setattr(worker_state, "seat_here", lambda _: "")
     world.round()
-    assert made == list(range(world.server.tp))
+    known = set(world.trainer.sends._plans)
+    before = {what: len(each) for what, each in made.items()}
+    assert before == {"plan": world.server.tp, "schedule": world.server.tp, "outbox": len(world.trainer.sending)}
+    for state in worker_loader._states.values():
+        state._device_name = "another"
     world.receiver.shutdown()
     world.receiver = SendsReceiver(world.runtime)  # which knows nothing of what was agreed
     world.trainer.step(1)
     world.round()
-    assert len(made) == world.server.tp
+    assert set(world.trainer.sends._plans) - known
+    assert {what: len(each) for what, each in made.items()} == before
     assert holds(world.server, world.trainer.values)
 
 

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -46,7 +46,7 @@ class Tally(msgspec.Struct):
         return f"seeds={self.seeds} faults={self.faults} messages={self.messages} violations={len(self.failed)}"
 
 
-def run_chunk(seeds: range, *, setbacks: bool = False, tracing: bool = False) -> list[Ended]:
+def run_chunk(seeds: Iterable[int], *, setbacks: bool = False, tracing: bool = False) -> list[Ended]:
     """Run some seeds in this process; `tracing` makes their hashes."""
     results = []
     with _few_collections() as collect:

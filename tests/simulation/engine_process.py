@@ -91,11 +91,14 @@ class EngineProcess(Process):
         *,
         live: bool,
         older: bool = False,
+        apart_from: tuple[str, ...] = (),
     ) -> None:
         super().__init__(world, server.name, drift)
         self._world, self.server = world, server
         self.record = RecordDisk(world, server.name)
         self.transports, self.live, self.older = transports, live, older
+        self.apart_from = apart_from
+        """Trainers that have no transport for it."""
         self.beside = sum(self.name.encode()) % 3 == 1
         """Every third engine takes versions beside the weights that it serves."""
         self.proves_itself = sum(self.name.encode()) % 2 == 1

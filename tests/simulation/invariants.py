@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from weightbus.control.effects import (
+    AgentJoined,
     AnyObservation,
     AnyRecord,
     Committed,
@@ -32,13 +33,16 @@ from weightbus.control.messages import (
     Held,
     Offered,
     Outcome,
+    Pause,
     Prepare,
     Publish,
     Refused,
     Release,
     RoundDone,
     Sent,
+    Serving,
     ToAgent,
+    ToCoordinator,
     Transfer,
     Welcome,
 )
@@ -71,6 +75,8 @@ INVARIANTS: Final = {
     " still allows, and was heard of lately",
     "commit-verified": "a version is committed only when a server has held exactly its buckets",
     "enough-engines": "a version is committed only with as many verified engines as its trainer asked for",
+    "left-alone": "whom a trainer has no transport for is told nothing of its rounds, and is listed only once it said"
+    " that it serves",
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
     "memory-bounded": "nothing grows with time",
     "every-wait-ends": "once faults stop, rounds end, engines serve or say why not, and a publication commits",
@@ -150,6 +156,10 @@ class Judge:
         self._asked: dict[str, type] = {}
         self._ready: dict[str, float | None] = {}
         """Engine -> since when the truth speaks against it."""
+        self._spoke_at: dict[str, float] = {}
+        """Engine -> when it last said that it serves."""
+        self._joined_at: dict[str, float] = {}
+        """Engine -> since when the coordinator knows it, where it may have been told to pause before."""
 
     def broken(self, invariant: str, what: str) -> None:
         """`invariant` does not hold."""
@@ -262,11 +272,22 @@ class Judge:
                 self._round_done(agent, message)
             case Prepare() | Transfer() if not message.table and self._world.engines[agent].older:
                 self.broken("understood", f"{agent} is told of {type(message).__name__} without a table")
+            case Prepare() | Pause() | Transfer() if self._is_apart(agent, message.epoch):
+                self.broken("left-alone", f"{agent} is told of {type(message).__name__}, and can take nothing")
             case _:
                 pass
         stranger = isinstance(message, Refused) and message.code is Code.UNKNOWN_AGENT
         if isinstance(message, Ack | Granted | Refused) and message.request in self._asked and not stranger:
             self._same(agent, message)
+
+    def heard(self, agent: str, message: ToCoordinator) -> None:
+        """The coordinator takes up what an agent says."""
+        if isinstance(message, Serving):
+            self._spoke_at[agent] = self._world.loop.now
+
+    def _is_apart(self, engine: str, epoch: int) -> bool:
+        """Whether the round of `epoch` is a trainer's that has no transport for the engine."""
+        return self._holders.get(epoch, "") in self._world.engines[engine].apart_from
 
     def _claims(self, version: int, table: str, where: str) -> None:
         held = self._world.journal.channels.get(self._world.channel)
@@ -328,6 +349,7 @@ class Judge:
         """Another life of the coordinator: what lived in memory is answered anew."""
         self._answers.clear()
         self._ready.clear()
+        self._joined_at.clear()
         self._rolling = None
 
     # -- the ready list
@@ -336,6 +358,8 @@ class Judge:
         """The coordinator noted something."""
         if isinstance(what, EngineAhead) and not self._is_set_back:
             self.broken("known-epochs", f"{what.engine} has seen {what.epoch}, on disk is {what.known}")
+        if isinstance(what, AgentJoined) and self._disk.taken:  # before, nobody was ever allowed to pause it
+            self._joined_at[what.agent] = self._world.loop.now
         if isinstance(what, ReadinessChanged):
             self._listed(what.engine, ready=what.ready)
         elif isinstance(what, RoundReadiness):
@@ -346,6 +370,9 @@ class Judge:
         if ready:
             self._ready[engine] = None
             server = self._world.server(engine)
+            silent = self._spoke_at.get(engine, 0.0) < self._joined_at.get(engine, 0.0)
+            if silent and self._world.engines[engine].apart_from:
+                self.broken("left-alone", f"{engine} is listed as ready, and has not said that it serves")
             if server.up and not server.frozen and server.paused and LAUNCH not in server.tags:
                 self.broken("ready-is-ready", f"{engine} is listed as ready while its server is paused")
         else:

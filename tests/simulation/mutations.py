@@ -286,6 +286,20 @@ MUTATIONS: Final = (
         "    if engine.strange:",
     ),
     _m(
+        "lists-whoever-a-round-has-no-part-for",
+        "left-alone",
+        "control/engines.py",
+        "    if not engine.serving or engine.strange:",
+        "    if (not engine.serving and phase is not _LEFT) or engine.strange:",
+    ),
+    _m(
+        "prepares-whom-nobody-can-send-to",
+        "left-alone",
+        COHORT,
+        "phase=_PREPARING if transport else _LEFT,",
+        "phase=_PREPARING,",
+    ),
+    _m(
         "lists-engines-in-mid-transfer",
         "ready-is-ready",
         "control/engines.py",
@@ -480,7 +494,7 @@ MUTATIONS: Final = (
         "trainer-believes-the-end-of-an-earlier-round",
         "no-needless-wait",
         PUBLICATION,
-        "event.version != self.version or event.epoch < self.lease:",
+        "event.version != self.version or event.epoch != self.lease:",
         "event.version != self.version:",
     ),
     _m(

@@ -189,6 +189,9 @@ class Network:
         """What came in. Never waits."""
         del timeout_s, gather_s
         taken, self._received = self._received, []
+        for each in taken:
+            if (connection := self._connections.get(each.peer)) and isinstance(each, MessageReceived):
+                self.judge.heard(connection.line.name, each.message)
         return taken
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:

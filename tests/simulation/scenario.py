@@ -12,6 +12,8 @@ from weightbus.control.messages import SlowEngines, TransportKind
 from .network import Weather
 
 LOCAL, GROUP, DIRECT = TransportKind.LOCAL, TransportKind.DISTRIBUTED, TransportKind.DIRECT
+FOLDER = TransportKind.DISK
+"""What an engine offers that somebody has no transport for, and no other one does."""
 LONGEST_S = 60.0
 MOMENTS = ("preparing", "pausing", "offering", "transferring", "verifying", "committing", "resuming", "aborting")
 
@@ -26,6 +28,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     drift: float
     older: bool = False
     """Its agent knows nothing of tables that follow."""
+    apart_from: tuple[str, ...] = ()
+    """Trainers that have no transport for it: it is no part of their rounds."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +144,39 @@ def draw(seed: int, *, setbacks: bool = False) -> Scenario:
     )
     drawn = _with_lag(_with_waves(_with_neglect(_with_data_plane(drawn))))
     drawn = _with_unheard_answers(_with_open_tables(_with_return(_with_silence(_with_power(drawn)))))
-    return _with_setbacks(drawn, certainly=setbacks)
+    return _with_one_apart(_with_setbacks(drawn, certainly=setbacks))
+
+
+def _with_one_apart(drawn: Scenario) -> Scenario:
+    """One engine more, for which no trainer has a transport, or only some. It has its share of faults. By its own dice.
+
+    Its weights are then seldom the committed ones: that is what policies that let engines be behind are for, so they
+    are drawn more often here.
+    """
+    rng = random.Random(f"weightbus-apart-{drawn.seed}")
+    if rng.random() >= 0.12:
+        return drawn
+    some = len(drawn.trainers) > 1 and rng.random() < 0.6
+    name = f"e{len(drawn.engines)}"
+    spec = EngineSpec(
+        name=name,
+        transports=(FOLDER,),
+        live=rng.random() < 0.5,
+        drift=rng.uniform(-0.01, 0.01),
+        apart_from=(rng.choice(drawn.trainers),) if some else drawn.trainers,
+    )
+    faults = [msgspec.structs.replace(each, who=name) if _may_befall(each, rng) else each for each in drawn.faults]
+    for _ in range(rng.choice((1, 2, 3))):  # it comes back while a round runs in which it has no part
+        at, moment = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(MOMENTS)
+        kind = rng.choice(("kill", "kill", "disconnect", "freeze"))
+        faults.append(Fault(at=at, kind=kind, who=name, lasts=rng.choice((0.1, 1.0)), moment=moment))
+    faults.sort(key=lambda fault: fault.at)
+    lag = drawn.max_lag or rng.choice((0, 1, 2))
+    return msgspec.structs.replace(drawn, engines=(*drawn.engines, spec), faults=tuple(faults), max_lag=lag)
+
+
+def _may_befall(fault: Fault, rng: random.Random) -> bool:
+    return fault.who.startswith("e") and rng.random() < 0.3
 
 
 def _with_setbacks(drawn: Scenario, *, certainly: bool) -> Scenario:

@@ -70,9 +70,21 @@ class Nonsense:
 def test_no_promise_depends_on_the_choice_of_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     """routing.py may be wrong in any way: versions are lost then, and never anything that was promised."""
     monkeypatch.setattr(server, "Router", Nonsense)
-    found = run_chunk(range(SLICE))
+    found = run_chunk(seed for seed in range(SLICE) if not _somebody_is_apart(seed))
     assert [(ended.seed, ended.violation) for ended in found if ended.violation] == []
     assert sum(ended.committed for ended in found) > SLICE
+
+
+def _somebody_is_apart(seed: int) -> bool:
+    return any(engine.apart_from for engine in draw(seed).engines)
+
+
+def test_who_has_no_part_in_a_round_is_left_alone() -> None:
+    """An engine for which a trainer has no transport is among the storms, for all trainers and for some."""
+    apart = [seed for seed in range(8 * SLICE) if _somebody_is_apart(seed)]
+    assert [(each.seed, each.violation) for each in run_chunk(apart) if each.violation] == []
+    drawn = [draw(seed) for seed in apart]
+    assert {len(each.trainers) - len(each.engines[-1].apart_from) for each in drawn} == {0, 1}
 
 
 def test_the_same_seed_takes_the_same_course_in_any_process() -> None:

@@ -8,7 +8,7 @@ import msgspec
 
 from weightbus.control.ids import Channel
 from weightbus.control.limits import Limits
-from weightbus.control.messages import EngineHealth, Outcome, PauseMode, Policy, RoundDone
+from weightbus.control.messages import EngineHealth, Outcome, PauseMode, Policy, RoundDone, TransportKind
 from weightbus.control.states import SENDING
 
 from .coordinator_process import CoordinatorProcess
@@ -87,14 +87,19 @@ class World:
         self.servers = {spec.name: ServerModel(self, spec.name, scenario.buckets) for spec in scenario.engines}
         self.engines = {
             spec.name: EngineProcess(
-                self, self.servers[spec.name], spec.drift, spec.transports, live=spec.live, older=spec.older
+                self,
+                self.servers[spec.name],
+                spec.drift,
+                spec.transports,
+                live=spec.live,
+                older=spec.older,
+                apart_from=spec.apart_from,
             )
             for spec in scenario.engines
         }
-        kinds = tuple(dict.fromkeys(kind for spec in scenario.engines for kind in spec.transports))
-        kinds = tuple(sorted(kinds, key=lambda kind: kind is not DIRECT))  # first, where somebody takes it
         self.trainers = {
-            name: TrainerProcess(self, name, drift.uniform(-0.01, 0.01), kinds) for name in scenario.trainers
+            name: TrainerProcess(self, name, drift.uniform(-0.01, 0.01), self._transports_of(name))
+            for name in scenario.trainers
         }
         self.outlets: dict[str, Outlet] = {}
         self.cut_off: set[str] = set()
@@ -122,6 +127,11 @@ class World:
         self._paused_since: dict[str, float] = {}
         self._unsaid_since: float | None = None
 
+    def _transports_of(self, trainer: str) -> tuple[TransportKind, ...]:
+        specs = [spec for spec in self.scenario.engines if trainer not in spec.apart_from]
+        kinds = dict.fromkeys(kind for spec in specs for kind in spec.transports)
+        return tuple(sorted(kinds, key=lambda kind: kind is not DIRECT))  # first, where somebody takes it
+
     def rng(self, stream: str) -> random.Random:
         """The random numbers of one concern."""
         return random.Random(f"{self.scenario.seed}-{stream}")
@@ -145,6 +155,9 @@ class World:
         self._wait("ends every round and settles every engine", self._unsettled)
         self._holding = False
         self._commits_in_calm, self._quiet = 0, True
+        for engine in self.engines.values():
+            if engine.apart_from and self.coin():  # it says nothing from here on, and nobody waits for it
+                engine.freeze()
         self._wait("publishes a version that every engine serves", self._unserved)
         if loop.steps >= MOST_STEPS:
             self.judge.broken("every-wait-ends", f"{loop.steps} steps, and no end: somebody goes round in circles")
@@ -218,6 +231,12 @@ class World:
         held = self.journal.channels[self.channel].committed
         wanted = (self._tags[held.table],) if held else ()
         for name, server in self.servers.items():
+            engine = self.engines[name]
+            if engine.apart_from:  # no round brings it anything: it goes on as it was settled
+                machine = engine.machine
+                if machine is None or (machine.health is EngineHealth.CLEAN) is not server.generates:
+                    return f"{name} is {machine and machine.health}, generates: {server.generates}"
+                continue
             if server.tags != wanted or not server.generates:
                 return f"{name} holds {server.tags}, committed is {wanted}"
             if name not in self.judge.ready():

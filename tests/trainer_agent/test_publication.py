@@ -117,7 +117,7 @@ def test_a_newer_send_breaks_off_the_older_delivery() -> None:
     assert machine.handle(send(4), 1.0) == (p.StopDelivery(), p.Deliver(4, RECEIVERS, 60.0))
 
 
-@pytest.mark.parametrize("event", [send(2), send(3, version=6), ended(epoch=2), ended(version=6)])
+@pytest.mark.parametrize("event", [send(2), send(3, version=6), ended(epoch=2), ended(epoch=4), ended(version=6)])
 @pytest.mark.parametrize("state", [State.WAITING, State.SENDING])
 def test_what_is_said_of_another_round_changes_nothing(state: State, event: p.AnyEvent) -> None:
     """Older epochs and other versions are ignored by comparison."""
