@@ -190,6 +190,9 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
     """Staging that cannot be had ends the transfer, not the agent; dirty are only weights that were begun with."""
     calls: list[str] = []
 
+    def end_update(_: float) -> None:
+        calls.append("end_update")
+
     class Full:
         def __init__(self) -> None:
             self.touched = False
@@ -203,7 +206,7 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
         expect=lambda _identity: None,
         untouched=lambda: None,
         take_weights_back=lambda _deadline_s: None,
-        end_update=lambda _: calls.append("end_update"),
+        end_update=end_update,
     )
     agent = Worker("e0", cast("Any", server), cast("Any", lambda _kind: Full()), None, Meters(Side.ENGINE))
     monkeypatch.setattr(agent, "_fit", lambda *_: (None, None))
