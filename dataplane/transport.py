@@ -323,16 +323,21 @@ class Receiver(Protocol):
 
 
 @runtime_checkable
-class Stager(Receiver, Protocol):
+class Minding(Receiver, Protocol):
+    """A receiver that finds out that its server stands still."""
+
+    def require_moving(self) -> None:
+        """Raise `TransferFailed` while a worker that stood still has said nothing since, or has done nothing."""
+        ...
+
+
+@runtime_checkable
+class Stager(Minding, Protocol):
     """A receiver that can take a version beside the weights that are served."""
 
     @property
     def mode(self) -> str:
         """How the last version was taken, for people."""
-        ...
-
-    def require_moving(self) -> None:
-        """Raise `TransferFailed` while a worker that stood still has said nothing since."""
         ...
 
     def can_stage(self, manifest: Manifest) -> bool:

@@ -5,7 +5,7 @@ which takes SGLang seconds to end, and not to one of which a worker stands still
 """
 
 from weightbus.dataplane.errors import TransferFailed, WorkerDied
-from weightbus.dataplane.transport import Receiver, Stager
+from weightbus.dataplane.transport import Minding, Receiver
 
 
 class Vitals:
@@ -24,7 +24,7 @@ class Vitals:
         """Raise `TransferFailed` where a call to `launch` would be in vain, as far as it or `receiver` knows."""
         if self._died is not None and self._died[0] == launch:
             raise WorkerDied(self._died[1])
-        if isinstance(receiver, Stager):
+        if isinstance(receiver, Minding):
             receiver.require_moving()
 
     def answers(self, launch: str, receiver: Receiver | None) -> bool:

@@ -80,7 +80,7 @@ def test_groups_are_told_as_they_were_said() -> None:
     groups = Groups.of_sources("weightbus-c-3", Sources((0, 1, 2, 0)))
     assert groups.names == ("weightbus-c-3", "weightbus-c-3-source1", "weightbus-c-3-source2")
     assert Groups.decode(groups.encode(), 4) == groups
-    assert [groups.group_of(bucket) for bucket in range(4)] == [*groups.names, "weightbus-c-3"]
+    assert [groups.names[groups.source_of(bucket)] for bucket in range(4)] == [*groups.names, "weightbus-c-3"]
 
 
 @pytest.mark.parametrize(
