@@ -128,6 +128,8 @@ class DistributedSender:
                 meeting.announce("group", groups.encode())
                 self._form(groups, forming)
             self._wait_for("joined", "to join", forming, STILL_FORMING_S)
+            if self._forming:
+                meeting.announce("formed", "")
             self._forming = False
         except TransferFailed as error:
             self._fail_all(error)

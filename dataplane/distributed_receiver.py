@@ -114,7 +114,7 @@ class DistributedReceiver:
         meeting.say("came", holding(self._held), deadline)
         groups = Groups.decode(meeting.group(deadline), buckets)
         mine = groups.of_engine(rank_offset, address.world_size)
-        if mine.names != self._held:
+        if forms := mine.names != self._held:
             for group in self._held:
                 server.leave_group(group, deadline.check("time to leave the old group"))
             self._held = mine.names
@@ -126,6 +126,8 @@ class DistributedReceiver:
                 self._call(meeting, what, deadline, server.join_group, where, mine.rank_offset)
             self._joins = False
         meeting.say("joined", "", deadline)
+        if forms and groups.ranks:  # nothing else keeps this engine from its first bucket while another does not join
+            meeting.formed(deadline)
         return groups, mine
 
     def _call(

@@ -24,6 +24,7 @@ STRUCK = (
     Cell("distributed", "leader", "half", "killed", "two"),
     Cell("distributed", "sidecar", "begun", "killed", "one"),
     Cell("distributed", "leader", "forming", "stopped", "two"),
+    Cell("distributed", "worker", "half", "stopped", "one"),
     Cell("sends", "worker", "half", "killed", "two"),
 )
 """The last one costs a server, which is not started again here."""
