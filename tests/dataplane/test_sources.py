@@ -84,7 +84,7 @@ def test_groups_are_told_as_they_were_said() -> None:
 
 
 def test_engines_alone_find_their_groups_by_their_first_rank() -> None:
-    """With every source one of their own, in which they are all but its source; in a group of all they are who they are."""
+    """With every source one of their own, in which they are all but the source; else they are who they are."""
     groups = Groups.of_sources("g", Sources((0, 1)), (1, 2, 4))
     assert Groups.decode(groups.encode(), 2) == groups
     assert groups.of_engine(1, 8) == (("g-at1", "g-source1-at1"), 1, 2)
