@@ -144,6 +144,10 @@ class SGLangServer:
         """Raise `ServerError` unless the HTTP side answers."""
         self._wire.alive("/health", deadline_s)
 
+    def answers(self, deadline_s: float = CALL_S) -> None:
+        """Raise `ServerError` unless its workers answer. A paused server's do."""
+        self._wire.get("/server_info", deadline_s)
+
     def generates(self, deadline_s: float = CALL_S) -> None:
         """Raise `ServerError` unless its workers generate something now. A paused server does not."""
         self._wire.alive("/health_generate", deadline_s)
