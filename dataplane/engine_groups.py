@@ -3,7 +3,7 @@
 In one group of all, ranks of engines would receive from ranks of other engines. A rank that stands still keeps those
 below it waiting, and those above it too, which offer it bytes. Nobody reaches a server that waits so, and when the
 source leaves it waits on. Engines that share no group wait for the source alone, which can leave; and the source knows
-who does not take what the others have taken.
+who does not take what the others have taken. Of three and more workers of one server some are still below others of it.
 """
 
 from __future__ import annotations

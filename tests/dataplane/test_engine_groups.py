@@ -36,14 +36,13 @@ def test_workers_that_stand_still_hold_no_other_engine(
 ) -> None:
     """Stopped in the middle of a broadcast: the source names them before any deadline, and frees the others' workers.
 
-    In one group of all, workers of `lives` would be below those of `stopped`, and above: some would wait for bytes from
-    them, others for them to take some.
+    In one group of all, the first worker of `lives` would be below one of `stopped`, and wait for bytes from it.
     """
     monkeypatch.setattr(engine_groups, "STILL_S", 1.0)
     places, manifest = Places(tmp_path), make_manifest(6)
     session = make_session(1, 11, manifest)
     sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "still")
-    lives = Engine("lives", places.receiver("distributed"), tp=3)
+    lives = Engine("lives", places.receiver("distributed"), tp=2)
     load, inside = lives.server.load_broadcast, threading.Event()
 
     def watched(group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
@@ -55,7 +54,7 @@ def test_workers_that_stand_still_hold_no_other_engine(
 
     lives.server.load_broadcast = watched  # type: ignore[method-assign]
     lives.server.leave_group = lambda _group, _deadline_s: None  # type: ignore[method-assign]  # SGLang would not hear
-    address = sender.offer(session, [Peer("stopped", 2), Peer("lives", 3)])
+    address = sender.offer(session, [Peer("stopped", 2), Peer("lives", 2)])
     halves.start(
         half="receiver", kind="distributed", root=str(tmp_path), epoch=1, version=11, engine="stopped", tp=2,
         rank_offset=1, address=msgspec.to_builtins(address), at=1, how="stop", buckets=6,
