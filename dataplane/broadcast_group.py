@@ -91,6 +91,17 @@ class BroadcastGroup:
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every rank; returns when it may be written again."""
+        work = self.begin(memory, deadline)
+        try:
+            if self._device.type == "cuda":
+                self._wait(work, deadline)
+            else:
+                work.wait(timedelta(seconds=deadline.check("a broadcast to end")))
+        except RuntimeError as error:
+            raise self._broke(error) from error
+
+    def begin(self, memory: torch.Tensor, deadline: Deadline) -> c10d.Work:
+        """Begin to send `memory` to every rank; `ended` says when it may be written again."""
         if self._backend is None:
             raise TransferFailed(f"{self.name} was broken off")
         options = c10d.BroadcastOptions()
@@ -100,11 +111,22 @@ class BroadcastGroup:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-                self._wait(self._backend.broadcast([memory], options), deadline)
-            else:
-                self._backend.broadcast([memory], options).wait(options.timeout)
+            return self._backend.broadcast([memory], options)
         except RuntimeError as error:
-            raise TransferFailed(f"the broadcast over {self.name} broke: {error}") from error
+            raise self._broke(error) from error
+
+    def ended(self, work: c10d.Work) -> bool:
+        """Whether what `begin` began has ended well. Raises `TransferFailed` if it broke."""
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broke(error) from error
+        return True
+
+    def _broke(self, error: RuntimeError) -> TransferFailed:
+        return TransferFailed(f"the broadcast over {self.name} broke: {error}")
 
     def _wait(self, work: c10d.Work, deadline: Deadline) -> None:
         while not work.is_completed():

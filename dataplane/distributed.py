@@ -1,5 +1,8 @@
 """Other hosts, or GPUs that cannot map each other: for each source rank one group of it and every engine rank.
 
+Over gloo every engine has a group of its own with each source (`engine_groups.py`); what is said here of a group is
+then said of all of them.
+
 A source broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart.
 This is the leading source; where there are several (`sources.py`), the others do their part by `source_rank.py`. All of
 them meet the engines in the leader's store, and have one session: its epoch, its end, its failure.
@@ -17,6 +20,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import accumulate
 from typing import Final, TypeVar
 
 import torch
@@ -25,6 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 from . import torch_threads
 from .broadcast_group import BroadcastGroup, backend_for, join_store, serve_store
 from .deadline import Deadline
+from .engine_groups import STILL_FORMING_S, STILL_S, EngineGroups, StoodStill, Stragglers
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from .meeting import POLL_S, Meeting, holding, new_token, settled, source_name
 from .sources import Groups, Sources
@@ -50,7 +55,7 @@ class DistributedSender:
         """The one reference to the server: whoever uses the store has a client of its own."""
         self._meeting: Meeting | None = None
         self._session: Session | None = None
-        self._group: BroadcastGroup | None = None
+        self._group: BroadcastGroup | EngineGroups | None = None
         """This source's own."""
         self._groups: tuple[str, ...] = ()
         """Every source's, `_group` first."""
@@ -115,14 +120,16 @@ class DistributedSender:
             self._wait_for("came", "to come", Deadline(min(join_s, deadline.left())))
             forming = Deadline(min(FORM_S, deadline.left()))
             if self._all_hold():
-                meeting.announce("group", Groups(self._groups, self._sources.of if self._others else ()).encode())
+                meeting.announce("group", self._known(self._groups).encode())
             else:
                 self._break_off()
-                groups = Groups.of_sources(f"weightbus-{self._channel}-{session.epoch}", self._sources)
+                groups = Groups.of_sources(f"weightbus-{self._channel}-{session.epoch}", self._sources, self._ranks)
                 self._forming = True
                 meeting.announce("group", groups.encode())
                 self._form(groups, forming)
-            self._wait_for("joined", "to join", forming)
+            self._wait_for("joined", "to join", forming, STILL_FORMING_S)
+            if self._forming:
+                meeting.announce("formed", "")
             self._forming = False
         except TransferFailed as error:
             self._fail_all(error)
@@ -160,7 +167,7 @@ class DistributedSender:
             for index, send in self._sends.items():
                 self._await(send, f"the broadcast of bucket {index}", deadline)
             if not self._failed:
-                self._wait_for("done", "to take every bucket", deadline)
+                self._wait_for("done", "to take every bucket", deadline, STILL_S)
                 self._finished = True
         except TransferFailed as error:
             self._fail_all(error)
@@ -204,16 +211,34 @@ class DistributedSender:
         meeting, _ = self._open()
         if self._group is None or self._members != self._peers or len(self._groups) != self._sources.count:
             return False
-        engines = {meeting.heard("came", engine) for engine in self._engines}
-        sources = [meeting.heard("came", source) for source in self._others]
-        return engines == {holding(self._groups)} and sources == list(self._groups[1:])
+        known, world_size = self._known(self._groups), 1 + sum(peer.tp for peer in self._peers)
+        firsts = accumulate((peer.tp for peer in self._peers), initial=1)
+        for engine, first in zip(self._engines, firsts, strict=False):
+            if meeting.heard("came", engine) != holding(known.of_engine(first, world_size).names):
+                return False
+        return [meeting.heard("came", source) for source in self._others] == list(self._groups[1:])
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        """As in `Groups`: engines that share a group of gloo's wait for each other, where nobody reaches them."""
+        alone = self._device.type != "cuda" and len(self._peers) > 1
+        return tuple(peer.tp for peer in self._peers) if alone else ()
+
+    def _known(self, names: tuple[str, ...]) -> Groups:
+        return Groups(names, self._sources.of if self._others else (), self._ranks)
 
     def _form(self, groups: Groups, deadline: Deadline) -> None:
         """This source's own; the others are formed by theirs, in the order in which engines come to them."""
         assert self._store is not None
         world_size = 1 + sum(peer.tp for peer in self._peers)
-        store, name = join_store(self._store), groups.names[0]
-        form = partial(BroadcastGroup.form, store, name, self._host, self._device, world_size, deadline)
+        server, name = self._store, groups.names[0]
+
+        def form() -> BroadcastGroup | EngineGroups:
+            if not groups.ranks:
+                return BroadcastGroup.form(join_store(server), name, self._host, self._device, world_size, deadline)
+            clients = partial(join_store, server)
+            return EngineGroups.form(clients, name, self._host, self._device, groups.ranks, deadline)
+
         self._group = self._await(self._calls.submit(form), f"{world_size - 1} engine ranks to join {name}", deadline)
         self._members, self._groups = self._peers, groups.names
 
@@ -228,11 +253,14 @@ class DistributedSender:
                 looked = time.monotonic()
             time.sleep(min(_LOOK_S, deadline.check(f"bucket {index} to be taken from {source}")))
 
-    def _wait_for(self, step: str, what: str, deadline: Deadline) -> None:
+    def _wait_for(self, step: str, what: str, deadline: Deadline, still_s: float = float("inf")) -> None:
+        """`still_s` is how much longer than the others one may take."""
         meeting, _ = self._open()
         missing = [*self._engines, *self._others]
+        stragglers = Stragglers(what, time.monotonic(), still_s if self._ranks else float("inf"))
         while missing := [engine for engine in missing if meeting.heard(step, engine) is None]:
             self._check_receivers()
+            stragglers.look([engine not in missing for engine in self._engines], time.monotonic())
             try:
                 left = deadline.check(f"{', '.join(missing)} {what}")
             except DeadlineExceeded as error:
@@ -270,6 +298,8 @@ class DistributedSender:
 
     def _fail_all(self, error: DataplaneError) -> None:
         """A group of which one member is lost is lost."""
+        if isinstance(error, StoodStill):
+            self._failed.update({self._engines[member]: str(error) for member in error.members})
         self._hear_reasons()
         engines = frozenset(self._engines)
         if self._failed and not self._began and not self._spared:

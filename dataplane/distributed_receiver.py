@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import msgspec
@@ -16,9 +16,11 @@ import msgspec
 from .deadline import Deadline
 from .errors import TransferFailed
 from .meeting import POLL_S, Attendance, holding, settled
-from .sources import Groups
+from .sources import EnginePart, Groups
 from .transport import Address, EngineServer, Receipt, Session
 
+_RETURN_S: Final = 1.0
+"""How long a server may take to return from a broadcast that its source has broken off: else it stands still."""
 _LEAVE_S: Final = 5.0
 """How long a server may take to forget groups that are broken anyway."""
 
@@ -32,6 +34,12 @@ class DistributedReceiver:
         self._server: EngineServer | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._touched = False
+        self._asked: Future[None] | None = None
+        """The last call that was made of the server."""
+        self._joins = False
+        """It was to join a group, in the session that runs."""
+        self._meeting: Attendance | None = None
+        """Of the session that runs."""
 
     @property
     def touched(self) -> bool:
@@ -43,36 +51,52 @@ class DistributedReceiver:
     ) -> Receipt:
         """Join the group if need be, then take every bucket."""
         deadline = Deadline(deadline_s)
-        self._touched = False
+        self._touched = self._joins = False
         if self._server is not server:
-            self._held, self._server = (), server
-        meeting = Attendance(address.address, session.epoch, engine, address.token)
+            self._held, self._server, self._asked = (), server, None
+        self._meeting = meeting = Attendance(address.address, session.epoch, engine, address.token)
         meeting.begin()
+        if self._held:
+            server.entrust(self._held, used=True)
         reason = ""
         try:
             buckets = len(session.manifest.buckets)
-            groups = self._join(meeting, address, rank_offset, server, deadline, buckets)
+            self.require_moving()
+            groups, mine = self._join(meeting, address, rank_offset, server, deadline, buckets)
             for index in range(buckets):
                 self._touched = True
-                tensors, group = session.manifest.tensors_of(index), groups.group_of(index)
+                tensors, group = session.manifest.tensors_of(index), mine.names[groups.source_of(index)]
                 self._call(meeting, f"bucket {index}", deadline, server.load_broadcast, group, tensors)
             meeting.say("done", "", deadline)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
+            self._meeting = None
             meeting.close(reason)
             if reason:
                 self._abandon(server)
+            server.entrust(self._held, used=False)
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=False)
 
+    def require_moving(self) -> None:
+        """Raise `TransferFailed` while the server has not returned from what a session that is over asked of it.
+
+        Nothing that is asked of it then is answered before.
+        """
+        if not self._returns(0.0):
+            raise TransferFailed("the server stands still: it has not returned from the call of a session that is over")
+
     def close(self) -> None:
-        """Nothing belongs to a session alone; the group stays for the next one."""
+        """Break off the session that runs, from any thread; the groups stay for the next one if it ended well."""
+        if (meeting := self._meeting) is not None:
+            meeting.cancel("the session was called off")
 
     def shutdown(self) -> None:
         """Have the server leave its groups."""
         if self._held and self._server is not None:
             self._leave(self._server)
+            self._server.entrust((), used=False)
         if self._thread is not None:
             self._thread.shutdown(wait=False)
             self._thread = None
@@ -85,19 +109,26 @@ class DistributedReceiver:
         server: EngineServer,
         deadline: Deadline,
         buckets: int,
-    ) -> Groups:
+    ) -> tuple[Groups, EnginePart]:
         """Into every group that the sender names, one after the other in its order, which is everybody's."""
         meeting.say("came", holding(self._held), deadline)
         groups = Groups.decode(meeting.group(deadline), buckets)
-        if groups.names != self._held:
+        mine = groups.of_engine(rank_offset, address.world_size)
+        if forms := mine.names != self._held:
             for group in self._held:
                 server.leave_group(group, deadline.check("time to leave the old group"))
-            self._held = groups.names
-            for group in groups.names:
-                where = msgspec.structs.replace(address, group=group)
-                self._call(meeting, f"the group {group} to form", deadline, server.join_group, where, rank_offset)
+            self._held = mine.names
+            server.entrust(self._held, used=True)  # before it waits in them
+            self._joins = True
+            for group in mine.names:
+                where = msgspec.structs.replace(address, group=group, world_size=mine.world_size)
+                what = f"the group {group} to form"
+                self._call(meeting, what, deadline, server.join_group, where, mine.rank_offset)
+            self._joins = False
         meeting.say("joined", "", deadline)
-        return groups
+        if forms and groups.ranks:  # nothing else keeps this engine from its first bucket while another does not join
+            meeting.formed(deadline)
+        return groups, mine
 
     def _call(
         self, meeting: Attendance, what: str, deadline: Deadline, function: Callable[..., None], *arguments: object
@@ -105,7 +136,7 @@ class DistributedReceiver:
         """Call the server on another thread, so that a sender that dies or gives up is noticed meanwhile."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "weightbus-engine")
-        answer = self._thread.submit(function, *arguments, deadline.check(what))
+        answer = self._asked = self._thread.submit(function, *arguments, deadline.check(what))
         while not settled(answer, POLL_S):
             meeting.check()
             deadline.check(what)
@@ -115,8 +146,12 @@ class DistributedReceiver:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
-        if self._held:
+        if self._held and (self._joins or self._returns(_RETURN_S)):  # to leave is what ends a join
             self._leave(server)
+
+    def _returns(self, seconds: float) -> bool:
+        """Wait until the server has returned from what it was asked last; whether it has."""
+        return self._asked is None or settled(self._asked, seconds)
 
     def _leave(self, server: EngineServer) -> None:
         """The groups are broken for everybody: the server is asked to forget them, and that it may be dead is no news.

@@ -4,6 +4,7 @@
     <epoch>/came/E        receiver  E is here; the value names the group its server is still in, if any
     <epoch>/group         sender    what to broadcast over (`sources.Groups`): what all are in, or new groups to join
     <epoch>/joined/E      receiver  E's server is in it
+    <epoch>/formed        sender    new groups stand for everybody; said where each engine has its own
     <epoch>/done/E        receiver  E has loaded every bucket
     <epoch>/failed/E      receiver  E gives up, and why
     <epoch>/over          sender    the session is over, and why
@@ -47,6 +48,8 @@ _CONNECT_S: Final = 30.0
 _GOODBYE_S: Final = 1.0
 _MAC_CHARS: Final = 64
 _STEPS: Final = ("came", "joined", "done", "failed", "sent", "differs")
+
+_ANNOUNCED: Final = ("group", "formed", "over")
 
 _T = TypeVar("_T")
 
@@ -122,12 +125,12 @@ class Meeting:
         return self._forged.get(engine, word) if step == "failed" else word
 
     def announce(self, what: str, value: str) -> None:
-        """Say ``group`` or ``over``."""
+        """Say ``group``, ``formed`` or ``over``."""
         self._sealed.say(what, value)
 
     def clear(self, engines: Iterable[str]) -> None:
         """Forget this epoch."""
-        for name in ("group", "over", *(f"{step}/{engine}" for engine in engines for step in _STEPS)):
+        for name in (*_ANNOUNCED, *(f"{step}/{engine}" for engine in engines for step in _STEPS)):
             self._sealed.forget(name)
 
 
@@ -174,6 +177,10 @@ class Attendance:
         """Wait for the group's name. Raises as `check` does, and `DeadlineExceeded`."""
         self._wait(lambda: "group" in self._announced, "the sender to name the group", deadline)
         return self._announced["group"]
+
+    def formed(self, deadline: Deadline) -> None:
+        """Wait until everybody is in the new groups. Raises as `group` does."""
+        self._wait(lambda: "formed" in self._announced, "all engines to join their groups", deadline)
 
     def say(self, step: str, value: str, deadline: Deadline) -> None:
         """Tell the sender that this engine has reached `step`; returns when its store has it."""
@@ -223,7 +230,7 @@ class Attendance:
         try:
             message = self._outbox.get(timeout=POLL_S)
         except queue.Empty:
-            for what in ("group", "over"):
+            for what in _ANNOUNCED:
                 if what not in self._announced and (value := sealed.hear(what)) is not None:
                     self._announced[what] = value
             if "over" not in self._announced:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from functools import partial
+from typing import Final, TypeAlias, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from . import torch_threads
 from .broadcast_group import BroadcastGroup, backend_for
 from .deadline import Deadline
 from .distributed import FORM_S
+from .engine_groups import EngineGroups
 from .errors import DataplaneError, PeerLost, TransferFailed
 from .meeting import POLL_S, Attendance, settled, source_name
 from .rendezvous import reach_store
@@ -29,6 +31,7 @@ _END_S: Final = 10.0
 _MAX_NAMED: Final = 1024
 """Characters of the names of tensors that changed, as they travel."""
 
+AnyGroup: TypeAlias = BroadcastGroup | EngineGroups
 _T = TypeVar("_T")
 
 
@@ -105,7 +108,7 @@ class SourceSession:
         device: torch.device,
         sources: Sources,
         meeting: Attendance,
-        group: BroadcastGroup | None,
+        group: AnyGroup | None,
         filled: int,
     ) -> None:
         """`group` is the one of the last session, if it ended well."""
@@ -132,7 +135,7 @@ class SourceSession:
         if self._thread is not None:
             self._thread.join(_END_S)
 
-    def leave_group(self) -> BroadcastGroup | None:
+    def leave_group(self) -> AnyGroup | None:
         """For the next session, once this one is over. One that is stuck keeps its group, and breaks it in the end."""
         with self._news:
             if self._running:
@@ -197,10 +200,12 @@ class SourceSession:
             self._break_off()
             forming = Deadline(min(FORM_S, deadline.check("the group to form")))
 
-            def form() -> BroadcastGroup:
-                store = reach_store(address.address, forming)
+            def form() -> AnyGroup:
+                reach = partial(reach_store, address.address, forming)
                 mine = address_towards(*host_and_port(address.address))
-                return BroadcastGroup.form(store, name, mine, self._device, address.world_size, forming)
+                if groups.ranks:
+                    return EngineGroups.form(reach, name, mine, self._device, groups.ranks, forming)
+                return BroadcastGroup.form(reach(), name, mine, self._device, address.world_size, forming)
 
             self._group = self._call(f"the engines to join {name}", forming, form)
         self._meeting.say("joined", "", deadline)

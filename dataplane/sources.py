@@ -1,7 +1,8 @@
 """Which of several trainer ranks broadcasts which bucket, and in which order everybody does what. Pure, no torch.
 
 The ranks that broadcast are *sources*, one for each pipeline stage; source 0 leads. Each has a group of its own with
-all engine ranks. Three orders are the same for everybody, and are all that is needed so that nobody waits in a circle:
+all engine ranks (over gloo one with each engine: `engine_groups.py`). Three orders are the same for everybody, and are
+all that is needed so that nobody waits in a circle:
 
     groups    are joined in the order of their sources: a server is asked for the next one when it is in the last
     buckets   are taken in the manifest's order, in which stages take turns: while one sends, the others assemble
@@ -13,7 +14,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Final, Self
+from itertools import accumulate
+from typing import Final, NamedTuple, Self
 
 import msgspec
 
@@ -118,6 +120,21 @@ def cut(
     return manifest, Sources(tuple(source for _, source, _ in turns))
 
 
+class EnginePart(NamedTuple):
+    """The groups of a session as one engine joins them."""
+
+    names: tuple[str, ...]
+    """By source."""
+    rank_offset: int
+    world_size: int
+    """The same in each of them."""
+
+
+def own_group(name: str, rank_offset: int) -> str:
+    """Of an engine alone: `name` is the group's of all, in which its ranks would begin at `rank_offset`."""
+    return f"{name}-at{rank_offset}"
+
+
 class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What receivers are told: the groups of a session, and which of them each bucket comes by."""
 
@@ -125,21 +142,34 @@ class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In the order in which all join them."""
     of: tuple[int, ...]
     """By bucket; empty where there is one group."""
+    ranks: tuple[int, ...] = ()
+    """By engine, in the order of their ranks, how many it has. Empty where all engines are in a group together; else
+    each has its own with every source, and its ranks begin at 1 there."""
 
     @classmethod
-    def of_sources(cls, base: str, sources: Sources) -> Self:
+    def of_sources(cls, base: str, sources: Sources, ranks: tuple[int, ...] = ()) -> Self:
         """Names of groups that begin with `base`, which is that of the leading source."""
         if sources.count == 1:
-            return cls((base,), ())
-        return cls((base, *(f"{base}-source{number}" for number in range(1, sources.count))), sources.of)
+            return cls((base,), (), ranks)
+        return cls((base, *(f"{base}-source{number}" for number in range(1, sources.count))), sources.of, ranks)
 
-    def group_of(self, bucket: int) -> str:
-        """The group that `bucket` comes by."""
-        return self.names[self.of[bucket] if self.of else 0]
+    def of_engine(self, rank_offset: int, world_size: int) -> EnginePart:
+        """What the engine joins whose first rank of `world_size` is `rank_offset`. Raises `TransferFailed`."""
+        if not self.ranks:
+            return EnginePart(self.names, rank_offset, world_size)
+        firsts = list(accumulate(self.ranks, initial=1))[:-1]
+        if rank_offset not in firsts:
+            raise TransferFailed(f"the sender announced groups of engines at {firsts}, none at {rank_offset}")
+        names = tuple(own_group(name, rank_offset) for name in self.names)
+        return EnginePart(names, 1, 1 + self.ranks[firsts.index(rank_offset)])
+
+    def source_of(self, bucket: int) -> int:
+        """Which of the groups `bucket` comes by."""
+        return self.of[bucket] if self.of else 0
 
     def encode(self) -> str:
         """As it is announced: of one group its name alone."""
-        return self.names[0] if len(self.names) == 1 else msgspec.json.encode(self).decode()
+        return self.names[0] if len(self.names) == 1 and not self.ranks else msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, word: str, buckets: int) -> Self:
@@ -150,7 +180,8 @@ class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             groups = msgspec.json.decode(word, type=cls)
         except msgspec.MsgspecError as error:
             raise TransferFailed(f"the sender announced groups that cannot be read: {error}") from error
-        if len(groups.of) != buckets or not set(groups.of) <= set(range(len(groups.names))):
+        of = groups.of or ((0,) * buckets if len(groups.names) == 1 else ())
+        if len(of) != buckets or not set(of) <= set(range(len(groups.names))) or min(groups.ranks, default=1) < 1:
             raise TransferFailed(
                 f"the sender announced {len(groups.names)} groups for {len(groups.of)} buckets, expected one for"
                 f" each of {buckets}: give sender and receiver the same version of weightbus"

@@ -202,6 +202,13 @@ class EngineServer(Protocol):
         """destroy_weights_update_group; no error when the server is not in it."""
         ...
 
+    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
+        """See to it that the server leaves these groups if this process ends or, while they are `used`, stands still.
+
+        They take the place of those that were named before. Never raises.
+        """
+        ...
+
     def load_checkpoint(self, path: str, deadline_s: float) -> None:
         """update_weights_from_disk."""
         ...
@@ -316,16 +323,21 @@ class Receiver(Protocol):
 
 
 @runtime_checkable
-class Stager(Receiver, Protocol):
+class Minding(Receiver, Protocol):
+    """A receiver that finds out that its server stands still."""
+
+    def require_moving(self) -> None:
+        """Raise `TransferFailed` while a worker that stood still has said nothing since, or has done nothing."""
+        ...
+
+
+@runtime_checkable
+class Stager(Minding, Protocol):
     """A receiver that can take a version beside the weights that are served."""
 
     @property
     def mode(self) -> str:
         """How the last version was taken, for people."""
-        ...
-
-    def require_moving(self) -> None:
-        """Raise `TransferFailed` while a worker that stood still has said nothing since."""
         ...
 
     def can_stage(self, manifest: Manifest) -> bool:

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.sealed_frames import host_and_port
 from weightbus.dataplane.transport import Address, SharedBucket
 
 from .dialects import Dialect, dialect_of
@@ -20,6 +21,8 @@ from .errors import AnotherLaunch, NothingToGive, ServerError, ServerRefused, Se
 from .identity import ServerFacts, facts_of, start_time
 from .lending import TAGS, WEIGHTS, Lending
 from .payload import LOAD_FORMAT, LOADER, invitation, serialized
+from .relay import Relay, loopback_of
+from .stand_in import StandIn
 from .wire import Keys, Observer, Wire
 
 CALL_S: Final = 30.0
@@ -43,6 +46,7 @@ class SGLangServer:
         self.url = url
         self._lending = lending or Lending()
         self._wire = Wire(url, keys or Keys())
+        self._stand_in = StandIn(url, keys or Keys())
         self._override = dialect
         self._facts: ServerFacts | None = None
         self._unrecordable = ("", "")
@@ -50,7 +54,7 @@ class SGLangServer:
         self._dialect: Dialect | None = None
         self._session = False
         self._touched = False
-        self._groups: set[str] = set()
+        self._relay: Relay | None = None
         self._launch = ""
         self._looked_at = float("-inf")
         """When the server was last found to be the launch that is meant."""
@@ -75,7 +79,7 @@ class SGLangServer:
         self._dialect = dialect_of(facts.version, self._override)
         if self._facts is not None and self._facts.identity != facts.identity:
             self._session, self._touched = False, False
-            self._groups.clear()
+            self._cut()
         self._facts = facts
         self.last_label = facts.label
         return facts
@@ -139,6 +143,10 @@ class SGLangServer:
     def alive(self, deadline_s: float = CALL_S) -> None:
         """Raise `ServerError` unless the HTTP side answers."""
         self._wire.alive("/health", deadline_s)
+
+    def answers(self, deadline_s: float = CALL_S) -> None:
+        """Raise `ServerError` unless its workers answer. A paused server's do."""
+        self._wire.get("/server_info", deadline_s)
 
     def generates(self, deadline_s: float = CALL_S) -> None:
         """Raise `ServerError` unless its workers generate something now. A paused server does not."""
@@ -317,27 +325,33 @@ class SGLangServer:
         self._wire.admin("/update_weights_from_disk", body, deadline_s)
 
     def join_group(self, address: Address, rank_offset: int, deadline_s: float) -> None:
-        """init_weights_update_group. Stops the server's scheduler until the whole group has come."""
-        host, _, port = address.address.removeprefix("tcp://").rpartition(":")
+        """init_weights_update_group. Stops the server's scheduler until the whole group has come, or `leave_group`."""
+        host, port = self._met_at(address)
         body = {
-            "master_address": host,
-            "master_port": int(port),
+            "master_address": f"[{host}]" if ":" in host else host,
+            "master_port": port,
             "rank_offset": rank_offset,
             "world_size": address.world_size,
             "group_name": address.group,
             "backend": address.backend,
         }
         self._wire.admin("/init_weights_update_group", body, deadline_s)
-        self._groups.add(address.group)
 
     def leave_group(self, group: str, deadline_s: float) -> None:
-        """destroy_weights_update_group; no error when the server is not in it (an agent before us may have left it)."""
-        self._groups.discard(group)
+        """destroy_weights_update_group; no error when the server is not in it (an agent before us may have left it).
+
+        One that forms does not form any more, which frees the server to do as it is told.
+        """
+        self._cut()
         try:
             self._wire.admin("/destroy_weights_update_group", {"group_name": group}, deadline_s)
         except ServerRefused as refused:
             if refused.status != 400:
                 raise
+
+    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
+        """Another process leaves these groups if this one ends or, while they are `used`, stands still."""
+        self._stand_in.entrust(groups, used=used)
 
     def end_update(self, deadline_s: float = CALL_S) -> None:
         """Close the session, if one is open. Says nothing about whether the updates in it worked."""
@@ -347,7 +361,23 @@ class SGLangServer:
 
     def close(self) -> None:
         """Drop the connections."""
+        self._cut()
+        self._stand_in.close()
         self._wire.close()
+
+    def _met_at(self, address: Address) -> tuple[str, int]:
+        """Where the server finds the store of a group; all groups of a session are met in one."""
+        to, at = host_and_port(address.address), loopback_of(self.url)
+        if at and (self._relay is None or self._relay.to != to):
+            self._cut()
+            with contextlib.suppress(OSError):  # then it is met as it was before there were relays
+                self._relay = Relay(*to, at)
+        return self._relay.at if self._relay is not None else to
+
+    def _cut(self) -> None:
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.cut()
 
     def _update(self, path: str, body: dict[str, object], deadline_s: float) -> None:
         started = time.monotonic()

@@ -4,14 +4,29 @@ Whoever waits for this engine would wait for such a call, so it is not made: not
 which takes SGLang seconds to end, and not to one of which a worker stands still, before that says something again.
 """
 
+from typing import Final
+
 from weightbus.dataplane.errors import TransferFailed, WorkerDied
-from weightbus.dataplane.transport import Receiver, Stager
+from weightbus.dataplane.transport import Minding, Receiver
+
+from .errors import ServerSilent
+from .sglang import SGLangServer
+
+VERIFY_S: Final = 240.0
+"""Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
+_PROOF_S: Final = 15.0
+_PROOF_BYTES_S: Final = 1e8
+"""A CPU digests several times as many, a GPU thousands of times."""
+_ASK_S: Final = 2.0
 
 
 class Vitals:
     """Of one server, from launch to launch. Used from one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: SGLangServer) -> None:
+        self._server = server
+        self._silent: str | None = None
+        """A launch that did not answer a call in time."""
         self._died: tuple[str, int] | None = None
         """A launch, and its worker that has died."""
 
@@ -19,13 +34,21 @@ class Vitals:
         """Something failed with this launch."""
         if isinstance(error, WorkerDied):
             self._died = launch, error.rank
+        if isinstance(error, ServerSilent):
+            self._silent = launch
 
     def require(self, launch: str, receiver: Receiver | None) -> None:
         """Raise `TransferFailed` where a call to `launch` would be in vain, as far as it or `receiver` knows."""
         if self._died is not None and self._died[0] == launch:
             raise WorkerDied(self._died[1])
-        if isinstance(receiver, Stager):
+        if isinstance(receiver, Minding):
             receiver.require_moving()
+
+    def ask(self, launch: str) -> None:
+        """Raise `ServerError` where a server that was silent is so still: nobody else is to wait for it again."""
+        if self._silent == launch:
+            self._server.answers(_ASK_S)
+        self._silent = None
 
     def answers(self, launch: str, receiver: Receiver | None) -> bool:
         """Nothing is known that speaks against it."""
@@ -34,3 +57,8 @@ class Vitals:
         except TransferFailed:
             return False
         return True
+
+
+def proof_s(nbytes: int) -> float:
+    """How long a server may take to report digests of that much: beyond it, its workers stand still."""
+    return min(VERIFY_S, _PROOF_S + nbytes / _PROOF_BYTES_S)

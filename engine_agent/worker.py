@@ -53,10 +53,8 @@ from .events import (
 )
 from .settings import Proof
 from .sglang import CALL_S, SGLangServer
-from .vitals import Vitals
+from .vitals import VERIFY_S, Vitals, proof_s
 
-VERIFY_S: Final = 240.0
-"""Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
 _ALIVE_S: Final = 5.0
 """For a call that is answered without the scheduler."""
 LOOK_S: Final = 10.0
@@ -120,7 +118,7 @@ class Worker:
         self._returning: tuple[Returning, str] | None = None
         """Who took the last version, and of which launch: its server may still have to return from the call."""
         self._remark = ""
-        self._vitals = Vitals()
+        self._vitals = Vitals(server)
         self.copied: Manifest | None = None
         """Of the last version that was copied straight into the parameters and is served."""
         self._copied: Manifest | None = None
@@ -189,6 +187,8 @@ class Worker:
 
     def _perform(self, operation: Operation) -> Result:
         self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | Release) else None)
+        if isinstance(operation, PauseServer | Receive):
+            self._vitals.ask(self._launch)
         match operation:
             case Validate(command, folder, serving):
                 self._believe(command, serving)
@@ -386,19 +386,19 @@ class Worker:
         if not self._vitals.answers(self._launch, self._active):
             return
         try:
-            self._server.end_update()
+            self._server.end_update(LOOK_S)
         except ServerError as error:
             _log.warning("end_weight_update_failed", reason=str(error))
 
     # -- after --------------------------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
-        _, table = self._read(command.manifest, command.table, VERIFY_S)
+        layout, table = self._read(command.manifest, command.table, VERIFY_S)
         assert table is not None, "whoever is to verify knows the table"
         wanted = (self.live_digest(), self._server.tp)
         live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
         if live is not None:
-            compare(live.parameters, self._server.checksums(VERIFY_S))
+            compare(live.parameters, self._server.checksums(proof_s(layout.nbytes)))
             return Proven("live-digest")
         if checked:
             return Proven("bucket-digest")

@@ -98,6 +98,8 @@ class LoopbackServer:
         self.weights: list[dict[str, bytes]] = [{} for _ in range(tp)]
         self.loads = 0
         self.joins = 0
+        self.entrusted: tuple[tuple[str, ...], bool] = ((), False)
+        """The groups that are left by another if this one cannot, and whether they are used."""
         self._on_load = on_load
         self._groups: dict[str, list[dist.ProcessGroupGloo]] = {}
 
@@ -150,6 +152,9 @@ class LoopbackServer:
             raise TransferFailed(f"no broadcast: {error}") from error
         for weights, mine in zip(self.weights, memory, strict=True):
             weights.update(cut(mine, tensors))
+
+    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
+        self.entrusted = tuple(groups), used
 
     def leave_group(self, group: str, deadline_s: float) -> None:
         assert deadline_s > 0

@@ -85,7 +85,7 @@ def test_a_word_cannot_be_moved() -> None:
     assert Meeting(store, EPOCH + 1, token).heard("came", "e0") is None
 
 
-@pytest.mark.parametrize("what", ["group", "over"])
+@pytest.mark.parametrize("what", ["group", "formed", "over"])
 def test_a_stranger_cannot_speak_for_the_sender(what: str) -> None:
     """An engine joins no group that its sender did not name."""
     store, token = serve_store("127.0.0.1"), new_token()

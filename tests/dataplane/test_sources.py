@@ -80,7 +80,22 @@ def test_groups_are_told_as_they_were_said() -> None:
     groups = Groups.of_sources("weightbus-c-3", Sources((0, 1, 2, 0)))
     assert groups.names == ("weightbus-c-3", "weightbus-c-3-source1", "weightbus-c-3-source2")
     assert Groups.decode(groups.encode(), 4) == groups
-    assert [groups.group_of(bucket) for bucket in range(4)] == [*groups.names, "weightbus-c-3"]
+    assert [groups.names[groups.source_of(bucket)] for bucket in range(4)] == [*groups.names, "weightbus-c-3"]
+
+
+def test_engines_alone_find_their_groups_by_their_first_rank() -> None:
+    """With every source one of their own, in which they are all but the source; else they are who they are."""
+    groups = Groups.of_sources("g", Sources((0, 1)), (1, 2, 4))
+    assert Groups.decode(groups.encode(), 2) == groups
+    assert groups.of_engine(1, 8) == (("g-at1", "g-source1-at1"), 1, 2)
+    assert groups.of_engine(2, 8) == (("g-at2", "g-source1-at2"), 1, 3)
+    assert groups.of_engine(4, 8) == (("g-at4", "g-source1-at4"), 1, 5)
+    for nobody in (0, 3, 8):
+        with pytest.raises(TransferFailed, match=f"none at {nobody}"):
+            groups.of_engine(nobody, 8)
+    assert Groups.of_sources("g", Sources((0,))).of_engine(2, 4) == (("g",), 2, 4)
+    one = Groups.of_sources("g", Sources((0,)), (2,))
+    assert Groups.decode(one.encode(), 1) == one
 
 
 @pytest.mark.parametrize(
@@ -90,6 +105,8 @@ def test_groups_are_told_as_they_were_said() -> None:
         (Groups(("a", "b"), (0, 2)).encode(), 2),
         ('{"names": ["a"]', 1),
         ('{"names": ["a"], "of": [0], "more": 1}', 1),
+        (Groups(("a", "b"), (), (1, 2)).encode(), 2),
+        (Groups(("a",), (), (1, 0)).encode(), 2),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(word: str, buckets: int) -> None:

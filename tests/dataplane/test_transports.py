@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane import transports
-from weightbus.dataplane.errors import TransferFailed, Unsupported
+from weightbus.dataplane.errors import DataplaneError, TransferFailed, Unsupported
 from weightbus.dataplane.sends import SendsSender
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Address, Peer, Receipt
@@ -130,6 +130,47 @@ def test_an_engine_that_began_anew_is_in_a_new_group(tmp_path: Path) -> None:
         sender.close()
     assert (comes.server.joins, stays.server.joins) == (1, 2)
     pool.close()
+
+
+def test_a_session_that_is_called_off_is_not_waited_for(tmp_path: Path) -> None:
+    """A source that stands still says nothing more: whoever is told by others that it is over leaves at once."""
+    places, session = Places(tmp_path), make_session(1, 11, make_manifest())
+    sender = places.sender("distributed")
+    address = sender.offer(session, [Peer("one", 1), Peer("two", 1)])
+    engines = [Engine(name, places.receiver("distributed")) for name in ("one", "two")]
+    forming, over = threading.Semaphore(0), threading.Event()
+    entrusted: list[tuple[tuple[str, ...], bool]] = []
+    for rank, engine in enumerate(engines, 1):
+
+        def stands(where: Address, rank_offset: int, deadline_s: float, server: LoopbackServer = engine.server) -> None:
+            del where, rank_offset
+            entrusted.append(server.entrusted)
+            forming.release()
+            over.wait(deadline_s)
+
+        engine.server.join_group = stands  # type: ignore[method-assign]
+        engine.start(session, address, rank)
+    failures: list[DataplaneError] = []
+
+    def lead() -> None:
+        try:
+            sender.ready(PROMPT_S)
+        except TransferFailed as error:
+            failures.append(error)
+
+    leads = threading.Thread(target=lead)
+    leads.start()
+    assert all(forming.acquire(timeout=PROMPT_S) for _ in engines)
+    for engine in engines:
+        engine.receiver.close()
+        assert "called off" in str(engine.join())
+        assert engine.server.entrusted == ((), False)
+    own = {((f"weightbus-{session.channel}-1-at{rank}",), True) for rank in (1, 2)}
+    assert set(entrusted) == own, "who dies now would be waited for"
+    over.set()
+    leads.join(PROMPT_S)
+    assert failures
+    sender.close()
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")

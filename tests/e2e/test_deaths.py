@@ -22,7 +22,9 @@ STRUCK = (
     Cell("sends", "sidecar", "flipped", "killed", "one"),
     Cell("sends", "leader", "resume", "killed", "one"),
     Cell("distributed", "leader", "half", "killed", "two"),
-    Cell("distributed", "sidecar", "received", "killed", "one"),
+    Cell("distributed", "sidecar", "begun", "killed", "one"),
+    Cell("distributed", "leader", "forming", "stopped", "two"),
+    Cell("distributed", "worker", "half", "stopped", "one"),
     Cell("sends", "worker", "half", "killed", "two"),
 )
 """The last one costs a server, which is not started again here."""

@@ -1,0 +1,136 @@
+"""A source's part where each engine has a group of its own with it: over gloo, whose broadcast is a tree of ranks.
+
+In one group of all, ranks of engines would receive from ranks of other engines. A rank that stands still keeps those
+below it waiting, and those above it too, which offer it bytes. Nobody reaches a server that waits so, and when the
+source leaves it waits on. Engines that share no group wait for the source alone, which can leave; and the source knows
+who does not take what the others have taken. Of three and more workers of one server some are still below others of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Final
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from . import torch_threads
+from .broadcast_group import BroadcastGroup
+from .deadline import Deadline
+from .errors import TransferFailed
+from .sources import own_group
+
+STILL_S: Final = 10.0
+"""How much longer than the others an engine may take for a bucket; and three times as long as they took."""
+STILL_FORMING_S: Final = 15.0
+"""... for its group to form, after the first of the others: a server imports and connects for the first time."""
+_POLL_S: Final = 0.001
+_FACTOR: Final = 3.0
+
+
+class StoodStill(TransferFailed):
+    """Others have done what these have not, since long."""
+
+    def __init__(self, members: tuple[int, ...], what: str, seconds: float) -> None:
+        self.members = members
+        """Which of the engines, counted in the order of their ranks."""
+        super().__init__(f"{what}: others had, and {seconds:.1f} s later this engine had not; it stands still")
+
+
+class Stragglers:
+    """Tells those who are slow from those who stand still, by how the others do. Pure."""
+
+    def __init__(self, what: str, since: float, still_s: float) -> None:
+        """`what` nobody had done at `since`."""
+        self._what, self._since, self._still_s = what, since, still_s
+        self._last: float | None = None
+        self._seen = 0
+
+    def look(self, done: Sequence[bool], now: float) -> None:
+        """Of every engine, whether it has. Raises `StoodStill` when those who have not had time enough."""
+        count = sum(done)
+        if count > self._seen:
+            self._seen, self._last = count, now
+        if self._last is None or count == len(done):
+            return
+        allowed = self._still_s + _FACTOR * (self._last - self._since)
+        if now - self._last > allowed:
+            late = tuple(member for member, each in enumerate(done) if not each)
+            raise StoodStill(late, self._what, now - self._last)
+
+
+class EngineGroups:
+    """Rank 0 of a group with each engine. Used as a `BroadcastGroup`."""
+
+    def __init__(self, name: str, groups: Sequence[BroadcastGroup]) -> None:
+        """`name` is of all of them together."""
+        self.name = name
+        self._groups = tuple(groups)
+
+    @classmethod
+    def form(  # noqa: PLR0917
+        cls,
+        store: Callable[[], Store],
+        name: str,
+        host: str,
+        device: torch.device,
+        ranks: Sequence[int],
+        deadline: Deadline,
+    ) -> EngineGroups:
+        """Blocks until all have formed; `store` makes a client for each. `ranks` is how many each engine has."""
+        forming: dict[int, Future[BroadcastGroup]] = {}
+        first = 1
+        for member, count in enumerate(ranks):
+            own = own_group(name, first)
+            make = partial(_form, store, own, host, device, 1 + count, deadline)
+            forming[member] = torch_threads.Calls("weightbus-broadcast").submit(make)
+            first += count
+        stragglers = Stragglers("its group to form", time.monotonic(), STILL_FORMING_S)
+        try:
+            while not all(each.done() for each in forming.values()):
+                for each in forming.values():
+                    if each.done():
+                        each.result()  # raises where it failed
+                stragglers.look([each.done() for each in forming.values()], time.monotonic())
+                deadline.check(f"groups of {name} to form")
+                time.sleep(_POLL_S)
+            return cls(name, [each.result() for each in forming.values()])
+        except TransferFailed:
+            _break_all(forming.values())
+            raise
+
+    def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
+        """Send `memory` to every engine; returns when it may be written again."""
+        stragglers = Stragglers("to take a bucket", time.monotonic(), STILL_S)
+        works = [(group, group.begin(memory, deadline)) for group in self._groups]
+        ended = [False] * len(works)
+        while not all(ended):
+            ended = [was or group.ended(work) for was, (group, work) in zip(ended, works, strict=True)]
+            stragglers.look(ended, time.monotonic())
+            deadline.check(f"every engine of {self.name} to take a broadcast")
+            time.sleep(_POLL_S)
+
+    def abort(self) -> None:
+        """Break all off, also while another thread is in `broadcast`."""
+        for group in self._groups:
+            group.abort()
+
+
+def _form(  # noqa: PLR0917
+    store: Callable[[], Store], name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
+) -> BroadcastGroup:
+    return BroadcastGroup.form(store(), name, host, device, world_size, deadline)
+
+
+def _break_all(forming: Iterable[Future[BroadcastGroup]]) -> None:
+    """Those that form yet as soon as they have."""
+
+    def leave(each: Future[BroadcastGroup]) -> None:
+        if each.exception() is None:
+            each.result().abort()
+
+    for each in forming:
+        each.add_done_callback(leave)

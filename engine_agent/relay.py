@@ -1,0 +1,120 @@
+"""The rendezvous store of a group, as the server beside this sidecar reaches it: through here, so that it can be cut.
+
+A server whose workers wait in a store for the rest of their group answers nothing, for as long as whoever serves that
+store stands still. Cut off from it they are told at once that there will be no group, and go on. Of a store that is not
+there any more they are told nothing: torch tries to connect to it for half an hour. So who comes for one is let into a
+store of our own, which has nothing, and out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from typing import Final
+from urllib.parse import urlsplit
+
+# torch.distributed has this name only where it was built with it, and type checkers do not see it there.
+from torch._C._distributed_c10d import TCPStore
+
+from weightbus.dataplane.broadcast_group import serve_store
+
+_CONNECT_S: Final = 5.0
+_LINGER_S: Final = 120.0
+"""Who has not connected yet tries again and again, for half an hour, and is told only once it has."""
+_DEAD_END_S: Final = 0.5
+_CHUNK: Final = 1 << 16
+
+
+class Relay:
+    """Listens on the loopback, and connects whoever comes to ``host:port``. Few bytes go through it."""
+
+    def __init__(self, host: str, port: int, at: str) -> None:
+        """`at` is an address of the loopback. Raises OSError."""
+        self.to = host, port
+        self._listener = socket.create_server((at, 0), family=socket.AF_INET6 if ":" in at else socket.AF_INET)
+        self.at = at, int(self._listener.getsockname()[1])
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._ending: dict[socket.socket, float] = {}
+        """Connections that lead nowhere, and when they are ended."""
+        self._dead_end: TCPStore | None = None
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="rendezvous-relay", daemon=True).start()
+
+    def cut(self) -> None:
+        """End every connection, and take none to the store any more. Waits for nobody."""
+        self._over.set()
+        with contextlib.suppress(OSError):
+            socket.create_connection(self.at, _CONNECT_S).close()  # wakes the thread
+
+    def _run(self) -> None:
+        until = float("inf")
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while time.monotonic() < until:
+                for key, _ in selector.select(_DEAD_END_S if self._ending else None):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._carry(selector, key.fileobj)
+                if self._over.is_set() and until == float("inf"):
+                    until = time.monotonic() + _LINGER_S
+                    self._ending = dict.fromkeys(self._pairs, 0.0)
+                for each in [each for each, end in self._ending.items() if end <= time.monotonic()]:
+                    self._end(selector, each)
+                if self._over.is_set():
+                    self._ending.setdefault(self._listener, until)  # looked at every now and then
+        self._listener.close()
+        self._dead_end = None
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            near, _ = self._listener.accept()
+        except OSError:  # who came has gone
+            return
+        ends = float("inf")
+        try:
+            if self._over.is_set():
+                raise ConnectionRefusedError
+            far = socket.create_connection(self.to, _CONNECT_S)
+        except OSError:
+            if self._dead_end is None:
+                self._dead_end = serve_store(self.at[0])
+            far = socket.create_connection((self._dead_end.host, self._dead_end.port), _CONNECT_S)
+            ends = time.monotonic() + _DEAD_END_S
+        near.settimeout(_CONNECT_S)
+        for one, other in ((near, far), (far, near)):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._pairs[one] = other
+            selector.register(one, selectors.EVENT_READ)
+        if ends < float("inf"):
+            self._ending[near] = ends
+
+    def _carry(self, selector: selectors.BaseSelector, come: socket.socket) -> None:
+        other = self._pairs.get(come)
+        if other is None:  # it ended with the other end, a moment ago
+            return
+        with contextlib.suppress(OSError):
+            if found := come.recv(_CHUNK):
+                other.sendall(found)
+                return
+        self._end(selector, come)
+
+    def _end(self, selector: selectors.BaseSelector, one: socket.socket) -> None:
+        self._ending.pop(one, None)
+        other = self._pairs.get(one)
+        for each in (one, other) if other is not None else ():
+            self._ending.pop(each, None)
+            del self._pairs[each]
+            selector.unregister(each)
+            each.close()
+
+
+def loopback_of(url: str) -> str:
+    """The address of the loopback at which the server of `url` reaches this process; empty if it may be elsewhere."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost" or host.startswith("127."):
+        return "127.0.0.1"
+    return host if host == "::1" else ""

@@ -1,0 +1,86 @@
+"""Somebody who has the server leave its weight-update groups when this process cannot do it any more.
+
+In a collective everybody waits for everybody. A server whose sidecar died between two of its calls takes part in no
+further one, and the workers of other servers would wait for it inside of theirs, where nobody reaches them. When it has
+left the group its connections are closed, which tells them so at once (gloo).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from weightbus.control.log import get_log
+
+from .wire import Keys
+
+SILENCE_S: Final = 8.0
+"""Less than the coordinator's ``silence_s``: when that ends an attempt nobody waits in the group any more."""
+_TICK_S: Final = 0.5
+_END_S: Final = 1.0
+_PROGRAM: Final = Path(__file__).with_name("stand_in_process.py")
+
+_log = get_log(__name__)
+
+
+class StandIn:
+    """A process that hears of the server's groups, and that this one lives. Started with the first group."""
+
+    def __init__(self, url: str, keys: Keys, silence_s: float = SILENCE_S) -> None:
+        """Who is silent for `silence_s` stands still. The keys are in no argument and no environment, but in a pipe."""
+        self._first = f"{url}\n{keys.header(admin=True).get('Authorization', '')}\n"
+        self._command = (sys.executable, "-I", "-S", str(_PROGRAM), str(silence_s))
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._used = False
+
+    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
+        """These are to be left when this process ends and, while they are `used`, also when it stands still.
+
+        Never raises: without a stand-in it is as it was before there was one.
+        """
+        with self._lock:
+            self._used = used and bool(groups)
+            if groups and (self._process is None or self._process.poll() is not None):
+                self._start()
+            self._tell("\t".join(("used" if used else "held", *groups)) + "\n")
+
+    def close(self) -> None:
+        """Nothing is left when this process ends."""
+        self.entrust((), used=False)
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                process.stdin.close()
+                process.wait(_END_S)
+
+    def _start(self) -> None:
+        try:
+            # A session of its own: who kills all processes of this one's group leaves it to its task.
+            self._process = process = subprocess.Popen(  # noqa: S603  our own file
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True
+            )
+        except OSError as error:
+            _log.warning("no_stand_in", reason=str(error))
+            return
+        self._tell(self._first)
+        threading.Thread(target=self._tick, args=(process,), name="stand-in", daemon=True).start()
+
+    def _tick(self, process: subprocess.Popen[bytes]) -> None:
+        while process is self._process and process.poll() is None:
+            time.sleep(_TICK_S)
+            with self._lock:
+                if self._used:
+                    self._tell("\n")
+
+    def _tell(self, words: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # it ended: the next groups have another one started
+                self._process.stdin.write(words.encode())

@@ -1,0 +1,154 @@
+"""Engines that share no group of gloo's: one that stands still, and what becomes of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from weightbus.dataplane import engine_groups
+from weightbus.dataplane.engine_groups import STILL_S, StoodStill, Stragglers
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.staging import BucketPool
+from weightbus.dataplane.transport import Minding, Peer, Receipt
+
+from ..kit.waiting import until
+from .loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted
+from .transport_contract import PROMPT_S, Engine, Halves
+
+
+@pytest.fixture
+def halves() -> Iterator[Halves]:
+    """The process that forks halves of transfers."""
+    made = Halves()
+    yield made
+    made.close()
+
+
+def test_workers_that_stand_still_hold_no_other_engine(
+    tmp_path: Path, halves: Halves, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the middle of a broadcast: the source names them before any deadline, and frees the others' workers.
+
+    In one group of all, the first worker of `lives` would be below one of `stopped`, and wait for bytes from it.
+    """
+    monkeypatch.setattr(engine_groups, "STILL_S", 1.0)
+    places, manifest = Places(tmp_path), make_manifest(6)
+    session = make_session(1, 11, manifest)
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "still")
+    lives = Engine("lives", places.receiver("distributed"), tp=2)
+    load, inside = lives.server.load_broadcast, threading.Event()
+
+    def watched(group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        inside.set()
+        try:
+            load(group, tensors, deadline_s)
+        finally:
+            inside.clear()
+
+    lives.server.load_broadcast = watched  # type: ignore[method-assign]
+    lives.server.leave_group = lambda _group, _deadline_s: None  # type: ignore[method-assign]  # SGLang would not hear
+    address = sender.offer(session, [Peer("stopped", 2), Peer("lives", 2)])
+    halves.start(
+        half="receiver", kind="distributed", root=str(tmp_path), epoch=1, version=11, engine="stopped", tp=2,
+        rank_offset=1, address=msgspec.to_builtins(address), at=1, how="stop", buckets=6,
+    )  # fmt: skip
+    lives.start(session, address, 3)
+    sender.ready(60.0)
+    began = time.monotonic()
+    with contextlib.suppress(TransferFailed):
+        send_all(sender, session, pool, 60.0)
+    sender.close()
+    assert "stands still" in sender.failed["stopped"]
+    assert isinstance(lives.join(), TransferFailed)
+    until(lambda: not inside.is_set(), "the server to go on", PROMPT_S)
+    assert time.monotonic() - began < PROMPT_S
+    pool.close()
+
+
+def test_a_server_that_does_not_return_is_asked_nothing_more_before_it_does(tmp_path: Path) -> None:
+    """The next session fails at once, and says why; the one after the return is as any other."""
+    places, manifest = Places(tmp_path), make_manifest()
+    pool = BucketPool("cpu", 2, manifest.largest_bucket, "returns")
+    sender, engine = places.sender("distributed"), Engine("still", places.receiver("distributed"))
+    load, leave = engine.server.load_broadcast, engine.server.leave_group
+    goes_on, left = threading.Event(), list[str]()
+
+    def stands(group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        goes_on.wait(60.0)
+        load(group, tensors, deadline_s)
+
+    def note(group: str, deadline_s: float) -> None:
+        left.append(group)
+        leave(group, deadline_s)
+
+    engine.server.load_broadcast = stands  # type: ignore[method-assign]
+    engine.server.leave_group = note  # type: ignore[method-assign]
+
+    def run(epoch: int, *, withdrawn: bool = False) -> object:
+        session = make_session(epoch, 10 + epoch, manifest)
+        engine.start(session, sender.offer(session, [Peer("still", 1)]), 1)
+        with contextlib.suppress(TransferFailed):
+            sender.ready(PROMPT_S)
+            if withdrawn:
+                threading.Timer(0.5, sender.withdraw, ("still", "it is slow")).start()
+            send_all(sender, session, pool, PROMPT_S)
+        sender.close()
+        return engine.join()
+
+    assert isinstance(engine.receiver, Minding)
+    engine.receiver.require_moving()
+    assert isinstance(run(1, withdrawn=True), TransferFailed)
+    with pytest.raises(TransferFailed, match="stands still"):
+        engine.receiver.require_moving()
+    began = time.monotonic()
+    assert "stands still" in str(run(2))
+    assert "stands still" in sender.failed["still"]
+    assert time.monotonic() - began < PROMPT_S
+    assert not engine.receiver.touched
+    assert not left
+    goes_on.set()
+
+    def moves() -> bool:
+        with contextlib.suppress(TransferFailed):
+            engine.receiver.require_moving()  # type: ignore[attr-defined]
+            return True
+        return False
+
+    until(moves, "the server to return", PROMPT_S)
+    assert isinstance(run(3), Receipt)
+    assert left == [f"weightbus-{CHANNEL}-1"]
+    assert engine.server.weights == [wanted(manifest, 13)]
+    pool.close()
+
+
+def test_who_has_not_done_what_the_others_have_done_long_since_stands_still() -> None:
+    """Measured by how long the others took: a slow one is given time, also where all of them are slow."""
+    quick, slow = (Stragglers("to take a bucket", 0.0, STILL_S) for _ in range(2))
+    quick.look([True, False, True], 0.1)
+    quick.look([True, False, True], 10.3)
+    with pytest.raises(StoodStill) as stood:
+        quick.look([True, False, True], 10.5)
+    assert stood.value.members == (1,)
+    slow.look([False, True], 20.0)
+    slow.look([False, True], 89.0)
+    slow.look([True, True], 200.0)
+
+
+def test_nobody_stands_still_before_the_others_have_moved() -> None:
+    """That nothing moves may be the source's doing: then the deadline decides. And each that moves gives time anew."""
+    stragglers = Stragglers("to take a bucket", 0.0, STILL_S)
+    stragglers.look([False, False, False], 1000.0)
+    for at in (1000.1, 4000.0):
+        stragglers.look([True, False, False], at)
+    stragglers.look([True, True, False], 4000.1)
+    stragglers.look([True, True, False], 16000.0)
+    with pytest.raises(StoodStill, match="to take a bucket") as stood:
+        stragglers.look([True, True, False], 16020.0)
+    assert stood.value.members == (2,)

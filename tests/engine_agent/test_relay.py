@@ -1,0 +1,112 @@
+"""A rendezvous store that is reached through a relay, and what becomes of who waits in it when that is cut."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from weightbus.dataplane.broadcast_group import serve_store
+from weightbus.engine_agent.relay import Relay, loopback_of
+
+PATIENCE = timedelta(seconds=60)
+AT_ONCE_S = 5.0
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    """As the source of a broadcast serves it."""
+    made = serve_store("127.0.0.1")
+    yield made
+    del made
+
+
+def come(relay: Relay) -> TCPStore:
+    """As a server's worker does."""
+    return TCPStore(*relay.at, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+
+
+def test_a_store_is_the_same_through_a_relay(store: TCPStore) -> None:
+    """Several clients, values larger than a packet, and who waits for a key that comes later."""
+    relay = Relay(store.host, store.port, "127.0.0.1")
+    one, other = come(relay), come(relay)
+    found: list[bytes] = []
+    waits = threading.Thread(target=lambda: found.append(other.get("late")))
+    waits.start()
+    large = "x" * 500_000
+    one.set("large", large)
+    assert store.get("large").decode() == large
+    store.set("late", "now")
+    waits.join(AT_ONCE_S)
+    assert found == [b"now"]
+    relay.cut()
+
+
+def test_who_waits_through_a_relay_that_is_cut_is_told_at_once(store: TCPStore) -> None:
+    """Although the store itself is well; and nobody comes to it this way any more."""
+    relay = Relay(store.host, store.port, "127.0.0.1")
+    client = come(relay)
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            client.get("never")
+        except RuntimeError as error:
+            errors.append(error)
+
+    waits = threading.Thread(target=wait, daemon=True)
+    waits.start()
+    time.sleep(0.2)
+    assert not errors
+    began = time.monotonic()
+    relay.cut()
+    waits.join(AT_ONCE_S)
+    assert errors
+    assert time.monotonic() - began < AT_ONCE_S
+    store.set("still", "there")
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_who_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None:
+    """To one that was cut, or whose store has ended: torch would try to connect until its own deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = Relay("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+    if cut:
+        relay.cut()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        come(relay).get("never")
+    assert time.monotonic() - began < AT_ONCE_S
+    relay.cut()
+
+
+def test_a_store_that_ends_ends_its_clients() -> None:
+    """As it would without a relay."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = Relay("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+        client = socket.create_connection(relay.at, AT_ONCE_S)
+        served, _ = listener.accept()
+        served.close()
+        assert client.recv(1) == b""
+        client.close()
+    relay.cut()
+
+
+@pytest.mark.parametrize(
+    ("url", "at"),
+    [
+        ("http://127.0.0.1:30000", "127.0.0.1"),
+        ("http://localhost:30000", "127.0.0.1"),
+        ("http://[::1]:30000", "::1"),
+        ("http://sglang:30000", ""),
+        ("https://10.0.0.7", ""),
+    ],
+)
+def test_only_a_server_on_the_loopback_reaches_a_relay(url: str, at: str) -> None:
+    """Others may be on other machines: they meet in the store itself."""
+    assert loopback_of(url) == at

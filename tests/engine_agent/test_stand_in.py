@@ -1,0 +1,192 @@
+"""A sidecar that is killed, stops, or ends as it should: what becomes of its server's groups."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from weightbus.engine_agent.stand_in import StandIn
+from weightbus.engine_agent.wire import Keys
+
+SIDECAR = """
+import sys, time
+from weightbus.engine_agent.stand_in import StandIn
+from weightbus.engine_agent.wire import Keys
+stand_in = StandIn(sys.argv[1], Keys(admin="secret"), float(sys.argv[2]))
+for line in sys.stdin:
+    how, *groups = line.split()
+    if how == "close":
+        stand_in.close()
+    else:
+        stand_in.entrust(groups, used=how == "used")
+    print(how, flush=True)
+"""
+AT_ONCE_S = 10.0
+SILENCE_S = 2.0
+
+
+class Server:
+    """Knows `/destroy_weights_update_group`."""
+
+    def __init__(self) -> None:
+        self.left: queue.Queue[tuple[str, str, str]] = queue.Queue()
+        """Path, Authorization and group of each call."""
+        heard = self.left
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                heard.put((self.path, self.headers.get("Authorization", ""), body["group_name"]))
+                self.send_response(400)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None: ...  # noqa: A002  as the base names it
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+class Sidecar:
+    """A process that has a stand-in, and does what it is told."""
+
+    def __init__(self, url: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SIDECAR, url, str(SILENCE_S)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def told(self, line: str) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == line.partition(" ")[0] + "\n"
+
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.communicate()
+
+
+def until(what: str, done: Callable[[], bool]) -> None:
+    end = time.monotonic() + AT_ONCE_S
+    while not done():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def is_dead(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sidecar(server: Server) -> Iterator[Sidecar]:
+    made = Sidecar(server.url)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("how", ["used", "held"])
+def test_the_groups_of_a_sidecar_that_was_killed_are_left(server: Server, sidecar: Sidecar, how: str) -> None:
+    """All of them, with the key that the endpoint asks for: those that it named last."""
+    sidecar.told("used old")
+    sidecar.told(f"{how} one two")
+    sidecar.process.kill()
+    path = "/destroy_weights_update_group"
+    assert server.left.get(timeout=AT_ONCE_S) == (path, "Bearer secret", "one")
+    assert server.left.get(timeout=AT_ONCE_S) == (path, "Bearer secret", "two")
+    assert server.left.empty()
+
+
+def test_the_groups_of_one_that_stands_still_are_left_while_they_are_used(server: Server, sidecar: Sidecar) -> None:
+    """Others wait in them. One that only keeps them for the next round may stand as long as it likes."""
+    sidecar.told("used one")
+    sidecar.process.send_signal(signal.SIGSTOP)
+    assert server.left.get(timeout=SILENCE_S + AT_ONCE_S)[2] == "one"
+    sidecar.process.send_signal(signal.SIGCONT)
+    sidecar.told("held two")
+    sidecar.process.send_signal(signal.SIGSTOP)
+    with pytest.raises(queue.Empty):
+        server.left.get(timeout=SILENCE_S + 1.0)
+    sidecar.process.send_signal(signal.SIGCONT)
+    sidecar.told("used three")
+    with pytest.raises(queue.Empty):
+        server.left.get(timeout=SILENCE_S + 1.0)
+
+
+def test_one_that_ends_as_it_should_has_left_its_groups_itself(server: Server, sidecar: Sidecar) -> None:
+    """Nobody does it once more, and nobody is left."""
+    sidecar.told("used one")
+    (child,) = sidecar.children()
+    sidecar.told("close")
+    assert not Path(f"/proc/{child}").exists()
+    sidecar.close()
+    assert server.left.empty()
+
+
+def test_signals_to_all_processes_do_not_end_it_before_the_sidecar(server: Server, sidecar: Sidecar) -> None:
+    """As a launcher says SIGTERM to a whole group; and its keys are in no argument and no environment."""
+    sidecar.told("used one")
+    (child,) = sidecar.children()
+    status = Path(f"/proc/{child}/status")
+    until("it is up", lambda: bool(int(status.read_text().partition("SigIgn:\t")[2].split("\n")[0], 16) & 1 << 14))
+    told = Path(f"/proc/{child}/cmdline").read_bytes() + Path(f"/proc/{child}/environ").read_bytes()
+    assert b"secret" not in told
+    for each in (signal.SIGTERM, signal.SIGINT):
+        os.kill(child, each)
+    sidecar.process.kill()
+    assert server.left.get(timeout=AT_ONCE_S)[2] == "one"
+
+
+def test_a_stand_in_that_was_killed_is_replaced(server: Server, sidecar: Sidecar) -> None:
+    """With the next groups. The sidecar is not disturbed."""
+    sidecar.told("used one")
+    (child,) = sidecar.children()
+    os.kill(child, signal.SIGKILL)
+    until("it is gone", lambda: child not in sidecar.children() or is_dead(child))
+    sidecar.told("used two")
+    sidecar.process.kill()
+    assert server.left.get(timeout=AT_ONCE_S)[2] == "two"
+
+
+def test_no_process_is_started_for_a_server_without_groups() -> None:
+    """Most transports have none."""
+
+    def children() -> str:
+        return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+    before = children()
+    made = StandIn("http://127.0.0.1:9", Keys())
+    made.entrust((), used=False)
+    assert children() == before
+    made.close()

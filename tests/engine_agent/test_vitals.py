@@ -1,0 +1,70 @@
+"""What is known of a server that does not answer, and when it is asked again."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from weightbus.control.telemetry import Meters, Side
+from weightbus.engine_agent.errors import ServerRefused, ServerSilent
+from weightbus.engine_agent.events import Broken, Finished, PauseServer
+from weightbus.engine_agent.vitals import VERIFY_S, Vitals, proof_s
+from weightbus.engine_agent.worker import Worker
+
+
+class Server:
+    """Answers, or does not."""
+
+    def __init__(self) -> None:
+        self.stands = True
+        self.asked: list[str] = []
+
+    def expect(self, _identity: str) -> None: ...
+
+    def pause(self, _mode: str, _deadline_s: float) -> None:
+        self._asked("pause")
+
+    def answers(self, deadline_s: float) -> None:
+        assert deadline_s <= 2.0
+        self._asked("answers")
+
+    def _asked(self, call: str) -> None:
+        self.asked.append(call)
+        if self.stands:
+            raise ServerSilent(call, "no answer")
+
+
+def test_a_server_that_was_silent_has_to_answer_before_it_is_paused() -> None:
+    """A pause has a deadline of half a minute, in which all engines of a round would wait for this one."""
+    server = Server()
+    worker = Worker("e0", cast("Any", server), cast("Any", None), None, Meters(Side.ENGINE))
+    pause = PauseServer("retract", 60.0)
+    assert isinstance(worker.perform(pause, "launch"), Broken)
+    assert isinstance(worker.perform(pause, "launch"), Broken)
+    assert server.asked == ["pause", "answers"]
+    server.stands = False
+    for _ in range(2):
+        assert worker.perform(pause, "launch") == Finished()
+    assert server.asked == ["pause", "answers", "answers", "pause", "pause"]
+
+
+def test_what_another_launch_did_not_answer_is_forgotten() -> None:
+    """And who said no has answered."""
+    server = Server()
+    vitals = Vitals(cast("Any", server))
+    vitals.learn(ServerRefused("/x", 400, "no"), "one")
+    vitals.ask("one")
+    vitals.learn(ServerSilent("/x", "no answer"), "one")
+    vitals.ask("two")
+    assert server.asked == []
+    vitals.learn(ServerSilent("/x", "no answer"), "two")
+    with pytest.raises(ServerSilent):
+        vitals.ask("two")
+
+
+def test_digests_take_as_long_as_their_bytes() -> None:
+    """A tiny model whose workers stand still is given up within the time of a death; a large one gets all there is."""
+    assert proof_s(1_000_000) < 16.0
+    assert proof_s(10_000_000_000) > 100.0
+    assert proof_s(10**12) == VERIFY_S
