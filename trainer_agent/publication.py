@@ -410,7 +410,7 @@ class Publication:
         return (*stop, Announce(self.lease, self.open))
 
     def _reconnected(self, event: Reconnected) -> Effects:
-        self._committed = event.committed or self._committed
+        self._committed = event.committed
         if self.state not in (State.WAITING, State.SENDING, State.ANNOUNCING):
             return ()
         if self._committed_here() and event.restarted:  # otherwise the round may still have engines to serve

@@ -225,6 +225,14 @@ def test_a_commit_that_a_restart_hid_is_recognised(state: State) -> None:
     assert machine.verdict.ending is Ending.COMMITTED
 
 
+def test_a_commit_that_went_with_its_journal_is_none() -> None:
+    """The coordinator said ours was committed, and came back without it: what it says last holds."""
+    machine = brought_to(State.WAITING)
+    machine.handle(p.Reconnected(held(7), restarted=False), 1.0)
+    machine.handle(p.Reconnected(None, restarted=True), 2.0)
+    assert machine.verdict is None
+
+
 def test_other_bits_under_our_version_are_not_ours() -> None:
     """Another trainer's version 7 does not count as this one."""
     machine = brought_to(State.WAITING)
