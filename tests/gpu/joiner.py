@@ -37,41 +37,49 @@ import rig
 STEADY = 5
 CHANNEL = "joiner"
 FIRST, LATE = "first", "late"
-LOOK_S = 0.001
+LOOK_S = 0.002
+"""Between two looks, each of which takes the coordinator's time."""
 
 
 class Watch:
-    """Looks at the coordinator's status all the time: when is an engine there, and when is it ready?"""
+    """When an engine is there, and when it is ready: as a process beside the trainer sees it in the status."""
 
     def __init__(self, part: nccl_parts.Part, place: str) -> None:
-        self._part, self._place = part, place
-        self._over = threading.Event()
+        url = f"http://127.0.0.1:{part.layout['status']}/status"
+        program = Path(__file__).with_name("watch.py")
+        arguments = [url, part.layout["engines"][place]["channel"], f"{place}0", str(LOOK_S)]
+        self._process = subprocess.Popen([sys.executable, str(program), *arguments], stdout=subprocess.PIPE, text=True)
+        self._news = threading.Condition()
         self.states: list[tuple[float, str, bool]] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
-        while not self._over.wait(LOOK_S):
-            found = self._part.engine(self._place)
-            now = time.monotonic()
-            state = found.get("state", "unknown"), bool(found.get("ready"))
-            if not self.states or self.states[-1][1:] != state:
-                self.states.append((now, *state))
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            at, state, ready = json.loads(line)
+            with self._news:
+                self.states.append((at, state, ready))
+                self._news.notify_all()
 
     def until(self, what: str, *, there: bool = False, ready: bool = False) -> float:
         """When it was seen for the first time, or was ready for the first time since it was there."""
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
-            came = next((at for at, state, _ in tuple(self.states) if state not in ("unknown", "lost")), None)
-            found = next((at for at, state, ok in tuple(self.states) if ok and state == "serving"), None)
-            if (at := came if there else found if ready else None) is not None:
-                return at
-            time.sleep(LOOK_S)
-        raise TimeoutError(f"waited 120 s for {what}; seen: {self.states}")
+
+        def seen() -> float | None:
+            came = next((at for at, state, _ in self.states if state not in ("unknown", "lost")), None)
+            found = next((at for at, state, ok in self.states if ok and state == "serving"), None)
+            return came if there else found if ready else None
+
+        with self._news:
+            at = self._news.wait_for(seen, 120)
+        if at is None:
+            raise TimeoutError(f"waited 120 s for {what}; seen: {self.states}")
+        return at
 
     def close(self) -> list[tuple[float, str, bool]]:
         """What was seen, in seconds since it was there."""
-        self._over.set()
+        self._process.kill()
+        self._process.wait()
         self._thread.join(10)
         came = self.until("the engine", there=True)
         return [(round(at - came, 4), state, ready) for at, state, ready in self.states]
