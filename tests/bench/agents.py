@@ -3,8 +3,9 @@
     python tests/bench/agents.py FIRST COUNT      commands on stdin, one line of JSON each; answers on stdout
 
 They speak the real protocol to the coordinator (`ours`) and answer what the bare ROUTER sends (`bare`) with a payload
-of the same size. What all are told alike is decoded once, what all say alike is encoded once: only the request's key
-differs. Answers to requests that nobody waits for are only counted. Not an example of an agent.
+of the same size, by the same steps, keys included: what is compared is the other end. What all are told alike is
+decoded once, what all say alike is encoded once: only the request's key differs. Answers to requests that nobody waits
+for are only counted. Not an example of an agent.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class Herd:
         """By side: which agent a descriptor is of."""
         self._known: dict[bytes, Known] = {}
         """By payload. An agent must not take longer over ours than over the bare socket's: both share the cores."""
-        self._bare_answer = b""
+        self._bare = Known(None, ())
         self._counts = dict.fromkeys(_COUNTED, 0)
 
     def connect(self, side: str, endpoint: str, keys: Path) -> dict[str, Any]:
@@ -207,7 +208,9 @@ class Herd:
 
     def serve(self, side: str, size: int = 0) -> dict[str, Any]:
         """Answer until the next line on stdin; to the bare socket with `size` bytes."""
-        self._bare_answer = bytes(size)
+        around = bytes(max(0, size - len(_ANY_BYTES)))
+        half = len(around) // 2
+        self._bare = Known(None, ((around[:half], around[half:]),))
         sockets, ready, places = self._sides[side], self._ready[side], self._places[side]
         for at, dealer in enumerate(sockets):  # what came before is no edge any more
             self._drain(side, at, dealer)
@@ -272,14 +275,14 @@ class Herd:
             except zmq.Again:
                 return some
             some = True
-            if side == "ours":
-                known = self._known.get(payload)
-                if known is None:
-                    self._hear(self._agents[at], dealer, payload)
-                else:
-                    self._answer(self._agents[at], dealer, known)
+            known = self._known.get(payload)
+            if known is not None:
+                self._answer(self._agents[at], dealer, known)
+            elif side == "ours":
+                self._hear(self._agents[at], dealer, payload)
             elif echo and payload[:1] == COMMAND:
-                dealer.send(self._bare_answer)
+                self._known[payload] = self._bare
+                self._answer(self._agents[at], dealer, self._bare)
 
     @staticmethod
     def _say(dealer: zmq.Socket[bytes], payload: bytes) -> None:
