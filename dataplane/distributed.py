@@ -231,13 +231,13 @@ class DistributedSender:
         """This source's own; the others are formed by theirs, in the order in which engines come to them."""
         assert self._store is not None
         world_size = 1 + sum(peer.tp for peer in self._peers)
-        server, name = self._store, groups.names[0]
+        # Clients that are there before: who forms a group would hold the server itself, and `_end_store` end nothing.
+        clients, name = [join_store(self._store) for _ in groups.ranks or (world_size,)], groups.names[0]
 
         def form() -> BroadcastGroup | EngineGroups:
             if not groups.ranks:
-                return BroadcastGroup.form(join_store(server), name, self._host, self._device, world_size, deadline)
-            clients = partial(join_store, server)
-            return EngineGroups.form(clients, name, self._host, self._device, groups.ranks, deadline)
+                return BroadcastGroup.form(clients.pop(), name, self._host, self._device, world_size, deadline)
+            return EngineGroups.form(clients.pop, name, self._host, self._device, groups.ranks, deadline)
 
         self._group = self._await(self._calls.submit(form), f"{world_size - 1} engine ranks to join {name}", deadline)
         self._members, self._groups = self._peers, groups.names
