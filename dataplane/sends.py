@@ -352,8 +352,9 @@ class SendsSender:
 
     def _check(self, end: End, prepared: wire.Prepared) -> None:
         """Make the same schedules. Raises `TransferFailed` when they are others."""
-        if len(prepared.plans) != end.workers:
-            raise TransferFailed(f"{len(prepared.plans)} plans came for {end.workers} workers")
+        plans, schedules = len(prepared.plans), len(prepared.schedules)
+        if not plans == schedules == end.workers:
+            raise TransferFailed(f"{plans} plans and {schedules} schedules came for {end.workers} workers")
         for plan, theirs in zip(prepared.plans, prepared.schedules, strict=True):
             if plan not in self._plans:
                 raise TransferFailed(f"plan {plan[:12]} was not agreed to: propose it first")

@@ -165,6 +165,19 @@ def test_who_comes_and_says_nothing_holds_nobody(*, knows: bool) -> None:
     crowd.close()
 
 
+@pytest.mark.parametrize("plans", [(), ("p",), ("p", "p")], ids=["none", "one", "two"])
+def test_who_says_less_than_it_should_is_left_out_alone(plans: tuple[str, ...]) -> None:
+    """An engine of one worker that is prepared for too little or too much: the others are served on."""
+    crowd = Crowd("odd", "fast")
+    crowd.say("odd", wire.Prepared(plans=plans, schedules=plans[1:]))
+    told = crowd.hear("odd")
+    assert isinstance(told, wire.Failed)
+    assert f"{len(plans)} plans and {len(plans[1:])} schedules came for 1 workers" in told.reason
+    served_at_once(crowd, "fast")
+    crowd.say("fast", wire.Failed(reason="enough"))
+    assert crowd.end() == {"odd": told.reason, "fast": "enough"}
+
+
 @pytest.mark.usefixtures("toy_plans")
 @pytest.mark.parametrize("how", ["reads nothing", "stops while it speaks"])
 def test_who_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
