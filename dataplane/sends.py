@@ -475,6 +475,7 @@ class SendsSender:
         try:
             lines.tell(end, wire.encoded(message))
         except DataplaneError as error:
+            self._on_offer()
             self._drop(end, f"{end.name}: {error}")
 
     def _drop(self, end: End, reason: str) -> None:

@@ -435,7 +435,9 @@ def test_workers_that_differ_in_one_thing_have_plans_of_their_own(
     crowd.close()
 
 
-def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("toy_plans")
+@pytest.mark.parametrize("answers", [True, False], ids=["an answer", "how to begin"])
+def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.MonkeyPatch, *, answers: bool) -> None:
     """What it was about to say is gone under its hands: whom it spoke to did not fail, nor did we."""
     push, close, failures = SealedFrames.push, lines.Lines.close, list[BaseException]()
     found = threading.Event()
@@ -464,7 +466,7 @@ def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.Monk
     crowd = Crowd("e")
     closing = threading.Thread(target=crowd.sender.close)
     monkeypatch.setattr(SealedFrames, "push", closed_meanwhile)
-    crowd.say("e", wire.Propose(plans=()))
+    crowd.say("e", wire.Propose(plans=()) if answers else wire.Prepared(plans=("p",), schedules=("s",)))
     for each in (crowd._serving, closing):
         each.join(WAIT_S)
     assert [type(failure) for failure in failures] == [TransferFailed]
