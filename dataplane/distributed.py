@@ -288,13 +288,20 @@ class DistributedSender:
             if reason is not None and meeting.heard("done", peer.engine) is None:
                 self._failed[peer.engine] = reason
         for source in self._others:
-            reason = meeting.heard("failed", source)
-            if reason is not None and not self._lost:
-                self._lost = f"{source} gave up: {reason}"
+            if (reason := meeting.heard("failed", source)) is not None:
+                self._source_failed(source, reason, meeting.heard("still", source) or "")
         if self._lost and not self._failed:
             raise PeerLost(self._lost)
         if self._failed:
             raise PeerLost("; ".join(f"{engine} gave up: {reason}" for engine, reason in self._failed.items()))
+
+    def _source_failed(self, source: str, reason: str, still: str) -> None:
+        """It is lost, or has found that engines stand still: those are, then."""
+        found = [engine for member, engine in enumerate(self._engines) if str(member) in still.split(",")]
+        for engine in found:
+            self._failed.setdefault(engine, reason)
+        if not found and not self._lost:
+            self._lost = f"{source} gave up: {reason}"
 
     def _fail_all(self, error: DataplaneError) -> None:
         """A group of which one member is lost is lost."""

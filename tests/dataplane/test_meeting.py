@@ -143,7 +143,7 @@ def test_an_epoch_leaves_nothing_behind() -> None:
     store, token = serve_store("127.0.0.1"), new_token()
     meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
     before = store.num_keys()
-    for step in ("came", "joined", "done", "failed", "sent", "differs"):
+    for step in ("came", "joined", "done", "failed", "sent", "differs", "still"):
         attendance.say(step, "x", Deadline(10))
     attendance.close("failed")
     meeting.announce("group", "g")
