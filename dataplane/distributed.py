@@ -231,13 +231,13 @@ class DistributedSender:
         """This source's own; the others are formed by theirs, in the order in which engines come to them."""
         assert self._store is not None
         world_size = 1 + sum(peer.tp for peer in self._peers)
-        server, name = self._store, groups.names[0]
+        # Clients that are there before: who forms a group would hold the server itself, and `_end_store` end nothing.
+        clients, name = [join_store(self._store) for _ in groups.ranks or (world_size,)], groups.names[0]
 
         def form() -> BroadcastGroup | EngineGroups:
             if not groups.ranks:
-                return BroadcastGroup.form(join_store(server), name, self._host, self._device, world_size, deadline)
-            clients = partial(join_store, server)
-            return EngineGroups.form(clients, name, self._host, self._device, groups.ranks, deadline)
+                return BroadcastGroup.form(clients.pop(), name, self._host, self._device, world_size, deadline)
+            return EngineGroups.form(clients.pop, name, self._host, self._device, groups.ranks, deadline)
 
         self._group = self._await(self._calls.submit(form), f"{world_size - 1} engine ranks to join {name}", deadline)
         self._members, self._groups = self._peers, groups.names
@@ -288,13 +288,20 @@ class DistributedSender:
             if reason is not None and meeting.heard("done", peer.engine) is None:
                 self._failed[peer.engine] = reason
         for source in self._others:
-            reason = meeting.heard("failed", source)
-            if reason is not None and not self._lost:
-                self._lost = f"{source} gave up: {reason}"
+            if (reason := meeting.heard("failed", source)) is not None:
+                self._source_failed(source, reason, meeting.heard("still", source) or "")
         if self._lost and not self._failed:
             raise PeerLost(self._lost)
         if self._failed:
             raise PeerLost("; ".join(f"{engine} gave up: {reason}" for engine, reason in self._failed.items()))
+
+    def _source_failed(self, source: str, reason: str, still: str) -> None:
+        """It is lost, or has found that engines stand still: those are, then."""
+        found = [engine for member, engine in enumerate(self._engines) if str(member) in still.split(",")]
+        for engine in found:
+            self._failed.setdefault(engine, reason)
+        if not found and not self._lost:
+            self._lost = f"{source} gave up: {reason}"
 
     def _fail_all(self, error: DataplaneError) -> None:
         """A group of which one member is lost is lost."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from .deadline import Deadline
-from .errors import DeadlineExceeded, PeerLost
+from .errors import DeadlineExceeded, PeerLost, TransferFailed
 from .export_wire import peer_of
 
 MAX_FRAME: Final = 512 * 1024 * 1024
@@ -51,7 +51,7 @@ class Frames:
         except OSError as error:
             sock.close()
             raise PeerLost(f"the socket {path} does not answer: {error}") from error
-        except PeerLost:
+        except TransferFailed:
             sock.close()
             raise
 

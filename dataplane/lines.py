@@ -92,7 +92,7 @@ class Lines(Generic[L]):
     def tell(self, line: L, message: bytes) -> None:
         """At once as far as it has room, and as it reads. Nobody, if it is gone already.
 
-        Raises `PeerLost`, also for one that has `MOST_UNREAD` to read.
+        Raises `PeerLost`, also for one that has `MOST_UNREAD` to read; `TransferFailed` when this is closed meanwhile.
         """
         frames = line.frames
         if frames is None:
@@ -102,7 +102,12 @@ class Lines(Generic[L]):
         if not line.unread:
             line.moved_at = time.monotonic()
         line.unread.extend(frames.wrapped(message))
-        self._push(line)
+        try:
+            self._push(line)
+        except _CLOSED as error:
+            if not self._ended.is_set():
+                raise
+            raise TransferFailed("the sender was closed") from error
 
     def let_go(self, line: L, last: bytes = b"") -> None:
         """Hang up. `last` is said before, if there is room for it and nothing else is half said."""

@@ -13,6 +13,7 @@ Sources that do not lead say the same under the name that `source_name` gives th
 
     <epoch>/sent/S        source    so many of its buckets have been taken by everybody
     <epoch>/differs/S     source    tensors that it found changed between the digest and the transfer
+    <epoch>/still/S       source    engines that it found to stand still, by their place among all; before it fails
 
 Keys of an epoch are deleted when the next one begins: whoever finds another epoch there has missed the end of his own.
 A store that stops answering is a sender that died.
@@ -47,7 +48,7 @@ _MAX_REASON: Final = 2048
 _CONNECT_S: Final = 30.0
 _GOODBYE_S: Final = 1.0
 _MAC_CHARS: Final = 64
-_STEPS: Final = ("came", "joined", "done", "failed", "sent", "differs")
+_STEPS: Final = ("came", "joined", "done", "failed", "sent", "differs", "still")
 
 _ANNOUNCED: Final = ("group", "formed", "over")
 

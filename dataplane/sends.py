@@ -77,6 +77,8 @@ class SendsSender:
         """The group of this epoch."""
         self._early: tuple[wire.Group, TCPStore] | None = None
         """One that may begin to form before it is known whether it will be used, and its store."""
+        self._in_time: Deadline | None = None
+        """Until when ranks may still join it, once workers have begun to: these wait for `form_s`, and no longer."""
         self._exposed: Exposed | None = None
         self._layout = ""
         self._given: bytes | None = None
@@ -137,7 +139,7 @@ class SendsSender:
         self._ranks = {export.holder: End(f"rank {export.holder}") for export in exposed.exports}
         self._token = new_token()
         self._version, self._fell = session.version, False
-        self._early = None
+        self._early = self._in_time = None
         self._doorman = Doorman(self._host, self._token)
         self._lines = Lines(self._heard, lambda end, reason: self._drop(end, f"{end.name}: {reason}"))
         self._lines.watch(self._doorman, self._admit_all)
@@ -306,6 +308,7 @@ class SendsSender:
                 self._on_offer().tell(end, wire.encoded(wire.Agreed()))
             case wire.Forms() if end.workers:
                 end.forming = True
+                self._in_time = Deadline(self._form_s / 2)
                 self._let_form()
             case wire.Prepared() as prepared if end.workers and not self._began:
                 self._check(end, prepared)
@@ -352,8 +355,9 @@ class SendsSender:
 
     def _check(self, end: End, prepared: wire.Prepared) -> None:
         """Make the same schedules. Raises `TransferFailed` when they are others."""
-        if len(prepared.plans) != end.workers:
-            raise TransferFailed(f"{len(prepared.plans)} plans came for {end.workers} workers")
+        plans, schedules = len(prepared.plans), len(prepared.schedules)
+        if not plans == schedules == end.workers:
+            raise TransferFailed(f"{plans} plans and {schedules} schedules came for {end.workers} workers")
         for plan, theirs in zip(prepared.plans, prepared.schedules, strict=True):
             if plan not in self._plans:
                 raise TransferFailed(f"plan {plan[:12]} was not agreed to: propose it first")
@@ -437,8 +441,8 @@ class SendsSender:
         return group
 
     def _let_form(self) -> None:
-        """The ranks join what the engine's workers have begun to join."""
-        if self._early is None or not all(end.forming for end in self._engines.values()):
+        """The ranks join what the engine's workers have begun to join. Whoever comes late forms another with all."""
+        if self._early is None or self._in_time is None or not self._in_time.left():
             return
         for rank, end in tuple(self._ranks.items()):
             if end.frames is not None and not end.forming:
@@ -474,6 +478,7 @@ class SendsSender:
         try:
             lines.tell(end, wire.encoded(message))
         except DataplaneError as error:
+            self._on_offer()
             self._drop(end, f"{end.name}: {error}")
 
     def _drop(self, end: End, reason: str) -> None:

@@ -19,7 +19,7 @@ from . import torch_threads
 from .broadcast_group import BroadcastGroup, backend_for
 from .deadline import Deadline
 from .distributed import FORM_S
-from .engine_groups import EngineGroups
+from .engine_groups import EngineGroups, StoodStill
 from .errors import DataplaneError, PeerLost, TransferFailed
 from .meeting import POLL_S, Attendance, settled, source_name
 from .rendezvous import reach_store
@@ -179,6 +179,8 @@ class SourceSession:
             self._meeting.say("done", "", deadline)
         except DataplaneError as error:
             reason = str(error) or type(error).__name__
+            if isinstance(error, StoodStill):
+                self._meeting.post("still", ",".join(map(str, error.members)))
         except Exception as error:  # noqa: BLE001  the leader hears of it, and the training loop must go on
             reason = f"{type(error).__name__}: {error}"
         finally:

@@ -63,6 +63,7 @@ class Takers:
     def __init__(self, runtime_dir: Path) -> None:
         self._runtime_dir = runtime_dir
         self._listener: FrameListener | None = None
+        self._closed = False
         self._threads: dict[int, Frames] = {}
         """By the worker's rank."""
         self._still: dict[int, tuple[Frames, float]] = {}
@@ -79,21 +80,38 @@ class Takers:
     def expect(self, workers: Workers, schedules: Sequence[Schedule], deadline: Deadline) -> None:
         """Tell every worker what it will be sent, unless it knows, and have its thread connect."""
         self._calm()
-        if self._listener is None:
-            open_runtime_dir(self._runtime_dir)
-            self._listener = FrameListener(self._runtime_dir / f"t-{os.getpid()}-{id(self):x}.sock")
+        listener = self._listening()
         there = {rank for rank, frames in self._threads.items() if not frames.waiting()}
-        new = workers.expect(schedules, there, os.fspath(self._listener.path), deadline)
+        new = workers.expect(schedules, there, os.fspath(listener.path), deadline)
         known = (there - new) & set(range(len(schedules)))  # not those of a server that was, and had more workers
         for rank in set(self._threads) - known:
             self._threads.pop(rank).close()
         coming = Deadline(min(deadline.left(), _CONNECT_S))
         while new - set(self._threads):
-            frames = self._listener.accept(coming, "the workers' threads")
-            hello = worker_wire.hear_worker(frames, coming, "a worker's thread")
-            if not isinstance(hello, worker_wire.Expecting):
-                raise PeerLost(f"a worker's thread began with {_said(hello)}")
-            self._threads[hello.rank] = frames
+            frames = listener.accept(coming, "the workers' threads")
+            try:
+                self._take_in(frames, coming)
+                self._listening()
+            except DataplaneError:
+                frames.close()
+                raise
+
+    def _listening(self) -> FrameListener:
+        """Where threads connect. Raises `PeerLost` after `close`, and opens nothing that nobody would close."""
+        if self._listener is None:
+            open_runtime_dir(self._runtime_dir)
+            self._listener = FrameListener(self._runtime_dir / f"t-{os.getpid()}-{id(self):x}.sock")
+        if self._closed:
+            self._listener.close()
+            raise PeerLost("the sidecar ends")
+        return self._listener
+
+    def _take_in(self, frames: Frames, deadline: Deadline) -> None:
+        """Raises `PeerLost`, `DeadlineExceeded`."""
+        hello = worker_wire.hear_worker(frames, deadline, "a worker's thread")
+        if not isinstance(hello, worker_wire.Expecting):
+            raise PeerLost(f"a worker's thread began with {_said(hello)}")
+        self._threads[hello.rank] = frames
 
     # -- are they there -----------------------------------------------------------------------------------------------
 
@@ -208,13 +226,13 @@ class Takers:
         _tell(dict(self._threads), reason)
 
     def close(self) -> None:
-        """Let go of all of them."""
+        """Let go of all of them, for good."""
+        self._closed = True  # first: whoever takes somebody in finds out by it
         for frames in (*self._threads.values(), *(frames for frames, _ in self._still.values())):
             frames.close()
         self._threads, self._still, self._asked = {}, {}, {}
         if self._listener is not None:
             self._listener.close()
-            self._listener = None
 
     def _ask(self, rank: int, now: float) -> None:
         try:

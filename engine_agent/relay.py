@@ -80,9 +80,13 @@ class Relay:
                 raise ConnectionRefusedError
             far = socket.create_connection(self.to, _CONNECT_S)
         except OSError:
-            if self._dead_end is None:
-                self._dead_end = serve_store(self.at[0])
-            far = socket.create_connection((self._dead_end.host, self._dead_end.port), _CONNECT_S)
+            try:
+                if self._dead_end is None:
+                    self._dead_end = serve_store(self.at[0])
+                far = socket.create_connection((self._dead_end.host, self._dead_end.port), _CONNECT_S)
+            except (OSError, RuntimeError):  # too many open files, say: who is sent away comes again
+                near.close()
+                return
             ends = time.monotonic() + _DEAD_END_S
         near.settimeout(_CONNECT_S)
         for one, other in ((near, far), (far, near)):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import PeerLost
+from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
 from weightbus.dataplane.frames import MAX_FRAME, FrameListener, Frames, dead_among
 
 from ..kit.waiting import until
@@ -109,3 +109,9 @@ def test_what_is_too_large_is_not_pulled() -> None:
         frames.pull()
     frames.close()
     other.close()
+
+
+def test_whose_time_is_over_leaves_no_socket(tmp_path: Path) -> None:
+    """Before it has begun to connect: what was opened for it is closed."""
+    with pytest.raises(DeadlineExceeded):
+        Frames.connect(str(tmp_path / "nobody.sock"), Deadline(0.0))

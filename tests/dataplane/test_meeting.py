@@ -135,7 +135,7 @@ def test_a_wait_can_be_called_off(when: str) -> None:
         attendance.group(Deadline(60))
     assert time.monotonic() - began < 10
     attendance.close("gone on")
-    assert meeting.heard("failed", "e0") == "gone on"
+    until(lambda: meeting.heard("failed", "e0") == "gone on")  # `close` waits for no connection that takes its time
 
 
 def test_an_epoch_leaves_nothing_behind() -> None:
@@ -143,7 +143,7 @@ def test_an_epoch_leaves_nothing_behind() -> None:
     store, token = serve_store("127.0.0.1"), new_token()
     meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
     before = store.num_keys()
-    for step in ("came", "joined", "done", "failed", "sent", "differs"):
+    for step in ("came", "joined", "done", "failed", "sent", "differs", "still"):
         attendance.say(step, "x", Deadline(10))
     attendance.close("failed")
     meeting.announce("group", "g")

@@ -165,6 +165,19 @@ def test_who_comes_and_says_nothing_holds_nobody(*, knows: bool) -> None:
     crowd.close()
 
 
+@pytest.mark.parametrize("plans", [(), ("p",), ("p", "p")], ids=["none", "one", "two"])
+def test_who_says_less_than_it_should_is_left_out_alone(plans: tuple[str, ...]) -> None:
+    """An engine of one worker that is prepared for too little or too much: the others are served on."""
+    crowd = Crowd("odd", "fast")
+    crowd.say("odd", wire.Prepared(plans=plans, schedules=plans[1:]))
+    told = crowd.hear("odd")
+    assert isinstance(told, wire.Failed)
+    assert f"{len(plans)} plans and {len(plans[1:])} schedules came for 1 workers" in told.reason
+    served_at_once(crowd, "fast")
+    crowd.say("fast", wire.Failed(reason="enough"))
+    assert crowd.end() == {"odd": told.reason, "fast": "enough"}
+
+
 @pytest.mark.usefixtures("toy_plans")
 @pytest.mark.parametrize("how", ["reads nothing", "stops while it speaks"])
 def test_who_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -422,7 +435,9 @@ def test_workers_that_differ_in_one_thing_have_plans_of_their_own(
     crowd.close()
 
 
-def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("toy_plans")
+@pytest.mark.parametrize("answers", [True, False], ids=["an answer", "how to begin"])
+def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.MonkeyPatch, *, answers: bool) -> None:
     """What it was about to say is gone under its hands: whom it spoke to did not fail, nor did we."""
     push, close, failures = SealedFrames.push, lines.Lines.close, list[BaseException]()
     found = threading.Event()
@@ -451,7 +466,7 @@ def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.Monk
     crowd = Crowd("e")
     closing = threading.Thread(target=crowd.sender.close)
     monkeypatch.setattr(SealedFrames, "push", closed_meanwhile)
-    crowd.say("e", wire.Propose(plans=()))
+    crowd.say("e", wire.Propose(plans=()) if answers else wire.Prepared(plans=("p",), schedules=("s",)))
     for each in (crowd._serving, closing):
         each.join(WAIT_S)
     assert [type(failure) for failure in failures] == [TransferFailed]

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.dataplane import rendezvous, source_rank
+from weightbus.dataplane import engine_groups, rendezvous, source_rank
 from weightbus.dataplane.broadcast_group import join_store, serve_store
 from weightbus.dataplane.distributed import DistributedSender
 from weightbus.dataplane.errors import TransferFailed, Unsupported
@@ -280,6 +280,44 @@ def test_servers_that_wait_in_a_broadcast_are_freed_by_their_source(stand: Stand
     until("the servers to go on", lambda: not inside)
     assert all(isinstance(engine.join(), TransferFailed) for engine in stand.engines)
     assert session.epoch == 1
+
+
+@pytest.mark.parametrize("forms", [True, False], ids=["a bucket", "its group"])
+def test_an_engine_that_stands_still_is_named_by_the_other_source(
+    stand: Stand, other: SourceRank, monkeypatch: pytest.MonkeyPatch, *, forms: bool
+) -> None:
+    """Who notices it first does not lead; the leader fails that engine for it, and not both for the source."""
+    monkeypatch.setattr(engine_groups, "STILL_S", 0.5)
+    monkeypatch.setattr(engine_groups, "STILL_FORMING_S", 0.5)
+    server, goes_on = stand.engines[1].server, threading.Event()
+    load, join = server.load_broadcast, server.join_group
+
+    def stands_in_load(group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        if "source1" in group:
+            goes_on.wait(PROMPT_S)
+        load(group, tensors, deadline_s)
+
+    def stands_in_join(address: Address, rank_offset: int, deadline_s: float) -> None:
+        if "source1" in address.group:
+            goes_on.wait(PROMPT_S)
+            raise TransferFailed("there is no such group any more")
+        join(address, rank_offset, deadline_s)
+
+    if forms:
+        server.load_broadcast = stands_in_load  # type: ignore[method-assign]
+    else:
+        server.join_group = stands_in_join  # type: ignore[method-assign]
+    session, address = stand.offer(1, 7)
+    other.begin(address, 1, TWO, stand.own(7), 60.0, filled=3)
+    began = time.monotonic()
+    stand.serve(session, 60.0)
+    assert time.monotonic() - began < PROMPT_S
+    assert stand.leader.failed["two"].startswith("to take a bucket" if forms else "its group to form")
+    assert "this engine had not" in stand.leader.failed["two"]
+    assert not stand.leader.failed["one"].startswith("source/1")
+    assert stand.leader.spared == (frozenset() if forms else {"one"})
+    goes_on.set()
+    assert all(isinstance(engine.join(), TransferFailed) for engine in stand.engines)
 
 
 def test_groups_that_do_not_form_hold_nobody(stand: Stand, other: SourceRank) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 
 from weightbus.dataplane import sends_wire, takers, worker_wire
 from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import PeerLost
 from weightbus.dataplane.frames import FrameListener, Frames
 from weightbus.dataplane.takers import Leader, NotTaken, Takers
+
+from ..kit.waiting import until
 
 WAIT_S = 30.0
 
@@ -32,6 +36,48 @@ def test_some_of_the_memory_stays_free(tmp_path: Path, free: int, *, enough: boo
     )
     for each in (asked, worker, listener):
         each.close()
+
+
+class _Told:
+    """Workers that were told a schedule: the thread of the first is to come."""
+
+    @staticmethod
+    def expect(*_: object) -> frozenset[int]:
+        return frozenset({0})
+
+
+@pytest.mark.parametrize("how", ["is closed meanwhile", "says something else", "hangs up"])
+def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Whoever connects and is of no use, or comes while the sidecar ends, is hung up on."""
+    asked, hear = Takers(tmp_path), worker_wire.hear_worker
+
+    def heard(frames: Frames, deadline: Deadline, waiting_for: str) -> worker_wire.ToSidecar:
+        if how == "is closed meanwhile":
+            asked.close()
+        came.append(frames)
+        return hear(frames, deadline, waiting_for)
+
+    came: list[Frames] = []
+    monkeypatch.setattr(worker_wire, "hear_worker", heard)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(asked.expect, _Told(), [], Deadline(WAIT_S))  # type: ignore[arg-type]
+        until(lambda: list(tmp_path.glob("t-*.sock")), "a socket to connect to")
+        worker = Frames.connect(str(next(tmp_path.glob("t-*.sock"))), Deadline(WAIT_S))
+        with contextlib.suppress(PeerLost):
+            if how == "hangs up":
+                worker.close()
+            elif how == "says something else":
+                worker_wire.say(worker, worker_wire.Moving(), Deadline(WAIT_S))
+            else:
+                worker_wire.say(worker, worker_wire.Expecting(rank=0, schedule="s"), Deadline(WAIT_S))
+        with pytest.raises(PeerLost):
+            found.result(WAIT_S)
+    assert [frames.fileno() for frames in came] == [-1]
+    asked.close()
+    with pytest.raises(PeerLost, match="ends"):
+        asked.expect(_Told(), [], Deadline(WAIT_S))  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+    worker.close()
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])

@@ -81,10 +81,13 @@ def test_groups_of_sends_stay_as_long_as_they_may(keep_s: float) -> None:
 
 
 def test_a_group_that_does_not_form_holds_no_server(tmp_path: Path) -> None:
-    """SGLang waits half an hour for a missing rank, and answers nothing meanwhile: its wait ends with ours."""
+    """SGLang waits half an hour for a missing rank, and answers nothing meanwhile: its wait ends with ours.
+
+    Of the first server one worker comes, and waits for the other.
+    """
     places, session = Places(tmp_path), make_session(1, 11, make_manifest())
     server, sender = LoopbackServer(), places.sender("distributed")
-    address = sender.offer(session, [Peer("good", 1), Peer("bad", 1)])
+    address = sender.offer(session, [Peer("good", 2), Peer("bad", 1)])
     ended = threading.Event()
     join = server.join_group
 
@@ -100,12 +103,12 @@ def test_a_group_that_does_not_form_holds_no_server(tmp_path: Path) -> None:
     broken.join_group = refuse  # type: ignore[method-assign]
     good, bad = (Engine(name, places.receiver("distributed")) for name in ("good", "bad"))
     good.server, bad.server = server, broken
-    for rank, engine in enumerate((good, bad), 1):
-        engine.start(session, address, rank)
+    for first, engine in ((1, good), (3, bad)):
+        engine.start(session, address, first)
     with pytest.raises(TransferFailed, match="died while it joined"):
         sender.ready(60.0)
     assert sender.spared == {"good"}
-    assert ended.wait(60.0), "the server still waits for the group"
+    assert ended.wait(PROMPT_S), "the server still waits for the group"
     assert isinstance(good.join(), TransferFailed)
     bad.join()
     sender.close()

@@ -12,6 +12,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.broadcast_group import serve_store
+from weightbus.engine_agent import relay as relay_module
 from weightbus.engine_agent.relay import Relay, loopback_of
 
 PATIENCE = timedelta(seconds=60)
@@ -82,6 +83,23 @@ def test_who_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None
     with pytest.raises(RuntimeError):
         come(relay).get("never")
     assert time.monotonic() - began < AT_ONCE_S
+    relay.cut()
+
+
+def test_a_relay_that_has_no_room_for_one_has_it_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process with too many open files, say: who is sent away comes again, and is told then."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        relay = Relay("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+
+    def full(_host: str) -> TCPStore:
+        monkeypatch.undo()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(relay_module, "serve_store", full)
+    for _ in range(2):
+        with socket.create_connection(relay.at, AT_ONCE_S) as client:
+            client.settimeout(AT_ONCE_S)
+            assert client.recv(1) == b""
     relay.cut()
 
 

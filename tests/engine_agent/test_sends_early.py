@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,3 +214,17 @@ def test_a_worker_that_cannot_reach_its_sidecar_keeps_no_group(
     until(lambda: len(dropped) >= MEMBERS, "everybody to let go of it", 10.0)
     world.round()
     assert holds(world.server, world.trainer.values)
+
+
+def test_a_rank_that_comes_late_finds_a_group_that_forms(world: SendsWorld, formed: list[str]) -> None:
+    """The workers have waited for it in vain by then, in the one that they began to join: that one is not used."""
+    world.trainer.sends._form_s = 2.0
+    session = world.trainer.session(1)
+    address = world.trainer.sends.offer(session, [Peer("e", world.server.tp)])
+    taken = world.receive(session, "e", address)
+    threading.Timer(4.0, world.trainer.summon, (address, session.epoch)).start()
+    world.trainer.sends.ready(WAIT_S)
+    world.trainer.sends.finish(WAIT_S)
+    assert taken.result(WAIT_S).checked
+    assert holds(world.server, world.trainer.values)
+    assert not any(name.endswith("-early") for name in formed)
