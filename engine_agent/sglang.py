@@ -21,7 +21,7 @@ from .errors import AnotherLaunch, NothingToGive, ServerError, ServerRefused, Se
 from .identity import ServerFacts, facts_of, start_time
 from .lending import TAGS, WEIGHTS, Lending
 from .payload import LOAD_FORMAT, LOADER, invitation, serialized
-from .relay import Relay, loopback_of
+from .relay import Relay, reached_at
 from .stand_in import StandIn
 from .wire import Keys, Observer, Wire
 
@@ -367,11 +367,12 @@ class SGLangServer:
 
     def _met_at(self, address: Address) -> tuple[str, int]:
         """Where the server finds the store of a group; all groups of a session are met in one."""
-        to, at = host_and_port(address.address), loopback_of(self.url)
-        if at and (self._relay is None or self._relay.to != to):
+        to = host_and_port(address.address)
+        if self._relay is None or self._relay.to != to:
             self._cut()
-            with contextlib.suppress(OSError):  # then it is met as it was before there were relays
-                self._relay = Relay(*to, at)
+            if at := reached_at(self.url):
+                with contextlib.suppress(OSError):  # then it is met as it was before there were relays
+                    self._relay = Relay(*to, at)
         return self._relay.at if self._relay is not None else to
 
     def _cut(self) -> None:
