@@ -65,23 +65,32 @@ ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
 def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -> Verdict:
     """Whether `message` is for the role of `agent`, and about its own channel.
 
-    Where keys are used, `principal` is whom this very message's connection belongs to, as the allow-list is now: role
-    and name are the key's, whatever was said in `Hello`. Where that is who it was at the `Hello`, both were compared.
+    Where keys are used, `principal` is whom this very message's connection belongs to, as the allow-list is now: its
+    name and role have to be those of the `Hello`. Where that is who it was at the `Hello`, both were compared.
     """
     channel: Channel = getattr(message, "channel", agent.channel)
     if principal is agent.principal and agent.role in ALLOWED[type(message)] and channel == agent.channel:
         return YES
-    if (principal or agent.principal) and (principal is None or principal.name != agent.name):
-        found = f"{principal.name!r}'s" if principal else "nobody's that is trusted"
-        return Verdict(Code.NOT_ALLOWED, f"the connection's key is {found}, not {agent.name!r}'s")
-    role = principal.role if principal else agent.role
-    if role not in ALLOWED[type(message)]:
-        return Verdict(Code.NOT_ALLOWED, f"not for the role {role.value}")
+    if reason := _not_of_the_seat(agent, principal):
+        return Verdict(Code.NOT_ALLOWED, reason)
+    if agent.role not in ALLOWED[type(message)]:
+        return Verdict(Code.NOT_ALLOWED, f"not for the role {agent.role.value}")
     if channel != agent.channel:
         return Verdict(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
     if principal and not principal.covers(channel):
         return Verdict(Code.NOT_ALLOWED, f"{agent.name}'s key is not trusted in channel {channel!r}")
     return YES
+
+
+def _not_of_the_seat(agent: Agent, principal: Principal | None) -> str:
+    if not principal and not agent.principal:
+        return ""
+    if principal is None or principal.name != agent.name:
+        found = f"{principal.name!r}'s" if principal else "nobody's that is trusted"
+        return f"the connection's key is {found}, not {agent.name!r}'s"
+    if principal.role is not agent.role:
+        return f"{agent.name!r} is trusted as {principal.role.value} now, and joined as {agent.role.value}"
+    return ""
 
 
 def may_join(

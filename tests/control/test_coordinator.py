@@ -245,6 +245,23 @@ def test_abandon_without_a_round_frees_the_lease() -> None:
     assert world.machine.channels[CHANNEL].lease is None
 
 
+def test_an_abandon_of_an_earlier_lease_ends_no_later_one() -> None:
+    """A trainer repeats it until it is answered: it may come when the next version is under way."""
+    world, publish = granted_world()
+    trainer, old = world.agents["trainer"], publish.epoch
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=old, reason="changed my mind"))
+    world.settle()
+    trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(publish.version + 1)))
+    world.settle()
+    lease = world.machine.channels[CHANNEL].lease
+    assert lease is not None
+    assert lease.epoch > old
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=old, reason="late"))
+    world.settle()
+    assert world.machine.channels[CHANNEL].lease == lease
+    assert trainer.got(Refused)[-1].code is Code.STALE_EPOCH
+
+
 WORDY = "begin" + "x" * (codec.MAX_PROSE - 8) + "end"
 """As long as what an agent says may be: it cuts its own words to this."""
 

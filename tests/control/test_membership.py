@@ -18,6 +18,7 @@ from weightbus.control.messages import (
     Heartbeat,
     Hello,
     Message,
+    Offered,
     Publish,
     Refused,
     Role,
@@ -172,6 +173,23 @@ def test_a_trainer_that_engines_stand_still_for_has_to_come_back_soon() -> None:
     world.advance_until(lambda: world.ready == ("e0",) or world.machine.channels[CHANNEL].round is None)
     assert world.now - began < world.limits.reconnect_s + 2
     assert world.machine.channels[CHANNEL].lease is None
+
+
+def test_a_trainer_whose_bytes_travel_has_to_come_back_as_soon() -> None:
+    """To an engine that says nothing, too: it stands still, and nobody knows for what."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    engine.deaf, trainer.deaf, trainer.stop_before = True, False, Sent
+    trainer.say(trainer.offering)
+    world.settle()
+    trainer.die()
+    world.handle(PeerLost(peer=trainer.peer))
+    began = world.now
+    world.advance_until(lambda: world.machine.channels[CHANNEL].lease is None)
+    assert world.now - began < world.limits.reconnect_s + 2
 
 
 def test_a_trainer_that_was_gone_before_its_bytes_were_needed_again_is_not_waited_for_longer() -> None:

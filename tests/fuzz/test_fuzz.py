@@ -92,3 +92,11 @@ def test_hostile_agents_break_no_invariant(seed: int) -> None:
     for _ in range(10_000):
         world.step()
     assert world.answers > 5000
+
+
+def test_hostile_agents_break_no_invariant_of_young_worlds() -> None:
+    """Before anybody has a name: forty beginnings, of which one in a hundred met what two long lives did not."""
+    for seed in range(100, 140):
+        world = HostileAgents(seed)
+        for _ in range(300):
+            world.step()
