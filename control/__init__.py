@@ -40,6 +40,7 @@ cli  settings_command               the command `weightbus`, and what its subcom
     forget_command                      channels that nobody needs any more
     plan_command  plan_view             the plan, and the plan for people
     status_view                         the status for people
+    plain                               text of agents, made fit for a terminal
     settings  settings_fields           where a process's settings come from, and one of them
     coordinator_settings                those of the coordinator
 """

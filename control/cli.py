@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 from .errors import ConfigurationError
+from .plain import plain
 
 GROUP: Final = "weightbus.commands"
 BUILT_IN: Final[Mapping[str, str]] = {
@@ -144,11 +145,11 @@ def _needed(arguments: Sequence[str]) -> dict[str, Command | str]:
 
 def _explain(error: Exception, command: str, *, debug: bool) -> int:
     if debug:
-        traceback.print_exception(error)
+        print(plain("".join(traceback.format_exception(error)), lines=True), end="", file=sys.stderr)  # noqa: T201
     text = _foreseen(error, command)
     more = "" if debug or text else "\nThis was not foreseen. Run it again with --debug for the traceback."
     shown = text or f"{type(error).__name__}: {error}"
-    print(f"weightbus: error: {shown}{more}", file=sys.stderr)  # noqa: T201
+    print(f"weightbus: error: {plain(shown, lines=True)}{more}", file=sys.stderr)  # noqa: T201
     return 2 if isinstance(error, ConfigurationError | ModuleNotFoundError) else 1
 
 

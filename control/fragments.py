@@ -8,6 +8,7 @@ from .ids import (
     AgentName,
     BlobDigest,
     Count,
+    ParallelSize,
     Seconds,
     Text,
     VersionNumber,
@@ -41,9 +42,9 @@ class EngineInfo(Fragment, frozen=True):
     url: Text
     """Where clients reach the server. Readers of the ready list send their requests there."""
     server_version: Text
-    tp: Count
-    pp: Count
-    dp: Count
+    tp: ParallelSize
+    pp: ParallelSize
+    dp: ParallelSize
     device: Text
     """``cpu`` or ``cuda``."""
     host: Text

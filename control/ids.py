@@ -50,3 +50,5 @@ TableDigest = Annotated[Digest, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+ParallelSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+"""Of a server. A group of as many engines as there may be still counts its ranks in what can be sent."""

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .errors import ConfigurationError
 from .ids import AgentId, AgentName, Channel
@@ -174,8 +175,8 @@ def _outcome(before: Entry | None, entry: Entry) -> str:
 def _show(agents: Mapping[AgentId, Entry]) -> None:
     table = Table("agent", "role", "channels", "key", box=None, pad_edge=False)
     for row in describe(agents):
-        table.add_row(*row)
-    Console(highlight=False, soft_wrap=True).print(table, markup=False)
+        table.add_row(*map(Text, row))
+    Console(highlight=False, soft_wrap=True).print(table)
 
 
 keygen = KeygenCommand()

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .plain import plain
 from .plan_document import ChannelPlan, EnginePlan, PlanView, TrainerPlan
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
@@ -22,19 +23,22 @@ def render(view: PlanView, *, explain: bool) -> RenderableType:
 
 def _channel(name: str, channel: ChannelPlan, explain: bool) -> Iterator[RenderableType]:
     if channel.trainer is None:
-        yield Text(f"channel {name}: no trainer has joined or published yet")
+        yield Text(plain(f"channel {name}: no trainer has joined or published yet"))
         return
-    table = Table(title=f"channel {name}: {_trainer(channel.trainer)}", title_justify="left", title_style="bold")
+    title = Text(plain(f"channel {name}: {_trainer(channel.trainer)}"), style="bold")
+    table = Table(title=title, title_justify="left")
     for column in ("engine", "transport", "bytes per GPU", "last round"):
         table.add_column(column, overflow="fold")
     for engine, each in sorted(channel.engines.items()):
         last = f"{each.last.value}, {each.last_s:.3f} s" if each.last else "-"
-        table.add_row(engine, each.transport.value if each.transport else "none", size(each.bytes_per_gpu), last)
+        way = each.transport.value if each.transport else "none"
+        table.add_row(Text(plain(engine)), way, size(each.bytes_per_gpu), last)
     yield table
     if not channel.engines:
         yield Text("no engine is here")
     if explain:
-        yield Text("\n".join(line for engine, each in sorted(channel.engines.items()) for line in _why(engine, each)))
+        why = (line for engine, each in sorted(channel.engines.items()) for line in _why(engine, each))
+        yield Text("\n".join(map(plain, why)))
 
 
 def _trainer(trainer: TrainerPlan) -> str:

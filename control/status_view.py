@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import ConfigurationError, CoordinatorUnreachable, WeightbusError
+from .plain import plain
 from .status import ChannelView, EngineView, StatusView, parse
 
 _ADVICE: Final = "Check that `weightbus coordinator` runs there, and that --url names its HTTP port (--http-port)"
@@ -50,7 +51,7 @@ def watch(console: Console, url: str, interval_s: float, timeout_s: float) -> No
             try:
                 shown = render(parse(fetch(url, timeout_s)))
             except WeightbusError as error:
-                shown = Text(str(error), style="red")
+                shown = Text(plain(str(error), lines=True), style="red")
             live.update(shown, refresh=True)
             time.sleep(interval_s)
 
@@ -64,11 +65,11 @@ def _channel(name: str, channel: ChannelView) -> Table:
         round_ += f", at most {channel.round.max_paused} paused" if channel.round.max_paused else ""
         round_ += ", a catch-up" if channel.round.catch_up else ""
     title = f"channel {name}: {committed}, epoch {channel.epoch}, {lease}, {round_}, {len(channel.ready)} ready"
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=Text(plain(title), style="bold"), title_justify="left")
     for column in ("engine", "url", "state", "version", "lag", "ready", "server"):
         table.add_column(column, justify="right" if column in {"version", "lag"} else "left", overflow="fold")
     for engine, each in sorted(channel.engines.items()):
-        table.add_row(engine, *_engine(each))
+        table.add_row(*(Text(plain(cell)) for cell in (engine, *_engine(each))))
     return table
 
 

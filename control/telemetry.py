@@ -7,16 +7,18 @@ protocol bounds (channels, agents, enums), never from free text, so that their n
 from __future__ import annotations
 
 import enum
+import io
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Final, Never
+from typing import Final, Never, TextIO
 
 import msgspec
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from .errors import InvariantBroken
+from .plain import plain
 
 
 class Kind(enum.StrEnum):
@@ -215,19 +217,54 @@ def configure_logging(level: str = "info", style: str = "auto") -> None:
     """Send log lines to standard error: for people on a terminal, JSON elsewhere, or as `style` says."""
     human = style == "human" or (style == "auto" and sys.stderr.isatty())
     numeric = logging.getLevelNamesMapping()[level.upper()]
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if human else structlog.processors.JSONRenderer()
-    )
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *(() if human else (structlog.processors.dict_tracebacks,)),
-            renderer,
+            *(_for_people() if human else (structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer())),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(numeric),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
     logging.basicConfig(stream=sys.stderr, level=max(numeric, logging.WARNING), force=True)
+    if human:
+        logging.getLogger().handlers[0].setFormatter(_PlainFormatter(logging.BASIC_FORMAT))
+
+
+class _PlainFormatter(logging.Formatter):
+    """Lines of the libraries that we use, which may quote a server as well."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record), lines=True)
+
+
+class _Shown(str):
+    """A value that is shown as it reads here: the renderer would quote it once more."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _for_people() -> tuple[structlog.typing.Processor, ...]:
+    return _made_plain, structlog.dev.ConsoleRenderer(exception_formatter=_plain_traceback)
+
+
+def _made_plain(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Values may be what an agent or a server said: no control character of theirs gets to the terminal."""
+    for name, value in event.items():
+        if name == "event":
+            event[name] = plain(str(value))
+        elif name != "exc_info" and not (isinstance(value, str) and plain(value) == value):
+            event[name] = _Shown(plain(repr(value)))
+    return event
+
+
+def _plain_traceback(file: TextIO, problem: structlog.typing.ExcInfo) -> None:
+    """What an exception says may be theirs as well."""
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, problem)
+    file.write(plain(text.getvalue(), lines=True))

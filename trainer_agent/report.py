@@ -11,6 +11,7 @@ from typing import Final, Self
 import msgspec
 
 from weightbus.control.messages import EngineReport, Outcome
+from weightbus.control.plain import plain
 
 PHASES: Final = (
     "snapshot",
@@ -94,7 +95,7 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
         why = f" ({self.reason})" if self.reason else ""
         kept = f", saved {self.saved}" if self.saved else f", not saved: {self.save_error}" if self.save_error else ""
         ending = f"{self.outcome.value}{how}{why}"
-        return f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}{kept}"
+        return plain(f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}{kept}")
 
 
 class Stopwatch:

@@ -351,6 +351,24 @@ def test_refused_by_kind(frames: list[bytes], error: type[ProtocolError]) -> Non
     assert type(found.value) is error
 
 
+@pytest.mark.parametrize("field", ["tp", "pp", "dp"])
+def test_no_server_is_of_a_size_that_cannot_be(field: str) -> None:
+    """Ranks are added up over the engines of a group: the sum has to fit a message."""
+    hello = next(message for _, message, _ in CASES if isinstance(message, m.Hello) and message.engine is not None)
+
+    def sized(size: int) -> m.Hello:
+        return msgspec.structs.replace(hello, engine=msgspec.structs.replace(INFO, **{field: size}))
+
+    for size in (1, 4096):
+        assert codec.TO_COORDINATOR.decode(codec.TO_COORDINATOR.encode(sized(size))) == (sized(size), None)
+    header, _ = codec.TO_COORDINATOR.encode(hello)
+    for size in (0, 4097, 2**62):
+        with pytest.raises(Malformed, match=rf"Hello: Expected `int` .*engine\.{field}"):
+            codec.TO_COORDINATOR.encode(sized(size))
+        with pytest.raises(Malformed, match=rf"Hello: Expected `int` .*engine\.{field}"):
+            codec.TO_COORDINATOR.decode([header, msgspec.msgpack.encode(sized(size))])
+
+
 def test_sender_refuses_what_nobody_would_read() -> None:
     """A value out of bounds fails where it was made, with the name of the field."""
     with pytest.raises(Malformed, match=r"Acquire: .*channel"):

@@ -34,6 +34,12 @@ def test_a_report_fits_one_line() -> None:
     assert REPORT.line() == line
 
 
+def test_a_report_fits_one_line_whatever_engines_say() -> None:
+    """A reason may be a server's words: they begin no line, and no terminal obeys them."""
+    line = msgspec.structs.replace(REPORT, reason="no space\n\x1b[2J").line()
+    assert r"committed (no space\n\x1b[2J): 2.5 MB" in line
+
+
 def test_engines_are_found_by_how_they_ended() -> None:
     """Who serves, who is lost."""
     assert REPORT.committed

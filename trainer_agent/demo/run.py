@@ -22,6 +22,7 @@ import msgspec
 
 from weightbus.control.ids import AgentId, Channel
 from weightbus.control.messages import Role
+from weightbus.control.plain import plain
 from weightbus.control.provision import Member, provision
 
 from . import checkpoint
@@ -260,9 +261,9 @@ def run(settings: DemoSettings) -> int:
             good = Demo(settings, folder, programs, view).run()
     except ProgramEnded as ended:
         view.say(f"the end of {ended.log}:\n{ended.tail}")
-        view.last(f"demo: failed: {ended}")
+        view.last(f"demo: failed: {plain(str(ended))}")
     except (DemoFailed, ValueError) as error:
-        view.last(f"demo: failed: {error}")
+        view.last(f"demo: failed: {plain(str(error))}")
     except KeyboardInterrupt:
         view.last("demo: interrupted")
         return 130

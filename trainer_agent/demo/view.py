@@ -13,6 +13,9 @@ from typing import Final
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from weightbus.control.plain import plain
 
 from .records import Round, Verdict
 
@@ -30,10 +33,12 @@ class View:
         self._console = Console(highlight=False)
         self._started = time.monotonic()
 
-    def say(self, text: str) -> None:
-        """A line of the story."""
+    def say(self, text: str, style: str = "") -> None:
+        """A line of the story; `text` may be a program's, of several lines."""
         if not self._json:
-            self._console.print(f"[dim]{time.monotonic() - self._started:5.1f} s[/dim]  {text}", soft_wrap=True)
+            shown = plain(text, lines=True), style
+            since = f"{time.monotonic() - self._started:5.1f} s", "dim"
+            self._console.print(Text.assemble(since, "  ", shown), soft_wrap=True)
 
     @contextmanager
     def awaiting(self, text: str) -> Generator[None]:
@@ -41,7 +46,7 @@ class View:
         if self._json:
             yield
         elif self._console.is_terminal:
-            with self._console.status(text):
+            with self._console.status(Text(plain(text))):
                 yield
         else:
             self.say(text)
@@ -69,7 +74,7 @@ class View:
         console = self._console if self._console.is_terminal else Console(highlight=False, width=140)
         console.print(table)
         if verdict.complaint:
-            self.say(f"[red]failed: {verdict.complaint}[/red]")
+            self.say(f"failed: {verdict.complaint}", "red")
         self.say(f"reward first {verdict.reward_first:.3f}, last {verdict.reward_last:.3f}")
 
     def last(self, line: str) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightbus.control.messages import TransportKind
+from weightbus.control.plain import plain
 
 from . import figures
 from .changes import Change, changes
@@ -79,7 +80,7 @@ def _notes(fleet: Fleet, now: Round, found: tuple[Change, ...]) -> Iterator[str]
 def render(report: Report) -> RenderableType:
     """Steps with bars, the busiest links, what would help."""
     size = f"{_count(report.parameters)} parameters, {_count(report.bytes)}B in {report.dtype}"
-    head = [Text(f"{report.model}: {size}, {report.tensors:,} tensors", style="bold")]
+    head = [Text(f"{plain(report.model)}: {size}, {report.tensors:,} tensors", style="bold")]
     head += [Text(_trainer(report.fleet.trainer)), *(Text(_engines(each)) for each in report.fleet.engines)]
     ends = Text(
         f"round {_seconds(report.round.total_s)}, of which a request that runs waits {_seconds(report.round.pause_s)}",
