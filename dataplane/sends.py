@@ -68,10 +68,8 @@ class SendsSender:
 
         With `nixl` groups are of NIXL, which everybody's environment must have; otherwise of gloo or NCCL.
         """
-        self._nixl = nixl
-        self._host, self._channel, self._device, self._describe = host, channel, device, describe
-        self._turn_s, self._form_s = turn_s, form_s
-        self._keep_s = 0.0 if nixl else keep_s
+        self._host, self._channel, self._device, self._describe, self._nixl = host, channel, device, describe, nixl
+        self._turn_s, self._form_s, self._keep_s = turn_s, form_s, 0.0 if nixl else keep_s
         self._stood = Stood()
         self._formed = NOBODY
         """The group of this epoch."""
@@ -123,14 +121,11 @@ class SendsSender:
         backend = "nixl" if self._nixl else backend_for(self._device)
         exposed = self._describe()
         if exposed.pieces.tensors != session.manifest.tensors:
-            raise TransferFailed(
-                "the described pieces are of other tensors than the manifest: describe what is published"
-            )
+            raise TransferFailed("the pieces are of other tensors than the manifest: describe what is published")
         ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
         if exposed.layout != self._layout:
-            self._plans.clear()
-            self._made.clear()
-            self._schedules.clear()
+            for known in (self._plans, self._made, self._schedules):
+                known.clear()
         self._exposed, self._layout = exposed, exposed.layout
         self._pair_bytes = self._cut_for(max(ranks, workers))
         self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
