@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import urllib.request
@@ -444,11 +445,14 @@ def test_what_a_coordinator_does_without_is_warned_of_at_once(tmp_path: Path) ->
     command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format=json", "--insecure-loopback"]
     command += ["--router-port=0", "--http-port=0", "--store=etcd://127.0.0.1:1", f"--journal={tmp_path / 'j'}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        late = threading.Timer(DEADLINE_S, process.kill)
+        late.start()
         try:
             assert '"warning"' in _line_with(process, "insecure")
             assert str(tmp_path / "j") in _line_with(process, "journal_not_used")
             assert "127.0.0.1:1: ConnectionRefusedError" in _line_with(process, "store_unavailable")
         finally:
+            late.cancel()
             process.kill()
     assert not list(tmp_path.iterdir())
 
