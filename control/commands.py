@@ -16,7 +16,9 @@ from . import status as status_document
 from . import status_view
 from .bus import check_bind
 from .candidate import Candidate
-from .coordinator_settings import CoordinatorSettings
+from .coordinator_settings import CoordinatorSettings, default_journal
+from .etcd import parse_url, read_login
+from .log import get_log
 from .server import on_signals
 from .service import Service, read_keys
 from .settings_command import SettingsCommand
@@ -32,8 +34,11 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
     kind = CoordinatorSettings
 
     def check(self, given: CoordinatorSettings) -> None:
-        """Keys that are missing or that others may read, a bad allow-list, and no keys off the loopback."""
+        """Keys that are missing or that others may read, a bad allow-list, and no keys off the loopback; the store."""
         check_bind(given.bind, read_keys(given))
+        if given.store:
+            parse_url(given.store)
+            read_login(given.store_login_file)
 
     def do(self, given: CoordinatorSettings) -> int:
         """Serve until told to stop."""
@@ -41,9 +46,19 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
         allow_connections()
         collect_seldom()
         service = Candidate(given) if given.store else Service(given)
+        _warn(given)  # before anything is served, or a store is waited for
         on_signals(service.stop, service.look_again)
         service.run()
         return 0
+
+
+def _warn(given: CoordinatorSettings) -> None:
+    log = get_log(__name__)
+    if given.insecure_loopback:
+        log.warning("insecure", reason="no keys: whoever runs a process on this machine may publish weights")
+    if given.store and given.journal != default_journal():
+        reason = "with a store nothing is read from a file, nor written to it"
+        log.warning("journal_not_used", journal=str(given.journal), store=given.store, reason=reason)
 
 
 def allow_connections() -> None:

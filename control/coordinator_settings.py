@@ -20,6 +20,11 @@ _EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not 
 Wait = Annotated[float, Meta(gt=0, le=86400)]
 
 
+def default_journal() -> Path:
+    """In the folder where this user's state is kept."""
+    return state_folder() / "journal.sqlite"
+
+
 class LogLevel(enum.StrEnum):
     """What is worth a line."""
 
@@ -55,7 +60,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(description="a leader that the store does not hear of for so long is replaced", ge=2, le=3600)
     ] = 5.0
     journal: Annotated[Path, Meta(description="SQLite file; on a local disk, never on NFS")] = msgspec.field(
-        default_factory=lambda: state_folder() / "journal.sqlite"
+        default_factory=default_journal
     )
     keys: KeysFolder = None
     insecure_loopback: InsecureLoopback = False
@@ -95,6 +100,8 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("bind", "http_bind"):
             _check_address(name, getattr(self, name))
         self._check_ports()
+        if self.advertise:
+            security.check_endpoint("advertise", self.advertise)
 
     def _check_ports(self) -> None:
         """Port 0 is whatever is free, so it may stand more than once."""

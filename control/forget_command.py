@@ -15,13 +15,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from .coordinator_settings import default_journal
 from .election import Election, Leader, Term
 from .errors import ConfigurationError
 from .etcd import Etcd, StoreLogin, parse_url, read_login
 from .etcd_journal import EtcdJournal
 from .ids import Channel
 from .journal import SqliteJournal
-from .security import state_folder
 from .settings_command import SettingsCommand
 
 _FOLLOWS = (
@@ -37,10 +37,14 @@ class ForgetSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of ``weightbus forget-channel``."""
 
     journal: Annotated[Path, Meta(description="the coordinator's SQLite file")] = msgspec.field(
-        default_factory=lambda: state_folder() / "journal.sqlite"
+        default_factory=default_journal
     )
     store: Annotated[str, Meta(description="etcd://127.0.0.1:2379[,...][/prefix], where that is used instead")] = ""
     store_login_file: StoreLogin = None
+
+    def __post_init__(self) -> None:
+        if self.store and self.journal != default_journal():
+            raise ValueError(f"store = {self.store}, but journal = {self.journal} as well: name the one that is meant")
 
 
 class ForgetCommand(SettingsCommand[ForgetSettings]):

@@ -24,7 +24,7 @@ from .answers import ANSWERS, HISTORY, Ending, Past, Restored, ending, remembere
 from .effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
 from .errors import JournalCorrupt, JournalError, JournalUnwritable
 from .ids import Channel, Digest, Epoch, RequestId, Version
-from .journal_file import RESTORE, advice_on, keep_private, look
+from .journal_file import RESTORE, advice_on, keep_private, log_of, look
 from .log import get_log
 from .messages import Held, RoundDone
 
@@ -158,7 +158,7 @@ class SqliteJournal:
 
         Raises `JournalCorrupt` for a file that cannot be trusted, `JournalError` for one that cannot be used.
         """
-        self._path = path
+        self._path, self._log = path, log_of(path)
         self._wall_clock = wall_clock
         self.boot = 0
         self.stride = by or stride()
@@ -247,7 +247,7 @@ class SqliteJournal:
     def _files(self) -> list[tuple[int, int] | None]:
         """Which files have the names of the journal and of its log."""
         found: list[tuple[int, int] | None] = []
-        for path in (self._path, self._path.with_name(f"{self._path.name}-wal")):
+        for path in (self._path, self._log):
             try:
                 file = path.stat()
             except OSError:

@@ -37,7 +37,7 @@ def look(path: Path) -> None:
     if path.is_dir():
         raise JournalError(path, "is a folder, expected a file", f"name a file in it, {_ELSEWHERE}")
     if path.exists() and not path.is_file():
-        raise JournalError(path, "is a device, a socket or a pipe, expected a regular file", f"name one, {_ELSEWHERE}")
+        raise JournalError(path, "is a device, a socket or a pipe, expected a regular file", "name one with --journal")
     # Beside the file SQLite writes another two, so the folder must be writable too.
     for place in (folder, path) if path.exists() else (folder,):
         if os.statvfs(place).f_flag & os.ST_RDONLY:
@@ -50,8 +50,42 @@ def look(path: Path) -> None:
                 f" {stat.S_IMODE(found.st_mode):04o}"
             )
             raise JournalError(path, problem, f"give it to user {os.geteuid()}, {_ELSEWHERE}")
+    _refuse_a_log_alone(path)
     if path.exists():
         _look_inside(path)
+
+
+def log_of(path: Path) -> Path:
+    """The file in which the newest decisions stand. SQLite puts it beside the file that a link leads to."""
+    return Path(f"{path.resolve()}-wal")
+
+
+def _refuse_a_log_alone(path: Path) -> None:
+    """SQLite deletes a log whose main file is absent or empty, and with it all that is committed there alone.
+
+    No first start that was cut off leaves that: SQLite writes and syncs the first page of the main file, and the name
+    of it in the folder, before it makes the log.
+    """
+    log = log_of(path)
+    size = _size(log)  # before that of the main file, which somebody may just be making
+    if size and not _size(path):
+        found = "is empty" if path.exists() else "is not there"
+        problem = (
+            f"{found}, but {log} holds {size} bytes: decisions that may stand nowhere else, and a start would delete"
+            " them"
+        )
+        advice = (
+            f"put the main file that was written together with it back at {path}, or restore both from a backup; to"
+            f" begin anew, with nothing known to be committed, move {log} away"
+        )
+        raise JournalError(path, problem, advice)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _look_inside(path: Path) -> None:
@@ -80,7 +114,7 @@ def _tables(path: Path) -> tuple[list[str], bool]:
     both is read, since SQLite does not read a log and leave it as it is.
     """
     found = _read_tables(f"{path.absolute().as_uri()}?immutable=1")
-    log = path.with_name(f"{path.name}-wal")
+    log = log_of(path)
     if found[0] or not log.exists():
         return found
     try:

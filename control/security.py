@@ -55,9 +55,14 @@ KeysFolder = Annotated[
 def check_endpoints(setting: str, text: str) -> None:
     """Raise `ValueError` unless `text` is one bus endpoint, or several between commas."""
     for each in text.split(","):
-        found = urlsplit(each.strip())
-        if found.scheme != "tcp" or not found.hostname or _port(found) is None or found.path:
-            raise ValueError(f"{setting} = {each.strip()!r}: expected tcp://HOST:PORT")
+        check_endpoint(setting, each.strip())
+
+
+def check_endpoint(setting: str, text: str) -> None:
+    """Raise `ValueError` unless `text` is one bus endpoint."""
+    found = urlsplit(text)
+    if found.scheme != "tcp" or not found.hostname or not _port(found) or found.path:
+        raise ValueError(f"{setting} = {text!r}: expected tcp://HOST:PORT")
 
 
 def check_url(setting: str, text: str) -> None:

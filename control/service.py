@@ -80,10 +80,6 @@ class Service:
                 journal=self._settings.store or str(self._settings.journal),
                 keys="" if self._keys is None else str(self._keys.trust.path),
             )
-            if self._keys is None:
-                self._log.warning(
-                    "insecure", reason="no keys: whoever runs a process on this machine may publish weights"
-                )
             self.server.run()
             self._log.info("coordinator_stopped")
 

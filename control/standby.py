@@ -92,7 +92,7 @@ class Standby:
         try:
             found = election.stand()
         except EtcdUnavailable as error:
-            if not self._problem:
+            if error.problem != self._problem:
                 self._log.warning("store_unavailable", problem=error.problem)
             self._leader, self._problem = None, error.problem
             return None

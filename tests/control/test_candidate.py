@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -42,9 +41,7 @@ def _cannot(*_given: object) -> None:
 
 
 @pytest.mark.parametrize("fails", ["EtcdJournal", "Service"])
-def test_who_is_elected_and_cannot_lead_lets_another(
-    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_elected_and_cannot_lead_lets_another(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store went away between election and boot: the term is given back at once, and the next one is stood for.
 
     A term that is kept is renewed by its own thread, and nobody would lead for as long as this process lives.
@@ -55,7 +52,7 @@ def test_who_is_elected_and_cannot_lead_lets_another(
     monkeypatch.setattr(module, "EtcdJournal", lambda *_given: None)
     monkeypatch.setattr(module, fails, _cannot)
     monkeypatch.setattr(Candidate, "_election", lambda *_given: None)
-    settings = CoordinatorSettings(insecure_loopback=True, store="etcd://127.0.0.1:1/x", journal=tmp_path / "j")
+    settings = CoordinatorSettings(insecure_loopback=True, store="etcd://127.0.0.1:1/x")
     Candidate(settings).run()
     assert term.resigned == 1
     assert Standby.terms == [], "it stood by again"

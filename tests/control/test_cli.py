@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 import urllib.request
@@ -250,6 +251,27 @@ def test_check_config_refuses_to_listen_without_keys(capsys: pytest.CaptureFixtu
     assert "without keys the bus may only listen on the loopback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--advertise=foo", "advertise = 'foo': expected tcp://HOST:PORT"),
+        ("--advertise=tcp://10.0.0.5", "advertise = 'tcp://10.0.0.5': expected tcp://HOST:PORT"),
+        ("--advertise=tcp://a:1,tcp://b:1", "expected tcp://HOST:PORT"),
+        ("--advertise=tcp://10.0.0.5:0", "expected tcp://HOST:PORT"),
+        ("--store=foo", "store = 'foo' is not a store; write etcd://127.0.0.1:2379"),
+        ("--store-login-file=/nowhere", "store_login_file = /nowhere cannot be read"),
+    ],
+)
+def test_check_config_refuses_what_several_coordinators_cannot_use(
+    given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Agents would be sent to an address that is none, by a leader that has no other fault."""
+    command = ["coordinator", "--insecure-loopback", "--check-config", "--store=etcd://127.0.0.1:2379"]
+    assert main([*command, "--advertise=tcp://10.0.0.5:5750"]) == 0
+    assert main([*command, given]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
     """The coordinator's settings are counted: more of them must be worth it."""
     assert main(["coordinator", "--check-config", "--journal", "x.sqlite", "--insecure-loopback"]) == 0
@@ -416,6 +438,23 @@ def _line_with(process: subprocess.Popen[str], event: str) -> str:
         if event in line:
             return line
     pytest.fail(f"it ended without {event}")
+
+
+def test_what_a_coordinator_does_without_is_warned_of_at_once(tmp_path: Path) -> None:
+    """Though it cannot reach its store: nobody would learn why it does nothing, nor that it has no keys."""
+    command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format=json", "--insecure-loopback"]
+    command += ["--router-port=0", "--http-port=0", "--store=etcd://127.0.0.1:1", f"--journal={tmp_path / 'j'}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        late = threading.Timer(DEADLINE_S, process.kill)
+        late.start()
+        try:
+            assert '"warning"' in _line_with(process, "insecure")
+            assert str(tmp_path / "j") in _line_with(process, "journal_not_used")
+            assert "127.0.0.1:1: ConnectionRefusedError" in _line_with(process, "store_unavailable")
+        finally:
+            late.cancel()
+            process.kill()
+    assert not list(tmp_path.iterdir())
 
 
 def test_coordinator_runs_until_told_to_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

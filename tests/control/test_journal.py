@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -275,6 +276,88 @@ def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, repl
     with pytest.raises(JournalError, match="was removed or replaced"):
         journal.confirm()
     journal.close()
+
+
+@pytest.mark.parametrize("main", ["moved away", "emptied", "behind a link"])
+def test_a_start_deletes_no_decisions_of_a_file_that_was_taken_away(tmp_path: Path, main: str) -> None:
+    """They are all in the `-wal` yet. Who is started anew by a supervisor refuses, and the file put back has them all.
+
+    SQLite deletes a `-wal` whose main file is absent or empty.
+    """
+    path, moved = tmp_path / "j", tmp_path / "moved"
+    if main == "behind a link":
+        (tmp_path / "disk").mkdir()
+        path.symlink_to(tmp_path / "disk" / "j")
+    there = path.resolve()
+    journal = SqliteJournal(path, by=1)
+    for record in RECORDS:
+        journal.write(record)
+    committed = journal.restore()
+    there.rename(moved)
+    if main == "emptied":
+        there.touch(mode=0o640)
+    with pytest.raises(JournalError, match="was removed or replaced"):
+        journal.confirm()
+    journal.close()
+
+    def left() -> dict[Path, tuple[int, int, bytes]]:
+        files = [each for each in tmp_path.rglob("*") if each.is_file()]
+        return {each: ((found := each.stat()).st_mode, found.st_mtime_ns, each.read_bytes()) for each in files}
+
+    before = left()
+    found = "is empty" if main == "emptied" else "is not there"
+    for _ in range(2):
+        with pytest.raises(JournalError, match=f"{found}, but .*j-wal holds .* a start would delete them") as refused:
+            SqliteJournal(path, by=1)
+        assert f"move {there}-wal away" in refused.value.advice
+        assert left() == before
+
+    moved.replace(there)
+    again = SqliteJournal(path, by=1)
+    found_again = again.restore()
+    again.close()
+    assert {name: (each.committed, each.answers) for name, each in found_again.items()} == {
+        name: (each.committed, each.answers) for name, each in committed.items()
+    }
+    assert found_again[Channel("policy")].committed is not None
+
+
+def test_a_log_that_is_moved_away_lets_a_journal_begin_anew(tmp_path: Path) -> None:
+    """As the refusal says. An empty `-wal`, which holds nothing, is in nobody's way."""
+    for empty in (tmp_path / "j", tmp_path / "j-wal"):
+        empty.touch()
+    with contextlib.closing(SqliteJournal(tmp_path / "j")) as journal:
+        journal.write(taken(1))
+        (tmp_path / "j").unlink()
+    with pytest.raises(JournalError, match="is not there, but"):
+        SqliteJournal(tmp_path / "j")
+    (tmp_path / "j-wal").rename(tmp_path / "away")
+    with contextlib.closing(SqliteJournal(tmp_path / "j")) as journal:
+        assert journal.restore() == {}
+
+
+def test_a_first_start_that_is_cut_off_leaves_no_log_without_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it ends, the next one begins: the main file has its first page before there is a log."""
+    seen: list[list[int]] = []
+    files = tmp_path / "j", tmp_path / "j-wal"
+
+    def look_at(_statement: str) -> None:
+        seen.append([each.stat().st_size if each.exists() else 0 for each in files])
+
+    connect = sqlite3.connect
+
+    def traced(*given: Any, **how: Any) -> sqlite3.Connection:
+        opened: sqlite3.Connection = connect(*given, **how)
+        opened.set_trace_callback(look_at)
+        return opened
+
+    monkeypatch.setattr(sqlite3, "connect", traced)
+    SqliteJournal(files[0]).close()
+    assert [0, 0] in seen
+    assert any(log for _, log in seen)
+    assert all(main for main, log in seen if log)
 
 
 def test_audit_tells_the_story(tmp_path: Path) -> None:

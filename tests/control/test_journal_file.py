@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -40,7 +41,7 @@ def refused(path: Path, reason: str, kind: type[JournalError] = JournalError) ->
     with pytest.raises(kind, match=reason) as error:
         SqliteJournal(path)
     assert type(error.value) is kind
-    assert "name another file with --journal" in str(error.value)
+    assert re.search("name (another file|one) with --journal", str(error.value))
     assert left(path.parent) == before
 
 
@@ -68,7 +69,9 @@ def test_a_device_is_refused(tmp_path: Path) -> None:
         except PermissionError:
             pytest.skip("this root may make no devices")
     before = device.stat()
-    with pytest.raises(JournalError, match="is a device, a socket or a pipe, expected a regular file; name one"):
+    with pytest.raises(
+        JournalError, match="is a device, a socket or a pipe, expected a regular file; name one with --journal"
+    ):
         SqliteJournal(device)
     assert (device.stat().st_mode, device.stat().st_ctime_ns) == (before.st_mode, before.st_ctime_ns)
 

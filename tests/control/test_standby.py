@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import structlog
 
+from weightbus.control import standby as module
 from weightbus.control.cli import main
 from weightbus.control.coordinator_settings import CoordinatorSettings
 from weightbus.control.dealer import DealerLink
 from weightbus.control.election import Election, Leader
+from weightbus.control.etcd import EtcdUnavailable
 from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.control.messages import Bye, Code, Heartbeat, Hello, Refused, Role, ToCoordinator
 from weightbus.control.rejection import REJECTED_KEY
@@ -116,6 +119,33 @@ def test_people_who_ask_a_standby_are_told_who_leads(
         pause.wait(0.02)
     assert main([command, f"--url={url}"]) == 1
     assert "stands by; 'c0' leads, with agents at tcp://127.0.0.1:1: name its HTTP port" in capsys.readouterr().err
+
+
+class Unreachable:
+    """An election at a store that cannot be asked, for one reason after the other; then it is stopped."""
+
+    def __init__(self, standby: Standby, problems: Sequence[str]) -> None:
+        self._standby, self._problems = standby, list(problems)
+
+    def stand(self) -> Leader:
+        problem = self._problems.pop(0)
+        if not self._problems:
+            self._standby.stop()
+        if not problem:
+            return Leader("c0", "tcp://127.0.0.1:1")
+        raise EtcdUnavailable(["127.0.0.1:1"], problem)
+
+
+def test_a_store_that_cannot_be_asked_is_told_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the start on, where nobody has been asked before, and again when it went away again."""
+    monkeypatch.setattr(module, "ASK_S", 0.0)
+    standby = Standby(CoordinatorSettings(insecure_loopback=True, router_port=0, http_port=0), None)
+    problems = ["refused", "refused", "timed out", "timed out", "", "timed out", "timed out"]
+    with structlog.testing.capture_logs() as lines:
+        assert standby.run(cast("Election", Unreachable(standby, problems))) is None
+    found = [(line["event"], line.get("problem")) for line in lines]
+    gone = "store_unavailable"
+    assert found == [(gone, "refused"), (gone, "timed out"), ("stands_by", None), (gone, "timed out")]
 
 
 def test_no_alarm_goes_off_at_a_standby(standby: Standby) -> None:
