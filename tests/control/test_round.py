@@ -651,7 +651,7 @@ def test_an_engine_that_resumed_by_itself_is_not_waited_for() -> None:
         "e0": (Outcome.ABORTED, "it resumed by itself"), "e1": (Outcome.COMMITTED, ""),
     }  # fmt: skip
     assert (e0.weights, e0.generating) == (0, True)
-    assert world.ready == ("e1",), "the other one serves a version that is not committed"
+    assert world.ready == ("e1",), "the other one serves what was before"
     safe(world)
 
 
