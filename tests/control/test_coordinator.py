@@ -66,7 +66,19 @@ from weightbus.control.messages import (
 from weightbus.control.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
 
 from . import world as world_module
-from .world import CHANNEL, LIMITS, MANIFEST, Engine, World, digest, one_by_one, readiness_of, table_of
+from .world import (
+    CHANNEL,
+    LIMITS,
+    MANIFEST,
+    Engine,
+    Trainer,
+    World,
+    digest,
+    one_by_one,
+    readiness_of,
+    table_of,
+    trainer_info,
+)
 
 PROTOCOL = Path(states.__file__).with_name("PROTOCOL.md")
 
@@ -317,6 +329,30 @@ def test_what_is_committed_can_be_read_whatever_else_is_put() -> None:
         blob = bytes([number]) * 300
         trainer.say(PutBlob(request=trainer.key(), digest=digest(blob), page=0, pages=1), blob)
     world.settle()
+    for known in (MANIFEST, table_of(1)):
+        engine.say(GetBlob(request=engine.key(), digest=digest(known), page=0))
+    world.settle()
+    assert len(engine.got(BlobPage)) == 2
+    assert not engine.got(Refused)
+
+
+def test_what_another_channel_has_committed_can_be_read_whatever_is_put() -> None:
+    """The store is one for all: what a trainer puts for its own channel takes no other's manifest or table."""
+    world = World(msgspec.structs.replace(LIMITS, blob_bytes=1024))
+    engine = world.engine("e0")
+    world.publish(world.trainer(), 1)
+    other = Trainer(world, "other", trainer_info())
+    hello = msgspec.structs.replace(other.hello(), channel=Channel("other"))
+    other.hello = lambda: msgspec.structs.replace(hello, incarnation=other.incarnation)  # type: ignore[method-assign]
+    world.agents["other"] = other
+    other.live()
+    world.settle()
+    other.say(Acquire(request=other.key(), channel=Channel("other"), version=Version(1)))
+    for number in range(8):
+        blob = bytes([number]) * 300
+        other.say(PutBlob(request=other.key(), digest=digest(blob), page=0, pages=1), blob)
+    world.settle()
+    assert not codes(world, "other")
     for known in (MANIFEST, table_of(1)):
         engine.say(GetBlob(request=engine.key(), digest=digest(known), page=0))
     world.settle()

@@ -235,6 +235,42 @@ def test_reconnect_of_the_same_life_keeps_its_seat() -> None:
     assert len(world.machine.members) == 1
 
 
+def test_an_agent_has_one_connection() -> None:
+    """The one that it came from before is closed: nothing is said on it any more, and nothing kept for it."""
+    world = World()
+    engine = world.engine("e0")
+    before = engine.peer
+    engine.connect()
+    (hello,) = [message for agent, message, _ in world.queue if agent is engine]
+    effects = world.handle(MessageReceived(peer=engine.peer, message=hello))
+    assert [each.peer for each in effects if isinstance(each, Evict)] == [before]
+    effects = world.handle(MessageReceived(peer=engine.peer, message=hello))
+    assert not [each for each in effects if isinstance(each, Evict)], "it said the same again where it is"
+
+
+@pytest.mark.parametrize("role", [Role.TRAINER, Role.ENGINE])
+def test_who_is_missed_again_has_no_longer_to_come_back(role: Role) -> None:
+    """It counts from when its connection was missed first, however often somebody begins to stand still for it."""
+    members = Membership(LIMITS)
+    name = AgentId("a")
+    hello = Hello(
+        request=RequestId("k"),
+        agent=name,
+        role=role,
+        channel=CHANNEL,
+        incarnation=Incarnation("first"),
+        engine=engine_info() if role is Role.ENGINE else None,
+        trainer=trainer_info() if role is Role.TRAINER else None,
+    )
+    members.join(hello, Peer(b"1"), 0.0)
+    members.disconnect(Peer(b"1"), 1.0)
+    members.expect(name, 1.0)
+    members.expect(name, 3.0)
+    assert members.next_deadline() == 1.0 + LIMITS.reconnect_s
+    assert members.lost(1.0 + LIMITS.reconnect_s - 0.1) == []
+    assert [agent.name for agent in members.lost(1.0 + LIMITS.reconnect_s)] == [name]
+
+
 URL = "http://10.0.0.7:30000"
 
 

@@ -16,6 +16,7 @@ from weightbus.control.events import PeerLost
 from weightbus.control.ids import AgentId, Epoch
 from weightbus.control.limits import Limits
 from weightbus.control.messages import (
+    Abandon,
     Abort,
     Acquire,
     Alive,
@@ -41,6 +42,7 @@ from weightbus.control.messages import (
     Verified,
     Withdraw,
 )
+from weightbus.control.states import EnginePhase
 
 from .world import CHANNEL, Engine, Trainer, World, digest
 
@@ -611,6 +613,97 @@ def test_what_is_proven_is_committed_when_the_trainer_is_lost_and_nobody_takes_a
     assert world.committed == 1
     assert world.ready == ("e0",)
     assert e1.generating
+    safe(world)
+
+
+def test_a_trainer_that_still_sends_is_not_asked_to_send_again() -> None:
+    """One engine has proven all, the other broke: what it is sent again begins when the first attempt is over."""
+    world, _, e1, trainer = fleet()
+    e1.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "connection reset")
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    world.advance(world.limits.reconnect_s + world.limits.grace_s)
+    assert [each.epoch for each in trainer.got(Send) if isinstance(each, Send)] == [1]
+    assert trainer.done is None
+    trainer.stop_before, trainer.deaf = None, False
+    trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=Epoch(1)))
+    world.settle()
+    assert [each.epoch for each in trainer.got(Send) if isinstance(each, Send)] == [1, 2]
+    assert world.ready == ("e0", "e1")
+    safe(world)
+
+
+def test_an_engine_that_resumed_by_itself_is_not_waited_for() -> None:
+    """It stood still, heard nothing for too long, and serves what it did: the others get the version at once."""
+    world, e0, _, trainer = fleet()
+
+    def resume(message: Message) -> ToCoordinator:
+        assert isinstance(message, Transfer)
+        e0.generating = True
+        return Serving(request=e0.key(), channel=CHANNEL, epoch=message.epoch, version=None, seconds=0.1, paused_s=10.0)
+
+    e0.script[Transfer] = resume
+    trainer.acquire(1)
+    world.settle()
+    assert trainer.done, "without any time that passed"
+    assert {each.engine: (each.outcome, each.reason) for each in trainer.done.engines} == {
+        "e0": (Outcome.ABORTED, "it resumed by itself"), "e1": (Outcome.COMMITTED, ""),
+    }  # fmt: skip
+    assert (e0.weights, e0.generating) == (0, True)
+    assert world.ready == ("e1",), "the other one serves what was before"
+    safe(world)
+
+
+def test_an_engine_whose_time_is_over_may_say_so_itself() -> None:
+    """`grace_s` longer than it was given is waited for its own account, after which it is sent everything again."""
+    world, e0, _, trainer = fleet()
+    trainer.policy = Policy(transfer_timeout_s=30.0)
+    taken: list[Message] = []
+
+    def hang(message: Message) -> None:
+        taken.append(message)
+        e0.deaf = True
+
+    e0.script[Transfer] = hang
+    trainer.acquire(1)
+    world.settle()
+    (order,) = taken
+    assert isinstance(order, Transfer)
+    assert order.deadline_s == 30.0
+    world.advance(30.0 + world.limits.grace_s - 1.0)
+    e0.deaf = False
+    e0.say(e0.failed(order, Step.TRANSFER, "not done within 30 s"))
+    world.settle()
+    assert trainer.done
+    assert {each.engine: each.outcome for each in trainer.done.engines} == {
+        "e0": Outcome.COMMITTED, "e1": Outcome.COMMITTED,
+    }  # fmt: skip
+    assert world.ready == ("e0", "e1")
+    safe(world)
+
+
+def test_a_turn_that_has_proven_what_it_holds_when_the_trainer_gives_up_goes_on() -> None:
+    """The version is durable since the turn before: who holds it serves it, and nobody stays out."""
+    world, e0, e1, trainer = fleet()
+    trainer.policy = Policy(max_paused=1)
+    trainer.acquire(1)
+    while world.queue and not e0.label:
+        world.step()
+    trainer.stop_before = Sent
+    world.settle()
+    round_ = world.machine.channels[CHANNEL].round
+    assert round_
+    assert (round_.members[e1.name].phase, round_.durable) == (EnginePhase.VERIFIED, True)
+    trainer.stop_before, trainer.deaf = None, False
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=round_.epoch, reason="enough"))
+    world.settle()
+    assert trainer.done
+    assert {each.engine: each.outcome for each in trainer.done.engines} == {
+        "e0": Outcome.COMMITTED, "e1": Outcome.COMMITTED,
+    }  # fmt: skip
+    assert (e1.label, e1.generating) == (1, True)
+    assert world.ready == ("e0", "e1")
     safe(world)
 
 

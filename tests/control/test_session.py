@@ -223,6 +223,20 @@ def test_forgotten_agent_says_hello_again_once(joined: Conversation) -> None:
     assert Transmit(ACQUIRE, None) in joined.welcome(boot=2)
 
 
+def test_a_welcome_to_an_earlier_hello_lets_nobody_in(joined: Conversation) -> None:
+    """It may have been under way for long: only that to the last `Hello` is from a coordinator that knows the agent."""
+    joined.ask()
+    before = joined.key
+    joined(refusal(Code.UNKNOWN_AGENT, RequestId("heartbeat")))
+    now, joined.key = joined.key, before
+    assert joined.welcome(boot=1) == ()
+    assert joined.session.phase is Phase.JOINING
+    joined.key = now
+    effects = joined.welcome(boot=2)
+    assert [type(each) for each in effects] == [Join, Transmit]
+    assert joined.session.phase is Phase.JOINED
+
+
 def test_refused_request_raises_for_its_caller_only(joined: Conversation) -> None:
     """The caller gets code, reason and when to try again."""
     joined.ask()

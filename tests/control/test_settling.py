@@ -7,7 +7,7 @@ import pytest
 
 from weightbus.control.duties import Duties
 from weightbus.control.engines import Engine
-from weightbus.control.events import PeerLost, StopRequested
+from weightbus.control.events import MessageReceived, PeerLost, StopRequested
 from weightbus.control.fleet import Fleet
 from weightbus.control.ids import Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.membership import Agent
@@ -18,6 +18,7 @@ from weightbus.control.messages import (
     Commit,
     Held,
     Message,
+    Offered,
     Outcome,
     Pause,
     Policy,
@@ -165,6 +166,72 @@ def test_who_is_back_on_another_connection_is_told_at_once() -> None:
     e0.connect()
     world.settle()
     assert len(e0.got(Prepare)) == told + 1
+
+
+def test_who_is_back_before_it_heard_anything_is_told_all_of_it_again() -> None:
+    """To stand still and what for, which are said at once: the second is not waited for until time is over."""
+    world = World()
+    e0, trainer = world.engine("e0"), world.trainer()
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    e0.deaf, trainer.deaf, trainer.stop_before = True, False, None
+    assert trainer.offering
+    trainer.say(trainer.offering)
+    world.settle()
+    assert (len(e0.got(Pause)), len(e0.got(Transfer))) == (1, 1)
+    world.handle(PeerLost(peer=e0.peer))
+    e0.deaf = False
+    e0.connect()
+    world.settle()
+    assert (len(e0.got(Pause)), len(e0.got(Transfer))) == (2, 2)
+    assert world.committed == 1
+    assert world.ready == ("e0",)
+
+
+def test_who_failed_at_what_is_over_is_told_to_resume_until_it_has() -> None:
+    """Its failure is late: the round that it is about has ended, and its `Abort` was not answered yet."""
+    world = World()
+    e0, trainer = world.engine("e0"), world.trainer()
+    got: list[Message] = []
+
+    def hang(message: Message) -> None:
+        got.append(message)
+        e0.deaf = True
+
+    e0.script[Transfer] = hang
+    trainer.acquire(1)
+    world.settle()
+    round_ = world.machine.channels[CHANNEL].round
+    assert round_
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=round_.epoch, reason="enough"))
+    world.settle()
+    world.advance_until(lambda: world.machine.channels[CHANNEL].round is None, 100.0)
+    e0.say(e0.failed(got[0], Step.TRANSFER, "the group broke"))
+    world.settle()
+    assert not e0.generating
+    e0.deaf = False
+    world.advance(world.limits.retry_max_s + 1.0)
+    assert e0.generating
+    assert world.ready == ("e0",)
+
+
+def test_who_was_settled_is_not_settled_again_by_saying_that_it_heard() -> None:
+    """Its heartbeat names the epoch of what it was told, before its server has answered: that is news of nothing."""
+    world = World()
+    e0, trainer = world.engine("e0"), world.trainer()
+    world.publish(trainer, 1)
+    told = len(e0.got(Commit))
+    e0.ignore(Commit)
+    world.restart()
+    assert len(e0.got(Commit)) == told + 1
+    assert e0.epoch == world.machine.channels[CHANNEL].epoch
+    world.handle(MessageReceived(peer=e0.peer, message=e0.heartbeat()))
+    world.settle()
+    assert len(e0.got(Commit)) == told + 1
+    world.advance(world.limits.retry_s)
+    assert len(e0.got(Commit)) == told + 2, "as nothing was answered"
+    assert world.ready == ("e0",)
 
 
 def test_a_trainer_that_is_lost_while_bytes_travel_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

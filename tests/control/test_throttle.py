@@ -43,6 +43,16 @@ def test_who_goes_on_is_cut_off_until_it_was_quiet() -> None:
     assert throttle.account("flood").pace(2.5 * PENANCE_S + PENANCE_S + 0.1) is Pace.TAKEN
 
 
+def test_who_held_back_to_half_of_its_room_has_all_its_patience_again() -> None:
+    """Two floods that are too short each are not one that is long enough; and it is told of the second one too."""
+    account = Throttle(rate=10.0, burst=10, patience=20).account("flood")
+    first = [account.pace(0.0) for _ in range(26)]
+    second = [account.pace(0.7) for _ in range(22)]
+    assert Pace.CUT not in first + second
+    assert [first.count(Pace.SLOWED), second.count(Pace.SLOWED)] == [1, 1]
+    assert account.pace(1.0) is Pace.TAKEN, "it is still listened to"
+
+
 def test_an_account_is_the_speaker_s_whoever_keeps_it() -> None:
     """Two connections of one key have one rate; one that was forgotten while it was within it begins anew."""
     throttle = Throttle(rate=10.0, burst=10)
