@@ -222,7 +222,7 @@ def configure_logging(level: str = "info", style: str = "auto") -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *(_for_people() if human else (structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer())),
+            *(_for_people() if human else _for_programs()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(numeric),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -247,6 +247,12 @@ class _Shown(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def _for_programs() -> tuple[structlog.typing.Processor, ...]:
+    # Without the local variables of a traceback, which is the default: keys and tokens are among them.
+    plain_facts = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return structlog.processors.ExceptionRenderer(plain_facts), structlog.processors.JSONRenderer()
 
 
 def _for_people() -> tuple[structlog.typing.Processor, ...]:

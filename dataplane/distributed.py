@@ -32,6 +32,7 @@ from .deadline import Deadline
 from .engine_groups import STILL_FORMING_S, STILL_S, EngineGroups, StoodStill, Stragglers
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from .meeting import POLL_S, Meeting, holding, new_token, settled, source_name
+from .sealed_frames import bracketed
 from .sources import Groups, Sources
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
@@ -106,8 +107,8 @@ class DistributedSender:
         self._token = new_token()
         self._meeting = Meeting(join_store(self._store), session.epoch, self._token)
         world_size = 1 + sum(peer.tp for peer in peers)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return Address(f"tcp://{host}:{self._store.port}", self._group_name(), backend, world_size, self._token)
+        address = f"tcp://{bracketed(self._host)}:{self._store.port}"
+        return Address(address, self._group_name(), backend, world_size, self._token)
 
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
         """Wait until every engine's ranks are in the group: the one from the last round, or a new one.

@@ -148,6 +148,11 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, port
 
 
+def bracketed(host: str) -> str:
+    """As it stands before a port: a colon of IPv6 is none between the two."""
+    return f"[{host}]" if ":" in host else host
+
+
 def address_towards(host: str, port: int) -> str:
     """The address of this machine at which whoever is at `host` sees it. Nothing is sent."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

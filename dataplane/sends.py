@@ -31,6 +31,7 @@ from .meeting import new_token
 from .plan import Plan, distances, make_plan
 from .recording import Recording
 from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
+from .sealed_frames import bracketed
 from .seats import crowded
 from .sends_ends import NOBODY, End, Formed, Stood, alike, seen_by
 from .transport import JOIN_S, Address, Peer, Session, Slot
@@ -450,11 +451,10 @@ class SendsSender:
     def _group(
         self, size: int, rank: int, name: str, store: TCPStore | None, *, ranks: int = 0, stands: bool = False
     ) -> wire.Group:
-        host = f"[{self._host}]" if ":" in self._host else self._host
         return wire.Group(
-            store=f"tcp://{host}:{store.port}" if store else "", name=name, size=size, rank=rank, form_s=self._form_s,
-            turn_s=self._turn_s, nixl=self._nixl, stands=stands, ranks=ranks,
-            keep_s=self._keep_s if self._stood.room else 0.0,
+            store=f"tcp://{bracketed(self._host)}:{store.port}" if store else "",
+            name=name, size=size, rank=rank, form_s=self._form_s, turn_s=self._turn_s,
+            nixl=self._nixl, stands=stands, ranks=ranks, keep_s=self._keep_s if self._stood.room else 0.0,
         )  # fmt: skip
 
     def _letters(self, holder: int, end: End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.sealed_frames import host_and_port
+from weightbus.dataplane.sealed_frames import bracketed, host_and_port
 from weightbus.dataplane.transport import Address, SharedBucket
 
 from .dialects import Dialect, dialect_of
@@ -328,7 +328,7 @@ class SGLangServer:
         """init_weights_update_group. Stops the server's scheduler until the whole group has come, or `leave_group`."""
         host, port = self._met_at(address)
         body = {
-            "master_address": f"[{host}]" if ":" in host else host,
+            "master_address": bracketed(host),
             "master_port": port,
             "rank_offset": rank_offset,
             "world_size": address.world_size,

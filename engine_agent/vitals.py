@@ -16,7 +16,7 @@ VERIFY_S: Final = 240.0
 """Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
 _PROOF_S: Final = 15.0
 _PROOF_BYTES_S: Final = 1e8
-"""A CPU digests several times as many, a GPU thousands of times."""
+"""Meant to be far below what any machine digests: who is slower is taken to stand still."""
 _ASK_S: Final = 2.0
 
 

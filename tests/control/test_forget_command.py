@@ -41,6 +41,15 @@ def test_what_is_named_is_forgotten_and_the_rest_kept(path: Path, capsys: pytest
     journal.close()
 
 
+def test_a_file_and_a_store_are_not_named_together(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them would be left as it is, without a word."""
+    assert main(["forget-channel", "policy", "--journal", str(path), "--store", "etcd://127.0.0.1:1"]) == 2
+    assert "name the one that is meant" in capsys.readouterr().err
+    journal = SqliteJournal(path)
+    assert sorted(journal.restore()) == ["policy", "run-1"]
+    journal.close()
+
+
 def test_a_name_that_is_not_known_changes_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor do those beside it: it is likely to be a typing error."""
     assert main(["forget-channel", "run-1", "run-2", "--journal", str(path)]) == 1

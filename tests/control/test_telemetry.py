@@ -97,3 +97,21 @@ def test_log_lines(capsys: pytest.CaptureFixture[str], style: str, is_json: bool
     if is_json:
         entry = json.loads(line)
         assert (entry["event"], entry["level"], entry["version"]) == ("round_ended", "info", 3)
+
+
+def test_a_traceback_in_json_has_no_local_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys and tokens are among them, and logs are read by others."""
+    configure_logging("info", "json")
+    try:
+        _failing("a token of its own", 6)
+    except ValueError:
+        structlog.get_logger().exception("failed")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["exception"][0]["exc_value"] == "a token of 6 letters"
+    assert "of its own" not in line
+
+
+def _failing(token: str, letters: int) -> None:
+    message = f"a token of {letters} letters"
+    assert token
+    raise ValueError(message)
