@@ -353,7 +353,7 @@ def _merit(kind: TransportKind, ends: Ends) -> str:
         case TransportKind.LOCAL:
             return "on the trainer's host, whole buckets through shared memory"
         case TransportKind.DISTRIBUTED:
-            return "one collective group, whole buckets to every worker"
+            return "broadcasts in collective groups, whole buckets to every worker"
         case TransportKind.DISK:
             return "a checkpoint in a folder that both see"
 

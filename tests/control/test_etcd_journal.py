@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, etcd_member
+from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, quick_etcd_member
 from weightbus.control.answers import ANSWERS, ending
 from weightbus.control.cli import main
 from weightbus.control.effects import ChannelForgotten
@@ -36,8 +36,8 @@ CALL_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdMember]:
-    with etcd_member(tmp_path_factory.mktemp("etcd")) as running:
+def member() -> Iterator[EtcdMember]:
+    with quick_etcd_member() as running:
         yield running
 
 
@@ -90,8 +90,8 @@ LOGIN = Login("weightbus", "pass:word")
 
 
 @pytest.fixture(scope="module")
-def locked_member(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdMember]:
-    with etcd_member(tmp_path_factory.mktemp("locked")) as running:
+def locked_member() -> Iterator[EtcdMember]:
+    with quick_etcd_member() as running:
         running.lock(LOGIN, "test", "tesu")
         yield running
 

@@ -62,6 +62,8 @@ class Round(msgspec.Struct, frozen=True):
     total_s: float
     pause_s: float
     """How long a request that is running waits."""
+    beside_s: float | None
+    """... of engines that have memory to take all of it beside what they serve. Null unless all go by sends."""
     loads: tuple[Load, ...]
     """Busiest first."""
     kept_gigabytes: float
@@ -98,8 +100,17 @@ def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> 
     # The first engine that stops and the last that goes on see most of it; of those two steps one sees about half.
     half = sum(step.seconds for step in steps if step.name in {"pause", "resume"}) / 2
     pause = sum(step.seconds for step in steps if step.paused) - half
+    flip = volume.kept / rate(fleet.links.device, figures.DEVICE_GB_S)
+    by_sends = all(group.way is Way.SENDS for group in ground.groups)
     ordered = tuple(sorted((*loads, *by_root), key=lambda load: -load.seconds))
-    return Round(steps, sum(step.seconds for step in steps), pause, ordered, volume.kept / _GB)
+    return Round(
+        steps,
+        sum(step.seconds for step in steps),
+        pause,
+        pause - moved + flip if by_sends else None,
+        ordered,
+        volume.kept / _GB,
+    )
 
 
 def _digest(volume: Volume, ground: Ground, *, assembled: bool) -> float:
@@ -137,9 +148,8 @@ def _links(links: Links, ground: Ground, traffic: Traffic) -> Iterator[Load]:
     nic = rate(links.nic, figures.NIC_GB_S)
     for direction, end in (("out of", source), ("into", target)):
         sent = sums(end, beyond)
-        if links.nics_per_host is None:
-            yield from _busiest(f"NIC {direction} GPU", "GPU", sent, nic)
-        else:
+        yield from _busiest(f"NIC {direction} GPU", "GPU", sent, nic)
+        if links.nics_per_host is not None:
             by_host = np.zeros(int(host.max()) + 1, np.int64)
             np.add.at(by_host, host, sent)
             yield from _busiest(f"NICs {direction} host", "host", by_host, nic * links.nics_per_host)
@@ -163,8 +173,8 @@ def _whole(links: Links, ground: Ground, volume: Volume, groups: list[Placed]) -
     host = np.array(ground.host, np.int64)
     total = volume.total / _GB
 
-    def load(link: str, nbytes: float, speed: float) -> Load:
-        return Load(link, "GPU 0", nbytes / _GB, nbytes / _GB, nbytes / speed)
+    def load(link: str, nbytes: float, speed: float, gpu: int = 0) -> Load:
+        return Load(link, f"GPU {gpu}", nbytes / _GB, nbytes / _GB, nbytes / speed)
 
     if volume.near_parcels:
         yield load("gathering over NVLink into GPU", volume.near_parcels, rate(None, figures.GATHER_GB_S))
@@ -173,9 +183,14 @@ def _whole(links: Links, ground: Ground, volume: Volume, groups: list[Placed]) -
         yield load("gathering over the NIC into GPU", volume.far_parcels, nic)
     ways = {group.way for group in groups}
     if Way.DISTRIBUTED in ways:
-        far = any(host[gpu] for group in groups if group.way is Way.DISTRIBUTED for row in group.gpu for gpu in row)
-        nvlink = rate(links.nvlink, figures.NVLINK_GB_S)
-        yield load(f"broadcast over {'the NIC' if far else 'NVLink'} out of GPU", volume.total, nic if far else nvlink)
+        takers = [gpu for group in groups if group.way is Way.DISTRIBUTED for row in group.gpu for gpu in row]
+        of_sources = {host[gpu] for gpu in range(0, ground.trainer.gpus, ground.trainer.gpus // volume.sources)}
+        far = [gpu for gpu in takers if {host[gpu]} != of_sources]
+        if far:
+            yield load("broadcast over the NIC into GPU", volume.total, nic, far[0])
+        else:
+            nvlink = rate(links.nvlink, figures.NVLINK_GB_S)
+            yield load("broadcast over NVLink into GPU", volume.total, nvlink, takers[0])
     if Way.LOCAL in ways:
         yield load("buckets read from GPU", volume.total, rate(links.device, figures.DEVICE_GB_S))
     if Way.DISK in ways:
@@ -190,7 +205,9 @@ def _calls(volume: Volume, groups: list[Placed]) -> float:
     for group in groups:
         if group.way is Way.DISK:
             continue
-        each = figures.LOCAL_BUCKET_S if group.way is Way.LOCAL else figures.GROUP_BUCKET_S
-        loader = figures.LOAD_PART_TENSOR_S if group.engines.tp > 1 else figures.LOAD_TENSOR_S
+        by_group = group.way is Way.DISTRIBUTED
+        each = figures.GROUP_BUCKET_S if by_group else figures.LOCAL_BUCKET_S
+        alone = figures.LOAD_GROUP_TENSOR_S if by_group else figures.LOAD_TENSOR_S
+        loader = figures.LOAD_PART_TENSOR_S if group.engines.tp > 1 else alone
         slowest = max(slowest, volume.buckets * each.value + volume.tensors * loader.value)
     return slowest

@@ -105,7 +105,21 @@ def test_rounds_by_sends() -> None:
     found = forecast.round(Fleet(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
     sent = recorded("nccl")["parts"]["speed"]
     assert forecast.tensors.total == sent["bytes"]
-    near(found.total_s, statistics.median(each["publish_s"] for each in sent["sends"][2:]), FACTOR)
+    steady = sent["sends"][2:]
+    near(found.total_s, statistics.median(each["publish_s"] for each in steady), FACTOR)
+    assert found.beside_s is not None
+    near(found.beside_s, statistics.median(each["engine_s"]["paused"] for each in steady), FACTOR)
+
+
+def test_rounds_of_stages_that_broadcast() -> None:
+    """Two pipeline stages, each its own part: a whole steady round, and the engine's pause."""
+    forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
+    stages = Trainer(gpus=2, gpus_per_host=2, pp=2)
+    found = forecast.round(Fleet(stages, (Engines(where=Where.HOSTS, way=Way.DISTRIBUTED),)))
+    measured = recorded("stages")
+    assert forecast.tensors.total == measured["bytes"]
+    near(found.total_s, measured["stage_wise_s"], FACTOR)
+    near(found.pause_s, measured["stage_wise_steps"]["engine_s"]["paused"], FACTOR)
 
 
 @pytest.mark.parametrize(

@@ -46,3 +46,31 @@ def test_nvlink_is_slower_where_both_ways_are_used(forecast: Forecast) -> None:
     aside = Fleet(TWO, (Engines(tp=2, where=Where.HOSTS, way=Way.DIRECT),), Links(nvlink=100.0))
     one = load(forecast, aside, "NVLink into GPU")
     assert one.seconds == pytest.approx(one.gigabytes / 100.0)
+
+
+@pytest.mark.parametrize("nics", [1, 100])
+def test_one_gpu_gets_no_more_than_one_nic_brings(forecast: Forecast, nics: int) -> None:
+    """However many its host has: they would be those of other GPUs."""
+    fleet = Fleet(TWO, (Engines(1, where=Where.OTHER),), Links(nic=10.0, nics_per_host=nics))
+    into = load(forecast, fleet, "NIC into GPU")
+    assert into.seconds == pytest.approx(into.gigabytes / 10.0)
+    assert forecast.round(fleet).total_s > into.seconds
+
+
+def test_a_stage_on_another_host_broadcasts_over_its_nic(forecast: Forecast) -> None:
+    """An engine beside the first stage gets nothing by NVLink from the second: the slower link counts."""
+    beside = Engines(1, where=Where.HOSTS, way=Way.DISTRIBUTED)
+    apart = Trainer(gpus=2, gpus_per_host=1, pp=2)
+    assert load(forecast, Fleet(apart, (beside,)), "broadcast over the NIC into GPU").where == "GPU 2"
+    together = Trainer(gpus=2, gpus_per_host=2, pp=2)
+    assert load(forecast, Fleet(together, (beside,)), "broadcast over NVLink into GPU").where == "GPU 2"
+
+
+def test_with_memory_for_it_a_request_waits_for_the_flip_alone(forecast: Forecast) -> None:
+    """And where one engine reads in its pause that says nothing."""
+    sends = Engines(1, where=Where.OTHER, way=Way.SENDS)
+    found = forecast.round(Fleet(TWO, (sends,), Links(nic=0.1)))
+    assert found.beside_s is not None
+    assert found.beside_s < 0.05 < found.pause_s
+    mixed = forecast.round(Fleet(TWO, (sends, Engines(tp=2, where=Where.GPUS, way=Way.DIRECT))))
+    assert mixed.beside_s is None
