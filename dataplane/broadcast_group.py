@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from . import backends
 from .deadline import Deadline
 from .errors import DeadlineExceeded, TransferFailed, Unsupported
+from .sealed_frames import family_of
 
 ROOT: Final = 0
 """SGLang's workers broadcast from rank 0 of the group, always."""
@@ -43,8 +44,13 @@ def backend_for(device: torch.device) -> str:
 
 
 def serve_store(host: str) -> c10d.TCPStore:
-    """A rendezvous store on an ephemeral port of `host` alone."""
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """A rendezvous store on an ephemeral port of `host` alone. Raises `TransferFailed` where there can be none."""
+    try:
+        listener = socket.create_server((host, 0), family=family_of(host))
+    except OSError as error:
+        raise TransferFailed(
+            f"no port can be opened on {host}: {error}: set host to an address of this machine"
+        ) from error
     port: int = listener.getsockname()[1]
     return c10d.TCPStore(
         host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()

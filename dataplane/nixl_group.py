@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import time
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
@@ -240,6 +241,11 @@ def _by_peer(parcels: Sequence[Parcel]) -> dict[int, list[torch.Tensor]]:
     for each in parcels:
         found.setdefault(each.peer, []).append(each.memory)
     return found
+
+
+def is_installed() -> bool:
+    """Whether NIXL is there to be imported."""
+    return any(importlib.util.find_spec(module) for module in _MODULES)
 
 
 def _agent(name: str) -> Any:

@@ -109,13 +109,12 @@ class SealedListener:
     def __init__(self, host: str, token: str) -> None:
         self._token = token
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, 0), family=family, backlog=128)
+            self._socket = socket.create_server((host, 0), family=family_of(host), backlog=128)
         except OSError as error:
             raise TransferFailed(
                 f"no port can be opened on {host}: {error}: set host to an address of this machine"
             ) from error
-        self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
+        self.address = f"tcp://{bracketed(host)}:{self._socket.getsockname()[1]}"
 
     def take(self, deadline: Deadline) -> SealedFrames:
         """The next connection, still to be greeted. Raises `DeadlineExceeded`, `PeerLost`."""
@@ -153,13 +152,18 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv6 where `host` has no address of IPv4. Raises OSError where it has none at all."""
+    found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+
+
 def address_towards(host: str, port: int) -> str:
     """The address of this machine at which whoever is at `host` sees it. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
             found: str = probe.getsockname()[0]
-        except OSError as error:
-            raise PeerLost(f"there is no way to {host}: {error}") from error
+    except OSError as error:
+        raise PeerLost(f"there is no way to {host}: {error}") from error
     return found

@@ -97,7 +97,9 @@ def receiver(
             return SendsReceiver(runtime_dir or default_runtime_dir(), ahead, beside=beside)
         case "distributed":
             from .distributed_receiver import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
+            from .rendezvous import ask_for_names  # noqa: PLC0415  the same
 
+            ask_for_names()
             return DistributedReceiver()
         case "disk":
             from .disk import DiskReceiver  # noqa: PLC0415  beside its sibling

@@ -340,8 +340,20 @@ def _tried(
         return None, dict.fromkeys(wanted, str(error))
     if exposure.unread and TransportKind.DIRECT in wanted:
         _log.log(level, "not_direct", reason=exposure.unread)
-        return exposure, {TransportKind.DIRECT: exposure.unread}
-    return exposure, {}
+        return exposure, {TransportKind.DIRECT: exposure.unread} | _without_nixl(settings)
+    return exposure, _without_nixl(settings)
+
+
+def _without_nixl(settings: TrainerSettings) -> dict[TransportKind, str]:
+    if settings.sends_over is not SendsOver.NIXL or TransportKind.SENDS not in settings.preferences():
+        return {}
+    from weightbus.dataplane import nixl_group  # noqa: PLC0415  costs the import of torch.distributed
+
+    if nixl_group.is_installed():
+        return {}
+    reason = "sends_over = nixl needs NIXL on the trainer too: install weightbus[nixl]"
+    _log.warning("not_by_sends", reason=reason)
+    return {TransportKind.SENDS: reason}
 
 
 class _Seal:

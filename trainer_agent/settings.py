@@ -132,6 +132,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             )
         if self.save_every and self.save_dir is None:
             raise ValueError("save_every needs save_dir, a folder for the checkpoints")
+        if self.host.startswith("["):
+            raise ValueError(f"host = {self.host}: give the address without brackets")
         if len(set(self.transport)) != len(self.transport):
             raise ValueError(f"transport names a kind twice: {', '.join(self.transport)}")
 

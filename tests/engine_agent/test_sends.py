@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import socket
 import sys
 import time
@@ -22,7 +21,7 @@ from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.doorman import GREETING_S
 from weightbus.dataplane.errors import DigestMismatch, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.inbox import Inbox
-from weightbus.dataplane.nixl_group import _MODULES
+from weightbus.dataplane.nixl_group import is_installed
 from weightbus.dataplane.outbox import Outbox
 from weightbus.dataplane.plan import Plan, make_plan
 from weightbus.dataplane.promptness import INTERVAL_S
@@ -94,9 +93,7 @@ def test_hosts_may_speak_ipv6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     world.close()
 
 
-@pytest.mark.skipif(
-    not any(importlib.util.find_spec(module) for module in _MODULES), reason="nixl is not installed: weightbus[nixl]"
-)
+@pytest.mark.skipif(not is_installed(), reason="nixl is not installed: weightbus[nixl]")
 def test_over_nixl_as_over_gloo(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place and beside, in several turns, the workers read what they store out of the ranks' memory."""
     monkeypatch.setenv("UCX_TLS", "tcp")
