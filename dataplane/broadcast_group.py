@@ -26,6 +26,12 @@ from .sealed_frames import family_of
 ROOT: Final = 0
 """SGLang's workers broadcast from rank 0 of the group, always."""
 
+TAKEN_S: Final = 30.0
+"""How long one bucket may take, and what its bytes take at `_LEAST_BYTES_S`, where nobody else shows how long it takes.
+
+A server puts the bucket before it into place meanwhile, and compiles kernels for the first one.
+"""
+_LEAST_BYTES_S: Final = 26e6
 _POLL_S: Final = 0.001
 
 
@@ -60,6 +66,11 @@ def serve_store(host: str) -> c10d.TCPStore:
 def join_store(server: c10d.TCPStore) -> c10d.TCPStore:
     """A client of `server`: it holds nothing open, so that the last reference to `server` ends the store for all."""
     return c10d.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)
+
+
+def to_be_taken(memory: torch.Tensor, deadline: Deadline) -> Deadline:
+    """When a broadcast of `memory` has to have ended, whoever stands still."""
+    return Deadline(min(deadline.left(), TAKEN_S + memory.nbytes / _LEAST_BYTES_S))
 
 
 class _Backend(backends.Receiving, Protocol):
@@ -97,6 +108,7 @@ class BroadcastGroup:
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every rank; returns when it may be written again."""
+        deadline = to_be_taken(memory, deadline)
         work = self.begin(memory, deadline)
         try:
             if self._device.type == "cuda":

@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from . import torch_threads
-from .broadcast_group import BroadcastGroup
+from .broadcast_group import BroadcastGroup, to_be_taken
 from .deadline import Deadline
 from .errors import TransferFailed
 from .sources import own_group
@@ -104,6 +104,7 @@ class EngineGroups:
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every engine; returns when it may be written again."""
+        deadline = to_be_taken(memory, deadline)
         stragglers = Stragglers("to take a bucket", time.monotonic(), STILL_S)
         works = [(group, group.begin(memory, deadline)) for group in self._groups]
         ended = [False] * len(works)

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.dataplane import engine_groups
+from weightbus.dataplane import broadcast_group, engine_groups
 from weightbus.dataplane.engine_groups import STILL_S, StoodStill, Stragglers
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import TensorSpec
@@ -68,6 +68,32 @@ def test_workers_that_stand_still_hold_no_other_engine(
     assert "stands still" in sender.failed["stopped"]
     assert isinstance(lives.join(), TransferFailed)
     until(lambda: not inside.is_set(), "the server to go on", PROMPT_S)
+    assert time.monotonic() - began < PROMPT_S
+    pool.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_source_waits_a_while_for_engines_that_all_stand_still(
+    tmp_path: Path, halves: Halves, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Nobody shows how long a bucket takes: by its bytes, then, and not until the end of the session."""
+    monkeypatch.setattr(broadcast_group, "TAKEN_S", 2.0)
+    places, manifest = Places(tmp_path), make_manifest(6)
+    session = make_session(1, 11, manifest)
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "all-still")
+    peers = [Peer(f"e{number}", 1) for number in range(count)]
+    address = sender.offer(session, peers)
+    for number, peer in enumerate(peers):
+        halves.start(
+            half="receiver", kind="distributed", root=str(tmp_path), epoch=1, version=11, engine=peer.engine, tp=1,
+            rank_offset=1 + number, address=msgspec.to_builtins(address), at=1, how="stop", buckets=6,
+        )  # fmt: skip
+    sender.ready(60.0)
+    began = time.monotonic()
+    with contextlib.suppress(TransferFailed):
+        send_all(sender, session, pool, 600.0)
+    sender.close()
+    assert set(sender.failed) == {peer.engine for peer in peers}
     assert time.monotonic() - began < PROMPT_S
     pool.close()
 
