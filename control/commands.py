@@ -27,7 +27,6 @@ from .settings_command import SettingsCommand
 from .sockets import libzmq_version
 from .telemetry import configure_logging
 
-
 _OF_STORES: Final = ("advertise", "name", "leader_s", "store_login_file")
 """Settings that are not looked at without `CoordinatorSettings.store`."""
 
