@@ -129,6 +129,11 @@ class SGLangServer:
         return bool(self.facts.speculative)
 
     @property
+    def launch(self) -> str:
+        """Tells this launch of the server from every other one."""
+        return self.facts.identity
+
+    @property
     def updating(self) -> bool:
         """A session is open, which `end_update` has to close before anything generates."""
         return self._session
@@ -356,9 +361,12 @@ class SGLangServer:
             if refused.status != 400:
                 raise
 
-    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
-        """Another process leaves these groups if this one ends or, while they are `used`, stands still."""
-        self._stand_in.entrust(groups, used=used)
+    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
+        """Another process leaves these groups if this one ends or, while they are `used`, stands still.
+
+        False where it may have left those that were named before.
+        """
+        return self._stand_in.entrust(groups, used=used)
 
     def end_update(self, deadline_s: float = CALL_S) -> None:
         """Close the session, if one is open. Says nothing about whether the updates in it worked."""
