@@ -20,7 +20,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     answers  receipts                   how questions and rounds were answered; which acknowledgements are owed
     blobs  publisher  story             manifests, who published, what was said lately
     status                              what may be known
-    deadlines                           the earlier of two
+    deadlines  recent                   the earlier of two; the last of many
 server  service                     the loop: the machine's hands; the process around them
     journal                             SQLite, and what any journal promises
     journal_file                        the file, before SQLite writes to it

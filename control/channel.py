@@ -30,7 +30,10 @@ from .messages import (
     Offered,
     Publish,
     Release,
+    Send,
     Sent,
+    ToAgent,
+    ToEngine,
     Topology,
 )
 from .outgoing import RECORDS, ChannelRecord, Out, Tell, together
@@ -268,6 +271,16 @@ class Channel(Standing):
             self._fleet.touch(name)
         engine.last_epoch = epoch
         return YES
+
+    def unsent(self, name: AgentId, message: ToAgent, reason: str, now: float) -> None:
+        """An agent cannot be told `message`: what it would have answered is not waited for."""
+        round_, told = self.round, f"{type(message).__name__} {reason}"
+        if isinstance(message, Send) and round_ is not None and message.epoch == round_.epoch:
+            round_.abandon(told, now)
+        elif isinstance(message, ToEngine) and self._takes_part(name) and round_ is not None:
+            round_.unsent(round_.members[name], message.epoch, told, now)
+        elif self._duties.get(name) is message:
+            self._fleet.unsent(name, told)
 
     # -- the journal's answers --------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from .messages import (
     Topology,
     Welcome,
 )
+from .recent import Recent
 from .security import curve_files
 from .session import (
     Asked,
@@ -142,7 +143,7 @@ class BusClient:
         self._over: WeightbusError | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weightbus-client", daemon=True)
-        self._known: set[Digest] = set()
+        self._known = Recent[Digest]()
         self._cache: OrderedDict[Digest, bytes] = OrderedDict()
 
     # -- life ----------------------------------------------------------------------------------------------------------

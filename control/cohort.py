@@ -315,6 +315,15 @@ class Cohort:
             self._move(member, EnginePhase.LOST)
             self._duties.drop(name)
 
+    def unsent(self, member: Member, reason: str, now: float) -> None:
+        """It cannot be told what comes next. Who cannot be told to end it either is left as it is."""
+        if member.phase in (_RESUMING, EnginePhase.LEAVING):
+            self._note_failure(member, reason)
+            self._move(member, EnginePhase.QUARANTINED)
+            self._duties.drop(member.name)
+        else:
+            self.leave(member, reason, now)
+
     def tick(self, now: float) -> None:
         """Time has passed: engines that the trainer gave up on, and that said nothing themselves, break."""
         for name in [name for name, give_up_at in self._doubted.items() if now >= give_up_at]:

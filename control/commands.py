@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import platform
 import resource
+import sys
 from typing import Annotated, Final
 
 import msgspec
@@ -19,11 +20,15 @@ from .candidate import Candidate
 from .coordinator_settings import CoordinatorSettings, default_journal
 from .etcd import parse_url, read_login
 from .log import get_log
+from .plain import plain
 from .server import on_signals
 from .service import Service, read_keys
 from .settings_command import SettingsCommand
 from .sockets import libzmq_version
 from .telemetry import configure_logging
+
+_OF_STORES: Final = ("advertise", "name", "leader_s", "store_login_file")
+"""Settings that are not looked at without `CoordinatorSettings.store`."""
 
 
 class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
@@ -39,6 +44,8 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
         if given.store:
             parse_url(given.store)
             read_login(given.store_login_file)
+        for event, told in _warnings(given):
+            print(plain(f"warning: {event}: {'; '.join(told.values())}"), file=sys.stderr)  # noqa: T201
 
     def do(self, given: CoordinatorSettings) -> int:
         """Serve until told to stop."""
@@ -56,9 +63,22 @@ def _warn(given: CoordinatorSettings) -> None:
     log = get_log(__name__)
     if given.insecure_loopback:
         log.warning("insecure", reason="no keys: whoever runs a process on this machine may publish weights")
+    for event, told in _warnings(given):
+        log.warning(event, **told)
+
+
+def _warnings(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
+    """What was set and is of no use: events, and what is said with each."""
+    found: list[tuple[str, dict[str, str]]] = []
     if given.store and given.journal != default_journal():
         reason = "with a store nothing is read from a file, nor written to it"
-        log.warning("journal_not_used", journal=str(given.journal), store=given.store, reason=reason)
+        found.append(("journal_not_used", {"journal": str(given.journal), "store": given.store, "reason": reason}))
+    usual = {field.name: field.default for field in msgspec.structs.fields(CoordinatorSettings)}
+    idle = [name for name in _OF_STORES if getattr(given, name) != usual[name]]
+    if idle and not given.store:
+        reason = "without --store this is the only coordinator, and these are settings of one of several"
+        found.append(("store_not_named", {"settings": ", ".join(idle), "reason": reason}))
+    return found
 
 
 def allow_connections() -> None:

@@ -39,6 +39,7 @@ from .events import (
     StopRequested,
     Tick,
     TrustLost,
+    Unsent,
 )
 from .ids import AgentId
 from .ids import Channel as ChannelId
@@ -202,6 +203,8 @@ class Coordinator:
                 self._received(work, now)
             case PeerLost():
                 self._attendance.disconnected(work.peer, now)
+            case Unsent():
+                self._unsent(work, now)
             case TrustLost():
                 self._flush(self._attendance.distrusted(work, now), now)
             case Tick():
@@ -245,6 +248,13 @@ class Coordinator:
         else:
             for peer in self.members.peers((late.agent,)):
                 self._out.refuse(peer, late.agent, late.question, late.answer)
+
+    def _unsent(self, event: Unsent, now: float) -> None:
+        """A command that nobody can be told is not waited for."""
+        for agent in filter(None, map(self.members.on, event.peers)):
+            channel = self.channels[agent.channel]
+            channel.unsent(agent.name, event.message, event.reason, now)
+            self._stirred[channel.name] = channel
 
     def _tick(self, now: float) -> None:
         self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))

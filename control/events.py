@@ -11,7 +11,7 @@ from typing import Final, NewType
 import msgspec
 
 from .ids import AgentId, Channel
-from .messages import Role, ToCoordinator
+from .messages import Role, ToAgent, ToCoordinator
 
 Peer = NewType("Peer", bytes)
 """One connection, by the id that the ROUTER gave it. A reconnected agent has a new one."""
@@ -65,6 +65,14 @@ class PeerLost(Event, frozen=True):
     peer: Peer
 
 
+class Unsent(Event, frozen=True):
+    """`message` is none that could travel: it reached none of `peers`, and never will."""
+
+    peers: tuple[Peer, ...]
+    message: ToAgent
+    reason: str
+
+
 class TrustLost(Event, frozen=True):
     """The allow-list does not trust `agent` any more, or not with the same."""
 
@@ -95,4 +103,4 @@ class StopRequested(Event, frozen=True):
     """Grant nothing more and bring running rounds to an end; `Coordinator.stopped` says when that is so."""
 
 
-AnyEvent = MessageReceived | Burst | PeerLost | TrustLost | Tick | Persisted | PersistFailed | StopRequested
+AnyEvent = MessageReceived | Burst | PeerLost | Unsent | TrustLost | Tick | Persisted | PersistFailed | StopRequested

@@ -170,6 +170,13 @@ class Fleet:
                 self._duties.drop(engine.name)
         return True
 
+    def unsent(self, name: AgentId, reason: str) -> None:
+        """An engine cannot be told what `settle` wants of it."""
+        self._duties.drop(name)
+        if engine := self.engines.get(name):
+            engine.reason = reason
+            self.touch(name)
+
     def touch(self, name: AgentId) -> None:
         """Something was said by or about this engine: judge anew whether it is ready."""
         self._touched[name] = None

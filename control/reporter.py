@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final, assert_never, get_args
 
 import msgspec
@@ -83,6 +83,8 @@ class Reporter:
         self._agents: dict[AgentId, tuple[Channel, Role]] = {}
         self._connections: Counter[str] = Counter()
         self._throttled: Counter[AgentId] = Counter()
+        self._counted: set[tuple[str, str, str]] = set()
+        """Labels of `telemetry.ENGINE_ROUNDS`."""
         self._refusals = Throttle(REFUSALS_LOGGED)
         meters.set(telemetry.JOURNAL_WRITABLE, 1)
 
@@ -150,7 +152,14 @@ class Reporter:
         set_all(telemetry.ENGINE_LAG, {(c, n): float(e.lag) for c, n, e in engines})
         set_all(telemetry.ENGINE_READY, {(c, n): float(e.ready) for c, n, e in engines})
         counts = Counter((str(channel), role.value) for channel, role in tuple(self._agents.values()))
+        self._forget({(str(channel), str(engine)) for channel, engine, _ in engines})
         set_all(telemetry.AGENTS_CONNECTED, {labels: float(count) for labels, count in counts.items()})
+
+    def _forget(self, known: Container[tuple[str, str]]) -> None:
+        """Engines that are shown no more are not counted either: where a fleet changes, names are new for months."""
+        for labels in [each for each in tuple(self._counted) if each[:2] not in known]:
+            self._counted.discard(labels)
+            self._meters.forget(telemetry.ENGINE_ROUNDS, *labels)
 
     def _refused(self, what: Refusal) -> None:
         """All are counted; of a flood only the first of each second are worth a line."""
@@ -194,6 +203,7 @@ class Reporter:
         for report in reports:
             outcome = report.outcome.value
             self._meters.add(telemetry.ENGINE_ROUNDS, channel=channel, engine=report.engine, outcome=outcome)
+            self._counted.add((channel, report.engine, outcome))
             if (paused := report.seconds.get("paused")) is not None:
                 self._meters.observe(telemetry.PAUSE_SECONDS, paused, channel=channel)
             if report.transport is not None:

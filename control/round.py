@@ -117,6 +117,11 @@ class Round:
         """An engine is gone, or another incarnation has its name. It no longer holds up the round."""
         self._cohort.lost(name, reason)
 
+    def unsent(self, member: Member, epoch: Epoch, reason: str, now: float) -> None:
+        """A member cannot be told a command of `epoch`."""
+        if epoch == member.epoch:
+            self._cohort.unsent(member, reason, now)
+
     def trainer_lost(self, reason: str, now: float) -> None:
         """The lease is gone. Before the bytes are across that ends the round; afterwards it can do without.
 

@@ -41,6 +41,7 @@ from .events import (
     StopRequested,
     Tick,
     TrustLost,
+    Unsent,
 )
 from .journal import Journal
 from .limits import Limits
@@ -238,7 +239,7 @@ class Server:
         try:
             gone = self._bus.send_to_all(peers, message)
         except ProtocolError as error:
-            self._unsent(message, error)
+            self._unsent(peers, message, error)
         else:
             self._events.extend(PeerLost(peer=peer) for peer in gone)
 
@@ -252,13 +253,14 @@ class Server:
         try:
             delivery = self._bus.send(peer, message, blob)
         except ProtocolError as error:
-            self._unsent(message, error)
+            self._unsent((peer,), message, error)
             return
         if delivery is Delivery.GONE:
             self._events.append(PeerLost(peer=peer))
 
-    def _unsent(self, message: ToAgent, error: ProtocolError) -> None:
+    def _unsent(self, peers: tuple[Peer, ...], message: ToAgent, error: ProtocolError) -> None:
         reason = f"could not be sent: {error}"
+        self._events.append(Unsent(peers=peers, message=message, reason=reason))
         self._observe(Refusal(agent="?", message=type(message).__name__, code=Code.NOT_ALLOWED, reason=reason))
 
     @property

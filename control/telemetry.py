@@ -171,6 +171,11 @@ class Meters:
         counter = self._counters.get(metric.name) or self._misused(metric, Kind.COUNTER)
         (counter.labels(**labels) if labels else counter).inc(amount)
 
+    def forget(self, metric: Metric, *labels: str) -> None:
+        """Do not show a counter for these label values any more, in the order of `Metric.labels`."""
+        counter = self._counters.get(metric.name) or self._misused(metric, Kind.COUNTER)
+        counter.remove(*labels)
+
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """One more sample of a histogram."""
         histogram = self._histograms.get(metric.name) or self._misused(metric, Kind.HISTOGRAM)

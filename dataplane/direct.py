@@ -28,6 +28,7 @@ from .plan import make_plan
 from .recording import Recording
 from .transport import JOIN_S, Address, Peer, Session, Slot, Tabled
 
+_REMEMBERED: Final = 4096
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 
@@ -306,6 +307,8 @@ class DirectSender:
                 f"worker {proposal.reader.rank} planned {proposal.plan[:12]}, the trainer {plan.digest()[:12]} from "
                 "the same layouts: both sides must run one version of weightbus"
             )
+        if len(self._agreed) >= _REMEMBERED:  # of a fleet that changes for weeks; who is in it does not ask again
+            self._agreed.clear()
         self._agreed.add(proposal.plan)
 
     def _drop(self, peer: _Peer, reason: str) -> None:

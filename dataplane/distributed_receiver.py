@@ -31,7 +31,10 @@ class DistributedReceiver:
     def __init__(self) -> None:
         self._held: tuple[str, ...] = ()
         """The groups the server is in, as far as this process knows."""
+        self._doubted = False
+        """It may have left them, or be another launch of it."""
         self._server: EngineServer | None = None
+        self._launch = ""
         self._thread: ThreadPoolExecutor | None = None
         self._touched = False
         self._asked: Future[None] | None = None
@@ -54,6 +57,8 @@ class DistributedReceiver:
         self._touched = self._joins = False
         if self._server is not server:
             self._held, self._server, self._asked = (), server, None
+        self._doubted |= self._launch != server.launch
+        self._launch = server.launch
         self._meeting = meeting = Attendance(address.address, session.epoch, engine, address.token)
         meeting.begin()
         if self._held:
@@ -76,7 +81,7 @@ class DistributedReceiver:
             meeting.close(reason)
             if reason:
                 self._abandon(server)
-            server.entrust(self._held, used=False)
+            self._doubted |= not server.entrust(self._held, used=False)
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=False)
 
     def require_moving(self) -> None:
@@ -111,13 +116,13 @@ class DistributedReceiver:
         buckets: int,
     ) -> tuple[Groups, EnginePart]:
         """Into every group that the sender names, one after the other in its order, which is everybody's."""
-        meeting.say("came", holding(self._held), deadline)
+        meeting.say("came", holding(() if self._doubted else self._held), deadline)
         groups = Groups.decode(meeting.group(deadline), buckets)
         mine = groups.of_engine(rank_offset, address.world_size)
-        if forms := mine.names != self._held:
+        if forms := self._doubted or mine.names != self._held:
             for group in self._held:
                 server.leave_group(group, deadline.check("time to leave the old group"))
-            self._held = mine.names
+            self._held, self._doubted = mine.names, False
             server.entrust(self._held, used=True)  # before it waits in them
             self._joins = True
             for group in mine.names:

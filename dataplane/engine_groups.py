@@ -27,6 +27,8 @@ STILL_S: Final = 10.0
 """How much longer than the others an engine may take for a bucket; and three times as long as they took."""
 STILL_FORMING_S: Final = 15.0
 """... for its group to form, after the first of the others: a server imports and connects for the first time."""
+AWAY_S: Final = 1.0
+"""Who looks every few milliseconds, and did not for longer, was away itself: so much of that time counts."""
 _POLL_S: Final = 0.001
 _FACTOR: Final = 3.0
 
@@ -48,18 +50,24 @@ class Stragglers:
         self._what, self._since, self._still_s = what, since, still_s
         self._last: float | None = None
         self._seen = 0
+        self._looked, self._waited_s = since, 0.0
+        """When last, and how long since the last one had."""
 
     def look(self, done: Sequence[bool], now: float) -> None:
-        """Of every engine, whether it has. Raises `StoodStill` when those who have not had time enough."""
+        """Of every engine, whether it has. Raises `StoodStill` when those who have not had time enough.
+
+        To be called all the time. While nobody did, the source itself stood still, and nobody got anything of it.
+        """
         count = sum(done)
+        self._waited_s += min(now - self._looked, AWAY_S)
+        self._looked = now
         if count > self._seen:
-            self._seen, self._last = count, now
+            self._seen, self._last, self._waited_s = count, now, 0.0
         if self._last is None or count == len(done):
             return
-        allowed = self._still_s + _FACTOR * (self._last - self._since)
-        if now - self._last > allowed:
+        if self._waited_s > self._still_s + _FACTOR * (self._last - self._since):
             late = tuple(member for member, each in enumerate(done) if not each)
-            raise StoodStill(late, self._what, now - self._last)
+            raise StoodStill(late, self._what, self._waited_s)
 
 
 class EngineGroups:

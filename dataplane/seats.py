@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from .errors import TransferFailed
+
+_OF_ENGINES: Final = "let the engine take another transport"
+_OF_RANKS: Final = "leave sends out of the trainer's setting transport: with it no engine gets anything"
 
 
 class Crowded(NamedTuple):
@@ -25,7 +28,7 @@ def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) ->
     holders: dict[str, str] = {}
     for rank, seat in ranks.items():
         if seat in holders:
-            raise TransferFailed(f"{holders[seat]} and rank {rank} {_on(seat)}")
+            raise TransferFailed(f"{holders[seat]} and rank {rank} {_on(seat, _OF_RANKS)}")
         holders |= {seat: f"rank {rank} of the trainer"} if seat else {}
     of_ranks = frozenset(holders)
     found: dict[str, Crowded] = {}
@@ -37,12 +40,9 @@ def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) ->
             continue
         other = holders.get(taken, "another of its workers")
         spared = taken in holders and taken not in of_ranks
-        found[name] = Crowded(f"a worker of {name} and {other} {_on(taken)}", spared)
+        found[name] = Crowded(f"a worker of {name} and {other} {_on(taken, _OF_ENGINES)}", spared)
     return found
 
 
-def _on(gpu: str) -> str:
-    return (
-        f"are on GPU {gpu}, and NCCL takes no two ranks on one: give each a GPU of its own, or let the engine take"
-        " another transport"
-    )
+def _on(gpu: str, instead: str) -> str:
+    return f"are on GPU {gpu}, and NCCL takes no two ranks on one: give each a GPU of its own, or {instead}"

@@ -8,18 +8,16 @@ for all that are not through, everybody is told at once, and the next epoch form
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from . import direct_wire
 from . import sends_wire as wire
+from .agreements import Agreements
 from .broadcast_group import backend_for, serve_store
 from .deadline import Deadline
 from .direct import Exposed
@@ -28,12 +26,10 @@ from .errors import DataplaneError, ManifestError, PeerLost, TransferFailed
 from .frames import Frames
 from .lines import Lines
 from .meeting import new_token
-from .plan import Plan, distances, make_plan
-from .recording import Recording
-from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
+from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of
 from .sealed_frames import bracketed
 from .seats import crowded
-from .sends_ends import NOBODY, End, Formed, Stood, alike, seen_by
+from .sends_ends import NOBODY, End, Formed, Stood, seen_by
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
 FORM_S: Final = 15.0
@@ -90,11 +86,7 @@ class SendsSender:
         self._ceiling: int | None = None
         """Of `_pair_bytes`, once there was no memory for more."""
         self._alone_bytes = alone_bytes_on(device.type)
-        self._plans: dict[str, tuple[Plan, int]] = {}
-        """Plans that were agreed to, by digest, and how many targets their recordings have."""
-        self._made: dict[tuple[bytes, int, tuple[int, ...]], tuple[Plan, int]] = {}
-        """The same, by what they were made from."""
-        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._agreements = Agreements()
         self._failed: dict[str, str] = {}
         self._spared: set[str] = set()
         self._withdrawn: dict[str, str] = {}
@@ -124,9 +116,7 @@ class SendsSender:
         if exposed.pieces.tensors != session.manifest.tensors:
             raise TransferFailed("the pieces are of other tensors than the manifest: describe what is published")
         ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
-        if exposed.layout != self._layout:
-            for known in (self._plans, self._made, self._schedules):
-                known.clear()
+        self._agreements.turn_to(exposed, session.version)
         self._exposed, self._layout = exposed, exposed.layout
         self._pair_bytes = self._cut_for(max(ranks, workers))
         self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
@@ -200,7 +190,6 @@ class SendsSender:
             most = min(most, self._ceiling)
         if most // _SHRUNK <= self._pair_bytes <= most:
             return self._pair_bytes
-        self._schedules.clear()
         return most
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -272,7 +261,7 @@ class SendsSender:
         else:
             invited = wire.Invited(
                 epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
-                alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=self._foresee(hello),
+                alone_bytes=self._alone_bytes, plans=self._agreements.plans, form=self._foresee(hello),
             )  # fmt: skip
             try:
                 lines.tell(end, wire.encoded(invited))
@@ -300,7 +289,7 @@ class SendsSender:
                 self._on_offer().tell(end, self._layout_to_give())
             case wire.Propose() as proposed:
                 for each in proposed.plans:
-                    self._agree(each)
+                    self._agreements.agree(each)
                 self._on_offer().tell(end, wire.encoded(wire.Agreed()))
             case wire.Forms() if end.workers:
                 end.forming = True
@@ -327,36 +316,12 @@ class SendsSender:
             self._given = wire.encoded(self._exposed.given)
         return self._given
 
-    def _agree(self, proposal: direct_wire.Proposal) -> None:
-        """Make the same plan, or take that of another engine's like worker. Raises `TransferFailed` when it differs."""
-        assert self._exposed is not None
-        exports, reader = self._exposed.exports, proposal.reader
-        like = hashlib.sha256(proposal.recording).digest(), reader.rank, distances(exports, reader)
-        plan, targets = self._made.get(like) or self._plan(proposal)
-        self._made[like] = plan, targets
-        plan = replace(plan, reader=reader)
-        found = plan.digest()
-        if found != proposal.plan:
-            raise TransferFailed(
-                f"worker {proposal.reader.rank} planned {proposal.plan[:12]}, the trainer {found[:12]} from the same "
-                "layouts: both sides must run one version of weightbus"
-            )
-        self._plans[found] = plan, targets
-
-    def _plan(self, proposal: direct_wire.Proposal) -> tuple[Plan, int]:
-        assert self._exposed is not None
-        recording = Recording.decode(proposal.recording, self._exposed.pieces.tensors)
-        plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
-        return plan, len(recording.targets)
-
     def _check(self, end: End, prepared: wire.Prepared) -> None:
         """Make the same schedules. Raises `TransferFailed` when they are others."""
         plans, schedules = len(prepared.plans), len(prepared.schedules)
         if not plans == schedules == end.workers:
             raise TransferFailed(f"{plans} plans and {schedules} schedules came for {end.workers} workers")
         for plan, theirs in zip(prepared.plans, prepared.schedules, strict=True):
-            if plan not in self._plans:
-                raise TransferFailed(f"plan {plan[:12]} was not agreed to: propose it first")
             ours = self._schedule(plan).digest()
             if ours != theirs:
                 raise ManifestError(
@@ -365,11 +330,7 @@ class SendsSender:
                 )
 
     def _schedule(self, plan: str) -> Schedule:
-        key = plan, self._pair_bytes
-        if key not in self._schedules:
-            like = alike(self._schedules, self._plans, key)
-            self._schedules[key] = like or schedule(*self._plans[plan], self._pair_bytes, self._alone_bytes)
-        return self._schedules[key]
+        return self._agreements.schedule(plan, self._pair_bytes, self._alone_bytes)
 
     # -- the group ----------------------------------------------------------------------------------------------------
 
@@ -464,7 +425,7 @@ class SendsSender:
             if digest in end.known:
                 found.append(wire.Letters(peer=peer, schedule=digest))
                 continue
-            messages, pack = self._schedule(plan).of_holder(holder, self._plans[plan][0])
+            messages, pack = self._schedule(plan).of_holder(holder, self._agreements.plan(plan))
             found.append(wire.Letters(peer=peer, schedule=digest, messages=messages.encode(), pack=pack.encode()))
         return tuple(found)
 

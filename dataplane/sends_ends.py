@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import msgspec
 
 from . import sends_wire as wire
 from .lines import Line
-from .plan import Plan
-from .schedule import Schedule
 
 
 class Formed(NamedTuple):
@@ -86,14 +83,3 @@ class End(Line):
 def seen_by(rank: int, group: wire.Group) -> wire.Group:
     """The group, as its member of that rank is told of it."""
     return msgspec.structs.replace(group, rank=rank)
-
-
-def alike(
-    made: Mapping[tuple[str, int], Schedule], plans: Mapping[str, tuple[Plan, int]], key: tuple[str, int]
-) -> Schedule | None:
-    """The schedule of a plan, cut so (`key`), from that of another worker who copies the same; None: there is none."""
-    plan, cut = key
-    copies = plans[plan][0].copies
-    found = (each for (other, as_cut), each in made.items() if as_cut == cut and plans[other][0].copies is copies)
-    like = next(found, None)
-    return replace(like, plan=plan) if like is not None else None

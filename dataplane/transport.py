@@ -186,6 +186,11 @@ class EngineServer(Protocol):
         """It speculates: a loader is called for its draft models too, and for each model apart."""
         ...
 
+    @property
+    def launch(self) -> str:
+        """Another one where its processes are others: those are in no group."""
+        ...
+
     def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
         """update_weights_from_tensor, load_format ``flattened_bucket``; every rank maps the same memory."""
         ...
@@ -202,10 +207,10 @@ class EngineServer(Protocol):
         """destroy_weights_update_group; no error when the server is not in it."""
         ...
 
-    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
+    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
         """See to it that the server leaves these groups if this process ends or, while they are `used`, stands still.
 
-        They take the place of those that were named before. Never raises.
+        They take the place of those that were named before; False where the server may have left those. Never raises.
         """
         ...
 

@@ -38,6 +38,7 @@ class Relay:
     def __init__(self, host: str, port: int, at: str) -> None:
         """`at` is an address of the loopback. Raises OSError."""
         self.to = host, port
+        self._waker, self._woken = socket.socketpair()
         self._listener = socket.create_server((at, 0), family=socket.AF_INET6 if ":" in at else socket.AF_INET)
         self.at = at, int(self._listener.getsockname()[1])
         self._pairs: dict[socket.socket, socket.socket] = {}
@@ -50,17 +51,19 @@ class Relay:
     def cut(self) -> None:
         """End every connection, and take none to the store any more. Waits for nobody."""
         self._over.set()
-        with contextlib.suppress(OSError):
-            socket.create_connection(self.at, _CONNECT_S).close()  # wakes the thread
+        self._waker.close()  # which is read at the other end, also by a process that can open nothing more
 
     def _run(self) -> None:
         until = float("inf")
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
             while time.monotonic() < until:
                 for key, _ in selector.select(_DEAD_END_S if self._ending else None):
                     if key.fileobj is self._listener:
                         self._accept(selector)
+                    elif key.fileobj is self._woken:
+                        selector.unregister(self._woken)
                     elif isinstance(key.fileobj, socket.socket):
                         self._carry(selector, key.fileobj)
                 if self._over.is_set() and until == float("inf"):
@@ -71,6 +74,7 @@ class Relay:
                 if self._over.is_set():
                     self._ending.setdefault(self._listener, until)  # looked at every now and then
         self._listener.close()
+        self._woken.close()
         self._dead_end = None
 
     def _accept(self, selector: selectors.BaseSelector) -> None:

@@ -7,6 +7,7 @@ have changed (`touched`).
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -27,10 +28,13 @@ from .wire import Keys, Observer, Wire
 
 CALL_S: Final = 30.0
 """For calls that only change a flag. The server answers them at once unless its scheduler is stuck."""
+_JOIN: Final = "/init_weights_update_group"
 _REQUESTS: Final = ("num_running_reqs", "num_waiting_reqs")
 _TOKENS: Final = "num_used_tokens"
 """In use, and not only cached. Also of a request that is being prefilled, which is no running and no waiting one."""
 _FLUSH_STEP_S: Final = 0.1
+_LEFT: Final = 256
+"""More than a session has groups: one for each stage of a pipeline."""
 _LOOK_S: Final = 0.5
 """How long a look at the launch holds good. A server needs seconds from its start to its first answer."""
 
@@ -55,6 +59,8 @@ class SGLangServer:
         self._session = False
         self._touched = False
         self._relay: Relay | None = None
+        self._left: deque[str] = deque(maxlen=_LEFT)
+        """Groups that are not to be joined any more: who joins waits on another thread than who leaves."""
         self._launch = ""
         self._looked_at = float("-inf")
         """When the server was last found to be the launch that is meant."""
@@ -121,6 +127,11 @@ class SGLangServer:
     def drafts(self) -> bool:
         """It speculates: calls of a loader are for its draft models too."""
         return bool(self.facts.speculative)
+
+    @property
+    def launch(self) -> str:
+        """Tells this launch of the server from every other one."""
+        return self.facts.identity
 
     @property
     def updating(self) -> bool:
@@ -335,13 +346,14 @@ class SGLangServer:
             "group_name": address.group,
             "backend": address.backend,
         }
-        self._wire.admin("/init_weights_update_group", body, deadline_s)
+        self._wire.admin(_JOIN, body, deadline_s)
 
     def leave_group(self, group: str, deadline_s: float) -> None:
         """destroy_weights_update_group; no error when the server is not in it (an agent before us may have left it).
 
         One that forms does not form any more, which frees the server to do as it is told.
         """
+        self._left.append(group)  # first: whoever looks for a way to it at this moment finds one of the two
         self._cut()
         try:
             self._wire.admin("/destroy_weights_update_group", {"group_name": group}, deadline_s)
@@ -349,9 +361,12 @@ class SGLangServer:
             if refused.status != 400:
                 raise
 
-    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
-        """Another process leaves these groups if this one ends or, while they are `used`, stands still."""
-        self._stand_in.entrust(groups, used=used)
+    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
+        """Another process leaves these groups if this one ends or, while they are `used`, stands still.
+
+        False where it may have left those that were named before.
+        """
+        return self._stand_in.entrust(groups, used=used)
 
     def end_update(self, deadline_s: float = CALL_S) -> None:
         """Close the session, if one is open. Says nothing about whether the updates in it worked."""
@@ -366,14 +381,22 @@ class SGLangServer:
         self._wire.close()
 
     def _met_at(self, address: Address) -> tuple[str, int]:
-        """Where the server finds the store of a group; all groups of a session are met in one."""
+        """Where the server finds the store of a group; all groups of a session are met in one.
+
+        Raises `ServerError` for a group that was left meanwhile: nothing would end the server's wait in it.
+        """
         to = host_and_port(address.address)
-        if self._relay is None or self._relay.to != to:
+        relay = self._relay
+        if relay is None or relay.to != to:
             self._cut()
+            relay = None
             if at := reached_at(self.url):
                 with contextlib.suppress(OSError):  # then it is met as it was before there were relays
-                    self._relay = Relay(*to, at)
-        return self._relay.at if self._relay is not None else to
+                    relay = self._relay = Relay(*to, at)
+        if address.group in self._left:
+            self._cut()
+            raise ServerError(_JOIN, f"not made: {address.group} was left before")
+        return relay.at if relay is not None else to
 
     def _cut(self) -> None:
         relay, self._relay = self._relay, None

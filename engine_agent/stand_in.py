@@ -24,6 +24,7 @@ SILENCE_S: Final = 8.0
 """Less than the coordinator's ``silence_s``: when that ends an attempt nobody waits in the group any more."""
 _TICK_S: Final = 0.5
 _END_S: Final = 1.0
+_STOOD: Final = "this process had no time for so long while its server was in groups: it was made to leave them"
 _PROGRAM: Final = Path(__file__).with_name("stand_in_process.py")
 
 _log = get_log(__name__)
@@ -39,17 +40,25 @@ class StandIn:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._used = False
+        self._silence_s = silence_s
+        self._said: tuple[float, bool] = 0.0, False
+        """Since when the process waits for a word, and whether it leaves groups when none comes."""
+        self._stood = False
+        """It waited so long for one that it may have left them."""
 
-    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
+    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
         """These are to be left when this process ends and, while they are `used`, also when it stands still.
 
-        Never raises: without a stand-in it is as it was before there was one.
+        False where those before may have been left: this process stood still meanwhile. Never raises: without a
+        stand-in it is as it was before there was one.
         """
         with self._lock:
             self._used = used and bool(groups)
             if groups and (self._process is None or self._process.poll() is not None):
                 self._start()
             self._tell("\t".join(("used" if used else "held", *groups)) + "\n")
+            stood, self._stood = self._stood, False
+        return not stood
 
     def close(self) -> None:
         """Nothing is left when this process ends."""
@@ -82,5 +91,12 @@ class StandIn:
 
     def _tell(self, words: str) -> None:
         if self._process is not None and self._process.stdin is not None:
+            began = time.monotonic()
             with contextlib.suppress(OSError):  # it ended: the next groups have another one started
                 self._process.stdin.write(words.encode())
+            since, leaves = self._said
+            self._said = began, self._used
+            silent_s = time.monotonic() - since
+            if leaves and silent_s >= self._silence_s:
+                self._stood = True
+                _log.warning("stood_still", seconds=round(silent_s, 1), reason=_STOOD)

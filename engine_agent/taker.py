@@ -113,7 +113,8 @@ class Taker:
             if not self._closed:
                 _log.info("weightbus: the thread that receives ends: %s", error)
         except Exception:  # noqa: BLE001 - the server goes on without this
-            _log.exception("weightbus: the thread that receives failed unforeseen")
+            if not self._closed:  # what waits for a connection that is closed meanwhile fails in its own way
+                _log.exception("weightbus: the thread that receives failed unforeseen")
         finally:
             self._closed = True
             self._taken = False

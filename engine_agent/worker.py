@@ -260,7 +260,7 @@ class Worker:
         if key not in self._fits:
             expected = checkpoint.expected(self._checkpoint_dir or Path(folder))
             validate.check(layout, facts, self._server.dialect, expected, transport.value)
-            self._fits.add(key)
+            self._fits = {key, *(each for each in self._fits if each[1] == facts.identity)}
         return layout, digests
 
     # -- the transfer -------------------------------------------------------------------------------------------------

@@ -272,6 +272,46 @@ def test_check_config_refuses_what_several_coordinators_cannot_use(
     assert said in capsys.readouterr().err
 
 
+NOT_USED = (
+    (["--advertise=tcp://10.0.0.5:5750"], "store_not_named: advertise; without --store"),
+    (["--name=a", "--leader-s=9"], "store_not_named: name, leader_s; without --store"),
+    (["--store=etcd://127.0.0.1:2379", "--journal=x.sqlite"], "journal_not_used: x.sqlite; etcd://127.0.0.1:2379; "),
+)
+
+
+@pytest.mark.parametrize(("given", "said"), NOT_USED)
+def test_check_config_says_what_is_set_in_vain(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A start would do without it, and agents never hear of it. What is shown can be read as a file nevertheless."""
+    assert main(["coordinator", "--insecure-loopback", "--check-config", *given]) == 0
+    shown = capsys.readouterr()
+    assert f"warning: {said}" in shown.err
+    assert "coordinator" in tomllib.loads(shown.out)
+
+
+def test_check_config_says_nothing_of_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither of one coordinator, nor of one of several."""
+    several = ["--store=etcd://127.0.0.1:2379", "--advertise=tcp://10.0.0.5:5750", "--name=a"]
+    for given in ([], several):
+        assert main(["coordinator", "--insecure-loopback", "--check-config", *given]) == 0
+        assert not capsys.readouterr().err
+
+
+def test_a_coordinator_that_is_alone_warns_of_what_it_does_without(tmp_path: Path) -> None:
+    """At its start: who set it believes that agents are told another address."""
+    command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format=json", "--insecure-loopback"]
+    command += ["--router-port=0", "--http-port=0", "--advertise=tcp://10.0.0.5:5750", f"--journal={tmp_path / 'j'}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        late = threading.Timer(DEADLINE_S, process.kill)
+        late.start()
+        try:
+            line = _line_with(process, "store_not_named")
+            assert '"settings": "advertise"' in line
+            assert '"warning"' in line
+        finally:
+            late.cancel()
+            process.kill()
+
+
 def test_flag_set_is_a_promise(capsys: pytest.CaptureFixture[str]) -> None:
     """The coordinator's settings are counted: more of them must be worth it."""
     assert main(["coordinator", "--check-config", "--journal", "x.sqlite", "--insecure-loopback"]) == 0

@@ -1108,6 +1108,10 @@ class AnyHistory(RuleBasedStateMachine):
         engine = self.engines[name]
         engine.script[command] = lambda _message: engine.die()
 
+    @rule(name=NAMES, command=st.sampled_from([Prepare, Pause, Transfer, Commit, Abort]))
+    def plan_what_cannot_be_sent(self, name: str, command: type[Message]) -> None:
+        self.world.unsendable = lambda agent, message: agent.name == name and isinstance(message, command)
+
     @rule(which=st.integers(0, 1), failed=st.sets(NAMES), spared=st.sets(NAMES))
     def plan_broken_group(self, which: int, failed: set[str], spared: set[str]) -> None:
         self.trainers[which].failed = dict.fromkeys(failed, "the group broke")
@@ -1151,6 +1155,7 @@ class AnyHistory(RuleBasedStateMachine):
         for agent in world.agents.values():
             if not agent.alive:
                 agent.live()
+        world.unsendable = lambda _agent, _message: False
         world.settle()
         world.advance(40)
         trainer = self.trainers[0]

@@ -33,7 +33,7 @@ from weightbus.control.effects import (
     SendTo,
     SendToAll,
 )
-from weightbus.control.events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, Tick
+from weightbus.control.events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, Tick, Unsent
 from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
 from weightbus.control.limits import Limits
 from weightbus.control.messages import (
@@ -522,6 +522,8 @@ class World:
         self.crashed = False
         self.lose: Callable[[Message], bool] = lambda _message: False
         """Messages that get lost on the way."""
+        self.unsendable: Callable[[Agent, Message], bool] = lambda _agent, _message: False
+        """Messages that are none that could travel."""
         self.queue: list[tuple[Agent, ToCoordinator, bytes | None]] = []
         self.boot()
 
@@ -602,6 +604,9 @@ class World:
                     self.handle(Persisted(token=effect.token))
             case SendTo():
                 for agent in self.agents.values():
+                    if agent.peer == effect.peer and agent.alive and self.unsendable(agent, effect.message):
+                        self.handle(Unsent(peers=(effect.peer,), message=effect.message, reason="could not be sent"))
+                        return
                     if agent.peer == effect.peer and agent.alive:
                         if not isinstance(effect.message, Alive):
                             self.note(f"   {agent.name} <- {brief(effect.message)}")

@@ -95,13 +95,22 @@ class LoopbackServer:
     def __init__(self, tp: int = 1, on_load: Callable[[int], None] = lambda _: None) -> None:
         self.tp = tp
         self.drafts = False
+        self.launch = "1"
         self.weights: list[dict[str, bytes]] = [{} for _ in range(tp)]
         self.loads = 0
         self.joins = 0
         self.entrusted: tuple[tuple[str, ...], bool] = ((), False)
         """The groups that are left by another if this one cannot, and whether they are used."""
+        self.stood_still = False
+        """So that the other has left those that were used."""
         self._on_load = on_load
         self._groups: dict[str, list[dist.ProcessGroupGloo]] = {}
+
+    def launch_again(self) -> None:
+        """Its processes end, and others take their place."""
+        self.launch += "1"
+        for group in tuple(self._groups):
+            self.leave_group(group, 1.0)
 
     def _begin(self) -> None:
         self._on_load(self.loads)
@@ -140,6 +149,8 @@ class LoopbackServer:
 
     def load_broadcast(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
         self._begin()
+        if group not in self._groups:
+            raise TransferFailed(f"HTTP 400, not in {group}")
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=deadline_s)
@@ -153,8 +164,12 @@ class LoopbackServer:
         for weights, mine in zip(self.weights, memory, strict=True):
             weights.update(cut(mine, tensors))
 
-    def entrust(self, groups: Sequence[str], *, used: bool) -> None:
+    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
         self.entrusted = tuple(groups), used
+        stood, self.stood_still = self.stood_still, False
+        for group in tuple(self._groups) if stood else ():
+            self.leave_group(group, 1.0)
+        return not stood
 
     def leave_group(self, group: str, deadline_s: float) -> None:
         assert deadline_s > 0

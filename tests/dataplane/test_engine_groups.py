@@ -154,27 +154,86 @@ def test_a_server_that_does_not_return_is_asked_nothing_more_before_it_does(tmp_
     pool.close()
 
 
+def look(stragglers: Stragglers, done: Sequence[bool], since: float, until: float) -> None:
+    """As who waits does: again and again."""
+    steps = int((until - since) / 0.5)
+    for step in range(1, steps + 1):
+        stragglers.look(done, since + (until - since) * step / steps)
+
+
 def test_who_has_not_done_what_the_others_have_done_long_since_stands_still() -> None:
     """Measured by how long the others took: a slow one is given time, also where all of them are slow."""
     quick, slow = (Stragglers("to take a bucket", 0.0, STILL_S) for _ in range(2))
     quick.look([True, False, True], 0.1)
-    quick.look([True, False, True], 10.3)
-    with pytest.raises(StoodStill) as stood:
+    look(quick, [True, False, True], 0.1, 10.3)
+    with pytest.raises(StoodStill, match=r"and 10\.4 s later") as stood:
         quick.look([True, False, True], 10.5)
     assert stood.value.members == (1,)
     slow.look([False, True], 20.0)
-    slow.look([False, True], 89.0)
+    look(slow, [False, True], 20.0, 89.0)
     slow.look([True, True], 200.0)
 
 
 def test_nobody_stands_still_before_the_others_have_moved() -> None:
     """That nothing moves may be the source's doing: then the deadline decides. And each that moves gives time anew."""
     stragglers = Stragglers("to take a bucket", 0.0, STILL_S)
-    stragglers.look([False, False, False], 1000.0)
-    for at in (1000.1, 4000.0):
-        stragglers.look([True, False, False], at)
+    look(stragglers, [False, False, False], 0.0, 1000.0)
+    stragglers.look([True, False, False], 1000.1)
+    look(stragglers, [True, False, False], 1000.1, 4000.0)
     stragglers.look([True, True, False], 4000.1)
-    stragglers.look([True, True, False], 16000.0)
+    look(stragglers, [True, True, False], 4000.1, 16000.0)
     with pytest.raises(StoodStill, match="to take a bucket") as stood:
-        stragglers.look([True, True, False], 16020.0)
+        look(stragglers, [True, True, False], 16000.0, 16020.0)
     assert stood.value.members == (2,)
+
+
+def test_a_source_that_was_away_blames_nobody() -> None:
+    """It was stopped, or its machine was: whoever waited for its bytes has not stood still. Then the time goes on."""
+    stragglers = Stragglers("to take a bucket", 0.0, STILL_S)
+    stragglers.look([True, False], 0.1)
+    for at in (60.0, 120.0, 180.0):
+        stragglers.look([True, False], at)
+    with pytest.raises(StoodStill):
+        look(stragglers, [True, False], 180.0, 190.0)
+
+
+def test_an_engine_that_was_only_slow_comes_back_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loses one attempt, for all; the next one, after its server has returned, is as any other."""
+    monkeypatch.setattr(engine_groups, "STILL_S", 0.5)
+    places, manifest = Places(tmp_path), make_manifest(3)
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "slow")
+    swaps = [0.0, 5.0, 0.0]
+    slow = Engine("slow", places.receiver("distributed"), on_load=lambda _: time.sleep(swaps.pop(0) if swaps else 0.0))
+    quick = Engine("quick", places.receiver("distributed"))
+
+    def run(epoch: int) -> None:
+        session = make_session(epoch, 10 + epoch, manifest)
+        address = sender.offer(session, [Peer("slow", 1), Peer("quick", 1)])
+        slow.start(session, address, 1)
+        quick.start(session, address, 2)
+        with contextlib.suppress(TransferFailed):
+            sender.ready(PROMPT_S)
+            send_all(sender, session, pool, PROMPT_S)
+        sender.close()
+
+    run(1)
+    assert "stands still" in sender.failed["slow"]
+    assert isinstance(slow.join(), TransferFailed)
+    quick.join()  # which may have everything already
+    assert isinstance(slow.receiver, Minding)
+    receiver = slow.receiver
+
+    def moves() -> bool:
+        with contextlib.suppress(TransferFailed):
+            receiver.require_moving()
+            return True
+        return False
+
+    until(moves, "the server to return", PROMPT_S)
+    run(2)
+    assert sender.failed == {}
+    assert [isinstance(engine.join(), Receipt) for engine in (slow, quick)] == [True, True]
+    assert slow.server.weights == quick.server.weights == [wanted(manifest, 12)]
+    for engine in (slow, quick):
+        engine.receiver.shutdown()
+    pool.close()

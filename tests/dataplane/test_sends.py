@@ -15,6 +15,7 @@ import torch
 
 from weightbus.dataplane import direct_wire, lines
 from weightbus.dataplane import sends_wire as wire
+from weightbus.dataplane.agreements import Agreements
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.errors import PeerLost, TransferFailed
@@ -219,7 +220,7 @@ def test_who_goes_on_while_the_leader_plans_has_not_stood_still(monkeypatch: pyt
         time.sleep(1.0)
         monkeypatch.setattr(lines, "PACKET_S", 0.5)
 
-    monkeypatch.setattr(SendsSender, "_agree", plan)
+    monkeypatch.setattr(Agreements, "agree", plan)
     proposal = direct_wire.Proposal(reader=Reader(0, "h", "d"), recording=b"", plan="p")
     crowd.say("fast", wire.Propose(plans=(proposal,)))
     assert crowd.hear("fast") == wire.Agreed()

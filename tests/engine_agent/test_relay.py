@@ -14,8 +14,12 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.broadcast_group import serve_store
+from weightbus.dataplane.transport import Address
 from weightbus.engine_agent import relay as relay_module
+from weightbus.engine_agent import sglang
+from weightbus.engine_agent.errors import ServerError
 from weightbus.engine_agent.relay import Relay, reached_at
+from weightbus.engine_agent.sglang import SGLangServer
 
 PATIENCE = timedelta(seconds=60)
 AT_ONCE_S = 5.0
@@ -103,6 +107,57 @@ def test_a_relay_that_has_no_room_for_one_has_it_for_the_next(monkeypatch: pytes
             client.settimeout(AT_ONCE_S)
             assert client.recv(1) == b""
     relay.cut()
+
+
+def test_a_relay_is_cut_by_a_process_that_can_open_nothing_more(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With too many open files, say. Who waits in the store is told none the less."""
+    relay = Relay(store.host, store.port, "127.0.0.1")
+    with socket.create_connection(relay.at, AT_ONCE_S) as client:
+        client.settimeout(AT_ONCE_S)
+        time.sleep(0.2)  # it is carried by now
+
+        def full(*_: object, **__: object) -> socket.socket:
+            raise OSError("too many open files")
+
+        monkeypatch.setattr(socket, "create_connection", full)
+        relay.cut()
+        assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize("at", ["127.0.0.1", ""])
+def test_a_group_that_is_left_while_a_way_to_it_is_looked_for_is_not_joined(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Nothing would end the server's wait in it: the way is there only after everything was cut."""
+    server = SGLangServer("http://127.0.0.1:9")
+    asked: list[str] = []
+    monkeypatch.setattr(server._wire, "admin", lambda path, _body, _deadline_s: asked.append(path))
+    looks, goes_on, errors = threading.Event(), threading.Event(), list[ServerError]()
+
+    def slow(_url: str) -> str:
+        looks.set()
+        goes_on.wait(AT_ONCE_S)
+        return at
+
+    def join() -> None:
+        try:
+            server.join_group(Address(f"tcp://{store.host}:{store.port}", "group", "gloo", 2, "token"), 1, AT_ONCE_S)
+        except ServerError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(sglang, "reached_at", slow)
+    joins = threading.Thread(target=join, daemon=True)
+    joins.start()
+    assert looks.wait(AT_ONCE_S)
+    server.leave_group("group", AT_ONCE_S)
+    goes_on.set()
+    joins.join(AT_ONCE_S)
+    assert [str(error) for error in errors] == ["/init_weights_update_group: not made: group was left before"]
+    assert asked == ["/destroy_weights_update_group"]
+    assert server._relay is None
+    server.close()
 
 
 def test_a_store_that_ends_ends_its_clients() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import rank_sends, sends
+from weightbus.dataplane import agreements, rank_sends, sends
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.doorman import GREETING_S
 from weightbus.dataplane.errors import DigestMismatch, PeerLost, StaleSession, TransferFailed
@@ -239,14 +239,14 @@ def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: py
     def counted(what: str, real: Any) -> Any:
         return lambda *given: (made[what].append(given), real(*given))[1]
 
-    monkeypatch.setattr(sends, "make_plan", counted("plan", make_plan))
-    monkeypatch.setattr(sends, "schedule", counted("schedule", sends.schedule))
+    monkeypatch.setattr(agreements, "make_plan", counted("plan", make_plan))
+    monkeypatch.setattr(agreements, "schedule", counted("schedule", agreements.schedule))
     monkeypatch.setattr(rank_sends, "Outbox", counted("outbox", rank_sends.Outbox))
     monkeypatch.setattr(worker_state, "device_name", lambda _: "one")
     monkeypatch.setattr(worker_state, "readable_peers", lambda _: ("cpu",))
     monkeypatch.setattr(worker_state, "seat_here", lambda _: "")
     world.round()
-    known = set(world.trainer.sends._plans)
+    known = set(world.trainer.sends._agreements.plans)
     before = {what: len(each) for what, each in made.items()}
     assert before == {"plan": world.server.tp, "schedule": world.server.tp, "outbox": len(world.trainer.sending)}
     for state in worker_loader._states.values():
@@ -255,7 +255,7 @@ def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: py
     world.receiver = SendsReceiver(world.runtime)  # which knows nothing of what was agreed
     world.trainer.step(1)
     world.round()
-    assert set(world.trainer.sends._plans) - known
+    assert set(world.trainer.sends._agreements.plans) - known
     assert {what: len(each) for what, each in made.items()} == before
     assert holds(world.server, world.trainer.values)
 
@@ -277,7 +277,7 @@ def test_a_trainer_that_plans_otherwise_sends_nothing(world: SendsWorld, monkeyp
         plan = make_plan(*arguments)
         return replace(plan, copies=plan.copies.take(np.arange(len(plan.copies) - 1)))
 
-    monkeypatch.setattr(sends, "make_plan", otherwise)
+    monkeypatch.setattr(agreements, "make_plan", otherwise)
     with pytest.raises(TransferFailed, match="both sides must run one version"):
         world.round()
     assert not world.receiver.touched

@@ -30,7 +30,7 @@ for line in sys.stdin:
     if how == "close":
         stand_in.close()
     else:
-        stand_in.entrust(groups, used=how == "used")
+        how += "" if stand_in.entrust(groups, used=how == "used") else " left"
     print(how, flush=True)
 """
 AT_ONCE_S = 10.0
@@ -74,12 +74,13 @@ class Sidecar:
             text=True,
         )
 
-    def told(self, line: str) -> None:
+    def told(self, line: str, *, left: bool = False) -> None:
+        """`left`: and hears that the groups that it told before may have been left."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == line.partition(" ")[0] + "\n"
+        assert self.process.stdout.readline() == line.partition(" ")[0] + (" left" if left else "") + "\n"
 
     def children(self) -> list[int]:
         pid = self.process.pid
@@ -129,12 +130,15 @@ def test_the_groups_of_a_sidecar_that_was_killed_are_left(server: Server, sideca
 
 
 def test_the_groups_of_one_that_stands_still_are_left_while_they_are_used(server: Server, sidecar: Sidecar) -> None:
-    """Others wait in them. One that only keeps them for the next round may stand as long as it likes."""
+    """Others wait in them. One that only keeps them for the next round may stand as long as it likes.
+
+    Who goes on learns of it: else it would say that its server is in them, and the next round would come to nothing.
+    """
     sidecar.told("used one")
     sidecar.process.send_signal(signal.SIGSTOP)
     assert server.left.get(timeout=SILENCE_S + AT_ONCE_S)[2] == "one"
     sidecar.process.send_signal(signal.SIGCONT)
-    sidecar.told("held two")
+    sidecar.told("held two", left=True)
     sidecar.process.send_signal(signal.SIGSTOP)
     with pytest.raises(queue.Empty):
         server.left.get(timeout=SILENCE_S + 1.0)

@@ -132,6 +132,24 @@ def test_a_version_that_fails_leaves_its_memory_to_the_scheduler(
     assert (sidecar.parameter == SENT).all()
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_connection_that_is_closed_under_its_hands_is_no_failure(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, ours: bool
+) -> None:
+    """A sidecar that goes away leaves no traceback in the log of its server. What is nobody's doing does."""
+    made = sidecar.taker
+
+    def gone(_within_s: float) -> bool:
+        made._closed = ours
+        raise ValueError("file descriptor cannot be a negative integer (-1)")
+
+    monkeypatch.setattr(made._frames, "speaks", gone)
+    sidecar.say(wire.Weigh())
+    made._thread.join(WAIT_S)
+    assert not made._thread.is_alive()
+    assert ("failed unforeseen" in caplog.text) is not ours
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the slack of a thread is Linux's")
 def test_it_is_woken_in_time(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """50 us more for each of its waits is more than a message takes."""

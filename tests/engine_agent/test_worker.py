@@ -23,6 +23,7 @@ from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed, Worker
 from weightbus.dataplane.manifest import DigestTable
 from weightbus.dataplane.takers import StandsStill
 from weightbus.dataplane.transport import Receipt, Session, Tabled
+from weightbus.engine_agent import worker as worker_module
 from weightbus.engine_agent.dialects import dialect_of
 from weightbus.engine_agent.errors import ServerError
 from weightbus.engine_agent.events import (
@@ -159,6 +160,23 @@ def test_a_server_is_looked_at_ahead_of_its_pause_and_of_nothing_else() -> None:
     assert looks == []
     made.look_ahead(Validate(PREPARE, ""), Finished())
     assert looks == ["look"]
+
+
+def test_what_fits_is_remembered_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that lends its memory is another one with every version, for months: nothing is kept of those before."""
+    facts = SimpleNamespace(identity="")
+    server = cast("Any", SimpleNamespace(facts=facts, dialect="d"))
+    made = Worker("e0", server, cast("Any", None), None, Meters(Side.ENGINE))
+    checks: list[str] = []
+    monkeypatch.setattr(worker_module.checkpoint, "expected", lambda _folder: None)
+    monkeypatch.setattr(worker_module.validate, "check", lambda _layout, of, *_: checks.append(of.identity))
+    monkeypatch.setattr(made, "_read", lambda *_: ("layout", None))
+    for launch in range(1000):
+        facts.identity = str(launch)
+        for transport in (TransportKind.LOCAL, TransportKind.DISK, TransportKind.LOCAL):
+            made._fit("m", "t", transport, "", 1.0)
+    assert checks == [str(launch) for launch in range(1000) for _ in range(2)]
+    assert len(made._fits) == 2
 
 
 @pytest.mark.parametrize("flush", [False, True])

@@ -1,0 +1,87 @@
+"""What the engine's side of the distributed transport says of itself to the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.staging import BucketPool
+from weightbus.dataplane.transport import Peer, Receipt
+
+from .loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted
+from .transport_contract import PATIENCE_S, Engine
+
+
+def launched_again(engine: Engine) -> None:
+    engine.server.launch_again()
+
+
+def stood_still(engine: Engine) -> None:
+    """After its last call of the server, and before it had said that it needs the groups no longer."""
+    entrust = engine.server.entrust
+
+    def stands(groups: Sequence[str], *, used: bool) -> bool:
+        if not used:
+            engine.server.stood_still = True
+            engine.server.entrust = entrust  # type: ignore[method-assign]
+        return entrust(groups, used=used)
+
+    engine.server.entrust = stands  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("how", [launched_again, stood_still])
+def test_who_is_in_no_group_any_more_costs_nobody_a_round(
+    tmp_path: Path, engines: int, how: Callable[[Engine], None]
+) -> None:
+    """Whatever its sidecar knew of it before: all of them meet anew, before any byte moves."""
+    places, manifest = Places(tmp_path), make_manifest(2)
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "again")
+    fleet = [Engine(f"e{number}", places.receiver("distributed")) for number in range(engines)]
+    peers = [Peer(engine.name, 1) for engine in fleet]
+
+    def run(epoch: int) -> None:
+        session = make_session(epoch, 10 + epoch, manifest)
+        address = sender.offer(session, peers)
+        for number, engine in enumerate(fleet):
+            engine.start(session, address, 1 + number)
+        with contextlib.suppress(TransferFailed):
+            sender.ready(PATIENCE_S)
+            send_all(sender, session, pool, PATIENCE_S)
+        sender.close()
+        assert [engine.join() for engine in fleet] == [Receipt(manifest.nbytes, 2, checked=False)] * engines
+        assert sender.failed == {}
+        assert all(engine.server.weights == [wanted(manifest, session.version)] for engine in fleet)
+
+    run(1)
+    run(2)
+    assert [engine.server.joins for engine in fleet] == [1] * engines
+    how(fleet[0])
+    for epoch in (3, 4, 5):
+        run(epoch)
+    assert [engine.server.joins for engine in fleet] == [2] * engines
+    for engine in fleet:
+        engine.receiver.shutdown()
+    pool.close()
+
+
+def test_a_server_that_is_told_from_another_though_it_is_the_same_leaves_its_groups(tmp_path: Path) -> None:
+    """One that gave its memory back is another server, and in the groups that it was in."""
+    places, manifest = Places(tmp_path), make_manifest(2)
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "lent")
+    engine = Engine("e0", places.receiver("distributed"))
+    for epoch in (1, 2):
+        session = make_session(epoch, 10 + epoch, manifest)
+        engine.start(session, sender.offer(session, [Peer("e0", 1)]), 1)
+        sender.ready(PATIENCE_S)
+        send_all(sender, session, pool, PATIENCE_S)
+        sender.close()
+        assert isinstance(engine.join(), Receipt)
+        engine.server.launch = "the same with its memory back"
+    assert list(engine.server._groups) == [f"weightbus-{CHANNEL}-2"]
+    engine.receiver.shutdown()
+    pool.close()
