@@ -323,6 +323,11 @@ class RouterBus:
                 gone.append(peer)
         return gone
 
+    @property
+    def closed(self) -> int:
+        """How many connections have ended so far."""
+        return self.connections["closed"]
+
     def forget(self, peer: Peer) -> None:
         """Drop what is queued for `peer`."""
         self._queues.pop(peer, None)

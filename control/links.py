@@ -81,6 +81,11 @@ class CoordinatorBus(Protocol):
         """Send to one after the other, without ever waiting. Returns those whose `Delivery` was `GONE`."""
         ...
 
+    @property
+    def closed(self) -> int:
+        """How many connections have ended so far. Whose they were is found out by sending."""
+        ...
+
     def forget(self, peer: Peer) -> None:
         """Drop what is queued for `peer`."""
         ...

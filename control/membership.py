@@ -172,6 +172,11 @@ class Membership:
         away = takewhile(lambda name: self._away[name] + self._limits.reconnect_s <= now, self._away)
         return silent + [agent for agent in map(self._agents.__getitem__, away) if self._silent_at(agent) > now]
 
+    def silent_since(self, at: float) -> tuple[Peer, ...]:
+        """The connections of those who have said nothing since then."""
+        silent = takewhile(lambda agent: agent.heard_at <= at, self._agents.values())
+        return tuple([agent.peer for agent in silent if agent.peer is not None])
+
     def why_lost(self, agent: Agent, now: float) -> str:
         """Why this agent is not waited for any longer; empty while it is."""
         silence = f"was silent for {now - agent.heard_at:.1f} s"

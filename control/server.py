@@ -46,7 +46,7 @@ from .events import (
 from .journal import Journal
 from .limits import Limits
 from .links import CoordinatorBus, Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from .messages import Code, ToAgent
+from .messages import Alive, Code, ToAgent
 from .receipts import Receipts
 from .rejection import answer_to, refusal_of
 from .routing import Router
@@ -62,6 +62,10 @@ SETTLE_S: Final = 1.0
 """So long after a round nothing gathers: its trainer may come with the next one."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
+DOUBT_S: Final = 0.5
+"""So long after a connection has ended, those who have said nothing since are sent something."""
+_NOTHING: Final = Alive(seq=0, boot=0)
+"""To no agent does it say anything: no coordinator has this number."""
 FAREWELL_S: Final = 0.2
 """How long strangers are still answered before the sockets close."""
 
@@ -98,6 +102,9 @@ class Server:
         """When something last came in."""
         self._pace = 0.0
         """How much came within about a second, when something last came."""
+        self._closed = 0
+        self._ended: tuple[float, float] | None = None
+        """When connections have ended, the first and the last of them, of which it is not known yet whose they were."""
         self._busy_at = clock()
         """When a lease was last seen held, or a round running."""
         self.moved_at = clock()
@@ -166,6 +173,7 @@ class Server:
         deadline = self.machine.next_deadline()
         if deadline is not None and self._clock() >= deadline:
             self._events.append(Tick())
+        self._find_the_lost()
         self._drain()
         for desk in self._desks:
             desk.serve()
@@ -221,6 +229,17 @@ class Server:
                 self._bus.forget(effect.peer)
             case _:
                 assert_never(effect)
+
+    def _find_the_lost(self) -> None:
+        """Whose connection has ended is said by a bus when something is sent over it; all may wait for that agent."""
+        now = self._clock()
+        if (closed := self._bus.closed) != self._closed:
+            self._closed, self._ended = closed, (self._ended[0] if self._ended else now, now)
+        if self._ended is not None and now >= self._ended[0] + DOUBT_S:
+            first, last = self._ended
+            self._ended = (last, last) if last > first else None
+            silent = self.machine.members.silent_since(first)
+            self._events.extend(PeerLost(peer=peer) for peer in self._bus.send_to_all(silent, _NOTHING))
 
     def _persist(self, effect: Persist) -> None:
         try:
@@ -282,6 +301,7 @@ class Server:
         times = [now + IDLE_S]
         due = (*(desk.due() for desk in self._desks), self.next_deadline())
         times += [at for at in due if at is not None]
+        times += [self._ended[0] + DOUBT_S] if self._ended else []
         return max(0.0, min(times) - now)
 
     def _finished(self) -> bool:

@@ -22,6 +22,7 @@ from . import backends
 from .deadline import Deadline
 from .errors import DeadlineExceeded, TransferFailed, Unsupported
 from .sealed_frames import family_of
+from .source_stand_in import Connections, StandIn, connections_of
 
 ROOT: Final = 0
 """SGLang's workers broadcast from rank 0 of the group, always."""
@@ -84,11 +85,21 @@ class _Backend(backends.Receiving, Protocol):
 class BroadcastGroup:
     """Rank 0 of a group of `world_size` ranks."""
 
-    def __init__(self, name: str, device: torch.device, world_size: int, backend: _Backend) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        world_size: int,
+        backend: _Backend,
+        connections: Connections | None = None,
+    ) -> None:
+        """`connections` are those with the other ranks, where they can be had."""
         self.name = name
         self.world_size = world_size
+        self.connections = connections or Connections()
         self._device = device
         self._backend: _Backend | None = backend
+        self._stand_in: StandIn | None = None
 
     @classmethod
     def form(  # noqa: PLR0917
@@ -99,12 +110,23 @@ class BroadcastGroup:
         prefixed = c10d.PrefixStore(f"{device.type}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
         try:
             if device.type == "cuda":
-                backend = cast("_Backend", backends.nccl(prefixed, ROOT, world_size))
-            else:
-                backend = cast("_Backend", backends.gloo(prefixed, host, ROOT, world_size, timeout))
+                return cls(name, device, world_size, cast("_Backend", backends.nccl(prefixed, ROOT, world_size)))
+            backend = cast("_Backend", backends.gloo(prefixed, host, ROOT, world_size, timeout))
         except (RuntimeError, ValueError) as error:
             raise TransferFailed(f"group {name} of {world_size} ranks did not form: {error}") from error
-        return cls(name, device, world_size, backend)
+        return cls(name, device, world_size, backend, connections_of(prefixed, ROOT, world_size))
+
+    @property
+    def hung_up(self) -> bool:
+        """Its connections were ended while this process stood still."""
+        return self._stand_in is not None and self._stand_in.hung_up
+
+    def use(self, used: bool) -> None:
+        """Whether servers wait in it from now on: they are let go when this process stands still meanwhile (gloo)."""
+        if self._stand_in is None and used and self.connections.files:
+            self._stand_in = StandIn([self.connections])
+        if self._stand_in is not None:
+            self._stand_in.use(used)
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every rank; returns when it may be written again."""
@@ -163,5 +185,8 @@ class BroadcastGroup:
             return
         if self._device.type == "cuda":
             backend.abort()
-        else:
-            backends.break_gloo(backend, ROOT, self.world_size)
+            return
+        backends.break_gloo(backend, ROOT, self.world_size)
+        self.connections.end()  # which another process has, too
+        if self._stand_in is not None:
+            self._stand_in.close()

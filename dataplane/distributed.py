@@ -120,7 +120,8 @@ class DistributedSender:
         try:
             self._wait_for("came", "to come", Deadline(min(join_s, deadline.left())))
             forming = Deadline(min(FORM_S, deadline.left()))
-            if self._all_hold():
+            if self._group is not None and self._all_hold():
+                self._group.use(True)
                 meeting.announce("group", self._known(self._groups).encode())
             else:
                 self._break_off()
@@ -170,6 +171,8 @@ class DistributedSender:
             if not self._failed:
                 self._wait_for("done", "to take every bucket", deadline, STILL_S)
                 self._finished = True
+                if self._group is not None:
+                    self._group.use(False)
         except TransferFailed as error:
             self._fail_all(error)
 
@@ -210,7 +213,9 @@ class DistributedSender:
     def _all_hold(self) -> bool:
         """Everybody who came is still in the groups of the last session, and these are what this one needs."""
         meeting, _ = self._open()
-        if self._group is None or self._members != self._peers or len(self._groups) != self._sources.count:
+        if self._group is None or self._group.hung_up:
+            return False
+        if self._members != self._peers or len(self._groups) != self._sources.count:
             return False
         known, world_size = self._known(self._groups), 1 + sum(peer.tp for peer in self._peers)
         firsts = accumulate((peer.tp for peer in self._peers), initial=1)
@@ -240,8 +245,9 @@ class DistributedSender:
                 return BroadcastGroup.form(clients.pop(), name, self._host, self._device, world_size, deadline)
             return EngineGroups.form(clients.pop, name, self._host, self._device, groups.ranks, deadline)
 
-        self._group = self._await(self._calls.submit(form), f"{world_size - 1} engine ranks to join {name}", deadline)
-        self._members, self._groups = self._peers, groups.names
+        group = self._await(self._calls.submit(form), f"{world_size - 1} engine ranks to join {name}", deadline)
+        group.use(True)
+        self._group, self._members, self._groups = group, self._peers, groups.names
 
     def _await_source(self, index: int, deadline: Deadline) -> None:
         """Wait until everybody has taken a bucket of another source."""

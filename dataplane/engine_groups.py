@@ -21,6 +21,7 @@ from . import torch_threads
 from .broadcast_group import BroadcastGroup, to_be_taken
 from .deadline import Deadline
 from .errors import TransferFailed
+from .source_stand_in import StandIn
 from .sources import own_group
 
 STILL_S: Final = 10.0
@@ -77,6 +78,8 @@ class EngineGroups:
         """`name` is of all of them together."""
         self.name = name
         self._groups = tuple(groups)
+        self._stand_in: StandIn | None = None
+        """One for all."""
 
     @classmethod
     def form(  # noqa: PLR0917
@@ -110,6 +113,19 @@ class EngineGroups:
             _break_all(forming.values())
             raise
 
+    @property
+    def hung_up(self) -> bool:
+        """See `BroadcastGroup`."""
+        return self._stand_in is not None and self._stand_in.hung_up
+
+    def use(self, used: bool) -> None:
+        """See `BroadcastGroup`."""
+        connections = [group.connections for group in self._groups]
+        if self._stand_in is None and used and any(each.files for each in connections):
+            self._stand_in = StandIn(connections)
+        if self._stand_in is not None:
+            self._stand_in.use(used)
+
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
         """Send `memory` to every engine; returns when it may be written again."""
         deadline = to_be_taken(memory, deadline)
@@ -126,6 +142,8 @@ class EngineGroups:
         """Break all off, also while another thread is in `broadcast`."""
         for group in self._groups:
             group.abort()
+        if self._stand_in is not None:
+            self._stand_in.close()
 
 
 def _form(  # noqa: PLR0917

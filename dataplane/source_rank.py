@@ -177,6 +177,8 @@ class SourceSession:
                     self._news.notify_all()
                 self._meeting.post("sent", str(place + 1))
             self._meeting.say("done", "", deadline)
+            if self._group is not None:
+                self._group.use(False)
         except DataplaneError as error:
             reason = str(error) or type(error).__name__
             if isinstance(error, StoodStill):
@@ -193,7 +195,8 @@ class SourceSession:
                 self._news.notify_all()
 
     def _join(self, address: Address, deadline: Deadline) -> None:
-        self._meeting.say("came", self._group.name if self._group else "", deadline)
+        holds = self._group is not None and not self._group.hung_up
+        self._meeting.say("came", self._group.name if self._group and holds else "", deadline)
         groups = Groups.decode(self._meeting.group(deadline), len(self._sources.of))
         if len(groups.names) != self._sources.count:
             raise TransferFailed(f"the sender announced {len(groups.names)} groups for {self._sources.count} sources")
@@ -210,6 +213,7 @@ class SourceSession:
                 return BroadcastGroup.form(reach(), name, mine, self._device, address.world_size, forming)
 
             self._group = self._call(f"the engines to join {name}", forming, form)
+        self._group.use(True)
         self._meeting.say("joined", "", deadline)
 
     def _await_filled(self, place: int, deadline: Deadline) -> None:

@@ -5,6 +5,7 @@ identity is made of what differs between two launches: the random seed it drew a
 the agent sees its processes, the process id and start time behind the port.
 """
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,8 @@ from weightbus.dataplane.errors import Unsupported
 
 _PROC: Final = Path("/proc")
 _LISTEN: Final = "0A"
+_WORKER: Final = b"sglang::scheduler"
+"""What SGLang calls the processes of its workers."""
 _START_FIELD: Final = 19
 """``starttime`` in /proc/PID/stat, counted after the command's closing parenthesis."""
 
@@ -144,6 +147,25 @@ def listener(url: str) -> tuple[int, int] | None:
             started = start_time(int(folder.name))
             return None if started is None else (int(folder.name), started)
     return None
+
+
+def workers_of(pid: int) -> dict[int, int]:
+    """The processes of SGLang's workers below the server's, with their start times, as far as they can be seen here."""
+    parents: dict[int, int] = {}
+    workers: list[int] = []
+    for folder in _PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            each = int(folder.name)
+            parents[each] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if (folder / "cmdline").read_bytes().startswith(_WORKER):
+                workers.append(each)
+    found = {each: start_time(each) for each in workers if pid in _above(each, parents)}
+    return {each: started for each, started in found.items() if started is not None}
+
+
+def _above(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
+    while (pid := parents.get(pid, 0)) > 1:
+        yield pid
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -86,9 +86,14 @@ class SGLangServer:
         if self._facts is not None and self._facts.identity != facts.identity:
             self._session, self._touched = False, False
             self._cut()
+            self._wire.trust()
         self._facts = facts
         self.last_label = facts.label
         return facts
+
+    def give_up_on(self, reason: str) -> None:
+        """A worker of this launch has died: who waits for an answer waits in vain, and nothing more is asked of it."""
+        self._wire.give_up(reason)
 
     def expect(self, identity: str) -> None:
         """From now on change this launch of the server and no other; an empty `identity` means any."""

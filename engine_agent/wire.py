@@ -1,8 +1,11 @@
 """One HTTP call to the server: deadline, keys, and an error that says what happened without repeating the payload."""
 
+import contextlib
 import json
+import socket
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Final, Protocol
 
@@ -39,6 +42,27 @@ class Keys(msgspec.Struct, frozen=True):
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+class _Network(httpcore.SyncBackend):
+    """Knows the connections that it makes."""
+
+    def __init__(self) -> None:
+        self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.NetworkStream:
+        stream = super().connect_tcp(host, port, timeout, local_address, socket_options)
+        made: object = stream.get_extra_info("socket")
+        if isinstance(made, socket.socket):
+            self.sockets.add(made)
+        return stream
+
+
 class Wire:
     """Calls one server. May be used from several threads."""
 
@@ -47,7 +71,11 @@ class Wire:
         self._keys = keys
         # httpx's own transport without httpx, which is half of a call: three calls are made while requests wait.
         # It takes no proxy from the environment: the server is near, its payloads are nobody else's business.
-        self._pool = httpcore.ConnectionPool(max_connections=100, keepalive_expiry=_IDLE_S)
+        self._network = _Network()
+        self._pool = httpcore.ConnectionPool(
+            max_connections=100, keepalive_expiry=_IDLE_S, network_backend=self._network
+        )
+        self._vain = ""
         self.observer: Observer | None = None
 
     def get(self, path: str, deadline_s: float) -> dict[str, object]:
@@ -74,6 +102,17 @@ class Wire:
         """POST `body` with the admin key; the answer's content does not matter."""
         self._call("POST", path, body, deadline_s, admin=True)
 
+    def give_up(self, why: str) -> None:
+        """What needs the server's workers is answered no more: end all calls, and make none by POST until `trust`."""
+        self._vain = why
+        for each in tuple(self._network.sockets):
+            with contextlib.suppress(OSError):  # it has ended
+                each.shutdown(socket.SHUT_RDWR)
+
+    def trust(self) -> None:
+        """It is another server."""
+        self._vain = ""
+
     def close(self) -> None:
         """Drop the connections."""
         self._pool.close()
@@ -96,6 +135,8 @@ class Wire:
     def _request(
         self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
     ) -> httpcore.Response:
+        if self._vain and method != "GET":
+            raise ServerUnreachable(path, f"not made: {self._vain}")
         content = None if method == "GET" else b""
         headers = list(self._keys.header(admin=admin).items())
         if body is not None:
@@ -112,7 +153,7 @@ class Wire:
         except httpcore.TimeoutException as error:
             raise ServerSilent(path, f"no answer in {deadline_s:.1f} s; it may still be carried out") from error
         except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol) as error:
-            why = str(error)[:MAX_REASON] or type(error).__name__
+            why = self._vain or str(error)[:MAX_REASON] or type(error).__name__
             raise ServerUnreachable(path, f"the connection broke before an answer came ({why})") from error
 
 

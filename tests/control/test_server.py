@@ -452,3 +452,18 @@ def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> No
     now[0] += SETTLE_S
     assert gathers(*beats)
     journal.close()
+
+
+def test_who_ends_without_a_word_is_missed_though_nothing_is_sent_to_it(start: Callable[..., Running]) -> None:
+    """Others may stand still for it, and its silence counts only after `silence_s`."""
+    bus = RouterBus("127.0.0.1", 0)
+    running = start(bus)
+    links = [DealerLink(f"tcp://127.0.0.1:{bus.router_port}") for _ in range(2)]
+    wire = Wire(links.pop)
+    engines = [wire.add(Engine(wire.world, f"e{number}", engine_info(f"e{number}"))) for number in range(2)]
+    wire.until(lambda: all(engine.got(Welcome) for engine in engines) and ready(running) == 2)
+    wire.links.pop("e1").close()
+    began = time.monotonic()
+    wire.until(lambda: ready(running) == 1)
+    assert time.monotonic() - began < LIMITS.silence_s / 2
+    wire.close()

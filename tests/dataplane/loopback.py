@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_storage_filename
 
-from weightbus.dataplane import backends, integrity, transports
+from weightbus.dataplane import backends, integrity, source_stand_in, transports
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.source_rank import SourceRank
@@ -258,14 +258,17 @@ def _run(job: dict[str, Any]) -> None:
     manifest = make_manifest(job.get("buckets", 3))
     session = make_session(job["epoch"], job["version"], manifest)
     stumble = _stumble(job.get("at", -1), job.get("how", "die"))
+    source_stand_in.SILENCE_S = job.get("silence_s", source_stand_in.SILENCE_S)
     if job["half"] == "sender":
         sender = places.sender(job["kind"])
         pool = BucketPool("cpu", 2, manifest.largest_bucket, CHANNEL)
         address = sender.offer(session, [Peer(*peer) for peer in job["peers"]])
         _say(**msgspec.structs.asdict(address))
         sender.ready(30)
-        send_all(sender, session, pool, 30, before=stumble)
+        with contextlib.suppress(TransferFailed):
+            send_all(sender, session, pool, 30, before=stumble)
         sender.close()
+        _say(failed=sender.failed)
         return
     if job["half"] == "source":
         run_source(job, session, stumble)

@@ -12,6 +12,7 @@ processes of their own, at the settings of a deployment. A cell brings a program
 - the others serve, the version before or the new one, whole: SGLang's checksums of what they hold and every token that
   a client is given are those of a server that loaded the same checkpoint by itself;
 - a version is committed without an engine that was struck, by the trainer that lives;
+- servers that wait for a trainer which stands still answer again before it goes on;
 - nobody ends that was not killed;
 - who was struck gets no requests, and serves the next version, verified, when it goes on or is started again.
 
@@ -103,6 +104,8 @@ OVER_S = 200.0
 """For a round that was struck, to its end: several deadlines, one after another, the longest of 120 s (`resume_s`)."""
 SERVING_S = {"killed": 40.0, "stopped": 90.0}
 """For the others to serve; the goal is 5 s, on a machine that does nothing else."""
+FREED_S = 20.0
+"""For servers to answer that waited for a trainer, once its round is over."""
 BACK_S = 240.0
 """For who was struck: a server has to start, on a machine that does other things."""
 NOTICED_S = 60.0
@@ -406,6 +409,8 @@ class Deaths:
             found["error"] = str(trainer.answer(OVER_S).get("error", ""))[:120]
         poll("the round to be over", lambda: self._idle(trainer, cell), OVER_S)
         found["over_s"] = round(time.monotonic() - at, 2)
+        if waits:
+            found["freed_s"] = self._freed(at)
         ready = self.fleet.channel()["ready"]
         whole = [name for name in survivors if not waits or self.fleet.engines[name].url in ready]
         self._require_whole(whole, (old, version))
@@ -476,6 +481,17 @@ class Deaths:
             times = [at, *(when for when, *_ in tuple(clients[name].answers) if when >= at)]
             silent = max([silent, *(later - sooner for sooner, later in itertools.pairwise(times))])
         return {"survivors_serving_s": round(took, 2), "longest_silence_s": round(silent, 2)}
+
+    def _freed(self, at: float) -> float:
+        """Wait until the workers of all servers answer, which generate nothing; how long after the blow that was."""
+        for name, engine in self.fleet.engines.items():
+            url = f"{engine.url}/server_info"
+            poll(
+                f"the workers of {name} to answer",
+                lambda at=url: self.fleet.http.get(at, timeout=5.0).status_code == 200,  # type: ignore[misc]
+                FREED_S,
+            )
+        return round(time.monotonic() - at, 2)
 
     @staticmethod
     def _outcomes(report: Mapping[str, Any]) -> dict[str, str]:
