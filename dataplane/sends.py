@@ -8,32 +8,28 @@ for all that are not through, everybody is told at once, and the next epoch form
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from . import direct_wire
 from . import sends_wire as wire
+from .agreed_plans import AgreedPlans
 from .broadcast_group import backend_for, serve_store
 from .deadline import Deadline
 from .direct import Exposed
 from .doorman import Doorman
-from .errors import DataplaneError, ManifestError, PeerLost, TransferFailed
+from .errors import DataplaneError, PeerLost, TransferFailed
 from .frames import Frames
 from .lines import Lines
 from .meeting import new_token
-from .plan import Plan, distances, make_plan
-from .recording import Recording
-from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of, schedule
+from .schedule import MIN_PAIR_BYTES, alone_bytes_on, pair_bytes_of
 from .sealed_frames import bracketed
 from .seats import crowded
-from .sends_ends import NOBODY, End, Formed, Stood, alike, seen_by
+from .sends_ends import NOBODY, End, Formed, Stood, seen_by
 from .transport import JOIN_S, Address, Peer, Session, Slot
 
 FORM_S: Final = 15.0
@@ -90,11 +86,7 @@ class SendsSender:
         self._ceiling: int | None = None
         """Of `_pair_bytes`, once there was no memory for more."""
         self._alone_bytes = alone_bytes_on(device.type)
-        self._plans: dict[str, tuple[Plan, int]] = {}
-        """Plans that were agreed to, by digest, and how many targets their recordings have."""
-        self._made: dict[tuple[bytes, int, tuple[int, ...]], tuple[Plan, int]] = {}
-        """The same, by what they were made from."""
-        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._plans = AgreedPlans()
         self._failed: dict[str, str] = {}
         self._spared: set[str] = set()
         self._withdrawn: dict[str, str] = {}
@@ -125,8 +117,7 @@ class SendsSender:
             raise TransferFailed("the pieces are of other tensors than the manifest: describe what is published")
         ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
         if exposed.layout != self._layout:
-            for known in (self._plans, self._made, self._schedules):
-                known.clear()
+            self._plans.clear()
         self._exposed, self._layout = exposed, exposed.layout
         self._pair_bytes = self._cut_for(max(ranks, workers))
         self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
@@ -190,6 +181,11 @@ class SendsSender:
             self._doorman.close()
             self._doorman = None
 
+    @property
+    def _cut(self) -> tuple[int, int]:
+        """Of schedules: bytes of a pair in a turn, and of a row that is a message of its own."""
+        return self._pair_bytes, self._alone_bytes
+
     def _cut_for(self, ranks: int) -> int:
         """What a pair may move in a turn: as before, while it fits and is not much too little.
 
@@ -200,7 +196,7 @@ class SendsSender:
             most = min(most, self._ceiling)
         if most // _SHRUNK <= self._pair_bytes <= most:
             return self._pair_bytes
-        self._schedules.clear()
+        self._plans.cut_anew()
         return most
 
     # -- waiting ------------------------------------------------------------------------------------------------------
@@ -272,7 +268,7 @@ class SendsSender:
         else:
             invited = wire.Invited(
                 epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
-                alone_bytes=self._alone_bytes, plans=tuple(self._plans), form=self._foresee(hello),
+                alone_bytes=self._alone_bytes, plans=self._plans.digests, form=self._foresee(hello),
             )  # fmt: skip
             try:
                 lines.tell(end, wire.encoded(invited))
@@ -299,15 +295,17 @@ class SendsSender:
             case wire.GiveLayout():
                 self._on_offer().tell(end, self._layout_to_give())
             case wire.Propose() as proposed:
-                for each in proposed.plans:
-                    self._agree(each)
+                assert self._exposed is not None
+                agreed = [self._plans.agree(self._exposed, each) for each in proposed.plans]
                 self._on_offer().tell(end, wire.encoded(wire.Agreed()))
+                for plan in agreed:  # while the engine does its half
+                    self._plans.make_ready(plan, self._ranks, *self._cut)
             case wire.Forms() if end.workers:
                 end.forming = True
                 self._in_time = Deadline(self._form_s / 2)
                 self._let_form()
             case wire.Prepared() as prepared if end.workers and not self._began:
-                self._check(end, prepared)
+                self._plans.check(prepared, end.workers, *self._cut)
                 end.prepared, end.groups, end.seats = prepared, frozenset({prepared.group}), prepared.seats
             case wire.Through() if self._began:
                 end.through = True
@@ -326,50 +324,6 @@ class SendsSender:
             assert self._exposed is not None
             self._given = wire.encoded(self._exposed.given)
         return self._given
-
-    def _agree(self, proposal: direct_wire.Proposal) -> None:
-        """Make the same plan, or take that of another engine's like worker. Raises `TransferFailed` when it differs."""
-        assert self._exposed is not None
-        exports, reader = self._exposed.exports, proposal.reader
-        like = hashlib.sha256(proposal.recording).digest(), reader.rank, distances(exports, reader)
-        plan, targets = self._made.get(like) or self._plan(proposal)
-        self._made[like] = plan, targets
-        plan = replace(plan, reader=reader)
-        found = plan.digest()
-        if found != proposal.plan:
-            raise TransferFailed(
-                f"worker {proposal.reader.rank} planned {proposal.plan[:12]}, the trainer {found[:12]} from the same "
-                "layouts: both sides must run one version of weightbus"
-            )
-        self._plans[found] = plan, targets
-
-    def _plan(self, proposal: direct_wire.Proposal) -> tuple[Plan, int]:
-        assert self._exposed is not None
-        recording = Recording.decode(proposal.recording, self._exposed.pieces.tensors)
-        plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
-        return plan, len(recording.targets)
-
-    def _check(self, end: End, prepared: wire.Prepared) -> None:
-        """Make the same schedules. Raises `TransferFailed` when they are others."""
-        plans, schedules = len(prepared.plans), len(prepared.schedules)
-        if not plans == schedules == end.workers:
-            raise TransferFailed(f"{plans} plans and {schedules} schedules came for {end.workers} workers")
-        for plan, theirs in zip(prepared.plans, prepared.schedules, strict=True):
-            if plan not in self._plans:
-                raise TransferFailed(f"plan {plan[:12]} was not agreed to: propose it first")
-            ours = self._schedule(plan).digest()
-            if ours != theirs:
-                raise ManifestError(
-                    f"a worker scheduled {theirs[:12]}, the trainer {ours[:12]} from the same plan: both sides must "
-                    "run one version of weightbus"
-                )
-
-    def _schedule(self, plan: str) -> Schedule:
-        key = plan, self._pair_bytes
-        if key not in self._schedules:
-            like = alike(self._schedules, self._plans, key)
-            self._schedules[key] = like or schedule(*self._plans[plan], self._pair_bytes, self._alone_bytes)
-        return self._schedules[key]
 
     # -- the group ----------------------------------------------------------------------------------------------------
 
@@ -402,6 +356,7 @@ class SendsSender:
         ]
         told += [(end, wire.Begin(group=seen_by(offsets[name], group))) for name, end in self._engines.items()]
         self._began = True
+        self._plans.told()
         for end, begin in told:
             end.heard_at = time.monotonic()
             self._tell(end, begin)
@@ -458,15 +413,7 @@ class SendsSender:
         )  # fmt: skip
 
     def _letters(self, holder: int, end: End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
-        found: list[wire.Letters] = []
-        for peer, plan in letters:
-            digest = self._schedule(plan).digest()
-            if digest in end.known:
-                found.append(wire.Letters(peer=peer, schedule=digest))
-                continue
-            messages, pack = self._schedule(plan).of_holder(holder, self._plans[plan][0])
-            found.append(wire.Letters(peer=peer, schedule=digest, messages=messages.encode(), pack=pack.encode()))
-        return tuple(found)
+        return self._plans.letters(holder, end.known, letters, *self._cut)
 
     def _tell(self, end: End, message: wire.Begin | wire.Form) -> None:
         lines = self._on_offer()
