@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
-from .boxes import Column
+from .boxes import Column, widen
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 from .grids import collapse
 from .pieces import Pieces, order_of, side_by_side
@@ -36,8 +37,7 @@ def rows_of(extent: Column, source: Side, target: Side) -> CopyTable:
     """Rows that copy boxes of `extent`, (copies, axes), each from its place at the source to that at the target."""
     # Axes in the order in which they lie at the target, so that those can be joined that a transposed tensor swaps.
     distance = np.where(extent > 1, -target.stride, np.iinfo(np.int64).min)
-    order = np.argsort(distance, axis=1, kind="stable")
-    sorted_by = [np.take_along_axis(each, order, axis=1) for each in (extent, source.stride, target.stride)]
+    sorted_by = _ascending(distance, (extent, source.stride, target.stride))
     runs = collapse(sorted_by[0], sorted_by[1:], AXES + 1)
     together = (runs.steps[0][:, 0] == 1) & (runs.steps[1][:, 0] == 1)
     apart = np.setdiff1d(np.unique(runs.row[~together]), [], assume_unique=True)
@@ -131,8 +131,24 @@ def _lengthened(table: CopyTable) -> CopyTable:
         step = each.copy()
         step[rows, inner] = 0
         steps.append(step)
-    columns: Sequence[Column] = (grid, *steps)
     # Unused axes belong on the outside.
-    outward = np.argsort(grid > 1, axis=1, kind="stable")
-    grid, source_step, target_step = (np.take_along_axis(each, outward, axis=1) for each in columns)
+    grid, source_step, target_step = _ascending(grid > 1, (grid, *steps))
     return replace(table, run=run, grid=grid, source_step=source_step, target_step=target_step)
+
+
+def _ascending(by: Column | npt.NDArray[np.bool_], columns: Sequence[Column]) -> list[Column]:
+    """`columns`, each (rows, axes), with the axes of every row in the order in which `by`, (rows, axes), ascends.
+
+    Most rows have them in that order, and are left alone.
+    """
+    disordered = np.zeros(len(by), bool)
+    for axis in range(1, by.shape[1]):
+        disordered |= by[:, axis] < by[:, axis - 1]
+    rows = np.flatnonzero(disordered)
+    if not len(rows):
+        return [widen(each, by.shape[1], 0) for each in columns]  # of no rows they may be narrower
+    order = np.argsort(by[rows], axis=1, kind="stable")
+    found = [each.copy() for each in columns]
+    for column in found:
+        column[rows] = np.take_along_axis(column[rows], order, axis=1)
+    return found

@@ -23,7 +23,11 @@ def once(pieces: Pieces) -> Pieces:
     keys = side_by_side(pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop, pieces.holder)
     order = order_of(keys)
     first = _begins(keys[order, :-1])
-    distinct = pieces.take(np.sort(order[first]))
+    return _apart(pieces.take(np.sort(order[first])))
+
+
+def _apart(distinct: Pieces) -> Pieces:
+    """`once`, of pieces of which no two are the same box."""
     rows, others, _ = intersect(distinct.boxes, distinct.boxes)
     earlier = (distinct.holder[others] < distinct.holder[rows]) | (
         (distinct.holder[others] == distinct.holder[rows]) & (others < rows)
@@ -50,9 +54,8 @@ def in_turn(pieces: Pieces, first: int = 0, distance: Column | None = None) -> P
     rows = np.sort(order[heads + turn])
     mine, far = pieces.take(rows), far[rows]
     # What is left in several places is near and far, or cut otherwise by its holders: those by their numbers.
-    best = once(
-        replace(mine, holder=(far * count + (mine.holder + mine.boxes.space + first) % count) * count + mine.holder)
-    )
+    by_turn = (far * count + (mine.holder + mine.boxes.space + first) % count) * count + mine.holder
+    best = (_apart if (far == far[0]).all() else once)(replace(mine, holder=by_turn))
     return replace(best, holder=best.holder % count)
 
 

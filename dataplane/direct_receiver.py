@@ -199,12 +199,11 @@ class DirectReceiver:
             return
         with self._timed("layout"):
             direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
-            reply = direct_wire.hear_sender(connection, deadline, "the trainer's layout")
-            if not isinstance(reply, direct_wire.Layout):
-                raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
-            exports = tuple(ExportMap.decode(each) for each in reply.exports)
-            self._layout = Layout(layout, Pieces.decode([reply.pieces], manifest.tensors), exports)
-            self._made = {each.holder: made for each in exports if (made := each.made) is not None}
+            self._learn(read_layout(connection, layout, manifest, deadline))
+
+    def _learn(self, layout: Layout) -> None:
+        self._layout = layout
+        self._made = {each.holder: made for each in layout.exports if (made := each.made) is not None}
 
     def _propose(
         self,
@@ -233,9 +232,14 @@ class DirectReceiver:
         if session.table is not None or self._coming is not None:
             return
         direct_wire.say(connection, direct_wire.GiveTable(), deadline)
+        self._coming = self._aside.submit(_hear_table, connection, session, deadline)
+
+    @property
+    def _aside(self) -> ThreadPoolExecutor:
+        """A thread that hears the sender while this one does something else. Both may not hear at a time."""
         if self._hearer is None:
-            self._hearer = ThreadPoolExecutor(1, "weightbus-table")
-        self._coming = self._hearer.submit(_hear_table, connection, session, deadline)
+            self._hearer = ThreadPoolExecutor(1, "weightbus-hearer")
+        return self._hearer
 
     def _table_of(self, session: Session) -> DigestTable:
         """What the workers have to hold; waited for where it follows. Raises `PeerLost`, `DeadlineExceeded`."""
@@ -353,8 +357,13 @@ class DirectReceiver:
                 self._propose(connection, readers, recordings, digests, deadline)
                 known = Agreement(layout, recordings, readers, plans, digests, self._ahead.proof(found))
         with self._timed("adopt"):
-            self._workers.adopt(known.digests, self._carried(known.plans), known.proof.ranks, deadline)
+            new = self._workers.ask_to_adopt(known.digests, self._carried(known.plans), known.proof.ranks, deadline)
+            self._work_out(known)
+            self._workers.adopted(new, deadline)
         return known
+
+    def _work_out(self, known: Agreement) -> None:
+        """What else follows from an agreement, while workers bind their plans."""
 
     def _readers(self) -> tuple[Reader, ...]:
         """Whom plans are made for."""
@@ -402,6 +411,15 @@ class DirectReceiver:
 def _lanes(blob: bytes) -> Lanes:
     found: Lanes = np.frombuffer(blob, "<u8").astype(np.uint64).reshape(2, -1)
     return found
+
+
+def read_layout(connection: Frames, layout: str, manifest: Manifest, deadline: Deadline) -> Layout:
+    """What was asked for. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
+    reply = direct_wire.hear_sender(connection, deadline, "the trainer's layout")
+    if not isinstance(reply, direct_wire.Layout):
+        raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
+    exports = tuple(ExportMap.decode(each) for each in reply.exports)
+    return Layout(layout, Pieces.decode([reply.pieces], manifest.tensors), exports)
 
 
 def _hear_table(connection: Frames, session: Session, deadline: Deadline) -> Tabled:

@@ -345,7 +345,7 @@ def _decode(blob: bytes, tensors: tuple[TensorSpec, ...]) -> Pieces:
         raise ManifestError(f"not a table of pieces: {len(wire.numbers)} bytes for {axes} axes")
     if wire.tensors != _about(tensors).digest:
         raise ManifestError("the pieces are of other tensors than these: give every rank the same model and config")
-    table = np.frombuffer(wire.numbers, "<i8").astype(np.int64).reshape(-1, width)
+    table = np.frombuffer(wire.numbers, "<i8").astype(np.int64, copy=False).reshape(-1, width)  # `join` copies it
     start, stop, stride = (table[:, 6 + axes * part : 6 + axes * (part + 1)] for part in range(3))
     holder, storage, dtype, offset, shift = (table[:, column] for column in range(1, 6))
     return Pieces(tensors, Boxes(table[:, 0], start, stop), holder, storage, dtype, offset, stride, shift)

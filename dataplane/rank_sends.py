@@ -6,7 +6,6 @@ reads it until the leader has heard that it is through, and a publication does n
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,24 +36,21 @@ _END_S = 10.0
 class _Bound(NamedTuple):
     """An outbox, and what it was made from."""
 
-    addressed: tuple[tuple[int, bytes], ...]
-    """Peers, and what each is sent: `_Part.content`."""
+    addressed: tuple[tuple[int, str], ...]
+    """Peers, and the name of what each is sent."""
     regions: tuple[torch.Tensor, ...]
     outbox: Outbox
 
 
 class _Part(NamedTuple):
-    """This rank's part of one schedule."""
+    """This rank's part of the schedules of workers that are sent the same."""
 
     messages: Messages
     pack: CopyTable
-    content: bytes
-    """A digest of both: engines that are alike have schedules of their own, and are sent the same."""
 
     @classmethod
     def of(cls, letters: wire.Letters) -> _Part:
-        content = hashlib.sha256(hashlib.sha256(letters.messages).digest() + letters.pack).digest()
-        return cls(Messages.decode(letters.messages), CopyTable.decode(letters.pack), content)
+        return cls(Messages.decode(letters.messages), CopyTable.decode(letters.pack))
 
 
 class _Kept:
@@ -62,7 +58,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.parts: dict[str, _Part] = {}
-        """By digest of the schedule."""
+        """By name."""
         self.bound: _Bound | None = None
         self.standing = Standing()
 
@@ -222,7 +218,7 @@ def _outbox_of(
     kept: _Kept, mail: Sequence[Mail], letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]
 ) -> Outbox:
     """The outbox of this mail; the one of the last epoch if nothing is new."""
-    addressed = tuple((each.peer, kept.parts[each.schedule].content) for each in letters)
+    addressed = tuple((each.peer, each.schedule) for each in letters)
     known = kept.bound
     if known is not None and known.addressed == addressed and known.regions is regions:
         return known.outbox

@@ -17,16 +17,16 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from . import sends_wire as wire
-from .agreements import Agreements
+from .agreed_plans import AgreedPlans
 from .broadcast_group import backend_for, serve_store
 from .deadline import Deadline
 from .direct import Exposed
 from .doorman import Doorman
-from .errors import DataplaneError, ManifestError, PeerLost, TransferFailed
+from .errors import DataplaneError, PeerLost, TransferFailed
 from .frames import Frames
 from .lines import Lines
 from .meeting import new_token
-from .schedule import MIN_PAIR_BYTES, Schedule, alone_bytes_on, pair_bytes_of
+from .schedule import MIN_PAIR_BYTES, alone_bytes_on, pair_bytes_of
 from .sealed_frames import bracketed
 from .seats import crowded
 from .sends_ends import NOBODY, End, Formed, Stood, seen_by
@@ -86,7 +86,7 @@ class SendsSender:
         self._ceiling: int | None = None
         """Of `_pair_bytes`, once there was no memory for more."""
         self._alone_bytes = alone_bytes_on(device.type)
-        self._agreements = Agreements()
+        self._plans = AgreedPlans()
         self._failed: dict[str, str] = {}
         self._spared: set[str] = set()
         self._withdrawn: dict[str, str] = {}
@@ -116,7 +116,7 @@ class SendsSender:
         if exposed.pieces.tensors != session.manifest.tensors:
             raise TransferFailed("the pieces are of other tensors than the manifest: describe what is published")
         ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
-        self._agreements.turn_to(exposed, session.version)
+        self._plans.turn_to(exposed, session.version)
         self._exposed, self._layout = exposed, exposed.layout
         self._pair_bytes = self._cut_for(max(ranks, workers))
         self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
@@ -179,6 +179,11 @@ class SendsSender:
         if self._doorman is not None:
             self._doorman.close()
             self._doorman = None
+
+    @property
+    def _cut(self) -> tuple[int, int]:
+        """Of schedules: bytes of a pair in a turn, and of a row that is a message of its own."""
+        return self._pair_bytes, self._alone_bytes
 
     def _cut_for(self, ranks: int) -> int:
         """What a pair may move in a turn: as before, while it fits and is not much too little.
@@ -261,7 +266,7 @@ class SendsSender:
         else:
             invited = wire.Invited(
                 epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
-                alone_bytes=self._alone_bytes, plans=self._agreements.plans, form=self._foresee(hello),
+                alone_bytes=self._alone_bytes, plans=self._plans.digests, form=self._foresee(hello),
             )  # fmt: skip
             try:
                 lines.tell(end, wire.encoded(invited))
@@ -288,15 +293,16 @@ class SendsSender:
             case wire.GiveLayout():
                 self._on_offer().tell(end, self._layout_to_give())
             case wire.Propose() as proposed:
-                for each in proposed.plans:
-                    self._agreements.agree(each)
+                agreed = [self._plans.agree(each) for each in proposed.plans]
                 self._on_offer().tell(end, wire.encoded(wire.Agreed()))
+                for plan in agreed:  # while the engine does its half
+                    self._plans.make_ready(plan, self._ranks, *self._cut)
             case wire.Forms() if end.workers:
                 end.forming = True
                 self._in_time = Deadline(self._form_s / 2)
                 self._let_form()
             case wire.Prepared() as prepared if end.workers and not self._began:
-                self._check(end, prepared)
+                self._plans.check(prepared, end.workers, *self._cut)
                 end.prepared, end.groups, end.seats = prepared, frozenset({prepared.group}), prepared.seats
             case wire.Through() if self._began:
                 end.through = True
@@ -315,22 +321,6 @@ class SendsSender:
             assert self._exposed is not None
             self._given = wire.encoded(self._exposed.given)
         return self._given
-
-    def _check(self, end: End, prepared: wire.Prepared) -> None:
-        """Make the same schedules. Raises `TransferFailed` when they are others."""
-        plans, schedules = len(prepared.plans), len(prepared.schedules)
-        if not plans == schedules == end.workers:
-            raise TransferFailed(f"{plans} plans and {schedules} schedules came for {end.workers} workers")
-        for plan, theirs in zip(prepared.plans, prepared.schedules, strict=True):
-            ours = self._schedule(plan).digest()
-            if ours != theirs:
-                raise ManifestError(
-                    f"a worker scheduled {theirs[:12]}, the trainer {ours[:12]} from the same plan: both sides must "
-                    "run one version of weightbus"
-                )
-
-    def _schedule(self, plan: str) -> Schedule:
-        return self._agreements.schedule(plan, self._pair_bytes, self._alone_bytes)
 
     # -- the group ----------------------------------------------------------------------------------------------------
 
@@ -363,6 +353,7 @@ class SendsSender:
         ]
         told += [(end, wire.Begin(group=seen_by(offsets[name], group))) for name, end in self._engines.items()]
         self._began = True
+        self._plans.told()
         for end, begin in told:
             end.heard_at = time.monotonic()
             self._tell(end, begin)
@@ -419,15 +410,7 @@ class SendsSender:
         )  # fmt: skip
 
     def _letters(self, holder: int, end: End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
-        found: list[wire.Letters] = []
-        for peer, plan in letters:
-            digest = self._schedule(plan).digest()
-            if digest in end.known:
-                found.append(wire.Letters(peer=peer, schedule=digest))
-                continue
-            messages, pack = self._schedule(plan).of_holder(holder, self._agreements.plan(plan))
-            found.append(wire.Letters(peer=peer, schedule=digest, messages=messages.encode(), pack=pack.encode()))
-        return tuple(found)
+        return self._plans.letters(holder, end.known, letters, *self._cut)
 
     def _tell(self, end: End, message: wire.Begin | wire.Form) -> None:
         lines = self._on_offer()

@@ -70,7 +70,7 @@ class End(Line):
         """Of an engine. A rank of the trainer has none."""
         self.prepared: wire.Prepared | None = None
         self.known: frozenset[str] = frozenset()
-        """Schedules whose part a rank has."""
+        """The parts of schedules that a rank has, by name."""
         self.groups: frozenset[str] = frozenset()
         """Those that it has from rounds before."""
         self.forming = False

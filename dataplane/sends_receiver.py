@@ -9,6 +9,7 @@ the second round on that can happen while the server generates (`stage`); the se
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,7 @@ from . import sends_wire, worker_wire
 from .ahead import Ahead
 from .copy_table import CopyTable
 from .deadline import Deadline
-from .direct_receiver import Agreement, DirectReceiver
+from .direct_receiver import Agreement, DirectReceiver, Layout, read_layout
 from .direct_wire import Welcome
 from .errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported, WorkerDied
 from .frames import Frames
@@ -62,6 +63,8 @@ class SendsReceiver(DirectReceiver):
         """The sender of this channel and epoch, where a version could not be taken beside after all."""
         self._at_hand: tuple[Frames, Welcome] | None = None
         """The same, for the round that begins."""
+        self._reading: Future[Layout] | None = None
+        """The trainer's layout, which was asked for."""
         self.mode = ""
         """How the last version was taken: ``beside`` or ``paused``; and why."""
 
@@ -194,6 +197,31 @@ class SendsReceiver(DirectReceiver):
 
     # -- the workers --------------------------------------------------------------------------------------------------
 
+    def _exchange(  # noqa: PLR0917
+        self,
+        connection: Frames,
+        session: Session,
+        welcome: Welcome,
+        engine: str,
+        server: EngineServer,
+        deadline: Deadline,
+    ) -> None:
+        """A layout that is new is read by a thread of its own, from the moment that the server is called."""
+        self._reading = None
+        if self._staged is None and not self._knows(welcome.layout):
+            sends_wire.say(connection, sends_wire.GiveLayout(), deadline)
+            arguments = connection, welcome.layout, session.manifest, deadline
+            self._reading = self._aside.submit(read_layout, *arguments)
+        super()._exchange(connection, session, welcome, engine, server, deadline)
+
+    def _hear_layout(self, connection: Frames, layout: str, manifest: Manifest, deadline: Deadline) -> None:
+        reading, self._reading = self._reading, None
+        if reading is None:
+            return super()._hear_layout(connection, layout, manifest, deadline)
+        with self._timed("layout"):
+            self._learn(reading.result())
+        return None
+
     def _carried(self, plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
         """None of it: their threads receive."""
         return tuple(replace(plan, copies=CopyTable.empty(), staging=CopyTable.empty()) for plan in plans)
@@ -213,7 +241,7 @@ class SendsReceiver(DirectReceiver):
         known = super()._prepared(connection, manifest, layout, model, deadline)
         self._seats = self._workers.seats
         with self._timed("expect"):
-            self._expect(known, deadline)
+            self._takers.expect(self._workers, self._schedules[1], deadline)
         return known
 
     def _ask_table(self, connection: Frames, session: Session, deadline: Deadline) -> None:
@@ -225,14 +253,15 @@ class SendsReceiver(DirectReceiver):
         super()._hear_agreement(connection, agreement, deadline)
         self._agreed |= frozenset(agreement.digests)
 
-    def _expect(self, known: Agreement, deadline: Deadline) -> None:
-        """Tell every worker what it will be sent, and have its thread connect."""
+    def _work_out(self, known: Agreement) -> None:
+        """What every worker will be sent."""
         name = _named(known, self._cut)
         if self._schedules[0] != name:
             targets = [len(self._recordings[digest].targets) for digest in known.recordings]
             made = [schedule(plan, count, *self._cut) for plan, count in zip(known.plans, targets, strict=True)]
             self._schedules = name, tuple(made)
-        self._takers.expect(self._workers, self._schedules[1], deadline)
+        for each in self._schedules[1]:
+            each.digest()
 
     def _replay(
         self, session: Session, welcome: Welcome, agreement: Agreement, deadline: Deadline

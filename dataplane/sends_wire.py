@@ -34,7 +34,7 @@ class RankHello(WireMessage, frozen=True, tag=True):
     epoch: int
     rank: int
     known: tuple[str, ...]
-    """Digests of the schedules whose part it still has."""
+    """The parts that it still has: `Letters.schedule`."""
     groups: tuple[str, ...] = ()
     """Those that it still has."""
     seat: str = ""
@@ -105,6 +105,7 @@ class Letters(WireMessage, frozen=True, tag=True):
     peer: int
     """Rank of the worker in the group."""
     schedule: str
+    """The name of its part of the worker's schedule: a digest of both tables."""
     messages: bytes = b""
     pack: bytes = b""
 

@@ -140,16 +140,19 @@ class Workers:
             worker.hello = msgspec.structs.replace(worker.hello, recording=digest, plan="")
         return made
 
-    def adopt(
+    def ask_to_adopt(
         self, digests: Sequence[str], plans: Sequence[Plan], proofs: Sequence[RankProof], deadline: Deadline
-    ) -> None:
-        """Give each worker its plan, unless it has that one; all of them bind at a time."""
-        new = [
-            each for each in zip(self._workers, digests, plans, proofs, strict=True) if each[0].hello.plan != each[1]
-        ]
-        for worker, digest, plan, proof in new:
-            wire.say(worker.frames, _adopt(digest, plan, proof), deadline)
-        self._taken([worker for worker, *_ in new], "plan", deadline)
+    ) -> Sequence[int]:
+        """Give each worker its plan, unless it has that one; who got one, for `adopted`. All of them bind at a time."""
+        new = [number for number, worker in enumerate(self._workers) if worker.hello.plan != digests[number]]
+        for number in new:
+            adopt = _adopt(digests[number], plans[number], proofs[number])
+            wire.say(self._workers[number].frames, adopt, deadline)
+        return new
+
+    def adopted(self, new: Sequence[int], deadline: Deadline) -> None:
+        """Hear those who were given a plan. Raises `TransferFailed`."""
+        self._taken([self._workers[number] for number in new], "plan", deadline)
 
     def form(self, group: Group, deadline: Deadline) -> bool:
         """Have all begin to join `group`, as its rank and those that follow; not where a thread may take something."""

@@ -15,7 +15,7 @@ import torch
 
 from weightbus.dataplane import direct_wire, lines
 from weightbus.dataplane import sends_wire as wire
-from weightbus.dataplane.agreements import Agreements
+from weightbus.dataplane.agreed_plans import AgreedPlans
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.errors import PeerLost, TransferFailed
@@ -113,7 +113,7 @@ class Crowd:
 @pytest.fixture
 def toy_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody plans here, and every rank has much to send."""
-    monkeypatch.setattr(SendsSender, "_check", lambda *_: None)
+    monkeypatch.setattr(AgreedPlans, "check", lambda *_: None)
     letters = (wire.Letters(peer=1, schedule="s", messages=bytes(LARGE)),)
     monkeypatch.setattr(SendsSender, "_letters", lambda *_: letters)
 
@@ -220,7 +220,8 @@ def test_who_goes_on_while_the_leader_plans_has_not_stood_still(monkeypatch: pyt
         time.sleep(1.0)
         monkeypatch.setattr(lines, "PACKET_S", 0.5)
 
-    monkeypatch.setattr(Agreements, "agree", plan)
+    monkeypatch.setattr(AgreedPlans, "agree", plan)
+    monkeypatch.setattr(AgreedPlans, "make_ready", lambda *_: None)
     proposal = direct_wire.Proposal(reader=Reader(0, "h", "d"), recording=b"", plan="p")
     crowd.say("fast", wire.Propose(plans=(proposal,)))
     assert crowd.hear("fast") == wire.Agreed()

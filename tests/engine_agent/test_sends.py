@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import agreements, rank_sends, sends
+from weightbus.dataplane import agreed_plans, rank_sends, sends, sends_receiver
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.doorman import GREETING_S
-from weightbus.dataplane.errors import DigestMismatch, PeerLost, StaleSession, TransferFailed
+from weightbus.dataplane.errors import DigestMismatch, ManifestError, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.inbox import Inbox
 from weightbus.dataplane.nixl_group import is_installed
 from weightbus.dataplane.outbox import Outbox
@@ -30,6 +31,7 @@ from weightbus.dataplane.sends_receiver import SendsReceiver
 from weightbus.dataplane.sends_wire import Group
 from weightbus.dataplane.takers import Leader, NotTaken
 from weightbus.dataplane.transport import Peer
+from weightbus.dataplane.workers import Workers
 from weightbus.engine_agent import taker, worker_loader, worker_state
 from weightbus.engine_agent.model_tensors import ModelTensors
 
@@ -228,34 +230,94 @@ def test_a_trainer_that_began_anew_is_told_the_plans_again(world: SendsWorld) ->
     assert holds(world.server, world.trainer.values)
 
 
+def test_a_new_layout_is_read_while_the_server_lets_its_workers_in(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sender is read from at once, however long a server takes; and a joiner does not wait for both."""
+    read, real = threading.Event(), sends_receiver.read_layout
+
+    def noted(*arguments: Any) -> Any:
+        found = real(*arguments)
+        read.set()
+        return found
+
+    monkeypatch.setattr(sends_receiver, "read_layout", noted)
+    in_time: list[bool] = []
+    world.server.before_load = lambda: in_time.append(read.wait(WAIT_S / 4))
+    world.round()
+    assert in_time == [True]
+    assert holds(world.server, world.trainer.values)
+
+
+def test_a_layout_that_cannot_be_read_fails_the_attempt_and_not_the_next(
+    world: SendsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it is, it is found before a worker has a plan."""
+
+    def unreadable(*arguments: Any) -> Any:
+        real(*arguments)
+        raise ManifestError("it is of other tensors")
+
+    real = sends_receiver.read_layout
+    with monkeypatch.context() as patch:
+        patch.setattr(sends_receiver, "read_layout", unreadable)
+        world.epoch += 1
+        session = world.trainer.session(world.epoch)
+        taken = world.receive(session, "e", world.offer(session))
+        with pytest.raises(TransferFailed, match="ManifestError: it is of other tensors"):
+            world.trainer.sends.ready(WAIT_S)
+        world.trainer.sends.close()
+        with pytest.raises(ManifestError, match="of other tensors"):
+            taken.result(WAIT_S)
+    assert not world.receiver.touched
+    world.round()
+    assert holds(world.server, world.trainer.values)
+
+
+def test_schedules_are_made_while_workers_bind_their_plans(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker binds what it reports, and its sidecar works out what it is sent: neither waits for the other."""
+    done: list[str] = []
+
+    def noting(what: str, real: Any) -> Any:
+        return lambda *given: (done.append(what), real(*given))[1]
+
+    monkeypatch.setattr(Workers, "ask_to_adopt", noting("told", Workers.ask_to_adopt))
+    monkeypatch.setattr(sends_receiver, "schedule", noting("scheduled", sends_receiver.schedule))
+    monkeypatch.setattr(Workers, "adopted", noting("heard", Workers.adopted))
+    world.round()
+    assert done == ["told", *["scheduled"] * world.server.tp, "heard"]
+
+
 def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer of hundreds of engines makes those of one; who joins does not wait for its own.
 
-    Nor for their schedules, or for the ranks to bind what they pack by. That of another GPU gives all of them other
-    names.
+    Nor for their schedules, nor for the ranks to be told what they send, and to bind what they pack by. That of another
+    GPU gives plans and schedules other names.
     """
-    made: dict[str, list[object]] = {"plan": [], "schedule": [], "outbox": []}
+    made: dict[str, list[object]] = {"plan": [], "schedule": [], "letters": [], "outbox": []}
 
     def counted(what: str, real: Any) -> Any:
         return lambda *given: (made[what].append(given), real(*given))[1]
 
-    monkeypatch.setattr(agreements, "make_plan", counted("plan", make_plan))
-    monkeypatch.setattr(agreements, "schedule", counted("schedule", agreements.schedule))
+    monkeypatch.setattr(agreed_plans, "make_plan", counted("plan", make_plan))
+    monkeypatch.setattr(agreed_plans, "schedule", counted("schedule", agreed_plans.schedule))
+    monkeypatch.setattr(rank_sends._Part, "of", counted("letters", rank_sends._Part.of))
     monkeypatch.setattr(rank_sends, "Outbox", counted("outbox", rank_sends.Outbox))
     monkeypatch.setattr(worker_state, "device_name", lambda _: "one")
     monkeypatch.setattr(worker_state, "readable_peers", lambda _: ("cpu",))
     monkeypatch.setattr(worker_state, "seat_here", lambda _: "")
     world.round()
-    known = set(world.trainer.sends._agreements.plans)
+    known = set(world.trainer.sends._plans.digests)
     before = {what: len(each) for what, each in made.items()}
-    assert before == {"plan": world.server.tp, "schedule": world.server.tp, "outbox": len(world.trainer.sending)}
+    workers, ranks = world.server.tp, len(world.trainer.sending)
+    assert before == {"plan": workers, "schedule": workers, "letters": workers * ranks, "outbox": ranks}
     for state in worker_loader._states.values():
         state._device_name = "another"
     world.receiver.shutdown()
     world.receiver = SendsReceiver(world.runtime)  # which knows nothing of what was agreed
     world.trainer.step(1)
     world.round()
-    assert set(world.trainer.sends._agreements.plans) - known
+    assert set(world.trainer.sends._plans.digests) - known
     assert {what: len(each) for what, each in made.items()} == before
     assert holds(world.server, world.trainer.values)
 
@@ -277,7 +339,7 @@ def test_a_trainer_that_plans_otherwise_sends_nothing(world: SendsWorld, monkeyp
         plan = make_plan(*arguments)
         return replace(plan, copies=plan.copies.take(np.arange(len(plan.copies) - 1)))
 
-    monkeypatch.setattr(agreements, "make_plan", otherwise)
+    monkeypatch.setattr(agreed_plans, "make_plan", otherwise)
     with pytest.raises(TransferFailed, match="both sides must run one version"):
         world.round()
     assert not world.receiver.touched

@@ -133,7 +133,7 @@ def test_who_comes_and_goes_has_nobody_stand_still(
         world.trainer.sends.finish(WAIT_S)
         for each in taken:
             each.result(WAIT_S)
-        agreed.append(len(world.trainer.sends._agreements.plans))
+        agreed.append(len(world.trainer.sends._plans.digests))
         return world.receiver.mode
 
     with_("v")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from weightbus.dataplane import direct_wire
-from weightbus.dataplane.agreements import KEPT, Agreements
+from weightbus.dataplane.agreed_plans import KEPT, AgreedPlans
 from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.plan import Plan, Reader, make_plan
@@ -47,39 +47,41 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     world.close()
 
 
-def take_part(made: Agreements, fleet: Fleet, version: int, *devices: str) -> list[Schedule]:
+def take_part(made: AgreedPlans, fleet: Fleet, version: int, *devices: str) -> list[Schedule]:
     """These workers take it; only whom the leader does not know proposes."""
     made.turn_to(fleet.exposed, version)
     for device in devices:
-        if fleet.plan(device).digest() not in made.plans:
+        if fleet.plan(device).digest() not in made.digests:
             made.agree(fleet.proposal(device))
-    return [made.schedule(fleet.plan(device).digest(), *CUT) for device in devices]
+    plans = [fleet.plan(device).digest() for device in devices]
+    made.letters(0, (), list(enumerate(plans)), *CUT)
+    return [made.schedule(plan, *CUT) for plan in plans]
 
 
 def test_thousands_that_come_and_go_leave_nothing_behind(fleet: Fleet) -> None:
     """Weeks of a fleet that changes: every invitation names what is kept, and schedules are looked through."""
-    made = Agreements()
+    made = AgreedPlans()
     for version in range(2000):
         take_part(made, fleet, version, "stays", f"guest {version}")
-        assert len(made.plans) <= KEPT + 3
+        assert len(made.digests) <= KEPT + 3
         assert len(made._schedules) <= KEPT + 3
-        assert len(made._made) == 1
-    assert fleet.plan("stays").digest() in made.plans
-    assert fleet.plan("guest 1999").digest() in made.plans
-    assert fleet.plan("guest 0").digest() not in made.plans
+        assert len(made._made) == len(made._names) == 1
+    assert fleet.plan("stays").digest() in made.digests
+    assert fleet.plan("guest 1999").digest() in made.digests
+    assert fleet.plan("guest 0").digest() not in made.digests
     for version in range(2000, 2000 + KEPT + 3):
         take_part(made, fleet, version)
-    assert (made._plans, made._made, made._schedules) == ({}, {}, {})
+    assert (made._plans, made._made, made._schedules, made._names) == ({}, {}, {}, {})
 
 
 def test_who_takes_part_in_every_version_proposes_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are that take turns, and though one is away for some versions."""
-    made, proposed = Agreements(), list[str]()
+    made, proposed = AgreedPlans(), list[str]()
     agree = made.agree
 
-    def counted(proposal: direct_wire.Proposal) -> None:
+    def counted(proposal: direct_wire.Proposal) -> str:
         proposed.append(proposal.plan)
-        agree(proposal)
+        return agree(proposal)
 
     monkeypatch.setattr(made, "agree", counted)
     devices = [f"GPU-{number}" for number in range(200)]
@@ -94,7 +96,7 @@ def test_who_takes_part_in_every_version_proposes_once(fleet: Fleet, monkeypatch
 
 def test_who_was_forgotten_proposes_again_and_gets_the_same_schedule(fleet: Fleet) -> None:
     """And who prepares by a plan that is not known here is told to propose it."""
-    made = Agreements()
+    made = AgreedPlans()
     (before,) = take_part(made, fleet, 1, "away")
     for version in range(2, KEPT + 5):
         take_part(made, fleet, version, "another")
@@ -106,7 +108,7 @@ def test_who_was_forgotten_proposes_again_and_gets_the_same_schedule(fleet: Flee
 
 def test_a_schedule_that_is_cut_otherwise_is_another_one(fleet: Fleet) -> None:
     """The cut is part of it; what was cut before is kept no longer."""
-    made = Agreements()
+    made = AgreedPlans()
     (before,) = take_part(made, fleet, 1, "one")
     plan = fleet.plan("one").digest()
     other = made.schedule(plan, 64, 16)
@@ -117,9 +119,9 @@ def test_a_schedule_that_is_cut_otherwise_is_another_one(fleet: Fleet) -> None:
 
 def test_of_memory_that_lies_otherwise_nothing_is_known(fleet: Fleet) -> None:
     """Plans are of the trainer's layout: what was agreed to under another one would be read from the wrong places."""
-    made = Agreements()
+    made = AgreedPlans()
     take_part(made, fleet, 1, "one")
     exports = tuple([msgspec.structs.replace(each, host="elsewhere") for each in fleet.exposed.exports])
     made.turn_to(replace(fleet.exposed, exports=exports), 1)
-    assert made.plans == ()
+    assert made.digests == ()
     assert not made._made

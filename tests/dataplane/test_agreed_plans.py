@@ -1,0 +1,133 @@
+"""What a leader of sends works out for an engine, when, and how much of it ranks have to be told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from weightbus.dataplane import sends_wire as wire
+from weightbus.dataplane.agreed_plans import AgreedPlans
+from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.direct import Exposed
+from weightbus.dataplane.direct_wire import Proposal
+from weightbus.dataplane.errors import ManifestError, TransferFailed
+from weightbus.dataplane.exports import ExportMap, Place, Region
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pieces import Piece, Pieces, View, whole
+from weightbus.dataplane.plan import Reader, make_plan
+from weightbus.dataplane.recording import Recording, Target
+from weightbus.dataplane.schedule import Messages, Schedule, schedule
+
+CUT = 1 << 20, 1 << 16
+ROWS = 8
+TENSORS = (TensorSpec("a", "bfloat16", (ROWS, 4)), TensorSpec("b", "bfloat16", (ROWS, 4)))
+ALONE = Reader(0, "elsewhere", "gpu-0", sent_to=True)
+OTHER = msgspec.structs.replace(ALONE, device="gpu-1")
+
+
+def _exposed() -> Exposed:
+    """Each of two ranks has one of the tensors."""
+    parts = [Pieces.of(TENSORS, [whole(spec, "bfloat16", 0)], rank) for rank, spec in enumerate(TENSORS)]
+    exports = [ExportMap(rank, "here", (Region(64, "cpu"),), (Place(0, 0),)) for rank in range(2)]
+    return Exposed(Pieces.join(parts), tuple(exports), ())
+
+
+def _recording(*, swapped: bool = False) -> Recording:
+    """A worker that keeps both tensors one behind the other in one parameter."""
+    order = reversed(TENSORS) if swapped else TENSORS
+    pieces = [
+        Piece(spec.name, whole(spec, "bfloat16", 0).box, "bfloat16", View(0, ROWS * 4 * at, (4, 1)))
+        for at, spec in enumerate(order)
+    ]
+    target = Target("w", "bfloat16", (2, ROWS, 4), (ROWS * 4, 4, 1), parameter=True)
+    return Recording(0, (target,), Pieces.of(TENSORS, pieces))
+
+
+def _agreed(plans: AgreedPlans, reader: Reader = ALONE, *, swapped: bool = False) -> str:
+    """The digest of a plan that was proposed and agreed to."""
+    exposed, recording = _exposed(), _recording(swapped=swapped)
+    plan = make_plan(exposed.pieces, exposed.exports, recording, reader)
+    plans.turn_to(exposed, 1)
+    return plans.agree(Proposal(reader=reader, recording=recording.encode(), plan=plan.digest()))
+
+
+def _names(letters: tuple[wire.Letters, ...]) -> list[str]:
+    return [each.schedule for each in letters]
+
+
+def test_a_rank_is_told_its_own_part_in_full_once() -> None:
+    """Of two workers that are sent the same the second one's is named only, in the same message or a later one."""
+    plans = AgreedPlans()
+    one, other = _agreed(plans), _agreed(plans, OTHER)
+    assert one != other
+    for holder in (0, 1):
+        both = plans.letters(holder, (), [(2, one), (3, other)], *CUT)
+        exposed, made = _exposed(), plans.schedule(one, *CUT)
+        plan = make_plan(exposed.pieces, exposed.exports, _recording(), ALONE)
+        messages, pack = made.of_holder(holder, plan)
+        assert (both[0].messages, both[0].pack) == (messages.encode(), pack.encode())
+        assert len(Messages.decode(both[0].messages)) == 1
+        assert both[1] == wire.Letters(peer=3, schedule=both[0].schedule)
+        later = plans.letters(holder, _names(both), [(2, other)], *CUT)
+        assert later == (wire.Letters(peer=2, schedule=both[0].schedule),)
+
+
+def test_parts_that_differ_have_names_of_their_own() -> None:
+    """By what is in them: another holder's, another worker's."""
+    plans = AgreedPlans()
+    one, other = _agreed(plans), _agreed(plans, swapped=True)
+    letters = [plans.letters(holder, (), [(2, plan)], *CUT)[0] for holder in (0, 1) for plan in (one, other)]
+    named = {each.schedule: (each.messages, each.pack) for each in letters}
+    assert len(named) == len({(each.messages, each.pack) for each in letters}) > 1
+
+
+def test_a_rank_that_began_anew_is_told_in_full() -> None:
+    """What another one knows, or was told before, is not what it knows."""
+    plans = AgreedPlans()
+    one = _agreed(plans)
+    before = plans.letters(0, (), [(2, one)], *CUT)
+    plans.told()
+    assert plans.letters(0, (), [(2, one)], *CUT) == before
+    assert plans.letters(0, _names(plans.letters(1, (), [(2, one)], *CUT)), [(2, one)], *CUT) == before
+    plans.schedule(one, 64, 16)  # cut otherwise for a version
+    assert plans.letters(0, (), [(2, one)], *CUT) == before
+
+
+def test_what_is_asked_for_when_all_are_prepared_is_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody waits then; when a plan was agreed to only the engine that has it is at work."""
+    plans, twin = AgreedPlans(), AgreedPlans()
+    one = _agreed(plans)
+    wanted = [twin.letters(holder, (), [(2, _agreed(twin))], *CUT) for holder in (0, 1)]
+    plans.make_ready(one, (0, 1), *CUT)
+    digest = twin.schedule(one, *CUT).digest()
+    for kind in (CopyTable, Messages):
+        monkeypatch.setattr(kind, "encode", lambda _: pytest.fail("it is encoded now"))
+    monkeypatch.setattr(Schedule, "of_holder", lambda *_: pytest.fail("it is divided now"))
+    plans.check(wire.Prepared(plans=(one,), schedules=(digest,)), 1, *CUT)
+    assert [plans.letters(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
+
+
+def test_other_plans_and_schedules_than_its_own_are_refused() -> None:
+    """Both sides make them: neither trusts the other's arithmetic."""
+    plans, exposed = AgreedPlans(), _exposed()
+    proposal = Proposal(reader=ALONE, recording=_recording().encode(), plan="another")
+    plans.turn_to(exposed, 1)
+    with pytest.raises(TransferFailed, match="planned another"):
+        plans.agree(proposal)
+    one = _agreed(plans)
+    plan = make_plan(exposed.pieces, exposed.exports, _recording(), ALONE)
+    right = schedule(plan, 1, *CUT).digest()
+    plans.check(wire.Prepared(plans=(one,), schedules=(right,)), 1, *CUT)
+    with pytest.raises(ManifestError, match="scheduled another"):
+        plans.check(wire.Prepared(plans=(one,), schedules=("another",)), 1, *CUT)
+    with pytest.raises(TransferFailed, match="was not agreed to"):
+        plans.check(wire.Prepared(plans=("unknown",), schedules=(right,)), 1, *CUT)
+    with pytest.raises(TransferFailed, match="2 plans and 1 schedules came for 1 workers"):
+        plans.check(wire.Prepared(plans=(one, one), schedules=(right,)), 1, *CUT)
+    exports = tuple([msgspec.structs.replace(each, host="elsewhere") for each in exposed.exports])
+    plans.turn_to(replace(exposed, exports=exports), 2)
+    assert plans.digests == ()
+    with pytest.raises(TransferFailed, match="was not agreed to"):
+        plans.check(wire.Prepared(plans=(one,), schedules=(right,)), 1, *CUT)
