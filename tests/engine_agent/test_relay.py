@@ -17,6 +17,8 @@ from weightbus.dataplane.broadcast_group import serve_store
 from weightbus.engine_agent import relay as relay_module
 from weightbus.engine_agent.relay import Relay, reached_at
 
+from ..kit.waiting import has_ipv6
+
 PATIENCE = timedelta(seconds=60)
 AT_ONCE_S = 5.0
 
@@ -74,12 +76,17 @@ def test_who_waits_through_a_relay_that_is_cut_is_told_at_once(store: TCPStore) 
     store.set("still", "there")
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_who_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None:
-    """To one that was cut, or whose store has ended: torch would try to connect until its own deadline."""
+NOBODY = "255.255.255.255"
+"""To which there are no connections: the kernel says so at once, as of a host that no route leads to."""
+
+
+@pytest.mark.parametrize("what", ["the relay was cut", "the store has ended", "its host cannot be reached"])
+def test_who_comes_too_late_is_told_so_and_does_not_try_again(what: str) -> None:
+    """And who comes for a store whose host is gone: torch would try to connect until its own deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        relay = Relay("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
-    if cut:
+        host = NOBODY if what == "its host cannot be reached" else "127.0.0.1"
+        relay = Relay(host, listener.getsockname()[1], "127.0.0.1")
+    if what == "the relay was cut":
         relay.cut()
     began = time.monotonic()
     with pytest.raises(RuntimeError):
@@ -125,6 +132,14 @@ def test_only_a_server_on_the_loopback_reaches_a_relay(host: str, at: str) -> No
     """Others may be on other machines: they meet in the store itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert reached_at(f"http://{host}:{server.getsockname()[1]}") == at
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("dual", [True, False], ids=["both", "IPv6 alone"])
+def test_a_server_that_listens_on_all_addresses_of_ipv6_is_seen(*, dual: bool) -> None:
+    """As ``--host ::`` has it: it is in another table of the kernel's."""
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=dual) as server:
+        assert reached_at(f"http://[::1]:{server.getsockname()[1]}") == "::1"
 
 
 FORWARDER = """
