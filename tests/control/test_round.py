@@ -351,6 +351,28 @@ def test_who_was_spared_keeps_its_redrives() -> None:
     assert victim.generating
 
 
+def test_who_was_spared_pays_for_what_it_fails_by_itself_after_that() -> None:
+    """It takes everything of the next attempt, before the trainer has said how that ended, and cannot prove it."""
+    world, victim, trainer = group_of_three(redrives=1)
+    victim.fail(Transfer, Step.TRANSFER)
+    e1 = world.agents["e1"]
+    assert isinstance(e1, Engine)
+
+    def not_proven(message: Message) -> ToCoordinator | None:
+        epoch: Epoch = message.epoch  # type: ignore[attr-defined]
+        if epoch < 5:
+            e1.script[Transfer] = not_proven
+        if epoch == 1:
+            return None
+        e1.health = EngineHealth.DIRTY
+        e1.say(Transferred(request=e1.key(), channel=CHANNEL, epoch=epoch, bytes=1, buckets=1, seconds=0.1))
+        return e1.failed(message, Step.VERIFY, "it holds something else")
+
+    e1.script[Transfer] = not_proven
+    assert outcomes(world, trainer, 1)["e1"] is Outcome.QUARANTINED
+    assert [len(send.receivers) for send in trainer.got(Send)] == [3, 3, 1]  # type: ignore[attr-defined]
+
+
 def test_a_group_that_fails_by_nobodys_fault_ends_with_its_redrives() -> None:
     """A trainer that spares everybody, always, does not drive a round for ever."""
     world, e0, e1, trainer = fleet()
