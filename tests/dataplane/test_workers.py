@@ -51,8 +51,7 @@ def test_marks_are_shown_to_whoever_reads_what_they_speak_of(crew: tuple[Workers
 
 
 def test_who_has_recorded_anew_has_no_plan_any_more(crew: tuple[Workers, list[Frames]]) -> None:
-    """Also where the same one will be made again: it is given it once more, and what was sent by the old one is not
-    put into place."""
+    """Also where the same one will be made again: it is given it once more, and nothing is placed by the old."""
     workers, ends = crew
     pieces, _, recording = model(1)
     for worker in workers._workers:

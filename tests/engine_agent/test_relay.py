@@ -76,22 +76,27 @@ def test_who_waits_through_a_relay_that_is_cut_is_told_at_once(store: TCPStore) 
     store.set("still", "there")
 
 
-NOBODY = "255.255.255.255"
-"""To which there are no connections: the kernel says so at once, as of a host that no route leads to."""
-
-
-@pytest.mark.parametrize("what", ["the relay was cut", "the store has ended", "its host cannot be reached"])
-def test_who_comes_too_late_is_told_so_and_does_not_try_again(what: str) -> None:
-    """And who comes for a store whose host is gone: torch would try to connect until its own deadline."""
+@pytest.mark.parametrize("cut", [True, False])
+def test_who_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None:
+    """To one that was cut, or whose store has ended: torch would try to connect until its own deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        host = NOBODY if what == "its host cannot be reached" else "127.0.0.1"
-        relay = Relay(host, listener.getsockname()[1], "127.0.0.1")
-    if what == "the relay was cut":
+        relay = Relay("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+    if cut:
         relay.cut()
     began = time.monotonic()
     with pytest.raises(RuntimeError):
         come(relay).get("never")
     assert time.monotonic() - began < AT_ONCE_S
+    relay.cut()
+
+
+def test_who_comes_for_a_store_whose_host_is_gone_is_let_in_and_out_again() -> None:
+    """Each of them, as where nobody listens any more. To the address of this one the kernel knows no way at all."""
+    relay = Relay("255.255.255.255", 9, "127.0.0.1")
+    for _ in range(2):
+        with socket.create_connection(relay.at, AT_ONCE_S) as client:
+            client.settimeout(AT_ONCE_S)
+            assert client.recv(1) == b""
     relay.cut()
 
 

@@ -65,7 +65,7 @@ def test_a_trainer_whose_layout_is_new_has_the_server_stand_still_once(world: Se
 
 
 def test_a_version_is_not_put_into_tensors_that_it_was_not_taken_for(world: SendsWorld) -> None:
-    """They were replaced meanwhile: the server goes on with what it has, which is whole, and takes the version again."""
+    """They were replaced meanwhile: the server goes on with what it has, which is whole, and takes the version anew."""
     session, address = stage(world)
     world.server.models[1].up.data = world.server.models[1].up.data.clone()
     before = held(world)
