@@ -16,7 +16,6 @@ from typing import Final
 from weightbus.control.ids import Channel, Epoch
 from weightbus.control.messages import (
     Abort,
-    EngineHealth,
     Held,
     Offer,
     Pause,
@@ -118,7 +117,7 @@ class CatchUp:
         if view.epoch != self._epoch or not view.up:
             self._end(now, AGAIN_S)  # a round of the coordinator, or another server
             return None
-        if view.held == self._held and view.health is not EngineHealth.DIRTY:
+        if view.held == self._held:
             self._end(now, AGAIN_S)
             return None
         wanted = _REACHED.get(self.stage)

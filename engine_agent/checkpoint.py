@@ -85,7 +85,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 def expected(folder: Path) -> Expected:
     """Read `folder`, unless its files are as they were. Raises `UnfitManifest` when they do not tell what is served."""
-    return _expected(folder, tuple([_stamp(path) for path in (folder / _CONFIG, folder / _INDEX, *_files(folder))]))
+    return _expected(folder, tuple([_stamp(path) for path in (folder / _CONFIG, *_files(folder))]))
 
 
 @lru_cache(maxsize=2)

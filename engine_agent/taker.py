@@ -63,6 +63,7 @@ class Taker:
         if forming is not None:
             self._standing.begin(forming)
         self._taken = False
+        self._claiming = threading.Lock()
         self._touched = False
         self._closed = False
         self._binding: Binding[Inbox] | None = None
@@ -83,9 +84,8 @@ class Taker:
 
     def flip(self) -> None:
         """Put what was taken into place, once. Raises `TransferFailed` when there is nothing whole."""
-        if not self._taken or self._inbox is None:
+        if not self._claim() or self._inbox is None:
             raise TransferFailed("nothing was taken that could be put into place")
-        self._taken = False
         self._inbox.flip()
         self._detach()
 
@@ -130,7 +130,8 @@ class Taker:
             case wire.Take():
                 self._say(self._take(message))
             case wire.Failed():  # of what has ended already
-                self._taken = False
+                if self._claim():
+                    self._detach()
                 self._standing.call_off()
             case _:
                 _log.error("weightbus: the sidecar said %s to a thread that receives", type(message).__name__)
@@ -186,6 +187,12 @@ class Taker:
             self._inbox = Inbox(self._messages, self._unpack, self._targets, engine, self._device, beside=beside)
         self._inbox.attach()
         return self._inbox
+
+    def _claim(self) -> bool:
+        """Whether something was taken, which is the caller's now: the scheduler's, or this thread's to let go of."""
+        with self._claiming:
+            taken, self._taken = self._taken, False
+        return taken
 
     def _detach(self) -> None:
         """The scheduler may have this memory again."""

@@ -351,6 +351,38 @@ def test_who_was_spared_keeps_its_redrives() -> None:
     assert victim.generating
 
 
+def test_who_was_spared_pays_for_what_it_fails_by_itself_after_that() -> None:
+    """It has taken everything of the next attempt when the trainer's half of that is over, and cannot prove it."""
+    world, victim, trainer = group_of_three(redrives=1)
+    victim.fail(Transfer, Step.TRANSFER)
+    e1, taken = world.agents["e1"], list[Message]()
+    assert isinstance(e1, Engine)
+
+    def takes(message: Message) -> ToCoordinator | None:
+        epoch: Epoch = message.epoch  # type: ignore[attr-defined]
+        e1.script[Transfer] = takes
+        if epoch == 1:
+            return None
+        taken.append(message)
+        return Transferred(request=e1.key(), channel=CHANNEL, epoch=epoch, bytes=1, buckets=1, seconds=0.1)
+
+    e1.script[Transfer] = takes
+    trainer.acquire(1)
+    world.settle()
+    trainer.stop_before = Sent
+    world.advance(8)  # who is spared is given some time to speak for itself
+    while taken and len(trainer.got(Send)) < 6:
+        e1.health = EngineHealth.DIRTY
+        epoch: Epoch = taken[-1].epoch  # type: ignore[attr-defined]
+        trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=epoch))
+        trainer.deaf = False
+        world.settle()
+        e1.say(e1.failed(taken.pop(), Step.VERIFY, "it holds something else"))
+        world.settle()
+    assert [len(send.receivers) for send in trainer.got(Send)] == [3, 3, 1]  # type: ignore[attr-defined]
+    assert world.ready == ("e0", "e2")
+
+
 def test_a_group_that_fails_by_nobodys_fault_ends_with_its_redrives() -> None:
     """A trainer that spares everybody, always, does not drive a round for ever."""
     world, e0, e1, trainer = fleet()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightbus.dataplane.boxes import Box, Column
-from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.copy_table import ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy_torch import TorchCopies, TorchEngine
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import ManifestError
@@ -401,6 +401,52 @@ def test_a_message_outside_of_its_region_is_refused() -> None:
         messages.check(np.array([65536]), sending=True)
     with pytest.raises(ManifestError, match="not a table"):
         Messages.decode(b"x" * 55)
+
+
+@pytest.mark.parametrize("sending", [True, False])
+def test_a_message_before_its_region_is_refused(*, sending: bool) -> None:
+    """A byte that there is not would be counted from the end."""
+    pieces, exports, recording = model(2)
+    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20).messages
+    moved = np.array([0, NOWHERE])
+    before = replace(made, source_at=moved) if sending else replace(made, target_at=moved)
+    with pytest.raises(ManifestError, match="message 1 reaches out of its region"):
+        Messages.decode(before.encode()).check(np.array([65536, 65536]), sending=sending)
+
+
+def test_a_message_of_no_turn_is_refused() -> None:
+    """Nobody would ever come to it, and whoever waits for it would wait."""
+    pieces, exports, recording = model(2)
+    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20).messages
+    for odd in (replace(made, turn=np.array([0, -1])), replace(made, nbytes=np.array([65536, 0]))):
+        with pytest.raises(ManifestError, match="empty, or of a turn that there is not"):
+            Messages.decode(odd.encode())
+
+
+@pytest.mark.parametrize("pair_bytes", [64, 200, 1 << 20])
+def test_rows_of_all_dtypes_begin_where_their_items_may(pair_bytes: int) -> None:
+    """Behind an odd number of bytes, too, on the wire and in staging: a GPU reads no bfloat16 from an odd address."""
+    dtypes = ("float8_e4m3fn", "bfloat16", "float8_e4m3fn", "float32", "bfloat16", "float64")
+    tensors = tuple(TensorSpec(f"{dtype}.{at}", dtype, (at + 3, 5)) for at, dtype in enumerate(dtypes))
+    columns = [(spec, Box((0, 1), (spec.shape[0], 4)), View(at, 1, (5, 1))) for at, spec in enumerate(tensors)]
+    pieces = Pieces.of(tensors, [Piece(spec.name, Box.whole(spec.shape), spec.dtype, View(at, 0, (5, 1)))
+                                 for at, spec in enumerate(tensors)])  # fmt: skip
+    wanted = Pieces.of(tensors, [Piece(spec.name, box, spec.dtype, view) for spec, box, view in columns])
+    targets = tuple(Target(spec.name, spec.dtype, spec.shape, (5, 1), parameter=True) for spec in tensors)
+    regions = tuple(Region(spec.nbytes, "cpu") for spec in tensors)
+    export = ExportMap(0, "here", regions, tuple(Place(at, 0) for at in range(len(tensors))))
+    plan = make_plan(pieces, [export], Recording(0, targets, wanted), SENT_TO)
+
+    made = schedule(plan, len(tensors), pair_bytes)
+
+    assert len({int(each) for each in made.pack.target_dtype}) == len(set(dtypes))
+    staged = made.messages.nbytes > 0
+    for by_turn in (True, False):
+        places, _ = made.messages.places(staged, by_turn=by_turn)
+        begins = places[made.pack.target] + made.pack.target_at
+        assert not (begins % ITEM_SIZES[made.pack.target_dtype]).any()
+        begins = places[made.unpack.source] + made.unpack.source_at
+        assert not (begins % ITEM_SIZES[made.unpack.source_dtype]).any()
 
 
 def test_large_plans_are_scheduled_in_seconds() -> None:

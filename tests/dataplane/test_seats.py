@@ -20,6 +20,13 @@ def test_the_first_engine_on_a_gpu_has_it() -> None:
     assert "a worker of f and a worker of e are on GPU b" in found["f"].reason
 
 
+def test_every_gpu_of_the_first_engine_is_taken() -> None:
+    """Not that of its first worker alone."""
+    found = crowded({}, {"e": ("a", "b"), "f": ("b",)})
+    assert list(found) == ["f"]
+    assert found["f"].spared
+
+
 def test_an_engine_on_a_rank_of_the_trainer_is_in_no_group() -> None:
     """However often the version is sent."""
     found = crowded({0: "a"}, {"e": ("b", "a")})

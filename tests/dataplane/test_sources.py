@@ -62,12 +62,13 @@ def test_stages_take_turns() -> None:
 
 @given(OWNERS, st.integers(1, 4))
 def test_rows_cover_all_buckets_and_need_only_earlier_ones(owners: list[int], slots: int) -> None:
-    """Each row has at most one bucket of a source, and waits for no bucket that comes after its beginning."""
+    """Each row has at most one bucket of a source, and waits for all that lie in its place, which came before it."""
     sources = Sources(tuple(owners))
     assert [bucket for row in sources.rows for bucket in row] == list(range(len(owners)))
     for row in sources.rows:
         assert len({sources.of[bucket] for bucket in row}) == len(row)
         assert sources.needed(row, slots) < row.start
+        assert all(sources.before(bucket, slots) <= sources.needed(row, slots) for bucket in row), "one is there still"
         assert sources.row_at(row.start) == row
     for bucket in range(len(owners)):
         before = sources.before(bucket, slots)

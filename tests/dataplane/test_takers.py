@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from weightbus.dataplane import sends_wire, takers, worker_wire
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import PeerLost
 from weightbus.dataplane.frames import FrameListener, Frames
+from weightbus.dataplane.sends_wire import Group
 from weightbus.dataplane.takers import Leader, NotTaken, Takers
 
 from ..kit.waiting import until
@@ -100,3 +102,59 @@ def test_a_worker_that_falls_silent_may_have_written(
     assert silent == [0]
     for each in (frames, worker, listener):
         each.close()
+
+
+class Threads:
+    """A sidecar and the threads of its workers; a test says what these say."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._listener = FrameListener(folder / "t.sock")
+        self.takers = Takers(folder)
+        self.workers: list[Frames] = []
+        for rank in range(count):
+            self.workers.append(Frames.connect(str(folder / "t.sock"), Deadline(WAIT_S)))
+            self.takers._threads[rank] = self._listener.accept(Deadline(WAIT_S), "a worker")
+
+    def take(self, keep_s: float) -> None:
+        """A transfer in which everything comes, in a group that may be used again for so long."""
+        group = Group(store="", name="g", size=2, rank=1, form_s=1.0, turn_s=1.0, keep_s=keep_s)
+        for worker in self.workers:
+            worker_wire.say(worker, worker_wire.Taken(seconds=0.0, nbytes=1), Deadline(WAIT_S))
+        leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
+        assert len(self.takers.take(group, leader, Deadline(WAIT_S), beside=True)) == len(self.workers)
+
+    def close(self) -> None:
+        for each in (self.takers, self._listener, *self.workers):
+            each.close()
+
+
+@pytest.fixture
+def threads(tmp_path: Path) -> Iterator[Threads]:
+    """Of two workers."""
+    made = Threads(tmp_path, 2)
+    yield made
+    made.close()
+
+
+def test_a_group_is_spoken_of_while_it_is_kept(threads: Threads) -> None:
+    """Its members let go of it then: who said that it has it would have everybody wait for it in vain."""
+    threads.take(60.0)
+    assert threads.takers.group == "g"
+    threads.take(0.0)
+    assert not threads.takers.group
+
+
+class FewerWorkers:
+    """Of a server that was launched anew: the first one knows its schedule."""
+
+    @staticmethod
+    def expect(*_: object) -> frozenset[int]:
+        return frozenset()
+
+
+def test_a_worker_that_is_none_of_the_server_s_any_more_takes_nothing(threads: Threads) -> None:
+    """Its process is there still, and so is its thread: every version would wait for what it receives."""
+    threads.takers.expect(FewerWorkers(), [None], Deadline(WAIT_S))  # type: ignore[arg-type, list-item]
+    assert len(threads.takers) == 1
+    assert not threads.workers[0].waiting()
+    assert threads.workers[1].waiting(), "it was not hung up on"

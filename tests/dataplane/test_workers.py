@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from weightbus.dataplane import worker_wire as wire
@@ -14,6 +15,8 @@ from weightbus.dataplane.direct_wire import Exporting
 from weightbus.dataplane.exports import MadeRegion
 from weightbus.dataplane.frames import Frames
 from weightbus.dataplane.workers import Workers
+
+from .test_schedule import model
 
 WAIT_S = 20.0
 
@@ -45,3 +48,18 @@ def test_marks_are_shown_to_whoever_reads_what_they_speak_of(crew: tuple[Workers
     heard = [wire.hear_sidecar(end, Deadline(WAIT_S)) for end in ends]
     shown = [[each.made for each in replay.exports] for replay in heard if isinstance(replay, wire.Replay)]
     assert shown == [[made], [None]]
+
+
+def test_who_has_recorded_anew_has_no_plan_any_more(crew: tuple[Workers, list[Frames]]) -> None:
+    """Also where the same one will be made again: it is given it once more, and nothing is placed by the old."""
+    workers, ends = crew
+    pieces, _, recording = model(1)
+    for worker in workers._workers:
+        worker.hello = msgspec.structs.replace(worker.hello, plan="p")
+    assert workers.plans == ("p", "p")
+    wire.say(ends[1], wire.Recorded(recording=recording.encode(), seconds=0.0), Deadline(WAIT_S))
+
+    assert list(workers.recorded([1], pieces.tensors, Deadline(WAIT_S))) == [recording.digest()]
+
+    assert workers.plans == ("p", "")
+    assert workers.recordings == ("", recording.digest())

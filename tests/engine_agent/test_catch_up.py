@@ -135,8 +135,20 @@ def test_what_comes_to_nothing_is_aborted_and_tried_again_later(how: str) -> Non
         given_up_at = 111.0 + STEP_S
     seen = view() if how == "failed" else view(doing="validate")
     assert isinstance(machine.step(seen, given_up_at), Abort)
+    assert not machine.looks(view(), 7, given_up_at + 45.0), "a server that cannot load it would stand still for ever"
     assert not machine.looks(view(), 7, given_up_at + AGAIN_S - 1)
     assert machine.looks(view(), 7, given_up_at + AGAIN_S + 1)
+
+
+def test_a_server_that_is_gone_ends_it() -> None:
+    """Whatever comes back in its place holds nothing of what was begun, and is given nothing of it."""
+    machine = CatchUp("c", 10.0)
+    looking(machine)
+    assert machine.found(SEVEN, "/saved", view(), 110.0)
+    assert isinstance(machine.step(view(reached=Step.PREPARE), 111.0), Pause)
+    assert machine.step(view(up=False, reached=Step.PAUSE, paused=True), 112.0) is None
+    assert machine.stage is Stage.WATCHING
+    assert machine.step(view(reached=Step.PAUSE, paused=True), 113.0) is None
 
 
 @pytest.fixture

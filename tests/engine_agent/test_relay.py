@@ -21,6 +21,8 @@ from weightbus.engine_agent.errors import ServerError
 from weightbus.engine_agent.relay import Relay, reached_at
 from weightbus.engine_agent.sglang import SGLangServer
 
+from ..kit.waiting import has_ipv6
+
 PATIENCE = timedelta(seconds=60)
 AT_ONCE_S = 5.0
 
@@ -89,6 +91,16 @@ def test_who_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None
     with pytest.raises(RuntimeError):
         come(relay).get("never")
     assert time.monotonic() - began < AT_ONCE_S
+    relay.cut()
+
+
+def test_who_comes_for_a_store_whose_host_is_gone_is_let_in_and_out_again() -> None:
+    """Each of them, as where nobody listens any more. To the address of this one the kernel knows no way at all."""
+    relay = Relay("255.255.255.255", 9, "127.0.0.1")
+    for _ in range(2):
+        with socket.create_connection(relay.at, AT_ONCE_S) as client:
+            client.settimeout(AT_ONCE_S)
+            assert client.recv(1) == b""
     relay.cut()
 
 
@@ -180,6 +192,14 @@ def test_only_a_server_on_the_loopback_reaches_a_relay(host: str, at: str) -> No
     """Others may be on other machines: they meet in the store itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert reached_at(f"http://{host}:{server.getsockname()[1]}") == at
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("dual", [True, False], ids=["both", "IPv6 alone"])
+def test_a_server_that_listens_on_all_addresses_of_ipv6_is_seen(*, dual: bool) -> None:
+    """As ``--host ::`` has it: it is in another table of the kernel's."""
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=dual) as server:
+        assert reached_at(f"http://[::1]:{server.getsockname()[1]}") == "::1"
 
 
 FORWARDER = """

@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from weightbus.control.coordinator_settings import CoordinatorSettings
+from weightbus.control.limits import Limits
+from weightbus.engine_agent import stand_in
 from weightbus.engine_agent.stand_in import StandIn
 from weightbus.engine_agent.wire import Keys
 
@@ -67,11 +70,13 @@ class Sidecar:
     """A process that has a stand-in, and does what it is told."""
 
     def __init__(self, url: str) -> None:
+        """In a process group of its own, as a shell or a supervisor starts it."""
         self.process = subprocess.Popen(
             [sys.executable, "-c", SIDECAR, url, str(SILENCE_S)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            process_group=0,
         )
 
     def told(self, line: str, *, left: bool = False) -> None:
@@ -127,6 +132,27 @@ def test_the_groups_of_a_sidecar_that_was_killed_are_left(server: Server, sideca
     assert server.left.get(timeout=AT_ONCE_S) == (path, "Bearer secret", "one")
     assert server.left.get(timeout=AT_ONCE_S) == (path, "Bearer secret", "two")
     assert server.left.empty()
+
+
+def test_a_kill_of_the_sidecar_and_all_its_processes_leaves_the_stand_in(server: Server, sidecar: Sidecar) -> None:
+    """As a supervisor ends what it has started, with a signal that nobody can ignore."""
+    sidecar.told("used one")
+    os.killpg(sidecar.process.pid, signal.SIGKILL)
+    assert server.left.get(timeout=AT_ONCE_S)[2] == "one"
+
+
+def test_a_server_behind_a_path_is_reached_there(server: Server) -> None:
+    """As everything else that the sidecar asks of it."""
+    sidecar = Sidecar(f"{server.url}/engines/0/")
+    sidecar.told("used one")
+    sidecar.close()
+    assert server.left.get(timeout=AT_ONCE_S)[0] == "/engines/0/destroy_weights_update_group"
+
+
+def test_nobody_waits_in_a_group_any_more_when_the_coordinator_gives_a_sidecar_up() -> None:
+    """It begins the next attempt then. The stand-in counts from the sidecar's last sign of life, a tick apart."""
+    for limits in (CoordinatorSettings(), Limits()):
+        assert limits.silence_s > stand_in.SILENCE_S + stand_in._TICK_S
 
 
 def test_the_groups_of_one_that_stands_still_are_left_while_they_are_used(server: Server, sidecar: Sidecar) -> None:

@@ -113,6 +113,36 @@ def test_a_version_that_was_called_off_is_not_put_into_place(sidecar: Sidecar) -
     assert not sidecar.parameter.any()
 
 
+def test_a_version_that_was_called_off_leaves_its_memory_to_the_scheduler(sidecar: Sidecar) -> None:
+    """Nobody knows when the next one comes; and before that one the worker is asked whether there is room for it."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    assert sidecar.taker._inbox is not None
+    assert sidecar.taker._inbox.memory
+    sidecar.say(wire.Failed(reason="another worker has died"))
+    sidecar.say(wire.Weigh())
+    assert isinstance(sidecar.hear(), wire.Room)
+    assert sidecar.taker._inbox.memory == ()
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.taker.flip()
+    assert (sidecar.parameter == SENT).all()
+
+
+def test_what_is_being_put_into_place_is_not_let_go_of(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer may be gone before the scheduler is through with it."""
+    flip = Inbox.flip
+
+    def called_off(inbox: Inbox) -> None:
+        sidecar.say(wire.Failed(reason="the sender is gone"))
+        sidecar.say(wire.Weigh())
+        assert isinstance(sidecar.hear(), wire.Room)
+        flip(inbox)
+
+    monkeypatch.setattr(Inbox, "flip", called_off)
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.taker.flip()
+    assert (sidecar.parameter == SENT).all()
+
+
 def test_a_version_that_fails_leaves_its_memory_to_the_scheduler(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:

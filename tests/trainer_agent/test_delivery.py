@@ -14,6 +14,7 @@ from weightbus.trainer_agent.delivery import Delivery
 
 from ..dataplane.loopback import CHANNEL, make_manifest, make_session
 from ..kit.fake_sender import FakeSender
+from ..kit.waiting import until
 
 LOCAL = TransportKind.LOCAL
 
@@ -76,3 +77,24 @@ def test_receivers_are_waited_for_once_they_can_come(pool: BucketPool, told: boo
             delivery.wait(0.01)
     assert delivery.stop() == ()
     assert ("ready" in sender.calls) == told
+
+
+def test_a_transport_that_cannot_open_costs_the_others_nothing(pool: BucketPool) -> None:
+    """Its engines have failed, with the reason, before anybody was told an offer; the others take the version."""
+    broken, well, session = FakeSender(), FakeSender(), make_session(1, 10, make_manifest())
+    broken.refusal = "no port can be opened"
+    peers = {LOCAL: [Peer("e0", 1)], TransportKind.DISTRIBUTED: [Peer("e1", 1), Peer("e2", 1)]}
+    senders = {LOCAL: well, TransportKind.DISTRIBUTED: broken}
+    delivery = Delivery(session, senders, peers, pool.slots, 60.0)
+    offers = delivery.open()
+    assert [(offer.transport, offer.address) for offer in offers] == [(LOCAL, "/fake/1")]
+    assert delivery.unopened == dict.fromkeys(("e1", "e2"), "no port can be opened")
+    assert not delivery.over
+    delivery.told()
+    until(lambda: "ready" in well.calls, "the others to be waited for", 30.0)
+    for bucket in range(len(session.manifest.buckets)):
+        until(lambda: delivery.wanted() is not None, "room for a bucket", 30.0)
+        delivery.filled(bucket + 1)
+    until(lambda: delivery.over, "the version to be sent", 30.0)
+    assert delivery.failed == dict.fromkeys(("e1", "e2"), "no port can be opened")
+    assert len(well.taken[1, "e0"]) == len(session.manifest.buckets)

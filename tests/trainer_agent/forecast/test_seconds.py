@@ -74,3 +74,17 @@ def test_with_memory_for_it_a_request_waits_for_the_flip_alone(forecast: Forecas
     assert found.beside_s < 0.05 < found.pause_s
     mixed = forecast.round(Fleet(TWO, (sends, Engines(tp=2, where=Where.GPUS, way=Way.DIRECT))))
     assert mixed.beside_s is None
+
+
+def test_stages_that_broadcast_gather_beside_each_other(forecast: Forecast) -> None:
+    """Each its own part, and digests it; where anybody besides wants files, one rank does that for all."""
+    trainer = Trainer(gpus=4, gpus_per_host=4, tp=2, pp=2)
+
+    def gathered(*ways: Way) -> tuple[float, float]:
+        fleet = Fleet(trainer, tuple(Engines(2, where=Where.OTHER, way=way) for way in ways))
+        digest = next(step.seconds for step in forecast.round(fleet).steps if step.name == "digest")
+        return load(forecast, fleet, "gathering over NVLink into GPU").gigabytes, digest
+
+    one = gathered(Way.DISK)
+    assert gathered(Way.DISTRIBUTED, Way.DISK) == one
+    assert all(mine < 0.7 * all_of_it for mine, all_of_it in zip(gathered(Way.DISTRIBUTED), one, strict=True))

@@ -1,0 +1,52 @@
+"""Groups of engines that form beside one another: one that does not, and what becomes of the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from weightbus.dataplane import engine_groups
+from weightbus.dataplane.broadcast_group import BroadcastGroup
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.engine_groups import EngineGroups, StoodStill
+
+from ..kit.waiting import until
+
+FORM_S = 30.0
+
+
+class Formed:
+    """A group that has formed."""
+
+    def __init__(self) -> None:
+        self.broken = threading.Event()
+
+    def abort(self) -> None:
+        self.broken.set()
+
+
+def test_an_engine_that_does_not_join_is_named_and_the_others_groups_are_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long before the time for all of them is over. What forms after that is let go of, too: nobody would use it."""
+    monkeypatch.setattr(engine_groups, "STILL_FORMING_S", 0.2)
+    comes, made = threading.Event(), dict[str, Formed]()
+
+    def form(_store: object, name: str, *_: object) -> Formed:
+        if name == "g-at2":
+            comes.wait(FORM_S)
+        made[name] = Formed()
+        return made[name]
+
+    monkeypatch.setattr(BroadcastGroup, "form", form)
+    began = time.monotonic()
+    with pytest.raises(StoodStill, match="its group to form") as stood:
+        EngineGroups.form(lambda: None, "g", "h", torch.device("cpu"), (1, 2), Deadline(FORM_S))  # type: ignore[arg-type, return-value]
+    assert time.monotonic() - began < FORM_S / 2
+    assert stood.value.members == (1,)
+    assert made["g-at1"].broken.is_set()
+    comes.set()
+    until(lambda: "g-at2" in made and made["g-at2"].broken.is_set(), "what has formed too late to be let go of", 10.0)
