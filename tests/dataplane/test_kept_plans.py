@@ -106,6 +106,13 @@ def test_who_was_forgotten_proposes_again_and_gets_the_same_schedule(fleet: Flee
     assert after.digest() == before.digest()
 
 
+def test_workers_that_copy_the_same_have_one_schedule_each_under_its_own_plan(fleet: Fleet) -> None:
+    """It is made once, and says whose it is."""
+    one, two = take_part(AgreedPlans(), fleet, 1, "one", "two")
+    assert one.messages is two.messages
+    assert (one.plan, two.plan) == (fleet.plan("one").digest(), fleet.plan("two").digest())
+
+
 def test_a_schedule_that_is_cut_otherwise_is_another_one(fleet: Fleet) -> None:
     """The cut is part of it; what was cut before is kept no longer."""
     made = AgreedPlans()

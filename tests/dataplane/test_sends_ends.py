@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from weightbus.dataplane.plan import make_plan
-from weightbus.dataplane.schedule import schedule
-from weightbus.dataplane.sends_ends import MOST_STOOD, Formed, Stood, alike
-
-from .test_schedule import SENT_TO, model
+from weightbus.dataplane.sends_ends import MOST_STOOD, Formed, Stood
 
 
 def have(*names: str) -> Stood:
@@ -63,18 +57,3 @@ def test_with_more_turns_than_can_be_kept_those_that_are_stay() -> None:
     found = stood.take("members of 0", frozenset({"0"}), everybody)
     assert found is not None
     assert stood.room
-
-
-def test_a_schedule_is_another_worker_s_where_both_copy_the_same_cut_alike() -> None:
-    """Under its own plan's name. One that is cut otherwise is another, however alike the workers are."""
-    pieces, exports, recording = model(4)
-    plan = make_plan(pieces, exports, recording, SENT_TO)
-    made = {("p", 1 << 20): schedule(plan, 4, 1 << 20)}
-    others = replace(plan, copies=replace(plan.copies))
-    plans = {"p": (plan, 4), "like": (replace(plan), 4), "other": (others, 4)}
-    found = alike(made, plans, ("like", 1 << 20))
-    assert found is not None
-    assert found.plan == "like"
-    assert found.messages is made["p", 1 << 20].messages
-    assert alike(made, plans, ("like", 1 << 16)) is None
-    assert alike(made, plans, ("other", 1 << 20)) is None
