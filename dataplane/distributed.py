@@ -285,11 +285,6 @@ class DistributedSender:
 
     def _check_receivers(self) -> None:
         meeting, _ = self._open()
-        for source in self._others:  # first: engines notice it too, and cannot say whose fault it is
-            if named := meeting.heard("differs", source):
-                self.differing = tuple(named.split(","))
-                self._lost = f"{source} gave up: the weights changed between the digest and the transfer"
-                raise PeerLost(self._lost)
         for peer in self._peers:
             reason = meeting.heard("failed", peer.engine) or self._withdrawn.get(peer.engine)
             if reason is not None and meeting.heard("done", peer.engine) is None:
@@ -297,6 +292,11 @@ class DistributedSender:
         for source in self._others:
             if (reason := meeting.heard("failed", source)) is not None:
                 self._source_failed(source, reason, meeting.heard("still", source) or "")
+        for source in self._others:  # last: it is said before all that, and engines cannot say whose fault it is
+            if named := meeting.heard("differs", source):
+                self.differing = tuple(named.split(","))
+                self._lost = f"{source} gave up: the weights changed between the digest and the transfer"
+                raise PeerLost(self._lost)
         if self._lost and not self._failed:
             raise PeerLost(self._lost)
         if self._failed:

@@ -15,7 +15,7 @@ import torch
 from weightbus.dataplane import engine_groups, rendezvous, source_rank
 from weightbus.dataplane.broadcast_group import join_store, serve_store
 from weightbus.dataplane.distributed import DistributedSender
-from weightbus.dataplane.errors import TransferFailed, Unsupported
+from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.meeting import Meeting, new_token, source_name
 from weightbus.dataplane.source_rank import SourceRank
@@ -486,3 +486,28 @@ def test_epochs_leave_nothing_in_the_store(stand: Stand, other: SourceRank) -> N
         assert stand.leader._store is not None
         counts.append(stand.leader._store.num_keys())
     assert counts[2] == counts[1]
+
+
+def test_why_a_source_breaks_off_counts_more_than_what_engines_say_of_it(tmp_path: Path) -> None:
+    """They say it after the source has, and may be asked before it: here everything is said between two questions."""
+    sender = Places(tmp_path).sender("distributed")
+    assert isinstance(sender, DistributedSender)
+    sender.divide(TWO)
+    sender.offer(make_session(1, 11, make_manifest(BUCKETS)), PEERS)
+    meeting, said = sender._meeting, list[str]()
+    assert meeting is not None
+    heard = meeting.heard
+
+    def late(step: str, who: str) -> str | None:
+        if (step, who) == ("failed", "one") and not said:
+            said.append(step)
+            meeting.announce(f"differs/{source_name(1)}", "w")
+            meeting.announce(f"failed/{source_name(1)}", "the weights changed")
+            meeting.announce("failed/one", "connection closed by peer")
+        return heard(step, who)
+
+    meeting.heard = late  # type: ignore[method-assign]
+    with pytest.raises(PeerLost, match="the weights changed"):
+        sender._check_receivers()
+    assert sender.differing == ("w",)
+    sender.close()

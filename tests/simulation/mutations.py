@@ -347,8 +347,8 @@ MUTATIONS: Final = (
         "what-a-burst-says-is-not-looked-at",
         "nothing-raises",
         COORDINATOR,
-        "        self._stirred[channel.name] = channel\n",
-        "        pass\n",
+        "agent.name, message, verdict)\n        self._stirred[channel.name] = channel\n",
+        "agent.name, message, verdict)\n",
     ),
     _m(
         "a-burst-does-not-wait-for-the-disk",
