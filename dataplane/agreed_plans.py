@@ -57,6 +57,8 @@ class AgreedPlans:
         """Of what each holder does of a schedule."""
         self._ready: dict[tuple[Messages, int], tuple[bytes, bytes]] = {}
         """The parts that nobody was told yet."""
+        self._room = _MOST_READY
+        """Bytes that are left for them."""
         self._version, self._turn = -1, 0
 
     def turn_to(self, exposed: Exposed, version: int) -> None:
@@ -67,6 +69,7 @@ class AgreedPlans:
         self._exposed = exposed
         if version != self._version:
             self._version, self._turn = version, self._turn + 1
+            self.told()  # or nobody will be: that version is over
             self._forget()
 
     @property
@@ -111,8 +114,9 @@ class AgreedPlans:
         made.digest()
         for holder in holders:
             key = made.messages, holder
-            if key not in self._names and sum(map(_nbytes, self._ready.values())) < _MOST_READY:
-                self._ready[key] = self._part(plan, made, holder)
+            if key not in self._names and self._room > 0:
+                part = self._ready[key] = self._part(plan, made, holder)
+                self._room -= len(part[0]) + len(part[1])
 
     def check(self, prepared: wire.Prepared, workers: int, pair_bytes: int, alone_bytes: int) -> None:
         """Make the schedules that were prepared. Raises `TransferFailed` when they are others."""
@@ -153,7 +157,7 @@ class AgreedPlans:
 
     def told(self) -> None:
         """Everybody knows its letters."""
-        self._ready.clear()
+        self._ready, self._room = {}, _MOST_READY
 
     def _make(self, proposal: direct_wire.Proposal) -> tuple[Plan, int]:
         assert self._exposed is not None
@@ -174,7 +178,8 @@ class AgreedPlans:
         return part
 
     def _cut_anew(self, cut: tuple[int, int]) -> None:
-        self._cut, self._schedules, self._names, self._ready = cut, {}, {}, {}
+        self._cut, self._schedules, self._names = cut, {}, {}
+        self.told()
 
     def _forget(self) -> None:
         old = [name for name, each in self._plans.items() if each.turn < self._turn - KEPT - 1]
@@ -186,7 +191,3 @@ class AgreedPlans:
             self._made = {like: each for like, each in self._made.items() if id(each[0].copies) in used}
             messages = {each.messages for each in self._schedules.values()}
             self._names = {key: name for key, name in self._names.items() if key[0] in messages}
-
-
-def _nbytes(part: tuple[bytes, bytes]) -> int:
-    return len(part[0]) + len(part[1])

@@ -8,7 +8,6 @@ the backend object is built directly: the trainer's default group, its timeouts 
 from __future__ import annotations
 
 import os
-import socket
 import time
 from datetime import timedelta
 from typing import Final, Protocol, cast
@@ -21,7 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from . import backends
 from .deadline import Deadline
 from .errors import DeadlineExceeded, TransferFailed, Unsupported
-from .sealed_frames import family_of
+from .sealed_frames import listening_on
 from .source_stand_in import Connections, StandIn, connections_of
 
 ROOT: Final = 0
@@ -52,12 +51,7 @@ def backend_for(device: torch.device) -> str:
 
 def serve_store(host: str) -> c10d.TCPStore:
     """A rendezvous store on an ephemeral port of `host` alone. Raises `TransferFailed` where there can be none."""
-    try:
-        listener = socket.create_server((host, 0), family=family_of(host))
-    except OSError as error:
-        raise TransferFailed(
-            f"no port can be opened on {host}: {error}: set host to an address of this machine"
-        ) from error
+    listener = listening_on(host)
     port: int = listener.getsockname()[1]
     return c10d.TCPStore(
         host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()

@@ -108,12 +108,7 @@ class SealedListener:
 
     def __init__(self, host: str, token: str) -> None:
         self._token = token
-        try:
-            self._socket = socket.create_server((host, 0), family=family_of(host), backlog=128)
-        except OSError as error:
-            raise TransferFailed(
-                f"no port can be opened on {host}: {error}: set host to an address of this machine"
-            ) from error
+        self._socket = listening_on(host)
         self.address = f"tcp://{bracketed(host)}:{self._socket.getsockname()[1]}"
 
     def take(self, deadline: Deadline) -> SealedFrames:
@@ -150,6 +145,16 @@ def host_and_port(address: str) -> tuple[str, int]:
 def bracketed(host: str) -> str:
     """As it stands before a port: a colon of IPv6 is none between the two."""
     return f"[{host}]" if ":" in host else host
+
+
+def listening_on(host: str) -> socket.socket:
+    """A TCP port of one address of this machine. Raises `TransferFailed` where there can be none."""
+    try:
+        return socket.create_server((host, 0), family=family_of(host), backlog=128)
+    except OSError as error:
+        raise TransferFailed(
+            f"no port can be opened on {host}: {error}: set host to an address of this machine"
+        ) from error
 
 
 def family_of(host: str) -> socket.AddressFamily:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from weightbus.dataplane import agreed_plans
 from weightbus.dataplane import sends_wire as wire
 from weightbus.dataplane.agreed_plans import AgreedPlans
 from weightbus.dataplane.copy_table import CopyTable
@@ -107,6 +108,23 @@ def test_what_is_asked_for_when_all_are_prepared_is_made_before(monkeypatch: pyt
     monkeypatch.setattr(Schedule, "of_holder", lambda *_: pytest.fail("it is divided now"))
     plans.check(wire.Prepared(plans=(one,), schedules=(digest,)), 1, *CUT)
     assert [plans.letters(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
+
+
+def test_parts_that_are_made_ahead_are_bounded_and_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is no room for is made when it is told; what nobody was told of a version goes with it."""
+    monkeypatch.setattr(agreed_plans, "_MOST_READY", 1)
+    plans, twin = AgreedPlans(), AgreedPlans()
+    one = _agreed(plans)
+    plans.make_ready(one, (0, 1), *CUT)
+    assert [holder for _, holder in plans._ready] == [0]
+    wanted = [twin.letters(holder, (), [(2, _agreed(twin))], *CUT) for holder in (0, 1)]
+    assert [plans.letters(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
+    plans.turn_to(_exposed(), 2)
+    assert not plans._ready
+    assert [plans.letters(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
+    other = _agreed(plans, swapped=True)
+    plans.make_ready(other, (0, 1), *CUT)
+    assert plans._ready, "there is room again"
 
 
 def test_other_plans_and_schedules_than_its_own_are_refused() -> None:

@@ -13,6 +13,7 @@ from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.rendezvous import ask_for_names, reach_store
 from weightbus.dataplane.sealed_frames import SealedListener, address_towards, family_of
+from weightbus.dataplane.transports import receiver
 
 
 def test_names_are_asked_for_once_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,6 +34,15 @@ def test_names_are_asked_for_once_and_nobody_waits_for_them(monkeypatch: pytest.
     silent.set()
     thread.join(10)
     ask_for_names.cache_clear()
+
+
+def test_a_receiver_of_broadcasts_asks_before_its_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes versions in other ways makes no store."""
+    asked: list[None] = []
+    monkeypatch.setattr(rendezvous, "ask_for_names", lambda: asked.append(None))
+    for kind, times in (("direct", 0), ("distributed", 1)):
+        receiver(kind).shutdown()
+        assert len(asked) == times
 
 
 @pytest.fixture

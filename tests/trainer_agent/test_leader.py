@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from weightbus.control.messages import TransportKind
 from weightbus.dataplane import nixl_group
+from weightbus.trainer_agent import leader
+from weightbus.trainer_agent.exposure import Exposure
 from weightbus.trainer_agent.leader import _without_nixl
 from weightbus.trainer_agent.settings import SendsOver, TrainerSettings
 
@@ -23,3 +27,19 @@ def test_sends_over_nixl_are_not_offered_without_nixl(monkeypatch: pytest.Monkey
     assert not _without_nixl(only_local)
     monkeypatch.setattr(nixl_group, "_MODULES", ("nixl_of_no_version", "msgspec"))
     assert not _without_nixl(BY_NIXL)
+
+
+def test_that_is_found_out_when_the_trainer_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its memory can be given in place."""
+    monkeypatch.setattr(nixl_group, "_MODULES", ("nixl_of_no_version",))
+    monkeypatch.setattr(leader, "Ranks", Mock())
+    exposure = Mock(Exposure, unread="")
+    assert leader._tried(exposure, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS}
+    exposure.unread = "a rank is on another host"
+    assert leader._tried(exposure, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS, TransportKind.DIRECT}
+
+
+def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:
+    """They belong to addresses with a port; sockets know no such name."""
+    with pytest.raises(ValueError, match="without brackets"):
+        TrainerSettings(channel="policy", insecure_loopback=True, host="[::1]")
