@@ -296,6 +296,7 @@ class DistributedSender:
             if named := meeting.heard("differs", source):
                 self.differing = tuple(named.split(","))
                 self._lost = f"{source} gave up: the weights changed between the digest and the transfer"
+                self._failed.clear()
                 raise PeerLost(self._lost)
         if self._lost and not self._failed:
             raise PeerLost(self._lost)

@@ -511,3 +511,5 @@ def test_why_a_source_breaks_off_counts_more_than_what_engines_say_of_it(tmp_pat
         sender._check_receivers()
     assert sender.differing == ("w",)
     sender.close()
+    assert all("the weights changed" in reason for reason in sender.failed.values())
+    assert sender.failed.keys() == {"one", "two"}
